@@ -5,7 +5,6 @@ from math import nan
 import pytest
 
 from tests.results import folders
-from toolkit.files import write_json
 from toolkit.results import paired_difference
 from toolkit.results.report import Command, Figure, Table, Text, build_report
 from toolkit.results.runs import read_runs
@@ -28,9 +27,10 @@ def table(report, section, column):
     return next(t.rows for t in blocks(report, section, Table) if column in t.rows[0])
 
 
-def final(report, metric="accuracy (%)"):
-    """The rows of final metrics."""
-    return table(report, "Accuracy", f"test {metric}")
+def final(report, *columns, metric="accuracy (%)"):
+    """Columns of the table of final metrics, a tuple a row."""
+    rows = table(report, "Accuracy", f"test {metric}")
+    return [tuple(row[column] for column in columns) for row in rows]
 
 
 def texts(report, section):
@@ -60,93 +60,45 @@ def report(sweep):
     return built(sweep)
 
 
-def test_sections(report):
+def test_summary_names_unfinished_runs(report, sweep):
     assert report.title == "Title"
     assert [*report.sections] == ["Summary", "Accuracy", "Memory", "Communication", "Reproduce"]
     assert all(report.sections.values())
-
-
-def test_summary_names_unfinished_runs(report, sweep):
     assert texts(report, "Summary") == "11 runs: 9 finished, 1 failed, 1 damaged."
     (row,) = table(report, "Summary", "training")
     assert (row["training"], row["rules"]) == ("resnet8 on digits", "DP, CDP-v1, CDP-v2")
     assert (row["microbatches"], row["optimizer.lr"], row["seeds"]) == ("4", "0.1", "0, 1, 2, 3")
     failed, damaged = table(report, "Summary", "reason")
-    assert failed["folder"] == str(sweep / "9")
-    assert (failed["rule"], failed["seed"]) == ("CDP-v2", "3")
-    assert (failed["state"], failed["reason"]) == ("failed", "the loss is NaN")
+    assert failed == {
+        "folder": str(sweep / "9"),
+        "experiment": "train",
+        "state": "failed",
+        "reason": "the loss is NaN",
+        "rule": "CDP-v2",
+        "seed": "3",
+    }
     assert damaged["reason"].startswith("result.json cannot be read")
 
 
-def test_notes_are_shown_once(tmp_path):
-    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
-    folders.change(tmp_path / "a", notes=["steps differ"])
-    rows = table(built(tmp_path), "Summary", "note")
-    assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
-
-
 def test_differences_are_paired_by_seed_with_the_first_rule(report):
-    dp, v1, v2 = final(report)
-    assert (dp["rule"], dp["seeds"], dp["test accuracy (%)"]) == ("DP", "0, 1, 2", "91.00 ± 1.00")
+    dp, v1, v2 = final(report, "rule", "seeds", "test accuracy (%)", DIFFERENCE)
+    assert dp == ("DP", "0, 1, 2", "91.00 ± 1.00", "+0.00")
     expected = paired_difference([80, 85, 81], [90, 92, 91])
-    assert v1[DIFFERENCE] == f"{expected.mean:+.2f} ± {expected.half_width:.2f}"
-    assert v2[DIFFERENCE].startswith("+0.00 ± ")
+    assert v1[3] == f"{expected.mean:+.2f} ± {expected.half_width:.2f}"
+    assert v2[3].startswith("+0.00 ± ")
     (figure,) = blocks(report, "Accuracy", Figure)
     assert "DP 91.0 %, CDP-v1 82.0 %, CDP-v2 91.0 %" in figure.alt
     assert len(figure.figure.axes[0].lines) == 3
 
 
-def test_metric_is_that_of_the_result(tmp_path):
-    result = folders.train(tmp_path / "0", data={"_target_": "mine.tokens"})
-    write_json(tmp_path / "0" / "result.json", result | {"judged_by": "loss"})
-    (row,) = final(built(tmp_path), "loss (nats)")
-    assert row["test loss (nats)"] == "0.100"
-
-
-@pytest.mark.parametrize("data", ["text", "token_files"])
-def test_language_models_are_judged_by_their_loss(tmp_path, data):
-    of_text = {"data": {"_target_": f"toolkit.training.data.{data}"}}
-    folders.compare(tmp_path / "a", {"dp": [0.5, 0.7], "cdp_v1": [0.25, 0.375]}, **of_text)
-    report = built(tmp_path)
-    dp, v1 = final(report, "loss (nats)")
-    assert dp["test loss (nats)"].startswith("0.400 ± ")
-    assert dp["test accuracy (%)"] == "60.00"
-    expected = paired_difference([0.75, 0.625], [0.5, 0.3])
-    assert v1[DIFFERENCE] == f"{expected.mean:+.3f} ± {expected.half_width:.3f}"
-    (figure,) = blocks(report, "Accuracy", Figure)
-    assert "at the end DP 0.40 nats, CDP-v1 0.69 nats" in figure.alt
-    assert figure.figure.axes[0].get_ylabel() == "test loss (nats)"
-
-
-def test_baseline_is_the_rule_without_delay(tmp_path):
-    """Even if the options of a late rule do not say so; one seed has no interval."""
-    folders.compare(tmp_path / "a", {"published": [0.8], "dp": [0.9], "cdp_v1": [0.7]})
-    rows = final(built(tmp_path))
-    assert [(row["rule"], row[DIFFERENCE]) for row in rows] == [
-        ("DP", "+0.00"),
-        ("CDP-v2 as published", "-10.00"),
-        ("CDP-v1", "-20.00"),
-    ]
-    assert [row["test accuracy (%)"] for row in rows] == ["90.00", "80.00", "70.00"]
-
-
-@pytest.mark.parametrize(
-    ("seeds", "mean", "difference"), [((1, 2), "50.00 ± 42.43", "-10.00"), ((2,), "20.00", "-")]
-)
-def test_only_shared_seeds_are_paired(tmp_path, seeds, mean, difference):
-    jobs = [("dp", 0, 0.5), ("dp", 1, 0.9)]
-    jobs += [("cdp_v1", seed, {1: 0.8, 2: 0.2}[seed]) for seed in seeds]
-    for rule, seed, top in jobs:
-        folders.train(tmp_path / f"{rule}{seed}", rule, seed, top)
-    _, late = final(built(tmp_path))
-    assert (late["test accuracy (%)"], late[DIFFERENCE]) == (mean, difference)
-
-
 def test_memory_and_traffic_are_those_of_the_schedules(report):
+    late = "mean staleness (largest)"
     held = table(report, "Memory", "peak, all ranks")
-    peaks = {row["schedule"]: row["peak, all ranks"] for row in held}
-    assert peaks == {"DP": "4", "CDP-v1": "2.5", "CDP-v2": "2.5"}
-    assert [row["mean staleness (largest)"] for row in held] == ["0.00 (0)", "1.00 (1)", "0.38 (1)"]
+    assert [(row["schedule"], row["peak, all ranks"], row[late]) for row in held] == [
+        ("DP", "4", "0.00 (0)"),
+        ("CDP-v1", "2.5", "1.00 (1)"),
+        ("CDP-v2", "2.5", "0.38 (1)"),
+    ]
     sent = table(report, "Communication", "mean in a slot")
     slots = {row["schedule"]: (row["mean in a slot"], row["largest in a slot"]) for row in sent}
     assert slots == {"DP": ("3", "6"), "CDP-v1": ("3", "4"), "CDP-v2": ("3", "4")}
@@ -173,37 +125,84 @@ def test_commands_are_shown_once(report, sweep):
     )
 
 
-@pytest.mark.parametrize(
-    "resumed", ["resume=/a/b", "'resume=/my runs/b'", "resume='/my runs/b'", "'hydra.run.dir=/a b'"]
-)
-def test_commands_have_no_folders_of_this_machine(tmp_path, resumed):
+def test_commands_have_no_folders_of_this_machine(tmp_path):
     """They repeat what was trained, from the start."""
-    command = f"python experiments/train.py {resumed} seed=1"
-    folders.train(tmp_path / "0", command=command)
+    places = "resume=/a/b", "'resume=/my runs/b'", "resume='/my runs/b'", "'hydra.run.dir=/a b'"
+    for number, place in enumerate(places):
+        command = f"python experiments/train.py {place} seed=1"
+        folders.train(tmp_path / str(number), command=command)
     (found,) = blocks(built(tmp_path), "Reproduce", Command)
     assert found.command == "python experiments/train.py seed=1"
 
 
-def test_diverged_runs_are_counted(tmp_path):
+@pytest.mark.parametrize("data", ["text", "token_files", "mine"])
+def test_language_models_are_judged_by_their_loss(tmp_path, data):
+    of_text = {"data": {"_target_": f"toolkit.training.data.{data}"}}
+    folders.compare(tmp_path / "a", {"dp": [0.5, 0.7], "cdp_v1": [0.25, 0.375]}, **of_text)
+    if data == "mine":
+        folders.change(tmp_path / "a", judged_by="loss")
+    report = built(tmp_path)
+    columns = "test loss (nats)", "test accuracy (%)", DIFFERENCE
+    dp, v1 = final(report, *columns, metric="loss (nats)")
+    assert dp[0].startswith("0.400 ± ")
+    assert dp[1] == "60.00"
+    expected = paired_difference([0.75, 0.625], [0.5, 0.3])
+    assert v1[2] == f"{expected.mean:+.3f} ± {expected.half_width:.3f}"
+    (figure,) = blocks(report, "Accuracy", Figure)
+    assert "at the end DP 0.40 nats, CDP-v1 0.69 nats" in figure.alt
+    assert figure.figure.axes[0].get_ylabel() == "test loss (nats)"
+
+
+def test_baseline_is_the_rule_without_delay(tmp_path):
+    """Even if the options of a late rule do not say so; one seed has no interval."""
+    folders.compare(tmp_path / "a", {"published": [0.8], "dp": [0.9], "cdp_v1": [0.7]})
+    assert final(built(tmp_path), "rule", "test accuracy (%)", DIFFERENCE) == [
+        ("DP", "90.00", "+0.00"),
+        ("CDP-v2 as published", "80.00", "-10.00"),
+        ("CDP-v1", "70.00", "-20.00"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "mean", "difference"), [((1, 2), "50.00 ± 42.43", "-10.00"), ((2,), "20.00", "-")]
+)
+def test_only_shared_seeds_are_paired(tmp_path, seeds, mean, difference):
+    jobs = [("dp", 0, 0.5), ("dp", 1, 0.9)]
+    jobs += [("cdp_v1", seed, {1: 0.8, 2: 0.2}[seed]) for seed in seeds]
+    for rule, seed, top in jobs:
+        folders.train(tmp_path / f"{rule}{seed}", rule, seed, top)
+    _, late = final(built(tmp_path), "test accuracy (%)", DIFFERENCE)
+    assert late == (mean, difference)
+
+
+def test_diverged_runs_are_counted_and_notes_shown_once(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [nan, nan], "cdp_v2": [nan, 0.95]})
-    dp, v1, v2 = final(built(tmp_path))
-    assert [row["seeds"] for row in (dp, v1, v2)] == ["0, 1", "none (2 diverged)", "1 (1 diverged)"]
-    assert v1["test accuracy (%)"] == "-"
-    assert v2["test accuracy (%)"] == "95.00"
+    folders.change(tmp_path / "a", notes=["steps differ"])
+    report = built(tmp_path)
+    assert final(report, "seeds", "test accuracy (%)")[1:] == [
+        ("none (2 diverged)", "-"),
+        ("1 (1 diverged)", "95.00"),
+    ]
+    rows = table(report, "Summary", "note")
+    assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
 
 
-def test_settings_are_compared_within_themselves(tmp_path):
-    """Rules by options, and one configuration on its own."""
+def test_a_repeated_seed_counts_as_it_ran_last(tmp_path):
+    for name, top, year in (("a", 0.5, 2026), ("b", 0.7, 2025)):
+        source = folders.train(tmp_path / name, top1=top)["provenance"]
+        folders.change(tmp_path / name, provenance=source | {"started": f"{year}-01-01"})
+    assert final(built(tmp_path), "seeds", "test accuracy (%)") == [("0", "50.00")]
+
+
+def test_rules_are_compared_with_the_first_of_their_options(tmp_path):
+    """One configuration alone is compared with the first of all."""
     rates = {lr: {"_target_": "torch.optim.SGD", "lr": lr} for lr in (0.1, 0.2)}
     for lr, optimizer in rates.items():
         for rule, top in (("dp", 0.6 + lr), ("cdp_v2", 0.5 + lr)):
             folders.train(tmp_path / f"{rule}{lr}", rule, top1=top, optimizer=optimizer)
     folders.train(tmp_path / "8", "cdp_v1", batch=32)
-    found = {row["rule"]: row for row in final(built(tmp_path))}
-    assert {
-        rule: row["paired difference from the first rule with these options"]
-        for rule, row in found.items()
-    } == {
+    column = "paired difference from the first rule with these options"
+    assert dict(final(built(tmp_path), "rule", column)) == {
         "DP, lr 0.1, batch 16": "+0.00",
         "DP, lr 0.2, batch 16": "+0.00",
         "CDP-v2, lr 0.1, batch 16": "-10.00",
@@ -224,8 +223,7 @@ def test_options_that_change_no_result_are_ignored(tmp_path, ways):
     jobs = [("dp", 0, ways[0]), ("dp", 1, ways[1]), ("cdp_v2", 0, ways[1]), ("cdp_v2", 1, ways[0])]
     for number, (rule, seed, way) in enumerate(jobs):
         folders.train(tmp_path / str(number), rule, seed, data=FOLDER | way)
-    rows = final(built(tmp_path))
-    assert [(row["rule"], row["seeds"]) for row in rows] == [("DP", "0, 1"), ("CDP-v2", "0, 1")]
+    assert final(built(tmp_path), "rule", "seeds") == [("DP", "0, 1"), ("CDP-v2", "0, 1")]
 
 
 @pytest.mark.parametrize(
@@ -244,10 +242,8 @@ def test_options_that_change_no_result_are_ignored(tmp_path, ways):
 def test_a_sweep_of_options_is_one_comparison(tmp_path, options, labels):
     for number, own in enumerate(options):
         folders.train(tmp_path / str(number), top1=0.6 + number / 10, **own)
-    rows = final(built(tmp_path))
-    assert [row["rule"] for row in rows] == labels
-    differences = [row[f"paired difference from {labels[0]}"] for row in rows]
-    assert differences == ["+0.00", "+10.00", "+20.00"][: len(labels)]
+    found = final(built(tmp_path), "rule", f"paired difference from {labels[0]}")
+    assert found == [*zip(labels, ["+0.00", "+10.00", "+20.00"], strict=False)]
 
 
 def test_many_curves_make_several_figures(tmp_path):
@@ -255,15 +251,6 @@ def test_many_curves_make_several_figures(tmp_path):
         folders.train(tmp_path / str(number), batch=number + 1)
     figures = blocks(built(tmp_path), "Accuracy", Figure)
     assert [len(figure.figure.axes[0].lines) for figure in figures] == [7, 2]
-
-
-def test_repeated_seed_counts_once(tmp_path):
-    for name, top, year in (("a", 0.5, 2026), ("b", 0.7, 2025)):
-        result = folders.train(tmp_path / name, top1=top)
-        result["provenance"]["started"] = f"{year}-01-01T00:00:00+00:00"
-        folders.write_json(tmp_path / name / "result.json", result)
-    (row,) = final(built(tmp_path))
-    assert (row["seeds"], row["test accuracy (%)"]) == ("0", "50.00")
 
 
 def test_delays_are_a_row_per_rule_and_stage(tmp_path):
@@ -299,6 +286,8 @@ def test_runs_that_do_not_count_are_named(tmp_path):
     folders.write_json(tmp_path / "b" / "result.json", unknown)
     report = built(tmp_path)
     rows = table(report, "Summary", "reason")
-    assert [row["state"] for row in rows] == ["damaged", "finished"]
-    assert [row["folder"] for row in rows] == [str(tmp_path / name) for name in "ab"]
+    assert [(row["folder"], row["state"]) for row in rows] == [
+        (str(tmp_path / "a"), "damaged"),
+        (str(tmp_path / "b"), "finished"),
+    ]
     assert not blocks(report, "Accuracy", Table)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.errors import UserError
 from toolkit.options import TrackingOptions
-from toolkit.results import Tracker, track, wandb_run
+from toolkit.results import track, wandb_run
 from toolkit.runtime.microbatches import StepResult
 from toolkit.training import Epoch, Step
 
@@ -35,7 +35,6 @@ def begin(folder, *, resume=False, own=None, **options):
 
 def log_everything(folder):
     with begin(folder, tags=["a", "b"], project="p") as tracker:
-        assert tracker.on
         for step in (10, 20):
             tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step)
         rows = [{"x": 1, "y": "one"}, {"x": 2, "y": "two"}]
@@ -51,12 +50,13 @@ def test_everything_logged_arrives(tmp_path, wandb_runs):
     (run,) = wandb_runs
     assert (run.project, run.name, run.group, run.job_type) == ("p", "a run", "many", "train")
     assert (run.mode, run.tags) == ("offline", ["a", "b"])
-    assert (run.config["seed"], run.config["model"]) == (3, {"name": "resnet8"})
-    assert run.config["provenance"]["device"] == "a machine"
-    assert {"command", "commit", "versions"} <= run.config["provenance"].keys()
-    assert "tracking" not in run.config
-    assert run.points("train/loss") == {10: 0.1, 20: 0.05}
-    assert run.points("train/lr") == {10: 0.1, 20: 0.1}
+    source = run.config.pop("provenance")
+    assert run.config == {"seed": 3, "model": {"name": "resnet8"}}
+    assert source["device"] == "a machine"
+    assert {"command", "commit", "versions"} <= source.keys()
+    assert run.history == [
+        {"step": step, "train/loss": 1 / step, "train/lr": 0.1} for step in (10, 20)
+    ]
     assert run.summary == {"final/top1": 0.5, "state": "finished"}
     assert run.media["a table"].data == [[1, "one"], [2, "two"]]
     assert run.artifacts == ["model.pt"]
@@ -101,17 +101,21 @@ def test_how_a_run_ended(tmp_path, wandb_runs, error, state, status):
 
 
 @pytest.mark.parametrize("own", [None, "under_way"])
-def test_a_resumed_run_keeps_its_id(tmp_path, wandb_runs, own):
+def test_a_resumed_run_keeps_its_id_unless_it_is_damaged(tmp_path, wandb_runs, own):
     own = own and tmp_path / own
     if own:
         own.mkdir()
-    for resume in (False, True, False):
-        with begin(tmp_path, own=own, resume=resume):
-            pass
-    first, resumed, another = wandb_runs
-    assert resumed.id == first.id != another.id
+    identity = (own or tmp_path) / "wandb_run.json"
+    for resume, content in ((False, None), (True, None), (False, None), (True, '{"id"')):
+        if content:
+            identity.write_text(content)
+        with begin(tmp_path, own=own, resume=resume) as tracker:
+            assert not tracker.notes
+    first, resumed, another, renewed = wandb_runs
+    assert resumed.id == first.id
+    assert len({run.id for run in wandb_runs}) == 3
     assert {run.resume for run in wandb_runs} == {"allow"}
-    assert (own or tmp_path) / "wandb_run.json" in [*tmp_path.rglob("*")]
+    assert wandb_run.read_identity(identity)["id"] == renewed.id != another.id
 
 
 def test_two_offline_parts_have_one_id(tmp_path):
@@ -123,51 +127,38 @@ def test_two_offline_parts_have_one_id(tmp_path):
     assert len([*tmp_path.glob(f"wandb/{shown}")]) == len([*tmp_path.glob("wandb/*run-*")]) == 2
 
 
-def test_a_damaged_identity_begins_a_new_run(tmp_path, wandb_runs):
-    (tmp_path / "wandb_run.json").write_text('{"id"')
-    with begin(tmp_path, resume=True) as tracker:
-        pass
-    assert not tracker.notes
-    assert wandb_run.read_identity(tmp_path / "wandb_run.json")["id"] == wandb_runs[0].id
+def fail(*_, **__):
+    raise OSError("No space left")
 
 
-def test_without_the_package_a_run_continues(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    for _ in range(2):
-        with begin(tmp_path) as tracker:
-            tracker.log({"train/loss": 1}, 10)
-        (note,) = tracker.notes
-        assert "pip install wandb" in note
-    assert capsys.readouterr().err == f"warning: {note}\n"
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("what", ["folder", "init", "log"])
-def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what):
-    def fail(*_, **__):
-        raise OSError("No space left")
-
-    if what == "folder":
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("package", "pip install wandb"),
+        ("folder", "File exists"),
+        ("init", "(No space left)"),
+        ("log", "(No space left)"),
+        ("key", "`wandb login`"),
+    ],
+)
+def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what, expected):
+    """By two runs, which both continue."""
+    if what == "package":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    elif what == "folder":
         (tmp_path / "wandb").write_text("")
-    else:
+    elif what != "key":
         monkeypatch.setattr(*((wandb, "init") if what == "init" else (wandb.Run, "log")), fail)
-    with begin(tmp_path) as tracker:
-        for step in range(1, 4):
-            tracker.log({"train/loss": 1}, step)
-        tracker.log({"a table": [{"x": 1}]})
-    (note,) = tracker.notes
+    for _ in range(2):
+        with begin(tmp_path, mode="online" if what == "key" else "offline") as tracker:
+            for step in range(1, 4):
+                tracker.log({"train/loss": 1}, step)
+            tracker.log({"a table": [{"x": 1}]})
+        (note,) = tracker.notes
+        assert tracker.where == ""
     assert note.startswith("not tracked")
-    assert ("File exists" if what == "folder" else "(No space left)") in note
+    assert expected in note
     assert capsys.readouterr().err == f"warning: {note}\n"
-    assert tracker.where == ""
-
-
-def test_online_without_a_key_says_how_to_log_in(tmp_path):
-    with begin(tmp_path, mode="online") as tracker:
-        tracker.log({"train/loss": 1}, 10)
-    (note,) = tracker.notes
-    assert "`wandb login`" in note
-    assert tracker.where == ""
 
 
 def test_a_run_online_has_an_address(tmp_path, wandb_runs):
@@ -195,43 +186,28 @@ def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
     assert TrackingOptions().mode == mode
 
 
-class Log(Tracker):
-    """Keeps what is logged."""
-
-    def __init__(self, every):
-        super().__init__(every=every)
-        self.on, self.points = True, []
-
-    def log(self, values, step):
-        self.points.append({"step": step, **values})
-
-
-def test_losses_are_read_at_logged_steps_only():
-    class Losses:
-        def __init__(self, step):
-            self.step = step
-
-        def __len__(self):
-            return 2
-
+def test_losses_are_read_at_logged_steps_only(tmp_path, wandb_runs):
+    class Losses(list):
         def mean(self):
-            read.append(self.step)
-            return torch.tensor(float(self.step))
+            read.append(self[0])
+            return torch.tensor(float(self[0]))
 
     read = []
-    log = Log(every=3)
-    for k in range(8):
-        result = StepResult(k, (0, 1), Losses(k + 1), torch.empty(0))
-        log.step(Step(k + 1, 8, result, 0.1, 4))
+    with begin(tmp_path, every=3) as tracker:
+        for k in range(8):
+            result = StepResult(k, (0, 1), Losses([k + 1, k + 1]), torch.empty(0))
+            tracker.step(Step(k + 1, 8, result, 0.1, 4))
     assert read == [3, 6]
-    assert [point["train/loss"] for point in log.points] == [3, 6]
-    assert [point["train/lr"] for point in log.points] == [0.1, 0.1]
+    (run,) = wandb_runs
+    assert run.points("train/loss") == {3: 3, 6: 6}
+    assert run.points("train/lr") == {3: 0.1, 6: 0.1}
 
 
-def test_an_epoch_is_logged_at_its_last_step():
-    log = Log(every=100)
-    log.step(Step(4, 4, SimpleNamespace(step=11, losses=torch.ones(1), delays=()), 0.1, 4))
-    log.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
-    (point,) = log.points
+def test_an_epoch_is_logged_at_its_last_step(tmp_path, wandb_runs):
+    with begin(tmp_path, every=100) as tracker:
+        result = SimpleNamespace(step=11, losses=torch.ones(1), delays=())
+        tracker.step(Step(4, 4, result, 0.1, 4))
+        tracker.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
+    (point,) = wandb_runs[0].history
     assert (point["epoch"], point["step"], point["epoch/top1"]) == (2, 12, 0.5)
     assert "epoch/ema_top1" not in point

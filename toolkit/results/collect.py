@@ -116,16 +116,10 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one configuration.
+    """Runs of one configuration, of every state."""
 
-    Attributes:
-        label: the schedule's name, and the options in which groups of this task differ.
-        settings: all options but the schedule and the seed, as text.
-        runs: runs of every state.
-    """
-
-    label: str
-    settings: str
+    label: str  # the schedule's name, and the options in which groups of this task differ
+    settings: str  # all options but the schedule and the seed, as text
     runs: list[Run]
 
     @property

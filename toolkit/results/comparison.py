@@ -41,23 +41,14 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class RuleRun:
-    """One rule with one seed.
+    """One rule with one seed."""
 
-    Attributes:
-        rule: its name in the configuration.
-        seed: of weights and data.
-        epochs: metrics, a row per epoch.
-        delays: delay diagnostics, a row per step and stage.
-        notes: sentences on what went wrong.
-        where: how to find it in W&B.
-    """
-
-    rule: str
-    seed: int
-    epochs: list[Row]
-    delays: list[Row]
-    notes: list[str] = field(default_factory=list)
-    where: str = ""
+    rule: str  # its name in the configuration
+    seed: int  # of weights and data
+    epochs: list[Row]  # metrics, a row per epoch
+    delays: list[Row]  # delay diagnostics, a row per step and stage
+    notes: list[str] = field(default_factory=list)  # what went wrong
+    where: str = ""  # how to find it in W&B
 
     @property
     def diverged_in(self) -> int | None:

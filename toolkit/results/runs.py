@@ -13,19 +13,8 @@ from toolkit.errors import UserError, first_line
 from toolkit.files import resumable_in
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE
-from toolkit.results.record import (
-    METRICS,
-    RESULT,
-    DamagedError,
-    Numbers,
-    Row,
-    numbers_of,
-    per_cent,
-    read_csv,
-    read_json,
-    read_result,
-    read_yaml,
-)
+from toolkit.results import record
+from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
 from toolkit.schedule import Schedule, catalog
 
 DIGEST = "file_sha256"
@@ -52,40 +41,22 @@ _CATALOG = "toolkit.schedule.catalog."
 
 @dataclass(frozen=True)
 class Run:
-    """One training, or another result, as read from its folder.
+    """One training, or another result, as read from its folder."""
 
-    Attributes:
-        folder: where it is; several runs of a comparison share it.
-        kind: the experiment, such as train or compare.
-        state: a key of :data:`MESSAGES`.
-        message: reason why it is unfinished, or a caution; empty otherwise.
-        rule: name of its schedule in the configuration.
-        schedule: the schedule's own name.
-        seed: of weights and data.
-        config: its options; of a run of a comparison, those of that training.
-        judged_by: the metric of its model.
-        metrics: of the last epoch; accuracies in per cent.
-        epochs: the metrics of every epoch.
-        delays: delay diagnostics, a row per stage.
-        ranks: measurements, a row per rank.
-        notes: sentences on what went wrong; of a comparison, in all of its runs.
-        provenance: command, commit, versions, device, started, seconds.
-    """
-
-    folder: Path
-    kind: str
-    state: str
-    message: str = ""
-    rule: str | None = None
-    schedule: str | None = None
-    seed: int | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path  # several runs of a comparison share it
+    kind: str  # the experiment, such as train or compare
+    state: str  # a key of MESSAGES
+    message: str = ""  # reason why it is unfinished, or a caution
+    rule: str | None = None  # name of its schedule in the configuration
+    schedule: str | None = None  # the schedule's own name
+    seed: int | None = None  # of weights and data
+    config: Mapping[str, Any] = field(default_factory=dict)  # of a comparison, those of this run
     judged_by: Metric = ACCURACY
-    metrics: Numbers = field(default_factory=dict)
-    epochs: Sequence[Numbers] = ()
-    delays: Sequence[Numbers] = ()
-    ranks: Sequence[Mapping[str, Any]] = ()
-    notes: Sequence[str] = ()
+    metrics: Numbers = field(default_factory=dict)  # of the last epoch; accuracies in per cent
+    epochs: Sequence[Numbers] = ()  # the metrics of every epoch
+    delays: Sequence[Numbers] = ()  # delay diagnostics, a row per stage
+    ranks: Sequence[Mapping[str, Any]] = ()  # measurements, a row per rank
+    notes: Sequence[str] = ()  # what went wrong; of a comparison, in all of its runs
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -142,18 +113,18 @@ def _runs_of(folder: Path) -> list[Run]:
     """The run of a folder, or the runs of a comparison; none of a report."""
     run = Run(folder, "unknown", "damaged")
     try:
-        if job := read_yaml(folder / ".hydra" / "hydra.yaml"):
+        if job := record.read_yaml(folder / ".hydra" / "hydra.yaml"):
             rule = job["hydra"]["runtime"]["choices"].get("schedule")
             run = replace(run, kind=job["hydra"]["job"]["name"], rule=rule)
         run = _described(run, _options_of(folder))
         result: Row = {}
         if (folder / RESULT).exists():
-            result = read_result(folder)
+            result = record.read_result(folder)
             source = result["provenance"]
             if run.kind == "unknown" and (script := _SCRIPT.search(str(source.get("command")))):
                 run = replace(run, kind=script[1])
             run = _described(run, source.get("config") or run.config)
-            judge = METRICS.get(result["judged_by"], run.judged_by)
+            judge = record.METRICS.get(result["judged_by"], run.judged_by)
             run = replace(run, judged_by=judge, provenance=source, notes=result["notes"])
         state, message = _state_of(folder, bool(result))
         run = replace(run, state=state, message=message)
@@ -185,7 +156,7 @@ def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
     """State and message of the run in ``folder``, as of its status file if there is one."""
     status: Row = {"state": "finished" if has_result else "unfinished"}
     if (folder / "status.json").exists():
-        status = read_json(folder / "status.json")
+        status = record.read_json(folder / "status.json")
     state = status.get("state")
     if state not in MESSAGES or (state == "finished" and not has_result):
         raise DamagedError(f"status.json says {state}; the run has {RESULT}: {has_result}")
@@ -207,8 +178,8 @@ def _training(run: Run, result: Row) -> Run:
         schedule=name or run.schedule,
         rule=(None if from_file else run.rule) or name,
         delays=[*map(numbers_of, result.get("delays", ()))],
-        epochs=[*map(per_cent, read_csv(run.folder / "epochs.csv"))],
-        ranks=read_csv(run.folder / "ranks.csv"),
+        epochs=[*map(per_cent, record.read_csv(run.folder / "epochs.csv"))],
+        ranks=record.read_csv(run.folder / "ranks.csv"),
     )
     if run.state != "finished":
         return run
@@ -227,11 +198,11 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
     if ended and not (folder / ENDED).exists():
         raise DamagedError(f"there is no {ENDED}")
     epochs: dict[tuple[str, int], list[Numbers]] = {}
-    for row in read_csv(folder / ENDED, words=("rule",)):
+    for row in record.read_csv(folder / ENDED, words=("rule",)):
         epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
     rules = config.get("rules") or {}
     # Rules that a resumed comparison has left out are only there.
-    known = (read_yaml(folder / COMPARED).get("rules") or {}) | rules
+    known = (record.read_yaml(folder / COMPARED).get("rules") or {}) | rules
     names = {row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row}
     first, n_seeds = comparison.seed or 0, config.get("seeds") or 0
     if n_seeds > _MOST_SEEDS:
@@ -269,7 +240,7 @@ def _options_of(folder: Path) -> Row:
 
     Other interpolations stay as they are: they could read the environment of this machine.
     """
-    config = read_yaml(folder / ".hydra" / "config.yaml")
+    config = record.read_yaml(folder / ".hydra" / "config.yaml")
     if config.get("workers") is not None and "microbatches" in config:
         config["microbatches"] = config["workers"]
     values = {name: json.dumps(value, default=str) for name, value in config.items()}
