@@ -1,41 +1,36 @@
 """What all runtimes do alike: abandoned runs, and errors in runs."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, cut, make_batches, name_of, residual, runtime_for
-from tests.runtime.reference import sgd
+from tests.runtime.models import assert_same, make_batches, name_of, residual, runtime_for
 from toolkit.errors import UserError
 from toolkit.runtime import ORDERS, SingleProcess
 from toolkit.schedule import catalog
 
 
-@pytest.fixture
-def model():
-    return residual()
+def runtimes(schedule, order="scheduled"):
+    """Two runtimes of one model."""
+    return [runtime_for(residual(), schedule, order) for _ in range(2)]
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
 @pytest.mark.parametrize(
     "schedule", [catalog.data_parallel(2, delay=1), catalog.cyclic(3)], ids=name_of
 )
-def test_an_abandoned_run_is_refused_until_a_state_is_loaded(model, schedule, n_steps):
+def test_an_abandoned_run_is_refused_until_a_state_is_loaded(schedule, n_steps):
     """Where steps overlap. The abandoned run yields nothing more."""
     batches = make_batches(schedule.n_microbatches)
-    left, whole = (runtime_for(copy.deepcopy(model), schedule, "scheduled") for _ in "ab")
+    left, whole = runtimes(schedule)
     state = left.state_dict()
     run = left.run(batches)
     for _ in range(n_steps):
         next(run)
     attempts = (
-        left.module,
-        left.averages,
-        left.part,
-        left.state_dict,
+        *(left.module, left.averages, left.part, left.state_dict),
         lambda: left.step(*batches[0]),
         lambda: list(left.run(batches)),
     )
@@ -54,9 +49,9 @@ def test_an_abandoned_run_is_refused_until_a_state_is_loaded(model, schedule, n_
     assert_same(left.module().state_dict(), whole.module().state_dict())
 
 
-def test_a_run_can_be_exhausted_later(model):
+def test_a_run_can_be_exhausted_later():
     batches = make_batches(3)
-    late, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "scheduled") for _ in "ab")
+    late, whole = runtimes(catalog.cyclic(3))
     for _ in (run := late.run(batches)):
         with pytest.raises(UserError, match="not exhausted"):
             late.module()
@@ -66,9 +61,9 @@ def test_a_run_can_be_exhausted_later(model):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_refused_run_leaves_no_trace(model, order):
+def test_a_refused_run_leaves_no_trace(order):
     batches = make_batches(3)
-    runtime, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), order) for _ in "ab")
+    runtime, whole = runtimes(catalog.cyclic(3), order)
     with pytest.raises(UserError, match=r"\[7, 7\].*multiple of 3"):
         runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
     with pytest.raises(UserError, match="n_steps=0"):
@@ -85,7 +80,7 @@ def test_a_refused_run_leaves_no_trace(model, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_after_an_error_in_a_step(model, order):
+def test_after_an_error_in_a_step(order):
     """A step that overlaps no other leaves no trace; else a state must be loaded."""
     schedule, batches, calls = catalog.cyclic(3), make_batches(3), itertools.count()
 
@@ -94,9 +89,8 @@ def test_after_an_error_in_a_step(model, order):
             raise RuntimeError("a bad sample")
         return F.cross_entropy(outputs, targets)
 
-    stages = cut(copy.deepcopy(model), schedule)
-    failing = SingleProcess(stages, schedule, lambda p: sgd(p, None), loss, order)
-    whole = runtime_for(model, schedule, order)
+    failing, whole = runtimes(schedule, order)
+    failing = SingleProcess(failing.stages, schedule, failing.optimizer, loss, order)
     state = failing.state_dict()
     with pytest.raises(RuntimeError, match="a bad sample"):
         list(failing.run(batches))

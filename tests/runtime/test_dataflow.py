@@ -1,11 +1,13 @@
 """Which instructions of a rank's program can begin next: opening, queues, and dependencies."""
 
 import random
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schedule.meetings import COLLECTIVES
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.schedule import Action, Buffer, Instruction, catalog
@@ -44,17 +46,12 @@ def begun(flow):
 
 
 def test_in_background():
-    kinds = [
-        (op(), False),
-        (op(Action.BACKWARD_WEIGHT), False),
-        (FREE._replace(buffer=Buffer.ACTIVATION), False),
-        (FREE, True),
-        (op(Action.UPDATE), True),
-        (weights(Action.SEND, 1), True),
-        (activation(Action.RECV, 1), True),
-        (summed(Action.ALL_REDUCE, 0, 1), True),
-    ]
-    assert [in_background(i) for i, _ in kinds] == [expected for _, expected in kinds]
+    ops = op(), op(Action.BACKWARD_WEIGHT), FREE._replace(buffer=Buffer.ACTIVATION)
+    others = (
+        *(FREE, op(Action.UPDATE), weights(Action.SEND, 1), activation(Action.RECV, 1)),
+        summed(Action.ALL_REDUCE, 0, 1),
+    )
+    assert [in_background(i) for i in (*ops, *others)] == [False] * 3 + [True] * 5
 
 
 def test_opening_by_tick():
@@ -73,9 +70,7 @@ def test_opening_by_tick():
 def test_receives_begin_in_order(ordered, first):
     """By sender, kind and stage, or by sender alone. A version comes again after its free."""
     flow = flow_of(
-        weights(Action.RECV, 1),
-        FREE,
-        weights(Action.RECV, 1),
+        *(weights(Action.RECV, 1), FREE, weights(Action.RECV, 1)),
         weights(Action.RECV, 1, version=1),
         weights(Action.RECV, 2, version=2),
         weights(Action.RECV, 1, stage=1),
@@ -89,24 +84,6 @@ def test_receives_begin_in_order(ordered, first):
     assert begun(flow) == [p for p in (2, 3, 5, 6) if p not in first]
 
 
-@pytest.mark.parametrize(("ordered", "first"), [(False, [2, 3]), (True, [3])])
-def test_sends(ordered, first):
-    """In order only where they must be, and then by receiver."""
-    flow = flow_of(
-        op(),
-        activation(Action.SEND, 1),
-        weights(Action.SEND, 1, stage=1),
-        weights(Action.SEND, 2, stage=1),
-        ordered=ordered,
-    )
-    assert begun(flow) == first
-    flow.end(0)
-    assert begun(flow) == [p for p in (1, 2, 3) if p not in first]
-
-
-# What is left
-
-
 def test_held_up_by():
     flow = flow_of(
         activation(Action.RECV, 1),
@@ -115,16 +92,13 @@ def test_held_up_by():
         summed(Action.SEND, 1, stage=1),
     )
     assert [flow.held_up_by(p) for p in range(4)] == [0, 0, 0, 0]
-    assert not flow.lacks_nothing(1)
     assert begun(flow) == [0]
     assert flow.held_up_by(3) == 0  # under way
-    flow.end(0)
-    assert flow.lacks_nothing(1)
-    assert (flow.held_up_by(1), flow.held_up_by(3)) == (1, 1)
-    flow.end(1)
-    assert flow.held_up_by(3) == 2
-    flow.end(2)
-    assert flow.held_up_by(3) == 3
+    for position in range(3):
+        assert not flow.lacks_nothing(position + 1)
+        flow.end(position)
+        assert flow.lacks_nothing(position + 1)
+        assert flow.held_up_by(3) == position + 1
 
 
 # Any program
@@ -166,17 +140,14 @@ def test_everything_begins_once_and_in_its_queue(program, seed, ordered, far):
 
 def _queues(order, ordered):
     """The positions that have to begin in order."""
-    found = {}
+    found = defaultdict(set)
     for position, i in enumerate(order):
         if i.action == Action.RECV:
-            key = i.peers if ordered else (i.peers, i.buffer, i.stage)
+            found[i.peers if ordered else (i.peers, i.buffer, i.stage)].add(position)
         elif i.action == Action.SEND and ordered:
-            key = ("to", i.peers)
-        elif i.action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST):
-            key = "collectives"
-        else:
-            continue
-        found.setdefault(key, set()).add(position)
+            found["to", i.peers].add(position)
+        elif i.action in COLLECTIVES:
+            found["collectives"].add(position)
     return found.values()
 
 

@@ -1,5 +1,6 @@
 """Messages: their tags and groups, and that they arrive whole, in chunks of any size."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from tests.runtime.models import assert_same
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.message_layout import Layout, Layouts
@@ -36,20 +38,17 @@ def test_both_ends_of_a_message_have_one_tag(program):
     assert ends[Action.SEND] == ends[Action.RECV]
 
 
-@pytest.mark.parametrize(
-    ("chunk_mb", "backend", "paced", "expected"),
-    [
-        (None, "gloo", False, 1_000_000),
-        (None, "gloo", True, 1_000_000),
-        (None, "nccl", False, None),
-        (None, "nccl", True, 1_000_000),
-        (2.5, "gloo", False, 2_500_000),
-        (2.5, "nccl", False, 2_500_000),
-        (1e-9, "nccl", True, 1),
-    ],
-)
-def test_chunks_suit_the_backend_unless_chosen(chunk_mb, backend, paced, expected):
-    assert largest_chunk(chunk_mb, backend, paced=paced) == expected
+def test_chunks_suit_the_backend_unless_chosen():
+    cases = {
+        (None, "gloo", False): 1_000_000,
+        (None, "gloo", True): 1_000_000,
+        (None, "nccl", False): None,
+        (None, "nccl", True): 1_000_000,
+        (2.5, "gloo", False): 2_500_000,
+        (2.5, "nccl", False): 2_500_000,
+        (1e-9, "nccl", True): 1,
+    }
+    assert {case: largest_chunk(*case[:2], paced=case[2]) for case in cases} == cases
 
 
 TWO_A_MACHINE = [
@@ -123,17 +122,13 @@ def exchange():
     """What arrived of each stage's message by how it was sent, and of each collective."""
     world = join(device="cpu")
     world.make_groups([("all", (0, 1))], [])
-    peer = 1 - world.rank
-    received = {
-        (chunk_bytes, paced): _all_to_all(world, peer, chunk_bytes, paced)
-        for paced in (False, True)
-        for chunk_bytes in CHUNKS
-    }
+    ways = itertools.product(CHUNKS, (False, True))
+    received = {way: _all_to_all(world, 1 - world.rank, *way) for way in ways}
+    actions = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
     with Messages(world, layouts(), 8, paced=False) as messages:
         collectives = {
             (action.name, root): _collective(messages, action, root)
-            for action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
-            for root in (0, 1)
+            for action, root in itertools.product(actions, (0, 1))
         }
     return received, collectives
 
@@ -203,7 +198,5 @@ def test_collectives(exchanged, root):
     total = {name: x + summands(1)[name] for name, x in summands(0).items()}
     for rank, (_, collectives) in enumerate(exchanged):
         for action in ("ALL_REDUCE", "REDUCE") if rank == root else ("ALL_REDUCE",):
-            found = collectives[action, root]
-            assert found.keys() == total.keys()
-            assert all(torch.equal(found[name], total[name]) for name in total)
+            assert_same(collectives[action, root], total, 0, 0)
         assert torch.equal(collectives["BROADCAST", root], values(root, 5))

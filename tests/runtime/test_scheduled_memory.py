@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -30,18 +31,22 @@ class Kept:
         Kept.alive -= 1
 
 
-def most_kept(schedule, steps=3):
-    """The most tensors that autograd keeps at once, over some steps of alike stages."""
+def a_runtime(schedule, *between):
+    """Of alike stages, each a linear layer and what comes ``between``; it sums its outputs."""
     n = schedule.n_stages
-    model = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(4, 4), nn.Tanh())))
-    stages = partition(model, n, torch.zeros(2, 4), [str(2 * j) for j in range(1, n)])
-    runtime = SingleProcess(
-        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), "scheduled"
-    )
+    layers = [layer for _ in range(n) for layer in (nn.Linear(4, 4), *(make() for make in between))]
+    names = [str(k) for k in range(1 + len(between), len(layers), 1 + len(between))]
+    stages = partition(nn.Sequential(*layers), n, torch.zeros(2, 4), names)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return SingleProcess(stages, schedule, optimizer, lambda x, y: x.sum(), "scheduled")
+
+
+def most_kept(schedule, steps=3):
+    """The most tensors that autograd keeps at once, over some steps."""
+    runtime = a_runtime(schedule, nn.Tanh)
     size = 2 * schedule.n_microbatches
     # Inputs that want a gradient make the first stage keep as much as the others.
-    inputs = torch.ones(size, 4, requires_grad=True)
-    batches = [(inputs, torch.zeros(size)) for _ in range(steps)]
+    batches = [(torch.ones(size, 4, requires_grad=True), torch.zeros(size))] * steps
     Kept.alive = Kept.most = 0
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         for _ in runtime.run(batches):
@@ -77,12 +82,7 @@ def test_gradients_go_as_soon_as_they_are_used(monkeypatch, schedule):
             seen.append(self.kept[i.stage, i.microbatch, i.step].gradients)
 
     monkeypatch.setattr(Rank, "execute", checked)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    stages = partition(model, 3, torch.zeros(2, 4), ["1", "2"])
-    runtime = SingleProcess(
-        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), "scheduled"
-    )
-    runtime.step(torch.ones(6, 4), torch.zeros(6))
+    a_runtime(schedule).step(torch.ones(6, 4), torch.zeros(6))
     assert seen == [()] * 9
 
 
@@ -126,13 +126,5 @@ def test_outputs_that_were_passed_on_are_let_go(monkeypatch):
     monkeypatch.setattr(Rank, "give", passes_on)
     monkeypatch.setattr(StageRunner, "forward", forward)
     monkeypatch.setitem(rank._DO, Action.BACKWARD, backward)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    runtime = SingleProcess(
-        partition(model, 2, torch.zeros(2, 4), ["1"]),
-        catalog.gpipe(2, 2),
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda x, y: x.sum(),
-        "scheduled",
-    )
-    runtime.step(torch.ones(4, 4), torch.zeros(4))
+    a_runtime(catalog.gpipe(2, 2)).step(torch.ones(4, 4), torch.zeros(4))
     assert alive == [[False, False], [False, False]]

@@ -1,5 +1,7 @@
 """Two halves of a backward leave what the whole leaves, and compute nothing twice."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -19,44 +21,37 @@ def twins(tensors):
     return [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
 
 
-def whole(run, inputs, weights, gradients):
-    """The gradients of inputs and weights, and the operations that they took."""
-    outputs = run(inputs, weights)
-    roots = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
-    with FlopCounterMode(display=False) as counter:
-        torch.autograd.backward(*zip(*roots, strict=True))
-    return [x.grad for x in inputs], [w.grad for w in weights], counter.get_total_flops()
-
-
-def halved(run, inputs, weights, gradients):
-    """Likewise; and how much of that the second half is."""
-    outputs = run(inputs, weights)
-    pairs = zip(outputs, gradients, strict=True)
-    roots = [(get_gradient_edge(x), g) for x, g in pairs if x.requires_grad]
-    edges, known = ([r[k] for r in roots] for k in range(2))
-    with FlopCounterMode(display=False) as first:
-        found, second_half = first_half(edges, known, inputs, weights)
-    with FlopCounterMode(display=False) as second:
-        for segment in second_half:
-            segment.run()
-    assert all(x.grad is None for x in inputs)
-    flops = first.get_total_flops(), second.get_total_flops()
-    return list(found), [w.grad for w in weights], flops
+def roots_of(run, inputs, weights, gradients):
+    """The outputs that have a gradient, and those gradients."""
+    pairs = zip(run(inputs, weights), gradients, strict=True)
+    return zip(*((x, g) for x, g in pairs if x.requires_grad), strict=True)
 
 
 def check(run, inputs, weights, *, no_more=True):
     """Compare the two; the operations of each half, which come to ``no_more`` than the whole."""
     with torch.no_grad():
         gradients = [torch.randn_like(x) for x in run(inputs, weights)]
-    of_inputs, of_weights, flops = whole(run, twins(inputs), twins(weights), gradients)
-    found, left, halves = halved(run, twins(inputs), twins(weights), gradients)
-    for got, expected in zip([*found, *left], [*of_inputs, *of_weights], strict=True):
-        assert (got is None) == (expected is None)
+    of_whole, of_halves = ((twins(inputs), twins(weights)) for _ in range(2))
+    roots = roots_of(run, *of_whole, gradients)
+    with FlopCounterMode(display=False) as whole:
+        torch.autograd.backward(*roots)
+    outputs, known = roots_of(run, *of_halves, gradients)
+    edges = list(map(get_gradient_edge, outputs))
+    with FlopCounterMode(display=False) as first:
+        found, second_half = first_half(edges, known, *of_halves)
+    with FlopCounterMode(display=False) as second:
+        for segment in second_half:
+            segment.run()
+    assert all(x.grad is None for x in of_halves[0])
+    left = [w.grad for w in of_halves[1]]
+    for got, leaf in zip([*found, *left], itertools.chain(*of_whole), strict=True):
+        assert (got is None) == (leaf.grad is None)
         if got is not None:
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(got, leaf.grad, rtol=1e-10, atol=1e-12)
     pointers = [w.data_ptr() for w in left if w is not None]
     assert len(set(pointers)) == len(pointers)  # each is a memory of its own
-    assert sum(halves) == flops or not no_more
+    halves = first.get_total_flops(), second.get_total_flops()
+    assert sum(halves) == whole.get_total_flops() or not no_more
     return halves
 
 

@@ -7,18 +7,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 
-from tests.runtime.models import name_of
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime.executor import StartOffset
 from toolkit.schedule import Action, catalog
 
 
 class NotYetError(Exception):
-    """A rank would wait for ``key``."""
-
-    def __init__(self, key):
-        super().__init__(key)
-        self.key = key
+    """A rank would wait for this key."""
 
 
 class Store:
@@ -60,35 +55,8 @@ class World:
         self.finished += 1
 
 
-def offsets(program, store=None):
-    store = store or Store()
-    worlds = [World(rank, store) for rank in range(len(program.ranks))]
-    return store, worlds, [StartOffset(program, world) for world in worlds]
-
-
 def first_forward(program, rank):
     return next(i for i in program.ranks[rank] if i.action == Action.FORWARD)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (catalog.data_parallel(3), {0: 0, 1: 0, 2: 0}),
-        (catalog.data_parallel(3, state="sharded"), {0: 0, 1: 0, 2: 0}),
-        (catalog.cyclic(3), {0: 0, 1: 2, 2: 4}),
-        (catalog.cyclic(3, 1, state="sharded"), {0: 0, 1: 2, 2: 4}),
-        (catalog.cyclic(2, n_stages=3), {0: 0, 1: 3}),
-        (catalog.cyclic(3, n_stages=2), {0: 0, 1: 4, 2: 8}),  # a slot has 3 ticks
-        (catalog.cyclic(3, 1, "per_stage"), {0: 0}),
-        (catalog.gradient_accumulation(2, 3), {0: 0}),
-        (catalog.interleaved_1f1b(4, 2, 2), {0: 0}),
-        (catalog.cyclic(4, "freshest", "per_stage_and_microbatch"), {0: 0, 1: 2, 2: 4, 3: 6}),
-    ],
-    ids=lambda value: name_of(value) if hasattr(value, "layout") else "",
-)
-@pytest.mark.parametrize("first_step", [0, 3])
-def test_first_forwards(schedule, expected, first_step):
-    assert schedule.lower(2, first_step).first_forwards() == expected
 
 
 def test_each_program_has_turns_of_its_own():
@@ -118,7 +86,9 @@ def test_turns_of_any_program(program):
         assert ticks.get(rank) == (first.tick if begins else None)
     leader = min(ticks, key=lambda rank: (ticks[rank], rank))
     later = {f"turn/world/1/{r}": tick for r, tick in ticks.items() if tick > ticks[leader]}
-    store, worlds, ranks = offsets(program)
+    store = Store()
+    worlds = [World(rank, store) for rank in range(len(program.ranks))]
+    ranks = [StartOffset(program, world) for world in worlds]
     for i in program.ranks[leader]:
         ranks[leader].before(i)
         assert store.given == {key: 1 for key, tick in later.items() if tick <= i.tick}

@@ -106,4 +106,4 @@ def test_a_single_process_continues_from_its_state(single, found, name):
 def test_a_state_of_another_form_is_refused_on_every_rank(found):
     for on_rank in found:
         for name in NAMES:
-            assert on_rank[name][-1].startswith("the state is not of this run: model lacks")
+            assert on_rank[name][-1].startswith("the state is not of this run: model[")

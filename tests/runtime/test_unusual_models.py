@@ -89,27 +89,21 @@ class Prototypes(nn.Module):
         return self.tail(torch.tanh(self.body(x.flatten(1)))) @ lifted.t()
 
 
-def active():
-    layers = [nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False)]
-    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 3))
+MODELS = {
+    "active": lambda: in_row(
+        *(nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False), nn.Linear(8, 3))
+    ),
+    "added": lambda: in_row(Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)),
+    "summed": lambda: in_row(nn.Linear(36, 6), Summed(), Summed(), nn.Linear(6, 3)),
+    "folded": Folded,
+    "fourier": Fourier,
+    "three prototypes": lambda: Prototypes(3),
+    "four prototypes": lambda: Prototypes(4),
+}
 
 
-def summed():
-    layers = (nn.Linear(36, 6), Summed(), Summed(), nn.Linear(6, 3))
+def in_row(*layers):
     return nn.Sequential(nn.Flatten(), *layers)
-
-
-def added():
-    layers = (Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
-def three():
-    return Prototypes(3)
-
-
-def four():
-    return Prototypes(4)
 
 
 @torch.fx.wrap
@@ -149,19 +143,15 @@ def test_a_weight_that_took_part_once_keeps_its_state():
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-@pytest.mark.parametrize("make", [active, added, summed, Folded, Fourier, three, four])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "schedule",
-    [
-        catalog.gradient_accumulation(2, 4),
-        catalog.cyclic(4, n_stages=2),
-        catalog.zero_bubble(2, 4),
-    ],
+    [catalog.gradient_accumulation(2, 4), catalog.cyclic(4, n_stages=2), catalog.zero_bubble(2, 4)],
     ids=name_of,
 )
-def test_unusual_models(schedule, make, order):
+def test_unusual_models(schedule, name, order):
     torch.manual_seed(0)
-    model = make().double()
+    model = MODELS[name]().double()
     runtime = runtime_for(copy.deepcopy(model), schedule, order)
     assert all(len(boundary) == 1 for boundary in runtime.stages.boundaries)
     stage, batches = stage_of(runtime.stages), make_batches(4, 2)

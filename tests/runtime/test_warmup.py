@@ -15,19 +15,6 @@ CPU = torch.device("cpu")
 N_STAGES = 4
 
 
-@pytest.fixture
-def updates(monkeypatch):
-    """How many optimizer steps were made, by the number of parameters."""
-    found = []
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(
-        torch.optim.AdamW,
-        "step",
-        lambda self: (found.append(len(self.param_groups[0]["params"])), step(self))[1],
-    )
-    return found
-
-
 def made(model, example, options=PLAIN):
     schedule = catalog.cyclic(N_STAGES)
     stages = (models.cut_awkward if model is models.awkward else models.cut)(model(), schedule)
@@ -47,8 +34,22 @@ def held(runner):
 @pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all", channels_last=True)])
 @pytest.mark.parametrize("computed", [range(N_STAGES), [0, 2], [1, 2], [3]], ids=str)
 def test_every_stage_runs_both_ways_and_nothing_is_left(
-    monkeypatch, updates, model, make_batches, options, computed
+    monkeypatch, model, make_batches, options, computed
 ):
+    ran = []
+
+    def noting(kind, name, text):
+        method = getattr(kind, name)
+
+        def noted(first, *others):
+            ran.append(text(first))
+            return method(first, *others)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    noting(StageRunner, "forward", lambda runner: f"{runner.index}F")
+    noting(torch.autograd, "backward", lambda ends: "B")
+    noting(torch.optim.AdamW, "step", lambda optimizer: "updates")
     runners, layouts, inputs = made(model, make_batches(1)[0][0], options)
     own = computed[-1:]
     for j, runner in enumerate(runners):
@@ -57,22 +58,9 @@ def test_every_stage_runs_both_ways_and_nothing_is_left(
                 master.data = torch.empty(0, dtype=master.dtype)
     before = [held(runner) for runner in runners]
     generator = torch.get_rng_state()
-    ran, backward = [], torch.autograd.backward
-    forward = StageRunner.forward
-    monkeypatch.setattr(
-        StageRunner,
-        "forward",
-        lambda self, *a: (ran.append(f"{self.index}F"), forward(self, *a))[1],
-    )
-    monkeypatch.setattr(
-        torch.autograd,
-        "backward",
-        lambda ends, *a: (ran.append(f"{len(ends)}B"), backward(ends, *a)),
-    )
     warm_up(runners, layouts, inputs, CPU, computed, own)
-    assert [name for name in ran if name.endswith("F")] == [f"{j}F" for j in computed]
-    assert len(ran) == 2 * len(computed)
-    assert updates == [n for n in [len(runners[own[0]].masters)] if n]
+    both_ways = [name for j in computed for name in (f"{j}F", "B")]
+    assert ran == [*both_ways, *["updates"] * bool(runners[own[0]].masters)]
     assert torch.equal(torch.get_rng_state(), generator)
     for runner, state in zip(runners, before, strict=True):
         models.assert_same(held(runner), state, rtol=0, atol=0)

@@ -31,6 +31,8 @@ Steps = Generator[StepResult, None, None]
 class Runtime(ABC):
     """Trains a model on global batches, as one of ``n_ranks`` processes that make the same calls.
 
+    Where steps overlap, the methods raise UserError while a :meth:`run` is not exhausted.
+
     Args:
         stages: the model, partitioned, on the device of this process.
         schedule: a schedule of as many stages.
@@ -108,16 +110,12 @@ class Runtime(ABC):
         return False
 
     def measurements(self) -> Measurements:
-        """Return what all ranks measured. Every rank calls it.
-
-        Raises:
-            UserError: the runtime measured nothing, or a run was not exhausted.
-        """
+        """Return what all ranks measured; UserError if nothing was. Every rank calls it."""
         raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0; 0 in a single process."""
+        """Number of this process, from 0."""
         return self.world.rank if self.world else 0
 
     @property
@@ -202,9 +200,6 @@ class Runtime(ABC):
         """Return the whole model with the newest weights, on every rank. Every rank calls it.
 
         Do not change its weights: a schedule may still read older versions. Load a state instead.
-
-        Raises:
-            UserError: a run was not exhausted.
         """
         self._check_ended()
         return self._module()
@@ -248,9 +243,6 @@ class Runtime(ABC):
         """Return a copy of all state except the position in the data, on every rank.
 
         Every rank calls it. Any runtime with the same update rule can load it.
-
-        Raises:
-            UserError: a run was not exhausted.
         """
         part = self.part()
         if not self.world:

@@ -36,27 +36,26 @@ class Dataflow:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
         self.n_left = len(instructions)  # that have not ended
-        self._lacking = [len(needed) for needed in self.needs]
-        self._users: list[list[int]] = [[] for _ in instructions]
-        for position, needed in enumerate(self.needs):
-            for other in needed:
-                self._users[other].append(position)
         self.ended = bytearray(len(instructions))
+        self._lacking = list(map(len, self.needs))
+        self._users: list[list[int]] = [[] for _ in instructions]
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
         self._queue_of: dict[int, deque[int]] = {}
         for position, i in enumerate(instructions):
+            for needed in self.needs[position]:
+                self._users[needed].append(position)
             if (name := queue_of(i, ordered=ordered)) is not None:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)
 
     def open(self, end: int) -> None:
         """Allow instructions in the background before position ``end`` to begin."""
-        for position in range(self._n_opened, end):
-            self._n_opened = position + 1
-            if in_background(self.instructions[position]):
-                self._consider(position)
+        opened = range(self._n_opened, end)
+        self._n_opened = max(self._n_opened, end)
+        for position in opened:
+            self._consider(position)
 
     def open_until(self, tick: int) -> None:
         """:meth:`open` what starts at ``tick`` or before."""
@@ -86,8 +85,7 @@ class Dataflow:
         self.n_left -= 1
         for user in self._users[position]:
             self._lacking[user] -= 1
-            if in_background(self.instructions[user]):
-                self._consider(user)
+            self._consider(user)
 
     def lacks_nothing(self, position: int) -> bool:
         """Whether everything that an instruction needs has ended."""
@@ -100,8 +98,12 @@ class Dataflow:
         return position
 
     def _consider(self, position: int) -> None:
-        """Mark it as ready if it can begin."""
+        """Mark an instruction as ready if it can begin in the background."""
         queue = self._queue_of.get(position)
-        its_turn = queue is None or (bool(queue) and queue[0] == position)
-        if position < self._n_opened and its_turn and self._lacking[position] == 0:
+        if (
+            position < self._n_opened
+            and in_background(self.instructions[position])
+            and self._lacking[position] == 0
+            and (queue is None or (bool(queue) and queue[0] == position))
+        ):
             heappush(self._ready, position)

@@ -32,14 +32,11 @@ class Distributed(OnRanks):
     """Trains stages by a schedule, one process a rank.
 
     Every rank makes it with the same arguments, and calls the same methods in the same order;
-    the initial weights are those of rank 0. The trajectory is that of :class:`SingleProcess`. A
-    rank keeps the weights of the stages that it updates, and those that its program holds.
+    the initial weights are those of rank 0. The trajectory is that of :class:`SingleProcess`.
     Parameters of the given model may be empty during training: :meth:`module` returns it whole.
 
     Args:
-        stages, optimizer, loss, lr_scheduler, seed, options: as in ``Runtime``.
-        schedule: a schedule of as many stages, on as many ranks as there are processes.
-        world: the ranks; those of this job by default.
+        stages, schedule, optimizer, loss, lr_scheduler, seed, options, world: as in ``OnRanks``.
         record: number of training steps, from the first, whose messages, memory and time are
             measured (see :meth:`measurements`).
         overlap: whether messages and updates run during computation, so that an op waits only
@@ -171,19 +168,19 @@ class Distributed(OnRanks):
     def _find_layouts(self, shape: Shape | None) -> Layouts:
         """The layouts for micro-batches of ``shape``, which not every rank has seen."""
         seen = next(found for found in self.world.gather(shape) if found is not None)
-        if seen not in self._layouts:
-            inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
-            device = self.world.device
-            compressed = COMPRESSIONS[self.compression]
-            with self.options.autocast(device):
-                layouts = find_layouts(self._skeletons, inputs, compressed, device)
-            self._layouts[seen] = layouts
-            if self.world.backend == "nccl":
-                self.world.watch.at("the first run of its stages")
-                ranks = self.schedule.layout.ranks
-                computed = [j for j in range(len(self.stages)) if self.rank in ranks(j)]
-                warm_up(self._runners, layouts, inputs, device, computed, self.own)
-        return self._layouts[seen]
+        if seen in self._layouts:
+            return self._layouts[seen]
+        inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
+        device, compressed = self.world.device, COMPRESSIONS[self.compression]
+        with self.options.autocast(device):
+            layouts = find_layouts(self._skeletons, inputs, compressed, device)
+        if self.world.backend == "nccl":
+            self.world.watch.at("the first run of its stages")
+            ranks = self.schedule.layout.ranks
+            computed = [j for j in range(len(self.stages)) if self.rank in ranks(j)]
+            warm_up(self._runners, layouts, inputs, device, computed, self.own)
+        self._layouts[seen] = layouts
+        return layouts
 
 
 def warm_up(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
@@ -179,21 +180,22 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
     Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
     values the same type; an int may stand for a float. ``where`` names ``found`` in the answer.
     """
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in [*expected, *found]:
-            if key not in found:
-                return f"{where} lacks {key}"
-            if key not in expected:
-                return f"{where} has {key}, which is unknown"
-        parts = [(found[key], expected[key], f"{where}.{key}") for key in expected]
-        return next(filter(None, (difference(*part) for part in parts)), None)
-    if isinstance(expected, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(expected):
-            return f"{where} is not of {len(expected)} values"
-        return difference(dict(enumerate(found)), dict(enumerate(expected)), where)
-    numbers = (type(found), type(expected)) == (int, float)
-    same = numbers or _kind(found) == _kind(expected)
-    return None if same else f"{where} is {_kind(found)}, not {_kind(expected)}"
+    theirs, ours = _kinds(found), _kinds(expected)
+    for place in [*ours, *theirs]:
+        its, own = theirs.get(place, "missing"), ours.get(place, "unknown")
+        if its != own and (its, own) != ("of type int", "of type float"):
+            return f"{where}{place} is {its}, not {own}"
+    return None
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    """The kind of each value in nested mappings and sequences, by its place."""
+    leaves, _ = tree_flatten_with_path(tree, is_leaf=_is_empty)
+    return {keystr(path): _kind(value) for path, value in leaves}
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, dict | list | tuple) and not node
 
 
 def _kind(value: Any) -> str:
