@@ -67,7 +67,7 @@ def test_every_sweep_composes(sweep):
 def test_every_choice_composes(group, choice):
     config = composed("simulate" if group == "hardware" else "train", f"{group}={choice}")
     assert not OmegaConf.missing_keys(config)
-    assert config[group]._target_.startswith(("toolkit.", "torch.optim."))
+    assert config[group]._target_.startswith(("toolkit.", "torch.optim.", "timm.optim."))
 
 
 @pytest.mark.parametrize("bench", choices([CONF], "bench"))

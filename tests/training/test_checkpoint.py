@@ -107,17 +107,6 @@ def test_the_latest_and_the_best_stay(checkpoints, tmp_path):
         same(checkpoints.load(Saved(), skip)[0], step)
 
 
-def test_the_best_is_used_if_no_other_is_whole(checkpoints):
-    for step in (1, 2, 3):
-        save(checkpoints, step, best=step == 1)
-    for path in checkpoints.paths()[1:]:
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            file.write_bytes(file.read_bytes()[:10])
-    found, damaged = checkpoints.load(Saved())
-    same(found, 1)
-    assert ["is damaged" in sentence for sentence in damaged] == [True, True]
-
-
 def test_files_and_folders_side_by_side(checkpoints, tmp_path):
     other = Checkpoints(tmp_path, keep=2, sharded=not checkpoints.sharded)
     save(checkpoints, 1, best=True)

@@ -16,13 +16,11 @@ from torchvision.datasets import CIFAR10
 from tests.training.test_run_with_checkpoints import assert_identical, configured, weights
 from toolkit.cli import build_run
 from toolkit.errors import UserError
-from toolkit.model import Images
 from toolkit.training import run_with_checkpoints
 from toolkit.training.data import (
     Datasets,
     InMemory,
     Labelled,
-    batches,
     cifar10,
     digits,
     image_folder,
@@ -196,20 +194,6 @@ def test_augmentation_to_the_bit(padding, flip, epoch):
         assert batch[0].is_contiguous()
 
 
-def test_a_device_gets_its_copy_once():
-    images, meta = held(), torch.device("meta")
-    for device in (meta, CPU, meta):
-        assert {x.device for batch in images.test(4, device) for x in batch} == {device}
-    assert {*images._test.copies} == {meta, CPU}
-
-
-def test_bytes_are_normalised_without_being_changed():
-    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
-    found = batches.normalise(pixels, (0.2,), (0.4,))
-    torch.testing.assert_close(found.flatten(), torch.tensor([-0.5, 0.0, 2.0]))
-    assert pixels.flatten().tolist() == [0, 51, 255]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -321,59 +305,32 @@ def test_another_file_than_the_published_is_refused(published, damage, tmp_path)
 LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
 
 
-@pytest.mark.parametrize(
-    ("n", "counts"),
-    [(3, [1, 1, 1]), (12, [4, 4, 4]), (20, [8, 8, 4]), (70, [36, 30, 4]), (84, [50, 30, 4])],
-)
-def test_subsets_are_of_all_classes_alike(n, counts):
-    chosen = balanced_subset(n, LABELS, "n_train")
-    assert chosen.tolist() == sorted({*chosen.tolist()})
-    assert LABELS[chosen].bincount(minlength=3).tolist() == counts
-
-
-def test_a_larger_subset_holds_the_smaller():
-    """They differ by an image, so classes differ by one image, while they have any left."""
-    subsets = [set(balanced_subset(n, LABELS, "n_train").tolist()) for n in range(1, 85)]
-    for smaller, larger in pairwise(subsets):
-        assert smaller < larger
-    for subset in subsets[:12]:
-        counts = LABELS[[*subset]].bincount(minlength=3)
-        assert counts.max() - counts.min() <= 1
-    assert subsets[8] != {0, 1, 2, 50, 51, 52, 80, 81, 82}
-    assert balanced_subset(None, LABELS, "n_train").tolist() == [*range(84)] == [*subsets[-1]]
+def test_subsets_are_of_all_classes_alike_and_a_larger_one_holds_the_smaller():
+    """Classes differ by one image, while they have any left."""
+    chosen = [balanced_subset(n, LABELS, "n_train") for n in range(1, 85)]
+    counts = [LABELS[numbers].bincount(minlength=3) for numbers in chosen]
+    assert all(each.max() - each.min() <= 1 for each in counts[:12])
+    assert [counts[n - 1].tolist() for n in (20, 70)] == [[8, 8, 4], [36, 30, 4]]
+    subsets = [numbers.tolist() for numbers in chosen]
+    assert subsets == [sorted(subset) for subset in subsets]
+    assert all({*smaller} < {*larger} for smaller, larger in pairwise(subsets))
+    assert subsets[8] != [0, 1, 2, 50, 51, 52, 80, 81, 82]
+    assert balanced_subset(None, LABELS, "n_train").tolist() == [*range(84)] == subsets[-1]
 
 
 def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     """Only what is chosen is decoded; each image equals that of the whole set."""
-    whole = torch.cat([x for x, _ in cifar10(str(cifar_folders)).test(20, CPU)])
+    ((whole, _),) = cifar10(str(cifar_folders)).test(20, CPU)
     reads, read = [], in_memory.read_image
     monkeypatch.setattr(in_memory, "read_image", lambda *of: reads.append(of) or read(*of))
     small = cifar10(str(cifar_folders), n_train=20, n_test=10)
-    assert len(reads) == 30
-    assert len(small.train(20, 0, 0, CPU)) == 1
+    assert (len(reads), len(small.train(20, 0, 0, CPU))) == (30, 1)
     ((x, y),) = small.test(20, CPU)
     assert y.bincount().tolist() == [1] * 10
     assert torch.equal(x, whole[balanced_subset(10, torch.arange(20) // 2, "n_test")])
 
 
 # Two of torch's Datasets
-
-
-def test_batches_are_sent_without_waiting_for_the_device(monkeypatch):
-    sent = []
-    monkeypatch.setattr(batches, "send", lambda tensor, device: sent.append(device) or tensor)
-    list(Datasets(Noisy(8), Noisy(2), 10).train(4, 0, 0, torch.device("cuda")))
-    assert sent == [torch.device("cuda")] * 4  # inputs and targets of two batches
-
-
-def test_parts_and_shares_of_datasets():
-    samples = Datasets(Noisy(20), Noisy(6), 10)
-    assert samples.form == Images(3, 8, 8, 10)
-    parts = samples.train(4, 1, 2, CPU).parts(4, lambda batch: [1])
-    whole, _ = epoch_of(samples, 1, 2)
-    assert torch.equal(torch.cat([x for x, _ in parts]), whole[1::4])
-    ((_, share),) = samples.test(4, CPU, 1, 2)
-    assert share.tolist() == [1, 3, 5]
 
 
 @pytest.mark.usefixtures("analysed_once")

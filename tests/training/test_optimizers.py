@@ -2,7 +2,6 @@
 
 import copy
 import io
-import sys
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import catalog
-from toolkit.training.optimizers import Muon, lamb, lars, orthogonalized
+from toolkit.training.optimizers import Muon, orthogonalized
 
 F64 = torch.float64
 
@@ -38,20 +37,9 @@ def one_update(make):
     return before, w.grad, w.detach()
 
 
-def test_lars():
-    w, g, found = one_update(chosen("lars", "lr=0.3", "weight_decay=0.01"))
-    trust = 1e-3 * w.norm() / (g.norm() + 0.01 * w.norm() + 1e-8)
-    torch.testing.assert_close(found, w - 0.3 * trust * (g + 0.01 * w))
-
-
 def test_lamb_clips_nothing_by_default():
-    """After bias correction its first update is the sign of the gradient, except for eps."""
-    w, g, found = one_update(chosen("lamb", "lr=0.3", "weight_decay=0.01", "eps=0"))
-    update = g.sign() + 0.01 * w
-    torch.testing.assert_close(found, w - 0.3 * w.norm() / update.norm() * update)
-    limits = (lamb, None), (chosen("lamb"), None), (chosen("lamb", "max_grad_norm=2"), 2)
-    for make, limit in limits:
-        assert make([nn.Parameter(w)]).defaults["max_grad_norm"] == limit
+    for make, limit in ((chosen("lamb"), None), (chosen("lamb", "max_grad_norm=2"), 2)):
+        assert make([nn.Parameter(torch.zeros(1))]).defaults["max_grad_norm"] == limit
 
 
 def groups(make, model):
@@ -134,14 +122,6 @@ def test_stages_are_updated_like_the_whole_model(name):
         torch.testing.assert_close(cut[key], whole[key], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "make"), [("lars", lars), ("lamb", lamb)])
-def test_without_timm(monkeypatch, name, make):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    for function in (make, chosen(name)):
-        with pytest.raises(UserError, match=name):
-            function([nn.Parameter(torch.zeros(1))])
-
-
 # Muon
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -216,25 +196,16 @@ def test_other_groups_are_adamws():
 def test_without_a_gradient_nothing_moves():
     still, moving = (nn.Parameter(drawn(3, 3)) for _ in range(2))
     moving.grad = torch.ones_like(moving)
-    Muon([{"params": [still, moving], "orthogonal": True}], **OPTIONS).step()
+    optimizer = Muon([{"params": [still, moving], "orthogonal": True}], **OPTIONS)
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3
     assert torch.equal(still, drawn(3, 3))
     assert not torch.equal(moving, drawn(3, 3))
     assert torch.equal(moving.grad, torch.ones_like(moving))
 
 
-def test_step_returns_the_closures_loss():
-    p = nn.Parameter(drawn(3, 3))
-    optimizer = Muon([{"params": [p], "orthogonal": True}], **OPTIONS)
-    assert optimizer.step(lambda: p.square().sum()) == drawn(3, 3).square().sum()
-
-
-@pytest.mark.parametrize(("option", "value"), [("momentum", 1.0), ("ns_steps", 0), ("lr", -1.0)])
-def test_options_out_of_range(option, value):
-    name = "learning rate" if option == "lr" else option
-    with pytest.raises(ValueError, match=f"{name}.* {value}"):
+@pytest.mark.parametrize(("option", "value"), [("momentum", 1.0), ("ns_steps", 0)])
+def test_refuses(option, value):
+    with pytest.raises(UserError, match=f"{option}.* {value}"):
         Muon([nn.Parameter(drawn(2, 2))], **{option: value})
-
-
-def test_vectors_are_refused():
     with pytest.raises(UserError, match="vectors"):
         Muon([{"params": [nn.Parameter(drawn(2))], "orthogonal": True}])

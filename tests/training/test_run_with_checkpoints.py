@@ -116,11 +116,8 @@ def test_resumes_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order
     assert [note.split(" is ")[0] for note in outcome.notes] == damaged
     for found, epoch in zip(outcome.epochs, epochs, strict=True):
         assert found.train_loss == pytest.approx(epoch.train_loss, rel=1e-12)
-        assert (found.top1, found.ema_top1, found.learning_rate) == (
-            epoch.top1,
-            epoch.ema_top1,
-            epoch.learning_rate,
-        )
+        for name in ("top1", "ema_top1", "learning_rate"):
+            assert getattr(found, name) == getattr(epoch, name)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +273,7 @@ def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, shar
     whole = run_with_checkpoints(built(*options), tmp_path / "whole")
     stopped(tmp_path / "again", 8, *options)
     again = run_with_checkpoints(built(*options), tmp_path / "again", resume=True)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(again)[name], tensor, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights(again), weights(whole), rtol=1e-3, atol=1e-4)
     assert again.epochs[-1].ema_top1 is not None
 
 
@@ -315,12 +311,8 @@ def test_what_cannot_be_done_is_refused_at_once(tmp_path, options, words):
 def test_without_delay(schedule):
     found = without_delay(schedule)
     assert found.max_staleness == 0
-    assert (found.n_stages, found.n_microbatches, found.n_ranks, found.state) == (
-        schedule.n_stages,
-        schedule.n_microbatches,
-        schedule.n_ranks,
-        schedule.state,
-    )
+    for name in ("n_stages", "n_microbatches", "n_ranks", "state"):
+        assert getattr(found, name) == getattr(schedule, name)
 
 
 RUNTIMES = {

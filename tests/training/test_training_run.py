@@ -69,12 +69,11 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
     assert any(not torch.equal(plain[name], other[name]) for name in plain)
 
 
-@pytest.mark.parametrize("changed", ["batch=8", "data.n_train=32", "microbatches=4"])
-def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
+def test_an_epoch_of_another_length_is_refused(tmp_path):
     """Also after its last step: rates go by epochs."""
     run_with_checkpoints(built("epochs=1", "schedule=dp"), tmp_path)
     with pytest.raises(UserError, match="after 8 steps"):
-        run_with_checkpoints(built("epochs=2", "schedule=dp", changed), tmp_path, resume=True)
+        run_with_checkpoints(built("epochs=2", "schedule=dp", "batch=8"), tmp_path, resume=True)
 
 
 def test_the_training_loss_is_smoothed_and_the_test_loss_is_not():

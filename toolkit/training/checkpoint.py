@@ -96,8 +96,8 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
 def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
     """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
 
-    Every rank calls it. Tensors of stages outside ``own`` become meta tensors, so no rank holds the
-    whole. If one rank finds a file damaged or unreadable, all raise.
+    Every rank calls it; if one finds damage, all raise. Tensors of stages outside ``own`` become
+    meta tensors, so no rank holds the whole.
     """
     with _raise_on_every_rank(world):
         try:

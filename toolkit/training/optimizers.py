@@ -1,7 +1,7 @@
-"""Optimizers besides torch's: Muon, and those for large batches from timm.
+"""Muon, an optimizer besides those of torch and timm.
 
-Each looks at one parameter tensor at a time, so an optimizer for each stage makes the updates of
-one for the whole model. LAMB's ``max_grad_norm`` is the exception.
+It looks at one parameter tensor at a time, so an optimizer for each stage makes the updates of one
+for the whole model.
 """
 
 import re
@@ -21,32 +21,6 @@ OUTER = ("embed", "head", "fc", r"^conv1\.", r"^conv_proj\.")
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _AS_ADAMW = 0.2  # usual root mean square of AdamW's updates, given to those of matrices
-
-
-def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
-    """LARS of You et al., arXiv 1708.03888, with the options of ``timm.optim.Lars``."""
-    return _timm("Lars")(params, **options)
-
-
-def lamb(
-    params: Iterable[nn.Parameter], max_grad_norm: float | None = None, **options: Any
-) -> Optimizer:
-    """LAMB of You et al., arXiv 1904.00962, with the options of ``timm.optim.Lamb``.
-
-    By default it does not clip gradients.
-    """
-    return _timm("Lamb")(params, max_grad_norm=max_grad_norm, **options)
-
-
-def _timm(name: str) -> Callable[..., Optimizer]:
-    try:
-        from timm import optim
-    except ImportError as error:
-        raise UserError(
-            f"optimizer={name.lower()} needs timm: pip install timm ({error})"
-        ) from error
-    make: Callable[..., Optimizer] = getattr(optim, name)
-    return make
 
 
 @by_name

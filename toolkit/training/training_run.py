@@ -31,33 +31,19 @@ from toolkit.training.lr import Constant, Rates
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything that a run needs, built and checked, before the first step.
-
-    Attributes:
-        options: plain values.
-        step_options: those of them that the runtime takes.
-        schedule: schedule by which it trains.
-        samples: samples for training and for the test.
-        runtime: runtime that trains.
-        device: device of the model.
-        rate: function from a training step to the learning rate of its update.
-        build_model: function that builds the model afresh.
-        lr: object whose ``factor`` scales the optimizer's rate.
-        record: all options as plain values, for results and checkpoints.
-        again: function that builds the run afresh, by another schedule.
-    """
+    """Everything that a run needs, built and checked, before the first step."""
 
     options: TrainingOptions
-    step_options: StepOptions
+    step_options: StepOptions  # those of the options that the runtime takes
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
-    device: torch.device
-    rate: Callable[[int], float]
+    device: torch.device  # of the model
+    rate: Callable[[int], float]  # from a training step to the learning rate of its update
     build_model: Callable[[], nn.Module]
-    lr: Any
-    record: Mapping[str, Any]
-    again: Callable[[Schedule], "TrainingRun"]
+    lr: Any  # its ``factor`` scales the optimizer's rate
+    record: Mapping[str, Any]  # all options as plain values, for results and checkpoints
+    again: Callable[[Schedule], "TrainingRun"]  # builds the run afresh, by another schedule
 
     @property
     def batch_size(self) -> int:
@@ -175,8 +161,7 @@ def prepare(
     optimizer_rate = _check_optimizer(optimizer)
 
     def factor(step: int) -> float:
-        found: float = lr.factor(step, steps_per_epoch, options.epochs, batch_size)
-        return found
+        return float(lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
     step = StepOptions(**{f.name: getattr(options, f.name) for f in fields(StepSettings)})
     allow_tf32(step.precision == "tf32")

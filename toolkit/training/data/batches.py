@@ -168,10 +168,9 @@ class Datasets(SampleSet):
         self, train: Any, test: Any, n_classes: int, form: InputSpec | None = None
     ) -> None:
         for name, dataset in (("train", train), ("test", test)):
-            if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            if not isinstance(dataset, Sized):
                 raise UserError(
-                    f"{name}: got a {type(dataset).__name__}; expected a Dataset with a length and"
-                    " numbered samples"
+                    f"{name}: got a {type(dataset).__name__}; expected a Dataset with a length"
                 )
         super().__init__(_Samples(train), _Samples(test), form or _images(train[0], n_classes))
 
@@ -195,16 +194,9 @@ class _Samples(Source):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Return a seed for each sample, ``[1, n]``; zeros for the test."""
-        if generator is None:
-            return torch.zeros(1, n, dtype=torch.long)
-        return torch.randint(2**31, (1, n), generator=generator)
-
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
-        for chosen, (seeds,) in batches:
-            numbers = zip(chosen.tolist(), seeds.tolist(), strict=True)
-            pairs = [seeded(s, self.dataset.__getitem__, k) for k, s in numbers]
+        for chosen, _ in batches:
+            pairs = [seeded(hash((seed, k)), self.dataset.__getitem__, k) for k in chosen.tolist()]
             inputs = torch.stack([x for x, _ in pairs])
             targets = torch.stack([torch.as_tensor(y) for _, y in pairs])
             yield send(inputs, device), send(targets, device)

@@ -159,9 +159,8 @@ def n_workers(asked: int | None) -> int:
     # macOS lacks sched_getaffinity.
     affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
     cores = len(affinity(0))
-    if asked is None:
-        return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return min(asked, cores)
+    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST_WORKERS, share)) if asked is None else min(asked, cores)
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,8 @@ class _Images(Dataset[Any]):
 
 
 def _collate(read: list[Any]) -> tuple[Tensor, Tensor, list[str]] | UserError:
-    for each in read:
-        if isinstance(each, UserError):
-            return each
+    if errors := [each for each in read if isinstance(each, UserError)]:
+        return errors[0]
     pixels, labels, damaged = zip(*read, strict=True)
     return torch.stack(pixels), torch.tensor(labels), [path for paths in damaged for path in paths]
 

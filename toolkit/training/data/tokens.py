@@ -107,7 +107,16 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
 
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
     else:
-        content = _joined(root)
+        path = Path(root).expanduser()
+        files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
+        try:
+            content = b"".join(file.read_bytes() for file in files)
+        except OSError as error:
+            raise UserError(f"data.root={root} cannot be read: {error}") from error
+        if not files:
+            raise UserError(
+                f"data.root={root} has no .txt files: give a file, or a folder with some"
+            )
     tokens = np.frombuffer(content, dtype=np.uint8)
     n_train = round(len(tokens) * (1 - test_share))
     return Tokens(tokens[:n_train], tokens[n_train:], length, BYTES)
@@ -139,19 +148,6 @@ def token_files(
         raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
     train, test = (_mapped(Path(root).expanduser() / f"{n}.bin", dtype) for n in ("train", "val"))
     return Tokens(train, test, length, vocabulary)
-
-
-def _joined(root: str) -> bytes:
-    path = Path(root).expanduser()
-    files = [path]
-    if path.is_dir():
-        files = sorted(text for text in path.rglob("*.txt") if not text.is_dir())
-    if not files:
-        raise UserError(f"data.root={root} has no .txt files: give a file, or a folder with some")
-    try:
-        return b"".join(file.read_bytes() for file in files)
-    except OSError as error:
-        raise UserError(f"data.root={root} cannot be read: {error}") from error
 
 
 def _mapped(path: Path, dtype: str) -> Numbers:
