@@ -70,30 +70,28 @@ def test_activations_are_neither_parameters_nor_inputs_and_shared_storage_counts
     ]
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x):
-        return self.decode(self.encode(x)) + F.linear(x, self.encode.weight)
-
-
 def test_tied_parameters_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+            self.decode.weight = self.encode.weight
+
+        def forward(self, x):
+            return self.decode(self.encode(x)) + F.linear(x, self.encode.weight)
+
     assert sum(cost.parameters for cost in costs(Tied(), 2, 4).values()) == 4 * 4 + 4
 
 
-class InPlace(nn.Module):
-    def forward(self, x):
-        y = x + 1
-        flat = y.flatten()
-        z = F.relu(flat, True)
-        z.add_(1)
-        return torch.relu_(z * 2)
-
-
 def test_in_place_changes_are_seen_through_views():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            flat = y.flatten()
+            z = F.relu(flat, True)
+            z.add_(1)
+            return torch.relu_(z * 2)
+
     found = costs(InPlace(), 2, 3)
     changes = {name: set(cost.changes) for name, cost in found.items() if cost.changes}
     assert changes == {
@@ -147,24 +145,20 @@ def test_what_is_kept_is_not_among_it_and_goes_as_the_backward_does():
     assert first < hidden
 
 
-def test_in_16_bits_it_is_less():
-    plain, half = (
-        of_model(linear(4, 16), nn.ReLU(), linear(16, 16), precision=precision)[1]
-        for precision in ("fp32", "bf16")
-    )
+def test_workspace_in_16_bits_is_less():
+    layers = linear(4, 16), nn.ReLU(), linear(16, 16)
+    plain, half = (of_model(*layers, precision=precision)[1] for precision in ("fp32", "bf16"))
     assert half < 0.7 * plain
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_bytes_of_what_is_alive(device):
-    outside = torch.empty(100, device=device)
+def test_bytes_of_living_tensors():
+    outside = torch.empty(100, device="meta")
     with Live() as live:
-        first = torch.empty(10, device=device)
+        first = torch.empty(10, device="meta")
         view = first[:5]
         second = first + 1
         assert (live.bytes, live.most) == (80, 80)
         outside.add_(1)
-        assert live.bytes == 80
         del first
         assert live.bytes == 80  # the view keeps it
         del view

@@ -1,5 +1,7 @@
 """The decoder: against torch's own layers, and what it must not see."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -31,24 +33,15 @@ def as_torch_has_it(model):
             SIZES["heads"],
             4 * SIZES["width"],
             dropout=0.0,
-            activation=lambda x: F.gelu(x, approximate="tanh"),
+            activation=partial(F.gelu, approximate="tanh"),
             batch_first=True,
             norm_first=True,
         ).double()
-        names = {
-            "self_attn.in_proj_": block.attend,
-            "self_attn.out_proj.": block.gather,
-            "linear1.": block.widen,
-            "linear2.": block.narrow,
-            "norm1.": block.norm_1,
-            "norm2.": block.norm_2,
-        }
-        state = {
-            f"{to}{what}": value
-            for to, of in names.items()
-            for what, value in of.state_dict().items()
-        }
-        layer.load_state_dict(state)
+        layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias = block.attend.parameters()
+        layer.self_attn.out_proj, layer.linear1, layer.linear2 = (
+            block.gather, block.widen, block.narrow
+        )  # fmt: skip
+        layer.norm1, layer.norm2 = block.norm_1, block.norm_2
         x = layer(x, mask)
     return model.head(model.norm(x))
 
@@ -92,12 +85,9 @@ def test_initial_weights_are_those_of_gpt_2():
             ), name
 
 
-def test_dropout_is_of_training():
-    model = made(dropout=0.5)
-    assert not torch.equal(model(TOKENS), model(TOKENS))
-    model.eval()
-    assert torch.equal(model(TOKENS), model(TOKENS))
-    assert torch.equal(model(TOKENS), made().eval()(TOKENS))
+def test_dropout_is_off_in_evaluation():
+    model = made(dropout=0.5).eval()
+    assert torch.equal(model(TOKENS), made()(TOKENS))
 
 
 def test_dropout_is_in_its_four_places():
@@ -119,14 +109,7 @@ def test_dropout_is_in_its_four_places():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("heads", 5),
-        ("layers", 0),
-        ("vocabulary", 0),
-        ("length", 0),
-        ("dropout", -0.5),
-        ("dropout", 1.0),
-    ],
+    [("heads", 5), ("layers", 0), ("vocabulary", 0), ("dropout", -0.5), ("dropout", 1.0)],
 )
 def test_rejects(name, value):
     with pytest.raises(UserError, match=f"{name}.*{value}"):

@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from tests.schedule.strategies import quick
 from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.model import MEASURES, build, gpt, partition
+from toolkit.model import MEASURES, build, partition
 from toolkit.model.partition import balanced
 
 
@@ -41,19 +42,13 @@ def gradients(model):
     return found
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-12), name
-
-
 def assert_equal_to_whole(model, stages, *inputs):
     """Outputs, gradients and names."""
     whole = model(*inputs)
     whole.square().sum().backward()
     expected = gradients(model)
     torch.testing.assert_close(pass_through(stages, *inputs), whole.detach(), rtol=1e-10, atol=0)
-    assert_same(gradients(model), expected)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
     assert_same_names(model, stages)
 
 
@@ -65,29 +60,17 @@ def assert_same_names(model, stages):
 # The zoo
 
 
-@pytest.fixture(
-    scope="module",
-    params=more([("resnet18", 2)], [("resnet18", 2), ("resnet50", 2), ("vit_b_16", 2)]),
-    ids=lambda p: p[0],
+@pytest.mark.parametrize(
+    ("name", "n_stages"),
+    more([("resnet18", 3)], [("resnet18", 2), ("resnet50", 8), ("vit_b_16", 5)]),
 )
-def whole(request):
-    name, batch = request.param
+def test_stages_of_the_zoo_compute_what_the_whole_computes(name, n_stages):
     torch.manual_seed(0)
     model = build(name, 10, image_size=32).double()
-    x = torch.randn(batch, 3, 32, 32, dtype=torch.float64)
-    output = model(x)
-    output.square().sum().backward()
-    return model, x, output.detach(), gradients(model)
-
-
-@pytest.mark.parametrize("n_stages", more([3], range(2, 9)))
-def test_stages_of_the_zoo_compute_what_the_whole_computes(whole, n_stages):
-    model, x, output, expected = whole
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     stages = partition(model, n_stages, x)
     assert len(stages) == len(stages.boundaries) == len(stages.loads) == n_stages
-    torch.testing.assert_close(pass_through(stages, x), output, rtol=1e-10, atol=0)
-    assert_same(gradients(model), expected)
-    assert_same_names(model, stages)
+    assert_equal_to_whole(model, stages, x)
 
 
 def test_a_large_micro_batch_is_counted_without_computing():
@@ -101,7 +84,36 @@ def test_a_large_micro_batch_is_counted_without_computing():
     assert sum(stages.loads) == 32 * (12 * block + embedding + head)
 
 
-# Optimality: test_balance compares with all cuts; here, with what partition reads from a model
+# Optimality: no other cuts are better, found by trying each
+
+
+def spans(loads, cuts):
+    return [sum(loads[a:b]) for a, b in pairwise([0, *cuts, len(loads)])]
+
+
+def judged(loads, across, cuts):
+    """Bytes, then how uneven the stages are."""
+    return sum(across[cut - 1] for cut in cuts), sum(load**2 for load in spans(loads, cuts))
+
+
+@given(
+    loads=st.lists(st.sampled_from([0, 1, 2, 3, 7, 2**53 + 1, 2**64]), min_size=1, max_size=8),
+    ties=st.booleans(),
+    data=st.data(),
+)
+@quick
+def test_no_cuts_are_better(loads, ties, data):
+    n_stages = data.draw(st.integers(1, len(loads)))
+    n = len(loads) - 1
+    across = data.draw(st.lists(st.integers(1, 2 if ties else 99), min_size=n, max_size=n))
+    every = [*combinations(range(1, len(loads)), n_stages - 1)]
+    limit = min(max(spans(loads, cuts)) for cuts in every)
+    within = [cuts for cuts in every if max(spans(loads, cuts)) == limit]
+    least = max(min(spans(loads, cuts)) for cuts in within)
+    rest = [cuts for cuts in within if 2 * min(spans(loads, cuts)) >= least]
+    cuts = tuple(balanced(loads, across, n_stages))
+    assert cuts in rest
+    assert judged(loads, across, cuts) == min(judged(loads, across, others) for others in rest)
 
 
 @given(
@@ -109,7 +121,7 @@ def test_a_large_micro_batch_is_counted_without_computing():
     n_stages=st.integers(1, 8),
     by=st.sampled_from(MEASURES),
 )
-@settings(max_examples=more(30, 60), deadline=None)
+@settings(max_examples=more(15, 30), deadline=None)
 def test_cuts_balance_the_layers_of_a_chain(widths, n_stages, by):
     layers = [nn.Linear(m, n) for m, n in pairwise(widths)]
     n_stages = min(n_stages, len(layers))
@@ -118,18 +130,8 @@ def test_cuts_balance_the_layers_of_a_chain(widths, n_stages, by):
     found = partition(nn.Sequential(*layers), n_stages, example, by)
     cuts = balanced(loads, [3 * 4 * width for width in widths[1:-1]], n_stages)
     edges = [0, *cuts, len(loads)]
-    assert found.loads == tuple(sum(loads[a:b]) for a, b in pairwise(edges))
+    assert [*found.loads] == spans(loads, cuts)
     assert [b.shape[1] for (b,) in found.boundaries] == [widths[edge] for edge in edges[:-1]]
-
-
-def test_a_large_last_layer_leaves_the_other_stages_their_share():
-    """A decoder's output over its vocabulary outweighs all else, and small tensors cross early."""
-    with torch.device("meta"):
-        model = gpt(50_257, 1024, layers=6, width=768, heads=12)
-    tokens = torch.empty(8, 1024, dtype=torch.long, device="meta")
-    *others, head = partition(model, 4, tokens).loads
-    assert max(others) < head
-    assert set(others) == {sum(others) // 3}
 
 
 class Chain(nn.Module):
@@ -214,9 +216,7 @@ def after_view(_, x):
 
 CHANGES = {
     "module": lambda model, x: model.relu(x),
-    "keyword": lambda _, x: F.relu(x, inplace=True),
     "position": lambda _, x: F.relu(x, True),
-    "function": lambda _, x: torch.relu_(x),
     "method": lambda _, x: x.mul_(2),
     "view": after_view,
     "flatten": lambda model, x: model.relu(x.flatten(1)),
@@ -336,16 +336,11 @@ def test_rejects(model, n_stages, by, value):
         partition(model, n_stages, torch.empty(2, 4), by)
 
 
-def test_rejects_inputs_of_several_batch_sizes():
-    with pytest.raises(UserError, match=r"\[4, 6\], \[3, 6\]"):
-        partition(nn.Bilinear(6, 6, 2), 1, (torch.zeros(4, 6), torch.zeros(3, 6)))
-
-
 def test_the_model_keeps_its_tensors():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())
     stages = partition(model, 2, torch.randn(3, 1, 4, 4))
-    assert_same(model.state_dict(), before)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     shared = {id(p) for stage in stages for p in stage.parameters()}
     assert shared == {id(p) for p in model.parameters()}
 
@@ -371,65 +366,45 @@ def test_a_sequence_before_the_batch_does_not_cross():
             partition(Turned(), 2, torch.zeros(length, 4, 6), ["first"])
 
 
-def test_parameters_that_a_forward_changes_are_refused():
-    """An embedding's norms, in a version that others may be reading."""
-    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3))
-    with pytest.raises(UserError, match=r"0\.weight"):
-        partition(model, 2, torch.zeros(2, 5, dtype=torch.long))
+class Around(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.head = body, nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("body", "example", "named"),
     [
-        (nn.InstanceNorm1d(6, track_running_stats=True), "body.running_mean"),
-        (nn.utils.spectral_norm(nn.Linear(6, 6)), "body.weight_u"),
+        (nn.InstanceNorm1d(6, track_running_stats=True), torch.zeros(4, 6, 6),
+         r"body\.running_mean.*\(body\)"),
+        (nn.utils.spectral_norm(nn.Linear(6, 6)), torch.zeros(4, 6), r"body\.weight_u.*\(body\)"),
+        (nn.Embedding(9, 6, max_norm=1.0), torch.zeros(2, 5, dtype=torch.long), r"body\.weight"),
+        (lambda x: x.sub_(0.5).mul_(2), torch.zeros(4, 6), r"\(sub_\)"),
+        (lambda x: F.relu(x.flatten(1), inplace=True), torch.zeros(4, 6), r"\(relu\)"),
     ],
-)
-def test_buffers_that_a_forward_changes_are_refused(module, name):
-    class Body(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = module, nn.Linear(6, 2)
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
-    with pytest.raises(UserError, match=rf"{name}.*\(body\)"):
-        partition(Body(), 2, torch.zeros(4, 6) if "weight" in name else torch.zeros(4, 6, 6))
+    ids=["buffer", "weight_u", "norms of an embedding", "batch", "view of the batch"],
+)  # fmt: skip
+def test_rejects_a_forward_that_changes_what_others_read(body, example, named):
+    with pytest.raises(UserError, match=named):
+        partition(Around(body), 1, example)
 
 
-@pytest.mark.parametrize(
-    ("first", "where"),
-    [
-        (lambda x: x.sub_(0.5).mul_(2), r"\(sub_\)"),
-        (lambda x: F.relu(x.flatten(1), inplace=True), r"\(relu\)"),
-    ],
-    ids=["method", "view"],
-)
-def test_a_change_of_the_batch_is_refused(first, where):
-    """It would be changed again by whoever reads it next."""
-
-    class Body(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(6, 2)
-
-        def forward(self, x):
-            return self.head(first(x))
-
-    with pytest.raises(UserError, match=where):
-        partition(Body(), 1, torch.zeros(4, 6))
-
-
-def test_too_many_stages_say_what_is_in_the_way():
+def test_too_many_stages_name_the_obstacle():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.near = nn.Embedding(6, 6)
-            self.body = nn.Linear(6, 6)
+            self.near, self.body = nn.Embedding(6, 6), nn.Linear(6, 6)
 
         def forward(self, ids):
             return self.body(self.near(ids).mean(1)) @ self.near.weight.t()
 
     with pytest.raises(UserError, match=r"1 to 1 .*=3.*parameter"):
         partition(Tied(), 3, torch.zeros(4, 5, dtype=torch.long))
+
+
+def test_rejects_inputs_of_several_batch_sizes():
+    with pytest.raises(UserError, match=r"\[4, 6\], \[3, 6\]"):
+        partition(nn.Bilinear(6, 6, 2), 1, (torch.zeros(4, 6), torch.zeros(3, 6)))

