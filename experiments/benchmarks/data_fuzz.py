@@ -31,20 +31,17 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 from torchvision.datasets import ImageFolder
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from benchmarks import fuzz
-from toolkit.training.data import cifar10, image_folder
+from toolkit.training.data import image_folder
 from toolkit.training.data.batches import normalise
 from toolkit.training.data.class_folders import evaluation_transform
 
 PASSED = ("refused", "equal", "changed", "skipped")
 FAILED = ("traceback", "hang", "silent", "needless", "unclear")
 _CPU = torch.device("cpu")
-_STATISTICS = {
-    "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
+_SIZE = 16  # pixels of the model's input
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Read(NamedTuple):
@@ -56,14 +53,6 @@ class Read(NamedTuple):
     damaged: list[str]  # paths of images that others replace
 
 
-class Case(NamedTuple):
-    """Which set is read, and how."""
-
-    images: str = "folder"
-    damaged: str = "refuse"
-    num_workers: int = 0
-
-
 class DamagedSetError(Exception):
     """PIL or torchvision cannot read the set."""
 
@@ -71,35 +60,35 @@ class DamagedSetError(Exception):
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row for each kind of damage: the number of rounds by outcome, and a message."""
     with tempfile.TemporaryDirectory() as scratch:
-        wholes = {name: build(name, Path(scratch) / name) for name in _STATISTICS}
+        whole = build(Path(scratch) / "whole")
 
         def one(done: fuzz.Round, chance: Random) -> None:
-            images, num_workers = chance.choice([*wholes]), chance.choice([0, 0, 0, 2])
-            damaged = chance.choice(["refuse", "skip"]) if images == "folder" else "refuse"
-            case = Case(images, damaged, num_workers)
-            one_round(done, wholes[case.images], case, chance, config.limit)
+            how, num_workers = chance.choice(["refuse", "skip"]), chance.choice([0, 0, 0, 2])
+            one_round(done, whole, how, num_workers, chance, config.limit)
 
         return fuzz.run(config, seed, KINDS, one, PASSED, FAILED)
 
 
-def one_round(done: fuzz.Round, whole: Path, case: Case, chance: Random, limit: float) -> None:
-    """Damage a copy of the set ``whole``, read it, and complete the round."""
-    done.subject = f"{case.images} {case.damaged} num_workers={case.num_workers}"
+def one_round(
+    done: fuzz.Round, whole: Path, how: str, num_workers: int, chance: Random, limit: float
+) -> None:
+    """Damage a copy of the set ``whole``, read it with data.damaged=``how``, and judge that."""
+    done.subject = f"{how} num_workers={num_workers}"
     with tempfile.TemporaryDirectory(dir=whole.parent) as scratch:
         root = Path(scratch) / "set"
         shutil.copytree(whole, root)
         done.target = damage(done.kind, root, chance)
         with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
-            found = fuzz.attempt(done, limit, lambda: read(case, root))
-            _judge(done, case, root, whole, found)
+            found = fuzz.attempt(done, limit, lambda: read(root, how, num_workers))
+            _judge(done, how, root, whole, found)
         done.message = done.message.replace(str(root), "SET")
 
 
-def _judge(done: fuzz.Round, case: Case, root: Path, whole: Path, found: Read | None) -> None:
+def _judge(done: fuzz.Round, how: str, root: Path, whole: Path, found: Read | None) -> None:
     """Compare with what PIL decodes, and complete the outcome and the message."""
     expected, reason = None, ""
     try:
-        expected = _decoded(case, root)
+        expected = _decoded(root, how)
     except (DamagedSetError, OSError) as error:
         reason = str(error)
     if done.outcome == "refused":
@@ -112,7 +101,7 @@ def _judge(done: fuzz.Round, case: Case, root: Path, whole: Path, found: Read | 
         if not done.message and found.damaged:
             done.outcome, done.message = "skipped", f"{found.damaged[0]} is skipped"
         elif not done.message:
-            changed = _difference(found, _decoded(case, whole))
+            changed = _difference(found, _decoded(whole, how))
             done.outcome = "changed" if changed else "equal"
 
 
@@ -128,33 +117,24 @@ def _difference(found: Read, expected: Read) -> str:
     return f"other pixels, by {worst:.2f} standard deviations" if worst > 1e-3 else ""
 
 
-def read(case: Case, root: Path) -> Read:
+def read(root: Path, how: str = "refuse", num_workers: int = 0) -> Read:
     """Return what the toolkit reads."""
-    images: Any
-    if case.images == "folder":
-        images = image_folder(str(root), 16, case.num_workers, damaged=case.damaged)
-    else:
-        images = cifar10(str(root), crop_padding=0, flip=False)
+    images = image_folder(str(root), _SIZE, num_workers, damaged=how)
     n_train = sum(len(labels) for _, labels in images.train(1, 5, 1, _CPU))
     test, labels = zip(*images.test(3, _CPU), strict=True)
     return Read(n_train, torch.cat(test), torch.cat(labels).tolist(), [*images.damaged])
 
 
-def _decoded(case: Case, root: Path) -> Read:
-    """Return what PIL decodes.
-
-    Raises:
-        DamagedSetError, OSError: the set cannot be read.
-    """
-    folder = case.images == "folder"
-    splits = [ImageFolder(str(root / name)) for name in ("train", "val" if folder else "test")]
-    if splits[0].classes != splits[1].classes or not (folder or len(splits[0].classes) == 10):
-        raise DamagedSetError("the classes differ, or are not 10")
+def _decoded(root: Path, how: str = "refuse") -> Read:
+    """Return what PIL decodes; raise DamagedSetError or OSError if it cannot."""
+    splits = [ImageFolder(str(root / name)) for name in ("train", "val")]
+    if splits[0].classes != splits[1].classes:
+        raise DamagedSetError("the classes differ")
     damaged, samples = list[str](), list[Image.Image]()
     for split in splits:
         decoded = {path: _image(path) for path, _ in split.samples}
         broken = [path for path, image in decoded.items() if image is None]
-        if broken and case.damaged == "refuse":
+        if broken and how == "refuse":
             raise DamagedSetError(f"{broken[0]} is damaged")
         damaged += broken
         samples = []
@@ -165,13 +145,9 @@ def _decoded(case: Case, root: Path) -> Read:
             usable = [image for path in paths if (image := decoded[path]) is not None]
             if not usable:
                 raise DamagedSetError(f"all images of class {label} are damaged")
-            if not folder and usable[0].size != (32, 32):
-                raise DamagedSetError(f"{paths[0]} has another size")
             samples.append(usable[0])
-    transform = evaluation_transform(16) if folder else pil_to_tensor
-    pixels = torch.stack([transform(image) for image in samples])
-    test = normalise(pixels, *_STATISTICS[case.images])
-    return Read(len(splits[0]), test, splits[1].targets, damaged)
+    pixels = torch.stack([evaluation_transform(_SIZE)(image) for image in samples])
+    return Read(len(splits[0]), normalise(pixels, _MEAN, _STD), splits[1].targets, damaged)
 
 
 def _image(path: str) -> Image.Image | None:
@@ -185,17 +161,14 @@ def _image(path: str) -> Image.Image | None:
         return None
 
 
-def build(name: str, root: Path) -> Path:
-    """Write a small set of images in class folders, as ImageNet or as CIFAR-10."""
-    splits, classes, size = {"train": "png png", "test": "png"}, 10, 32
-    if name == "folder":
-        splits, classes, size = {"train": "jpg jpeg png bmp", "val": "jpg jpg"}, 3, 40
-    for split, c in product(splits, range(classes)):
-        (root / split / f"class{c}").mkdir(parents=True)
-        for k, ending in enumerate(splits[split].split()):
-            image = _smooth(size, c + 11 * k + len(split))
-            image.save(root / split / f"class{c}" / f"{k}.{ending}")
-    assert not _difference(read(Case(name), root), _decoded(Case(name), root))
+def build(root: Path) -> Path:
+    """Write a small set of images in class folders."""
+    for split, endings in {"train": "jpg jpeg png bmp", "val": "jpg jpg"}.items():
+        for k, (c, ending) in enumerate(product(range(3), endings.split())):
+            folder = root / split / f"class{c}"
+            folder.mkdir(parents=True, exist_ok=True)
+            _smooth(40, 7 * k + len(split)).save(folder / f"{k}.{ending}")
+    assert not _difference(read(root), _decoded(root))
     return root
 
 

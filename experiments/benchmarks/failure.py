@@ -37,7 +37,6 @@ FAULTS = ("killed", "stopped", "cut", "no_port")
 TRAIN = Path(__file__).parents[1] / "train.py"
 UNDER_WAY = 2  # training step that all ranks have reached before the fault
 _PATIENCE = 120.0  # seconds in which training has to begin
-_STARTS = 3  # of training, if a busy machine lets a rank stall before it begins
 _END = 40.0  # seconds beyond the time-out for which the end is waited for
 _LEAVE = 2.0  # seconds in which the last processes follow the command
 
@@ -105,19 +104,17 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
     port, start = faults.free_port(), output.with_name("start.py")
     start.write_text(faults.START_TOGETHER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-    for _ in range(_STARTS):
-        shutil.rmtree(start.with_name("here"), ignore_errors=True)
-        with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
-            ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
-            job.running()  # so that all are known
-            time.sleep(done.delay)
-            if ranks and not any(rank.process.gone for rank in ranks):
-                victim = ranks[done.rank]
-                faults.FAULTS[done.fault](victim, port)
-                _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
-                done.place = victim.place
-                return
-    done.problems.append("training did not begin, or ended before the fault")
+    with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
+        ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
+        job.running()  # so that all are known
+        time.sleep(done.delay)
+        if not ranks or any(rank.process.gone for rank in ranks):
+            done.problems.append("training did not begin, or ended before the fault")
+            return
+        victim = ranks[done.rank]
+        faults.FAULTS[done.fault](victim, port)
+        _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
+        done.place = victim.place
 
 
 def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -> None:

@@ -28,8 +28,6 @@ Times = list[list[float]]
 """Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
 
 _PIECE = 2**20  # bytes
-_CLOSE = 0.03  # largest error of M/C, relative to the ratio that was asked for
-_CORRECTIONS = 3
 _COMPUTES = 5  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
 _HALF = {"compression": "bf16"}
@@ -188,24 +186,15 @@ def calibrate(
     train: Callable[[str], Times],
     send: Callable[[int], float],
 ) -> list[Link]:
-    """Measure C, and find the rates at which M/C is what was asked for."""
+    """Measure C, limit the links so that M is a multiple of it, and measure M."""
     compute = median(step_time(train(COMPUTE), task.skip) for _ in range(_COMPUTES))
-
-    def measured(ratio: float, rate: float | None) -> Link:
-        shape(rate)
-        one_way = median(send(n_bytes) for _ in range(_SENDS))
-        return Link(task.workers, ratio, None if rate is None else rate / 1e6, compute, one_way)
-
     links = []
     for ratio in task.ratios:
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
-        link = measured(ratio, rate)
-        for _ in range(_CORRECTIONS):
-            if rate is None or abs((off := link.one_way / (ratio * compute)) - 1) <= _CLOSE:
-                break
-            rate *= off
-            link = measured(ratio, rate)
-        links.append(link)
+        shape(rate)
+        one_way = median(send(n_bytes) for _ in range(_SENDS))
+        mbit = None if rate is None else rate / 1e6
+        links.append(Link(task.workers, ratio, mbit, compute, one_way))
     return links
 
 

@@ -43,7 +43,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     check_counts(config, "batch", "image_size", of="bench.")
     options = StepOptions(config.precision, checkpoint=config.checkpoint)
     allow_tf32(options.precision == "tf32")
-    rows = []
+    rows: list[dict[str, Any]] = []
     settings = [*product(config.models, config.workers)]
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
@@ -55,17 +55,11 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         ):
             measured, asked_for = held(name, schedule, images, options, config.partition)
             predicted = foreseen(name, schedule, images, options, config.partition)
-            row = {
-                "model": name,
-                "workers": n,
-                "rule": schedule.name,
-                "measured": measured / GIB,
-                "program": predicted / GIB,
-                "/ program": measured / predicted,
-                "asked for": asked_for / GIB,
-                "asked for / program": asked_for / predicted,
-            }
-            rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+            row = {"model": name, "workers": n, "rule": schedule.name}
+            for column, n_bytes in (("measured", measured), ("asked for", asked_for)):
+                row[column] = round(n_bytes / GIB, 3)
+                row[f"{column} / program"] = round(n_bytes / predicted, 3)
+            rows.append(row | {"program": round(predicted / GIB, 3)})
     return rows
 
 

@@ -110,13 +110,9 @@ def test_optuna_refuses(tmp_path):
     refused("train", *sweep, match="hydra/sweeper=optuna: .*`low` .* `high`")
 
 
-@pytest.mark.parametrize(
-    ("delay", "pattern"), [("0", "delay=1 .*freshest"), ("{most: 2}", "least=1")]
-)
-def test_impossible_delay_shows_the_grid(tmp_path, delay, pattern):
+def test_impossible_delay_shows_the_grid(tmp_path):
     where = f"hydra.run.dir={tmp_path}"
-    message = refused("train", f"schedule.delay={delay}", *TINY, where, match=pattern)
-    assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
+    message = refused("train", "schedule.delay=0", *TINY, where, match="delay=1 .*freshest")
     assert "rank 0 [0F0] 1F0 2F0" in message
 
 

@@ -125,59 +125,30 @@ def test_another_folder_is_refused(tmp_path, content):
         resume_arguments([f"resume={tmp_path}"], "train")
 
 
-def test_a_run_is_resumed_from_the_command_line(tmp_path):
-    """A finished run continues with more epochs."""
-    succeeded("train", tmp_path, *TINY, "schedule=cdp_v1")
-    assert "CDP-v1" in succeeded("train", tmp_path, f"resume={tmp_path}", "epochs=2")
-    epochs = rows(tmp_path / "epochs.csv")
-    assert len(epochs) == 2
-    # The cosine spans the two epochs of the new options.
-    first, second = (float(epoch["learning_rate"]) for epoch in epochs)
-    assert second == pytest.approx(0.5 * first)
-
-
-def test_a_refused_resume_changes_nothing(tmp_path):
-    succeeded("train", tmp_path, *TINY, "schedule=dp")
-    kept = [tmp_path / "status.json", tmp_path / ".hydra" / "overrides.yaml"]
-    before = [path.read_bytes() for path in kept]
-    message = refused("train", f"resume={tmp_path}", "model=resnet14")
-    assert "the state is of another model: give the one with which it was taken" in message
-    assert [path.read_bytes() for path in kept] == before
-
-
-def test_mistakes(tmp_path):
-    assert "is not the output directory of a run" in refused("train", f"resume={tmp_path}")
-    succeeded("train", tmp_path, *TINY, "save.epochs=null")
-    assert "there is no checkpoint in" in refused("train", f"resume={tmp_path}")
-    assert "save.keep is 1 or more: got 0" in refused("train", *TINY, "save.keep=0")
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_refuses_a_folder_with_checkpoints(tmp_path):
-    """It would take the later steps for its own."""
-    where = f"hydra.run.dir={tmp_path / 'run'}"
-    assert run("train", *TINY, where).status == 0
+def test_a_finished_run_is_resumed_and_nothing_else_uses_its_folder(tmp_path, monkeypatch):
+    succeeded("train", tmp_path, *TINY, "schedule=cdp_v1")
     before = contents(tmp_path)
+    where, resume = f"hydra.run.dir={tmp_path}", f"resume={tmp_path}"
+    refused("train", resume, "model=resnet14", match="the state is of another model")
+    # It would take the later steps for its own.
     refused("train", *TINY, "seed=7", where, match="has the checkpoints .* resume=")
-    assert contents(tmp_path) == before
-    assert run("train", f"resume={tmp_path / 'run'}", "epochs=2").status == 0
+    with alone_in(tmp_path):
+        for given in (where, resume):
+            refused("train", *TINY, given, match="another process is at work in")
+    after = contents(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert "CDP-v1" in succeeded("train", tmp_path, resume, "epochs=2")
+    # The cosine spans the two epochs of the new options.
+    first, second = (float(epoch["learning_rate"]) for epoch in rows(tmp_path / "epochs.csv"))
+    assert second == pytest.approx(0.5 * first)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of ranks that torchrun restarts
+    assert run("train", *TINY, "schedule=cdp_v1", "epochs=2", where).status == 0
 
 
-def test_restarted_ranks_resume(tmp_path, monkeypatch):
-    where = f"hydra.run.dir={tmp_path / 'run'}"
-    assert run("train", *TINY, where).status == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert run("train", *TINY, where).status == 0
-
-
-def test_two_processes_cannot_use_one_folder(tmp_path):
-    where = f"hydra.run.dir={tmp_path / 'run'}"
-    assert run("train", *TINY, where).status == 0
-    before = contents(tmp_path)
-    with alone_in(tmp_path / "run"):
-        for given in (where, f"resume={tmp_path / 'run'}"):
-            assert "another process is at work in" in refused("train", *TINY, given)
-    assert contents(tmp_path) == before
+def test_refuses_a_run_without_checkpoints(tmp_path):
+    succeeded("train", tmp_path, *TINY, "save.epochs=null")
+    refused("train", f"resume={tmp_path}", match="there is no checkpoint in")

@@ -33,12 +33,12 @@ def test_every_kind_of_damage(tmp_path):
 @pytest.fixture
 def ended(fuzz, tmp_path, monkeypatch):
     """A round in which the toolkit reads as ``wrong`` does, from what it should have read."""
-    whole, read = fuzz.build("folder", tmp_path / "whole"), fuzz.read
+    whole, read = fuzz.build(tmp_path / "whole"), fuzz.read
 
-    def end(wrong, kind="noise", damaged="refuse", limit=20.0):
-        monkeypatch.setattr(fuzz, "read", lambda case, root: wrong(read(case, whole)))
+    def end(wrong, kind, how, limit):
+        monkeypatch.setattr(fuzz, "read", lambda *_: wrong(read(whole)))
         done = fuzz.fuzz.Round(kind, 0)
-        fuzz.one_round(done, whole, fuzz.Case("folder", damaged), random.Random(0), limit)
+        fuzz.one_round(done, whole, how, 0, random.Random(0), limit)
         return done
 
     return end
@@ -97,7 +97,7 @@ def test_refuses(tmp_path, arguments, pattern):
 
 def test_training_skips_a_damaged_image(fuzz, tmp_path):
     """From the command line; and is refused by default."""
-    root = fuzz.build("folder", tmp_path / "set")
+    root = fuzz.build(tmp_path / "set")
     broken = root / "train/class0/0.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
     images = ("data=image_folder", f"data.root={root}", "data.image_size=16", "data.num_workers=1")
