@@ -136,6 +136,20 @@ simulate +also.g=gpipe | \+schedule@also.gpipe
 train model.arguments.n=3 | \+model.arguments.n=
 simulate optimizer_words=-1 | optimizer_words .* got -1
 bench bench.model=foo | model 'foo'
+report title=x | runs=\.\.\. .* got None
+report runs=[] | runs=\.\.\. .* got \[\]
+report runs=nowhere | nowhere is not a folder
+report runs=nowhere* | runs=nowhere\*
+report runs=conf | no runs in conf
+report runs=conf publish=wandb entity=me | project=
+report runs=conf publish=wanbd | publish 'wanbd'
+report run=conf | option run: .* runs
+bench bench=failure bench.ranks=1 | bench.ranks .* got 1
+bench bench=failure bench.timeout=0 | bench.timeout .* got 0
+bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'
+bench bench=data_fuzz bench.mutations=0 | bench.mutations .* got 0
+bench bench=data_fuzz bench.limit=0 | bench.limit .* got 0
+bench bench=peak device=cpu | device=cpu
 """
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experiments.command import complete, refused, rows, run
+from tests.experiments.command import complete, rows, run
 from tests.thorough import more, thorough
 from toolkit.runtime import StepOptions
 
@@ -28,10 +28,6 @@ def test_bench_grouped(tmp_path):
         for row in (plain, grouped):
             assert row["images/s"] == pytest.approx(4 / row["seconds"], rel=0.01)
     assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
-
-
-def test_bench_peak_refuses_a_cpu():
-    refused("bench", "bench=peak", "device=cpu", match="device=cpu")
 
 
 def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark):

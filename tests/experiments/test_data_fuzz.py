@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.experiments.command import cases, refused, rows, run
+from tests.experiments.command import refused, rows, run
 from tests.thorough import thorough
 from toolkit.training.data import image_folder
 
@@ -82,17 +82,6 @@ def test_outcomes(fuzz, ended, wrong, kind, damaged, outcome, message):
     assert re.search(message, done.message)
     row = fuzz.fuzz.summary([done], fuzz.PASSED, fuzz.FAILED)
     assert (row["failed"], row[outcome]) == (int(outcome != "equal"), 1)
-
-
-REFUSES = r"""
-bench.mutations=0 | bench.mutations .* got 0
-bench.limit=0 | bench.limit .* got 0
-"""
-
-
-@pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
-def test_refuses(tmp_path, arguments, pattern):
-    refused("bench", "bench=data_fuzz", *arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
 def test_training_skips_a_damaged_image(fuzz, tmp_path):

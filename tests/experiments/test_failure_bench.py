@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.experiments.command import cases, refused, rows, run
+from tests.experiments.command import rows, run
 from tests.thorough import thorough
 
 PLACE = "in step 8 at UPDATE stage 1 step 8 version 9"
@@ -81,15 +81,3 @@ def test_a_killed_rank_of_two(tmp_path):
     assert re.match(rf"rank {done['rank']} has died .* in step \d+ at ", row["message"]), finished
     assert row["left"] == "0"
     assert not done["problems"], done
-
-
-REFUSES = r"""
-bench.ranks=1 | bench.ranks .* got 1
-bench.timeout=0 | bench.timeout .* got 0
-bench.faults=[burnt] | bench.faults .*'burnt'
-"""
-
-
-@pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
-def test_refuses(arguments, pattern):
-    refused("bench", "bench=failure", *arguments, match=pattern)

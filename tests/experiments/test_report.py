@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.experiments.command import cases, refused, rows, succeeded
+from tests.experiments.command import refused, rows, succeeded
 from tests.results import folders
 
 KEY = "0123456789" * 4
@@ -23,23 +23,6 @@ def test_report_is_written(tmp_path, runs):
     assert "2 runs, 2 finished" in printed
     assert "<h1>Digits</h1>" in (out / "report.html").read_text()
     assert [row["schedule"] for row in rows(out / "runs.csv")] == ["DP", "CDP-v2"]
-
-
-REFUSES = r"""
-title=x | runs=\.\.\. .* got None
-runs=[] | runs=\.\.\. .* got \[\]
-runs=nowhere | nowhere is not a folder
-runs=nowhere* | runs=nowhere\*
-runs=conf | no runs in conf
-runs=conf publish=wandb entity=me | project=
-runs=conf publish=wanbd | publish 'wanbd'
-run=conf | option run: .* runs
-"""
-
-
-@pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
-def test_refuses(tmp_path, arguments, pattern):
-    refused("report", *arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
 def test_report_is_written_even_if_it_cannot_be_published(tmp_path, runs, monkeypatch):
