@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point
 from toolkit.errors import UserError
+from toolkit.format import table
 
 
 @entry_point("bench")
 def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
-    from toolkit.format import table
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
+from toolkit.format import agreement, counted_cells, measured_cells, table
 
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model
@@ -33,7 +34,6 @@ rounds: messages of a stage that wait for each other between two slots
 
 @entry_point("communication")
 def main(config: DictConfig) -> int:
-    from toolkit.format import agreement, counted_cells, measured_cells, table
     from toolkit.results import describe_cpu, write_result
     from toolkit.schedule.paper_table import compare
 

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero, output_folder
+from toolkit.cli import STOPPED, Ended, build, entry_point, is_rank_zero, output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
+from toolkit.files import note_write_errors
+from toolkit.format import count, metric_cells, peak_cells, staleness_cells, table
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels
 
@@ -34,15 +36,6 @@ if TYPE_CHECKING:
 
 @entry_point("compare")
 def main(config: DictConfig) -> Ended:
-    from toolkit.cli.build import (
-        build_run,
-        build_schedule,
-        join_world,
-        load_samples,
-        plain,
-        rule_config,
-    )
-    from toolkit.format import count
     from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, TrainingRun
@@ -51,9 +44,9 @@ def main(config: DictConfig) -> Ended:
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start, folder = time.perf_counter(), output_folder()
-    rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
-    world = join_world(config, next(iter(rules.values())))
-    options = plain(config)
+    rules = {name: build.build_schedule(rule) for name, rule in config.rules.items()}
+    world = build.join_world(config, next(iter(rules.values())))
+    options = build.plain(config)
     runs, begun = before(options, folder, world)
     notes, n_ended = different_batches(rules, config.batch), len(select_runs(options, runs))
     if n_more := len(runs) - n_ended:
@@ -62,16 +55,16 @@ def main(config: DictConfig) -> Ended:
         notes.insert(0, f"resumed: {count(n_ended, 'run')} had ended before, and take no seconds")
     for note in notes if is_rank_zero() else ():
         print(f"note: {note}")
-    samples = load_samples(config.data)
+    samples = build.load_samples(config.data)
 
-    def build(rule: str, seed: int) -> TrainingRun:
+    def of_rule(rule: str, seed: int) -> TrainingRun:
         # A loss that is high, but a number, is a result like any other.
-        own = rule_config(config, rule, seed, guard="stop", guard_factor=inf)
-        return build_run(own, samples)
+        own = build.rule_config(config, rule, seed, guard="stop", guard_factor=inf)
+        return build.build_run(own, samples)
 
     why_not = ""  # what has ended is not on the disk
     try:
-        for run in train_all(options, build, folder, runs, begun, world):
+        for run in train_all(options, of_rule, folder, runs, begun, world):
             runs.append(run)
             if not is_rank_zero():
                 continue
@@ -102,8 +95,6 @@ def conclude(
     """Print and write what came of all runs; returns whether it could be written."""
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
-    from toolkit.files import note_write_errors
-    from toolkit.format import metric_cells, peak_cells, staleness_cells, table
     from toolkit.results import delay_means, describe, write_result
     from toolkit.training import pick_device
 

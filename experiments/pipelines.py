@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
+from toolkit.format import pipeline_cells, table
 
 LEGEND = """\
 activations: the most that a rank holds, in brackets all together; A is all that one micro-batch
@@ -32,7 +33,6 @@ def main(config: DictConfig) -> None:
     from toolkit.cost.pipeline_table import assess, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
-    from toolkit.format import pipeline_cells, table
     from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()

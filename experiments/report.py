@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
+from toolkit.files import write_csv, write_text
+from toolkit.format import count
 
 _MOST_NAMED = 10
 
@@ -30,8 +32,6 @@ def main(config: DictConfig) -> None:
     folders = expanded(config.runs)
 
     from toolkit import __version__
-    from toolkit.files import write_csv, write_text
-    from toolkit.format import count
     from toolkit.results.collect import frame
     from toolkit.results.publish import publish
     from toolkit.results.report import build_report, to_html

@@ -17,8 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero, output_folder
+from toolkit.cli import STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
+from toolkit.errors import first_line
+from toolkit.files import note_write_errors, write_csv, write_json
+from toolkit.format import rank_cells, table
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
@@ -29,8 +32,6 @@ if TYPE_CHECKING:
 
 @entry_point("train")
 def main(config: DictConfig) -> Ended:
-    from toolkit.cli import build_run
-    from toolkit.files import write_json
     from toolkit.results import describe, track
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, run_with_checkpoints
@@ -88,7 +89,6 @@ def conclude(
     outcome: "Outcome", measured: "Measurements | None", records: "Records", start: float
 ) -> tuple[bool, dict[str, Any]]:
     """Write, track and print the results of a run; return whether they are written, and them."""
-    from toolkit.files import note_write_errors, write_csv, write_json
     from toolkit.results import delay_means, describe, provenance
     from toolkit.results.record import SCHEMA
 
@@ -180,7 +180,6 @@ class Records(ExitStack):
 
 def show(run: "TrainingRun", result: dict[str, Any], records: Records) -> None:
     """Print the results of a run."""
-    from toolkit.format import rank_cells, table
     from toolkit.training.profiling import WARM_UP
 
     print(table([{"schedule": result["schedule"], "seed": run.options.seed} | result["metrics"]]))
@@ -206,9 +205,7 @@ def conclude_measured(
 ) -> list[dict[str, Any]]:
     """Write what was measured, and what is predicted; a row a rank."""
     from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
-    from toolkit.errors import first_line
     from toolkit.figures import save, timelines
-    from toolkit.files import note_write_errors, write_csv
     from toolkit.results import track_measured
     from toolkit.training.profiling import beside_prediction
 

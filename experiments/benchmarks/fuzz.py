@@ -1,14 +1,11 @@
 """Damage files at random, one kind after another, and tabulate the outcomes."""
 
-import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
-from types import FrameType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
@@ -17,7 +14,6 @@ from tqdm import tqdm
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.cli.errors import explain
-from toolkit.errors import UserError
 from toolkit.files import write_csv
 
 T = TypeVar("T")
@@ -45,8 +41,6 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run ``config.mutations`` rounds, of every kind in turn, each completed by ``one``."""
     check_counts(config, "mutations", of="bench.")
-    if not config.limit > 0:
-        raise UserError(f"bench.limit is a number of seconds above 0: got {config.limit}")
     rounds = [Round(kinds[k % len(kinds)], k) for k in range(config.mutations)]
     for done in tqdm(rounds, unit="mutation", leave=False):
         one(done, Random(f"{seed} {done.number}"))
@@ -57,32 +51,15 @@ def run(
     return [summary(of_kind, passed, failed) for of_kind in by_kind]
 
 
-def attempt(done: Round, limit: float, read: Callable[[], T]) -> T | None:
-    """Return what ``read`` returns; if it fails or takes too long, ``done`` says how."""
+def attempt(done: Round, read: Callable[[], T]) -> T | None:
+    """Return what ``read`` returns; if it fails, ``done`` says how."""
     try:
-        with _no_longer_than(limit):
-            return read()
-    except TimeoutError:
-        done.outcome = "hang"
+        return read()
     except Exception as error:
         message = explain(error, "train")
         done.outcome = "refused" if message and "\n" not in message else "traceback"
         done.message = message if message else traceback.format_exc()
     return None
-
-
-@contextmanager
-def _no_longer_than(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def summary(

@@ -4,7 +4,7 @@ All compute with the same precision, memory format and compilation.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from statistics import median
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
-from benchmarks.timing import alternate
 from toolkit.cli.check_options import check_counts
+from toolkit.cost.stage_costs import synchronized_time
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.meters.meter import count_operations
@@ -127,3 +128,20 @@ def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[
 
 def _sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def alternate(
+    methods: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds of each call: ``rounds`` of each method, in turn, after ``warm_up`` uncounted."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for k in tqdm(range(-warm_up, rounds), unit="round", leave=False):
+        for name, method in methods.items():
+            start = synchronized_time(device)
+            method()
+            if k >= 0:
+                seconds[name].append(synchronized_time(device) - start)
+    return seconds

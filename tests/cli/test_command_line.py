@@ -148,7 +148,6 @@ bench bench=failure bench.ranks=1 | bench.ranks .* got 1
 bench bench=failure bench.timeout=0 | bench.timeout .* got 0
 bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'
 bench bench=data_fuzz bench.mutations=0 | bench.mutations .* got 0
-bench bench=data_fuzz bench.limit=0 | bench.limit .* got 0
 bench bench=peak device=cpu | device=cpu
 """
 
