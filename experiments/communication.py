@@ -23,12 +23,9 @@ from toolkit.format import agreement, counted_cells, measured_cells, table
 
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model
-activations: the most that a rank holds; in brackets all ranks together
-kept: parameters that a rank keeps from step to step; weights: the most that it holds at once, all
-versions
-sent: parameters and gradients, by a rank in a step on average; in a slot: the most by any rank
-messages: in which they go; collectives as a ring (all-reduce) or a tree
-rounds: messages of a stage that wait for each other between two slots
+activations, weights: the most that a rank holds (all ranks together); kept: from step to step
+sent: by a rank in a step on average; in a slot: the most by any rank
+messages: collectives are a ring (all-reduce) or a tree; rounds: of them between two slots
 """
 
 

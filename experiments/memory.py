@@ -48,17 +48,11 @@ def main(config: DictConfig) -> None:
         of_machine = f" ({hardware.name})" if axis == "roofline" else ""
         cells = reduction_cells(reductions, curve.largest_reduction)
         rows[axis] = {"time axis": f"{axis}{of_machine}"} | cells
-        records += [
-            {
-                "axis": axis,
-                "workers": n,
-                "peak_bytes_together": n * curve.peak,
-                "peak_bytes_shifted": float(curve.shifted(n)[1].max()),
-                "reduction": reduction,
-                "largest_reduction": curve.largest_reduction,
-            }
-            for n, reduction in reductions.items()
-        ]
+        for n, reduction in reductions.items():
+            record = {"axis": axis, "workers": n, "peak_bytes_together": n * curve.peak}
+            record["peak_bytes_shifted"] = float(curve.shifted(n)[1].max())
+            record |= {"reduction": reduction, "largest_reduction": curve.largest_reduction}
+            records.append(record)
     name = f"{model_name(config.model)} in {config.precision}"
     title = f"{name}, batch {config.batch}, time axis: {rows[config.axis]['time axis']}"
     folder = output_folder()

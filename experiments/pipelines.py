@@ -18,13 +18,10 @@ from toolkit.cli.check_options import check_counts, counts
 from toolkit.format import pipeline_cells, table
 
 LEGEND = """\
-activations: the most that a rank holds, in brackets all together; A is all that one micro-batch
-keeps over the whole model
+activations, weights: the most that a rank holds (all ranks together), all versions
+A, P: the activations of one micro-batch, and the parameters, of the whole model
 idle: the share of a rank's time in the steady state
-weights: the most that a rank holds at once, all versions; P is those of the whole model; an update
-holds a stage's old and new version for that moment
-staleness: steps by which weights are late, over stages and micro-batches
-flush: whether each step ends before the next begins, so that all weights are fresh
+staleness: steps by which weights are late; flush: each step ends before the next begins
 """
 
 

@@ -137,12 +137,7 @@ def _add(container: Container, key: Any, chance: Random) -> None:
 
 def _shape(container: Container, key: Any, chance: Random) -> None:
     tensor, flat = container[key], container[key].flatten()
-    if tensor.dim():
-        other = flat if tensor.dim() > 1 else tensor[None]
-        shapes = [flat[:-1], other, tensor[:0], torch.cat([tensor, tensor]), flat[:1].reshape(())]
-    else:
-        shapes = [tensor[None], tensor.repeat(2), tensor[None, None]]
-    container[key] = chance.choice(shapes).clone()
+    container[key] = chance.choice([tensor[None], flat[:-1], flat.repeat(2)]).clone()
 
 
 def _dtype(container: Container, key: Any, chance: Random) -> None:

@@ -171,11 +171,9 @@ def build(root: Path) -> Path:
 
 
 def _smooth(size: int, phase: float) -> Image.Image:
-    down, across = np.mgrid[:size, :size]
-    waves = [
-        128 + 120 * np.sin((down * (phase % 3 + 1) + across * p + phase) / 9) for p in (1, 2, 3)
-    ]
-    return Image.fromarray(np.stack(waves, 2).astype(np.uint8))
+    down, across, colour = np.mgrid[:size, :size, 1:4]
+    waves = 128 + 120 * np.sin((down * (phase % 3 + 1) + across * colour + phase) / 9)
+    return Image.fromarray(waves.astype(np.uint8))
 
 
 def damage(kind: str, root: Path, random: Random) -> str:
@@ -198,13 +196,12 @@ def _another(path: Path, random: Random) -> None:
 
 
 def _another_format(path: Path, random: Random) -> None:
-    form = random.choice(["GIF", "PNG", "JPEG", "TIFF", "WEBP", "BMP", "PPM", "HTML"])
+    forms = {"GIF": "RGB", "PNG": "I;16", "JPEG": "CMYK", "TIFF": "RGB", "WEBP": "RGBA"}
+    form = random.choice([*forms, "HTML"])
     if form == "HTML":
         path.write_bytes(b"<!DOCTYPE html><html>404</html>")
     else:
-        modes = {"PNG": ["L", "1", "RGBA", "P", "I;16"], "JPEG": ["L", "CMYK", "RGB"]}
-        image = _smooth(random.choice([32, 40]), random.random() * 9)
-        image.convert(random.choice(modes.get(form, ["RGB"]))).save(path, form)
+        _smooth(random.choice([32, 40]), random.random() * 9).convert(forms[form]).save(path, form)
 
 
 def _remove(path: Path, random: Random) -> None:
@@ -212,8 +209,7 @@ def _remove(path: Path, random: Random) -> None:
 
 
 def _rename(path: Path, random: Random) -> None:
-    stem, ending = path.stem, path.suffix
-    names = [f"{path.name}.part", f"{stem}.txt", f"z {stem}{ending}", f"{stem}{ending.upper()}"]
+    names = [f"{path.name}.part", f"{path.stem}.txt", f"z {path.name}", path.name.upper()]
     path.rename(path.with_name(random.choice(names)))
 
 

@@ -27,7 +27,6 @@ Train = Callable[[int], Iterator[object]]
 Times = list[list[float]]
 """Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
 
-_PIECE = 2**20  # bytes
 _COMPUTES = 5  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
 _HALF = {"compression": "bf16"}
@@ -153,15 +152,12 @@ def train_all(net: network.Network, task: Task) -> None:
 
     def send(n_bytes: int) -> float:
         """Seconds from rank 0 to rank 1."""
-        pieces = torch.zeros(n_bytes, dtype=torch.uint8).split(_PIECE)
-        works = [dist.irecv(piece, 0, tag=k) for k, piece in enumerate(pieces)] if rank == 1 else []
+        content = torch.zeros(n_bytes, dtype=torch.uint8)
         world.barrier()
         begin = time.monotonic()
-        if rank == 0:
-            works = [dist.isend(piece, 1, tag=k) for k, piece in enumerate(pieces)]
-        for work in filter(None, works):
-            work.wait()
-        moments = world.gather(begin if rank == 0 else time.monotonic())
+        if rank < 2:
+            dist.recv(content, 0) if rank else dist.send(content, 1)
+        moments = world.gather(time.monotonic() if rank else begin)
         return moments[1] - moments[0]
 
     n_bytes = sum(4 * parameter.numel() for parameter in fresh_model(task).parameters())
