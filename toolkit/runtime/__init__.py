@@ -2,8 +2,7 @@
 
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World
-from toolkit.runtime.process_group.join import join, leave
+from toolkit.runtime.process_group.join import World, join, leave
 from toolkit.runtime.process_group.launch import RankError, launch, report
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.single_process import ORDERS, SingleProcess

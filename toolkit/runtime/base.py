@@ -16,8 +16,7 @@ from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
-from toolkit.runtime.process_group.group import World
-from toolkit.runtime.process_group.join import join
+from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions

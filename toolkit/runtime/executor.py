@@ -18,7 +18,7 @@ from toolkit.runtime.dataflow import Dataflow, in_background, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.streams import after, mark, own_stream

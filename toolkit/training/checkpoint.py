@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from toolkit.errors import UserError
 from toolkit.files import replacing
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.join import World
 from toolkit.runtime.state import joined, merged
 
 _MAGIC = b"cdp-toolkit checkpoint 2\n"

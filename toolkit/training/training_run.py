@@ -18,8 +18,7 @@ from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.process_group.group import World
-from toolkit.runtime.process_group.join import join
+from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule

@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.join import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import GradientSum, Updater
