@@ -50,20 +50,13 @@ class MemoryCurve:
         return 1 - self.mean / self.peak
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes kept at ``times`` of the periodic curve.
-
-        Args:
-            times: of any shape, in the unit of ``edges``; any number of periods.
-        """
+        """Return the bytes kept at ``times`` of the periodic curve, in the unit of ``edges``."""
         within = np.mod(times, self.edges[-1])
         after = np.searchsorted(self.edges, within, side="right") - 1
         return self.levels[np.clip(after, 0, len(self.levels) - 1)]
 
     def shifted(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the total of ``n`` workers, each 1/n of a period after the previous one.
-
-        Args:
-            n: number of workers, 1 or more.
 
         Returns:
             times within one period at which the total changes, and the total from each on.
@@ -137,9 +130,8 @@ def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
 
 
 def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
-    if axis in ("flops", "bytes"):
-        return float(getattr(work, axis))
-    return check_hardware(hardware).roofline(work)
+    roofline = axis == "roofline"
+    return check_hardware(hardware).roofline(work) if roofline else float(getattr(work, axis))
 
 
 def _measured(

@@ -79,13 +79,9 @@ class StageCost:
 
     @property
     def working_bytes(self) -> tuple[float, float]:
-        """Workspace bytes of a forward and of a backward.
-
-        A recomputing stage needs both in its backward.
-        """
-        if self.recomputes:
-            return 0.0, max(self.forward_working_bytes, self.backward_working_bytes)
-        return self.forward_working_bytes, self.backward_working_bytes
+        """Workspace bytes of a forward and of a backward; both in the latter if it recomputes."""
+        forward, backward = self.forward_working_bytes, self.backward_working_bytes
+        return (0.0, max(forward, backward)) if self.recomputes else (forward, backward)
 
     @property
     def gradient_bytes(self) -> float:
@@ -98,10 +94,9 @@ class StageCost:
         return self.input_bytes - self.integer_input_bytes
 
     def update_bytes(self, optimizer_bytes: float | None = None) -> float:
-        """Bytes an update moves: reads weights, gradient and state, writes weights and state.
+        """Bytes an update reads (weights, gradient, state) and writes (weights, state).
 
-        Args:
-            optimizer_bytes: optimizer state; None: one momentum buffer.
+        ``optimizer_bytes`` is the state; None is one momentum buffer.
         """
         state = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
         return 3 * self.parameter_bytes + 2 * state
@@ -112,10 +107,10 @@ class StageCost:
             return self.forward_seconds, self.backward_seconds
         if not self.kernels and not self.backward_kernels:
             return self.flops / hardware.flops, self.backward_flops / hardware.flops
-        return (
-            sum(hardware.roofline(work) for work in self.kernels),
-            sum(hardware.roofline(work) for work in self.backward_kernels),
+        forward, backward = (
+            map(hardware.roofline, k) for k in (self.kernels, self.backward_kernels)
         )
+        return sum(forward), sum(backward)
 
 
 Costs = Sequence[StageCost]
@@ -221,6 +216,8 @@ def _analyse(
     in_forward, in_backward = working_bytes(stage, inputs, device, precision)
     unkept = [nodes[node.name].output for node in output if not nodes[node.name].kept]
     work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
+    trained = [m for name, m in stage.named_modules() if name not in evaluated(stage)]
+    means = [norm.running_mean for norm in trained if isinstance(norm, _BatchNorm)]
     cost = StageCost(
         flops=sum(node.forward.flops for node in work),
         backward_flops=sum(node.backward.flops for node in work),
@@ -229,13 +226,7 @@ def _analyse(
         integer_input_bytes=sum(x.nbytes for x in inputs if not differentiable(x)),
         output_bytes=sum(x.nbytes for x in outputs),
         parameter_bytes=sum(p.nbytes for p in stage.parameters() if p.requires_grad),
-        statistics_bytes=sum(
-            2 * norm.running_mean.nbytes
-            for name, norm in stage.named_modules()
-            if isinstance(norm, _BatchNorm)
-            and norm.running_mean is not None
-            and name not in evaluated(stage)
-        ),
+        statistics_bytes=sum(2 * mean.nbytes for mean in means if mean is not None),
         kernels=tuple(node.forward for node in work),
         backward_kernels=tuple(node.backward for node in work),
         forward_working_bytes=in_forward,

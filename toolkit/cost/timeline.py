@@ -82,8 +82,9 @@ class Timeline:
     @property
     def step_time(self) -> float:
         """Seconds per step in the steady state; of a single step, its duration."""
-        begin, end, steps = self._timed()
-        return (end - begin) / len(steps)
+        steps = self._timed()
+        begin = self.step_ends[steps[0] - 1] if steps[0] else 0.0
+        return (self.step_ends[steps[-1]] - begin) / len(steps)
 
     @property
     def idle_share(self) -> float:
@@ -91,17 +92,14 @@ class Timeline:
 
         Measured over few overlapping steps it is inexact, and may be below 0.
         """
-        _, _, steps = self._timed()
-        of = self._steps_from_0()
+        steps, of = self._timed(), self._steps_from_0()
         busy = sum(s.end - s.start for s in self.spans if s.lane == COMPUTE and of(s) in steps)
         span = self.step_time if len(self.step_ends) > 1 else self.end
         return 1 - busy / len(steps) / (self.n_ranks * span)
 
-    def _timed(self) -> tuple[float, float, range]:
-        """Return begin and end in seconds of the steps that rates use, and those steps."""
-        ends = self.step_ends
-        steps = self.steady or range(1, len(ends)) or range(1)
-        return ends[steps[0] - 1] if steps[0] else 0.0, ends[steps[-1]], steps
+    def _timed(self) -> range:
+        """Return the steps that rates use."""
+        return self.steady or range(1, len(self.step_ends)) or range(1)
 
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
@@ -152,11 +150,7 @@ class Timeline:
         return held
 
     def bytes_sent(self, steps: range | None = None) -> tuple[float, ...]:
-        """Return the bytes that each rank sent, collectives included.
-
-        Args:
-            steps: those of these training steps, counted from the timeline's first; None: all.
-        """
+        """Return the bytes that each rank sent: in ``steps``, from the first as 0, or in all."""
         of, sent = self._steps_from_0(), [0.0] * self.n_ranks
         for span in self.spans:
             if span.lane == SEND and (steps is None or of(span) in steps):
