@@ -2,12 +2,13 @@
 
 import copy
 import sys
+from functools import wraps
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.runtime import conform, models
+from tests.runtime import conform, models, test_single_process
 from tests.runtime.models import assert_same, name_of
 from tests.thorough import more
 from toolkit.cost import UNIT, profile, simulate
@@ -211,3 +212,28 @@ def test_baselines_refuse_the_rest(name, schedule, options, refused):
     given = stages, schedule, conform.sgd, F.cross_entropy
     with pytest.raises(UserError, match=f"{refused}.*runtime=distributed"):
         getattr(baselines, name)(*given, options=StepOptions(**options))
+
+
+SUITES = {
+    "one process": test_single_process._schedules,
+    "many processes": lambda: [s for size in (1, 2, 3, 4) for s in conform.schedules(size)],
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_method_is_conformant(monkeypatch, suite):
+    """Both conformance suites have every method of the catalogue."""
+    factories, made = catalog.FACTORIES, set()
+
+    def noting(name):
+        @wraps(factories[name])
+        def make(*args, **kwargs):
+            made.add(name)
+            return factories[name](*args, **kwargs)
+
+        return make
+
+    for name in factories:
+        monkeypatch.setattr(catalog, name, noting(name))
+    assert [*SUITES[suite]()]
+    assert made == {*factories}

@@ -1,4 +1,4 @@
-"""States go from any runtime to any other that follows the same update rule."""
+"""States go from any runtime to any other with the same update rule, if their forms agree."""
 
 import contextlib
 import copy
@@ -10,6 +10,7 @@ from tests.runtime.models import assert_same, learning_rates
 from tests.runtime.test_baselines import CASES
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.process_group.launch import launch
+from toolkit.runtime.state import difference
 
 METHODS = ("ddp", "fsdp", "delayed", "gpipe", "interleaved")
 NAMES = [f"{method}-mixed-2" for method in METHODS]
@@ -106,4 +107,35 @@ def test_a_single_process_continues_from_its_state(single, found, name):
 def test_a_state_of_another_form_is_refused_on_every_rank(found):
     for on_rank in found:
         for name in NAMES:
-            assert on_rank[name][-1].startswith("the state is not of this run: model[")
+            assert on_rank[name][-1].startswith("the state is not of this run: state['model']")
+
+
+# The first difference in form
+
+WHOLE = {"a": torch.zeros(2, 3), "b": [1.0, {"c": None}], "d": 3, "e": True, "f": {}}
+
+
+def test_values_do_not_matter():
+    found = {"a": torch.ones(2, 3), "b": [7, {"c": None}], "d": 0, "e": False, "f": {}}
+    assert difference(found, WHOLE, "it") is None
+    assert difference({"x": (1,)}, {"x": [2]}, "it") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"a": torch.zeros(3, 2)}, "it['a'] is float32[3, 2], not float32[2, 3]"),
+        ({"a": torch.zeros(2, 3).double()}, "it['a'] is float64[2, 3], not float32[2, 3]"),
+        ({"a": None}, "it['a'] is None, not float32[2, 3]"),
+        ({"b": [1.0]}, "it['b'][1]['c'] is missing, not None"),
+        ({"b": "xy"}, "it['b'][0] is missing, not of type float"),
+        ({"b": [1.0, {}]}, "it['b'][1]['c'] is missing, not None"),
+        ({"b": [1.0, {"c": None, "x": 1}]}, "it['b'][1]['x'] is of type int, not unknown"),
+        ({"b": [1.0, {"c": 0}]}, "it['b'][1]['c'] is of type int, not None"),
+        ({"d": 3.0}, "it['d'] is of type float, not of type int"),
+        ({"e": 1}, "it['e'] is of type int, not of type bool"),
+        ({"f": None}, "it['f'] is None, not of type dict"),
+    ],
+)
+def test_forms_do(change, fault):
+    assert difference(WHOLE | change, WHOLE, "it") == fault

@@ -62,10 +62,7 @@ class Executor:
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
-        # One lock for both conditions: all threads share _flow, _unsent and _failure.
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)  # for the second thread
-        self._news = threading.Condition(lock)  # for the main one
+        self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
 
     def run(self) -> Iterator[StepResult]:
@@ -84,9 +81,9 @@ class Executor:
                     yield self._rank.feed.result(ends[position])
             self._finish()
         finally:
-            with self._work:
+            with self._changed:
                 self._closed = True
-                self._work.notify()
+                self._changed.notify_all()
             # The second thread creates waiters, so it ends before they do.
             thread.join()
             for coming, _ in self._waiters.values():
@@ -97,13 +94,13 @@ class Executor:
 
     def _perform(self, position: int, i: Instruction) -> None:
         """Carry out an instruction on the main thread, or wait for it."""
-        with self._work:
+        with self._changed:
             if self._overlap:
                 # Look ahead only as far as needed: a receive begun early takes memory.
                 self._flow.open_until(i.tick + self._ahead)
             else:
                 self._flow.open(position + 1)
-            self._work.notify()
+            self._changed.notify_all()
         self._turn.before(i)
         self._watch.at(i, i.step, i.peers)
         if in_background(i):
@@ -120,23 +117,23 @@ class Executor:
     def _finish(self) -> None:
         """Wait until everything has been done, received and sent."""
         self._turn.finish()
-        with self._work:
+        with self._changed:
             self._flow.open(len(self._order))
-            self._work.notify()
+            self._changed.notify_all()
         self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
         """Wait until ``done``; report to the failure watch which instruction holds up ``what``."""
         reported = None
-        with self._news:
+        with self._changed:
             while self._failure is None and not done():
                 held_up = self._flow.held_up_by(what())
                 i = self._order[held_up]
                 if held_up != reported and i.action.communicates:
                     self._watch.at(i, i.step, i.peers)
                     reported = held_up
-                self._news.wait()
+                self._changed.wait()
         if self._failure is None:
             return
         position, error = self._failure
@@ -157,17 +154,15 @@ class Executor:
             self._meter.perform(self._rank, i, do)
 
     def _end(self, position: int) -> None:
-        with self._work:
+        with self._changed:
             self._flow.end(position)
-            self._work.notify()
-            self._news.notify()
+            self._changed.notify_all()
 
     def _fail(self, position: int, error: BaseException) -> None:
-        with self._work:
+        with self._changed:
             if self._failure is None:
                 self._failure = position, error
-            self._work.notify()
-            self._news.notify()
+            self._changed.notify_all()
 
     # The second thread.
 
@@ -182,11 +177,11 @@ class Executor:
 
     def _take(self) -> int | None:
         """The next instruction to begin; None at the end."""
-        with self._work:
+        with self._changed:
             while not self._closed and self._failure is None:
                 if (position := self._flow.next()) is not None:
                     return position
-                self._work.wait()
+                self._changed.wait()
         return None
 
     def _begin(self, position: int) -> None:
@@ -218,7 +213,7 @@ class Executor:
     def _send(self, position: int, payload: Payload) -> int:
         transfer = self._messages.send(self._order[position], payload, self._tags[position])
         # Before the waiter has the transfer: otherwise it could remove the position first.
-        with self._work:
+        with self._changed:
             self._unsent.add(position)
         self._put(position, transfer)
         return transfer.flat.nbytes
@@ -258,9 +253,9 @@ class Executor:
             if i.leaves(self._world.rank):
                 self._store(position, self._messages.received(i, transfer))
         if i.action == Action.SEND:
-            with self._work:
+            with self._changed:
                 self._unsent.remove(position)
-                self._news.notify()
+                self._changed.notify_all()
             return
         if self._meter is not None:
             self._meter.note(self._rank, i, began, transfer.flat.nbytes)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count, groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,13 @@ from toolkit.schedule import Action, Instruction, Program
 _FOR_EVER = timedelta(days=1)  # the failure watch ends waits that are too long
 
 ALL, GATHER, BETWEEN, SPREAD = "all", "gather", "between", "spread"
+
+_COLLECTIVES: dict[Action, Callable] = {
+    Action.ALL_REDUCE: dist.all_reduce,
+    Action.REDUCE: dist.reduce,
+    Action.BROADCAST: dist.broadcast,
+}
+_IN_TIERS: dict[str, Callable] = {GATHER: dist.reduce, SPREAD: dist.broadcast}
 
 Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
 Phase = Callable[[], Works]
@@ -96,28 +102,20 @@ class Messages:
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
         """Take part in a collective; ``payload`` is what this rank gives to it."""
-        root, ranks = i.peers[0], tuple(sorted(i.peers))
         flat = self._pack(i, payload)
-        pieces = [flat] if i.action == Action.BROADCAST else self.layouts.of(i).by_dtype(flat)
-        if i.action == Action.ALL_REDUCE:
-            first, *later = self._all_reduce(pieces, ranks)
-        else:
-            group = self.world.group_of((ALL, ranks))
-            do = dist.broadcast if i.action == Action.BROADCAST else dist.reduce
-            first, later = partial(_each, do, pieces, root, group=group), []
+        whole = i.action == Action.BROADCAST
+        pieces = [flat] if whole else self.layouts.of(i).by_dtype(flat)
+        tiers = self._per_machine if i.action == Action.ALL_REDUCE else 0
+        phases: list[Phase] = []  # each begins when the one before has ended
+        for name, members in all_reduce_groups(sorted(i.peers), tiers):
+            if self.world.rank in members:
+                do = _IN_TIERS.get(name, _COLLECTIVES[i.action])
+                root = i.peers[0] if name == ALL else members[0]
+                group = self.world.group_of((name, members))
+                phases.append(partial(_each, do, pieces, root, group))
+        first, *later = phases
         begun = first()
         return Transfer(flat, lambda: begun, *later)
-
-    def _all_reduce(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Phase]:
-        """The phases of an all-reduce on this rank; each begins when the one before has ended."""
-        phases: list[Phase] = []
-        for name, members in all_reduce_groups(ranks, self._per_machine):
-            if self.world.rank in members:
-                do: Any = {GATHER: dist.reduce, SPREAD: dist.broadcast}.get(name, dist.all_reduce)
-                root = () if do is dist.all_reduce else members[:1]
-                group = self.world.group_of((name, members))
-                phases.append(partial(_each, do, pieces, *root, group=group))
-        return phases
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
         """Return what ``i`` has left on this rank; its ``transfer`` has ended."""
@@ -143,8 +141,11 @@ class Messages:
         return torch.empty(self.n_bytes(i), dtype=torch.uint8, device=device)
 
 
-def _each(do: Callable, pieces: Sequence[Tensor], *root: int, **where: object) -> Works:
-    return [do(piece, *root, async_op=True, **where) for piece in pieces]
+def _each(
+    do: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
+) -> Works:
+    rooted = () if do is dist.all_reduce else (root,)
+    return [do(piece, *rooted, group=group, async_op=True) for piece in pieces]
 
 
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
@@ -172,7 +173,7 @@ def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], l
     for rank, i in ((rank, i) for rank, order in enumerate(program.ranks) for i in order):
         if i.action == Action.SEND:
             pairs.add((rank, i.peers[0]))
-        elif i.action.communicates and i.action != Action.RECV:
+        elif i.action in _COLLECTIVES:
             tiers = per_machine if i.action == Action.ALL_REDUCE else 0
             groups.update(all_reduce_groups(sorted(i.peers), tiers))
     return sorted(groups), sorted(pairs)

@@ -53,9 +53,7 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     whole = reduce(merged, parts)
     steps_done, model = whole["steps_done"], whole["fixed"]
-    versions, stages = (
-        [found[j] for j in sorted(found)] for found in (whole["versions"], whole["stages"])
-    )
+    versions, stages = ([whole[k][j] for j in sorted(whole[k])] for k in ("versions", "stages"))
     for known in versions:
         model = model | known[steps_done]
     return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
@@ -130,10 +128,9 @@ def check_state(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
                 " the state lacks: continue with the schedule (delays, predict) that saved it"
             )
-    faults = [difference(state["model"], model, "model")]
-    for j in own:
-        faults += _faults_of_stage(state, j, updaters[j])
-    if fault := next(filter(None, faults), None):
+    found = {"model": state["model"]} | {j: _of_stage(state, j) for j in own}
+    expected = {"model": model} | {j: _expected(state, j, updaters[j]) for j in own}
+    if fault := difference(found, expected, "state"):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
@@ -154,24 +151,23 @@ def _well_formed(steps_done: Any, versions: Any, stages: Any, **others: Any) -> 
     )
 
 
-def _faults_of_stage(state: Mapping[str, Any], j: int, updater: Updater) -> list[str | None]:
-    steps_done, found, where = state["steps_done"], state["stages"][j], f"stages.{j}"
-    newest = updater.newest()
-    faults = [
-        difference(weights, newest, f"versions.{j}.{version}")
-        for version, weights in state["versions"][j].items()
-    ]
-    unused, n_skipped = found.get("unused"), found.get("n_skipped")
-    if not isinstance(unused, list) or not all(name in updater.masters for name in unused):
-        return [*faults, f"{where}.unused does not name weights of the stage"]
-    updated = isinstance(n_skipped, int) and steps_done > n_skipped
-    expected = updater.form(updated=updated, unused=unused) | {"unused": unused}
-    average = found.get("average")
+def _of_stage(state: Mapping[str, Any], j: int) -> dict[str, Any]:
+    return {"versions": state["versions"][j], "stage": state["stages"][j]}
+
+
+def _expected(state: Mapping[str, Any], j: int, updater: Updater) -> dict[str, Any]:
+    """What :func:`_of_stage` has to be, by the kinds of its values."""
+    found, versions = state["stages"][j], state["versions"][j]
+    unused, n_skipped, average = (found.get(key) for key in ("unused", "n_skipped", "average"))
+    named = isinstance(unused, list) and all(name in updater.masters for name in unused)
+    updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
+    stage = updater.form(updated=updated, unused=unused if named else ())
+    stage["unused"] = unused if named else None
     if updater.options.ema is None:
-        expected["average"] = average  # this run keeps no average, so any will do
-    elif steps_done > 0 or (isinstance(average, dict) and average.get("weights")):
-        expected["average"] = {"weights": updater.averaged(), "n_updates": 0}
-    return [*faults, difference(found, expected, where)]
+        stage["average"] = average  # this run keeps no average, so any will do
+    elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
+        stage["average"] = {"weights": updater.averaged(), "n_updates": 0}
+    return {"versions": dict.fromkeys(versions, updater.newest()), "stage": stage}
 
 
 def difference(found: Any, expected: Any, where: str) -> str | None:
