@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.format import plus_minus
-from toolkit.metric import LOSS
+from toolkit.format import metric_cells
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.notebook import (
     RESULTS,
     Live,
@@ -62,21 +62,31 @@ def test_without_the_repository_there_are_no_settings(monkeypatch, tmp_path):
         settings("train")
 
 
-def test_differences_are_those_of_the_kept_result():
-    epochs = learning_curves(RESULTS / "cifar10_narrow_8")
-    found = differences(epochs)
-    result = json.loads((RESULTS / "cifar10_narrow_8" / "result.json").read_text())
-    for row in result["metrics"]:
-        row_found = found.loc[row["schedule"]]
-        expected = plus_minus(row["difference"], row["difference_95"], "+")
-        assert row_found["paired difference from DP"] == expected
-        assert row_found["test accuracy (%)"] == f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}"
-    says = ["", "lower", "lower", "no difference shown"]
+@pytest.mark.parametrize(
+    ("name", "measure", "says"),
+    [
+        ("cifar10_narrow_8", ACCURACY, ["", "lower", "lower", "no difference shown"]),
+        ("text", LOSS, ["", "higher", "higher", "higher"]),
+    ],
+)
+def test_differences_are_those_of_the_kept_result(name, measure, says):
+    epochs = learning_curves(RESULTS / name)
+    result = json.loads((RESULTS / name / "result.json").read_text())
+    found = differences(epochs, measure=measure)
     assert list(found["says"]) == says
-    with pytest.raises(UserError, match=r"'SGD' .*DP, CDP-v1"):
-        differences(epochs, "SGD")
-    one = differences(epochs[epochs["seed"] == 0])
+    assert found.drop(columns=["says", "runs"]).to_dict("index") == {
+        row["schedule"]: metric_cells(row, measure, "DP") for row in result["metrics"]
+    }
+    one = differences(epochs[epochs["seed"] == 0], measure=measure)
     assert one.loc["CDP-v1", "says"] == "no spread: nothing"
+    assert by_epoch(epochs, measure)["DP"] == [
+        (run[measure.key] / measure.factor).tolist()
+        for _, run in epochs[epochs["rule"] == "dp"].groupby("seed")
+    ]
+    with pytest.raises(UserError, match=r"'SGD' .*DP, CDP-v1"):
+        differences(epochs, "SGD", measure)
+    with pytest.raises(UserError, match=f"lacks {measure.key}"):
+        differences(epochs.drop(columns=measure.key), measure=measure)
 
 
 def table(*runs, **more):
@@ -92,12 +102,12 @@ def table(*runs, **more):
 def test_two_runs_of_one_seed_are_not_mixed():
     """Nor are they averaged: they may differ in any option."""
     one, other = (table(("DP", 3, [10, 20]), folder=name, rule="dp") for name in "ab")
+    both = pd.concat([one, other])
     for use in (differences, by_epoch):
-        with pytest.raises(UserError, match="DP have seed 3, one in b"):
-            use(pd.concat([one, other]))
-    assert by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
-    swept = pd.concat([one.assign(**{"optimizer.lr": 0.1}), other.assign(**{"optimizer.lr": 0.3})])
-    assert by_epoch(swept[swept["optimizer.lr"] == 0.3]) == {"DP": [[0.1, 0.2]]}
+        for runs in (both, both.drop(columns=["folder", "rule"])):
+            with pytest.raises(UserError, match="DP have seed 3"):
+                use(runs)
+    assert by_epoch(both[both["folder"] == "b"]) == {"DP": [[0.1, 0.2]]}
 
 
 def test_rules_of_a_comparison_that_share_a_name_get_labels():
@@ -118,7 +128,6 @@ def test_what_has_not_finished_does_not_count():
     killed = table(("DP", 1, [90]), ("CDP-v1", 1, [90]), ("CDP-v2", 1, [90]), state="running")
     both = pd.concat([whole, killed])
     assert by_epoch(both) == {"DP": [[0.1, 0.2]], "CDP-v1": [[0.1, 0.2]]}
-    assert list(differences(both)["runs"]) == [1, 1]
     with pytest.raises(UserError, match="'DP' has finished: got runs of none"):
         differences(killed)
 
@@ -126,25 +135,24 @@ def test_what_has_not_finished_does_not_count():
 def test_differences_pair_by_seed():
     found = differences(table(("DP", 1, [80]), ("DP", 0, [90]), ("X", 0, [91]), ("X", 1, [81])))
     assert found.loc["X", "paired difference from DP"] == "+1.00"
-    assert found.loc["X", "says"] == "no spread: nothing"
     with pytest.raises(UserError, match=r"seeds.*got 2, 3 and 0"):
         differences(table(("DP", 0, [90]), ("X", 2, [91]), ("X", 3, [91])))
 
 
-def test_runs_that_have_diverged_do_not_count():
+@pytest.mark.parametrize("states", [False, True])
+def test_runs_that_have_diverged_count_in_no_mean(states):
+    """Whatever their state; other unfinished runs are left out."""
     runs = ("DP", 0, [80]), ("DP", 1, [90]), ("X", 0, [nan]), ("X", 1, [81]), ("Y", 0, [nan])
-    found = differences(table(*runs))
-    assert found["runs"].tolist() == [2, 1, 0]
-    assert found["test accuracy (%)"].tolist() == ["85.00 ± 7.07", "81.00", "-"]
-    assert found["paired difference from DP"].tolist() == ["+0.00", "-9.00", "-"]
-
-
-def test_diverged_runs_count_as_such_whatever_their_state():
-    """Other unfinished runs are left out, also where all of a rule's have diverged."""
-    lost = table(("DP", 0, [80]), ("X", 0, [nan]), ("Y", 0, [70])).assign(train_loss=1.0)
-    lost["state"] = ["finished", "failed", "unfinished"]
-    lost.loc[lost["schedule"] == "X", "train_loss"] = nan
-    assert differences(lost)["runs"].to_dict() == {"DP": 1, "X": 0}
+    epochs = table(*runs).assign(train_loss=[1.0, 1.0, nan, 1.0, nan])
+    if states:
+        epochs["state"] = ["finished", "finished", "failed", "finished", "unfinished"]
+        epochs = pd.concat([epochs, table(("Z", 0, [70]), state="failed", train_loss=1.0)])
+    found = differences(epochs)
+    assert found[["runs", "test accuracy (%)", "paired difference from DP"]].values.tolist() == [
+        [2, "85.00 ± 7.07", "+0.00"],
+        [1, "81.00", "-9.00"],
+        [0, "-", "-"],
+    ]
 
 
 def test_differences_are_of_as_many_epochs():
@@ -167,31 +175,14 @@ def test_own_curves_are_as_long_as_the_shortest():
         own_curves(kept, own[own["schedule"] == "Y"])
 
 
-def test_language_models_are_judged_by_their_loss():
-    epochs = learning_curves(RESULTS / "text")
-    found = differences(epochs, measure=LOSS)
-    result = json.loads((RESULTS / "text" / "result.json").read_text())
-    assert len(found) == len(result["metrics"])
-    for row in result["metrics"]:
-        row_found = found.loc[row["schedule"]]
-        assert row_found["test loss (nats)"] == f"{row['loss']:.3f} ± {row['loss_sd']:.3f}"
-        difference = row["loss_difference"], row["loss_difference_95"]
-        assert row_found["paired difference from DP"] == plus_minus(*difference, "+", 3)
-    assert list(found["says"]) == ["", "higher", "higher", "higher"]
-    assert by_epoch(epochs, LOSS)["DP"] == [
-        run["test_loss"].tolist() for _, run in epochs[epochs["rule"] == "dp"].groupby("seed")
-    ]
-    study = delay_study(RESULTS / "text", LOSS)
-    assert list(study["paired difference from DP"]) == list(found["paired difference from DP"])
-    with pytest.raises(UserError, match="lacks test_loss"):
-        differences(epochs.drop(columns="test_loss"), measure=LOSS)
-
-
 def test_delays_of_the_kept_study():
     found = delay_study(RESULTS / "delays")
     assert list(found.index)[:2] == ["DP", "CDP-v1"]
     assert found.loc["DP", "least cosine"] == "1.00"
     assert found.loc["DP delay 4", "paired difference from DP"].startswith("-")
+    by_loss = differences(learning_curves(RESULTS / "text"), measure=LOSS)
+    name = "paired difference from DP"
+    assert list(delay_study(RESULTS / "text", LOSS)[name]) == list(by_loss[name])
 
 
 def test_rules_of_a_study_that_share_a_name_get_labels(tmp_path):

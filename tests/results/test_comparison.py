@@ -112,16 +112,15 @@ def test_runs_that_are_not_asked_for_are_kept(folder):
         ended_before(folder, options(rules=RULES | {"late": {"delay": 9}}))
 
 
-def test_a_run_that_was_broken_off_has_not_ended(tmp_path):
-    keep(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1)])
-    assert ended_before(tmp_path, options()) == [ended("dp", 0)]
-
-
-def test_a_run_that_has_diverged_has_ended(tmp_path):
-    whole, lost = ended("dp", 0), ended("dp", 1)
+def test_a_run_that_was_broken_off_has_not_ended_and_one_that_diverged_has(tmp_path):
+    lost = ended("late", 0)
     lost.epochs[1] |= {"train_loss": nan, "top1": nan}
-    keep(tmp_path, options(), [whole, lost])
-    assert [run.diverged_in for run in ended_before(tmp_path, options())] == [None, 1]
+    keep(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1), lost])
+    found = ended_before(tmp_path, options())
+    assert [(run.rule, run.seed, run.diverged_in) for run in found] == [
+        ("dp", 0, None),
+        ("late", 0, 1),
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "a: [", "rules: 3"])

@@ -58,23 +58,23 @@ def test_what_it_shows(capsys, clock):
     assert last.rstrip().endswith(", 16 samples/s, loss 0.900, lr 0.0125, test 97%]")
 
 
-def test_losses_are_read_when_they_are_shown(clock, reads):
-    """Reading waits for the device: once in ten seconds, and at the end of an epoch."""
-    with Progress(3, interval=10) as bar:
-        train(bar, range(50), 25, clock=clock, seconds=1)
-    assert reads == [10, 20, 25, 30, 40, 50]
+def test_losses_are_read_when_they_are_shown(capsys, clock, reads):
+    """Reading waits for the device: once in ten seconds, and at the end of an epoch.
 
-
-def test_the_mean_loss_is_of_the_last_steps_of_one_run(capsys, reads):
-    with Progress(2, interval=1000) as bar:
-        train(bar, range(100), 100, loss=9.0)
-        bar.ended(1)
+    The mean is of the last 50 steps of one run.
+    """
+    with Progress(4, interval=10) as bar:
+        train(bar, range(50), 25, loss=9.0, clock=clock, seconds=1)
+        assert reads == [10, 20, 25, 30, 40, 50]
+        train(bar, range(50, 75), 25, loss=9.0, clock=clock, seconds=0.1)
+        assert reads[6:] == [50]
+        bar.ended(3)
         bar.run("CDP-v1")
-        train(bar, range(3), 3, loss=1.0)
-    assert reads == [50, 3]
+        train(bar, range(3), 3, loss=1.0, clock=clock, seconds=0.1)
+    assert reads[7:] == [3]
     last = last_line(capsys)
     assert "loss 1.000" in last
-    assert "2.0/2 epochs" in last
+    assert "4.0/4 epochs" in last
 
 
 def test_evaluation_is_not_time_of_a_step(capsys, clock):
@@ -85,30 +85,21 @@ def test_evaluation_is_not_time_of_a_step(capsys, clock):
     assert "8 samples/s" in last_line(capsys)
 
 
-def test_a_resumed_run_continues_where_it_was(capsys, clock):
-    """In the middle of the third of four epochs, after a run of one epoch."""
-    with Progress(5, interval=0) as bar:
-        train(bar, range(4), clock=clock)
-        bar.ended(1)
+def test_the_time_left_is_by_what_this_process_trained(capsys, clock):
+    """A run is resumed in the middle of the third of four epochs, after one that ends early."""
+    with Progress(14, interval=0) as bar:
+        train(bar, range(8, 12), clock=clock)
+        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (3, 1)
+        bar.ended(10)
+        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (10, 1)
         bar.run("two")
         clock.now += 1000
-        train(bar, range(9, 12), clock=clock)
-        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (4, 1.75)  # trained by this process
+        train(bar, range(9, 16), clock=clock)
+        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (14, 2.75)
     last = last_line(capsys)
-    assert "4.0/5 epochs" in last
+    assert "14.0/14 epochs" in last
+    assert "<00:00," in last
     assert "16 samples/s" in last
-
-
-def test_the_time_left_is_by_what_was_trained(capsys, clock):
-    """A run that ends early takes no more time."""
-    with Progress(20, interval=0) as bar:
-        train(bar, range(8, 12), clock=clock)
-        trained = bar._bar.n - bar._bar.initial
-        assert (bar._bar.n, trained) == (3, 1)
-        bar.ended(10)
-        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (10, trained)
-        train(bar, range(40), clock=clock)
-    assert "<00:00," in last_line(capsys)
 
 
 @pytest.mark.parametrize(("shown", "end"), [(True, "samples/s, lr 0.0125]"), (False, "")])

@@ -35,8 +35,7 @@ def test_what_a_reader_needs():
     found = provenance(CONFIG, "a machine", 1.23456)
     assert found["config"] == {"seed": 3, "betas": [0.9, 0.999], "save": {"keep": 2}}
     assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
-    assert found["versions"]["torch"] == version("torch")
-    assert found["versions"]["cdp-toolkit"] == version("cdp-toolkit")
+    assert found["versions"].items() >= {k: version(k) for k in ("torch", "cdp-toolkit")}.items()
     assert found["started"].endswith("+00:00")
 
 
@@ -57,11 +56,8 @@ def test_commit(monkeypatch, tmp_path):
     assert commit() is None  # of a repository around that of the code
 
 
-def test_the_processor_and_its_threads():
+def test_the_processor_and_its_threads(monkeypatch):
     assert describe(torch.device("cpu")).endswith(f", {torch.get_num_threads()} threads")
-
-
-def test_torchrun_on_machines(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert starter() == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]

@@ -32,17 +32,15 @@ def test_interval_is_that_of_the_paired_t_test(stats, pairs):
     assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
 
 
-@pytest.mark.parametrize("by", [1.0, 0.1, 0.0])
-def test_equal_differences_show_no_spread(by):
+@pytest.mark.parametrize(
+    ("values", "baseline", "difference"),
+    [([2.0 + by, 3.0 + by, 5.3 + by], [2.0, 3.0, 5.3], by) for by in (1.0, 0.1, 0.0)]
+    + [([2.0], [1.5], 0.5)],
+)
+def test_equal_differences_or_a_single_one_show_no_spread(values, baseline, difference):
     """They claim no certainty: counts of few images are equal by chance."""
-    found = paired_difference([2.0 + by, 3.0 + by, 5.3 + by], [2.0, 3.0, 5.3])
-    assert found.mean == pytest.approx(by)
-    assert math.isnan(found.half_width)
-
-
-def test_a_single_pair_has_no_interval():
-    found = paired_difference([2.0], [1.5])
-    assert found.mean == 0.5
+    found = paired_difference(values, baseline)
+    assert found.mean == pytest.approx(difference)
     assert math.isnan(found.half_width)
 
 

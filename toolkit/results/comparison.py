@@ -2,7 +2,7 @@
 
 Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``; one that is under way
 has a folder of its own for its checkpoints, in ``under_way``. The options that they are trained
-with are in ``runs.yaml``, which has every rule with a run.
+with are in ``runs.yaml``, which has every rule so far.
 """
 
 import shutil
@@ -74,10 +74,8 @@ def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
 def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
     """Read the finished runs in ``folder``, and which others were saved; write the options to it.
 
-    Every rank of ``world`` calls it, and gets what the first rank finds.
-
-    Raises:
-        UserError: runs in ``folder`` were trained with other options.
+    Every rank of ``world`` calls it, and gets what the first rank finds. Runs that were trained
+    with other options raise UserError.
     """
     found = None
     if is_rank_zero():
@@ -100,15 +98,9 @@ def train_all(
     under_way: Sequence[Key],
     world: World | None = None,
 ) -> Iterator[RuleRun]:
-    """Train the runs that have not ended, those under way first.
+    """Train the runs that have not ended, those saved ``under_way`` first.
 
-    Args:
-        options: options of the comparison.
-        build: function that builds the run of a rule with a seed.
-        folder: folder of the comparison.
-        ended: runs that are not repeated.
-        under_way: rules and seeds of the runs that were saved under way.
-        world: the ranks, if there are several.
+    ``build`` makes the run of a rule with a seed, in the comparison's ``folder``.
 
     Raises:
         UserError: one of them cannot be trained with its options; none has begun then.
@@ -189,8 +181,7 @@ def _trained(
 def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
 
-    Raises:
-        UserError: the runs cannot be read, or were trained with other ``options``.
+    Runs that cannot be read, or were trained with other ``options``, raise UserError.
     """
     found: dict[Key, RuleRun] = {}
     for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
@@ -223,11 +214,7 @@ def keep_options(folder: Path, options: Options) -> None:
 
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
-    """Write the tables of ``runs``, which have ended, to ``folder``, and remove their own folders.
-
-    Raises:
-        OSError: ``folder`` cannot be written.
-    """
+    """Write the tables of ``runs``, which have ended, and remove the folders of their own."""
     delays = [row for run in runs for row in run.named(run.delays)]
     notes = [row for run in runs for row in run.named([{"note": n} for n in run.notes])]
     epochs = [row for run in runs for row in run.named(run.epochs)]

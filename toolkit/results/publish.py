@@ -36,16 +36,10 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
 
 
 def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> tuple[str, str]:
-    """Save ``report`` and a workspace with panels of ``runs``; return their addresses.
+    """Save ``report`` and a workspace with panels of its ``runs``; return their addresses.
 
-    Args:
-        report: what to publish.
-        runs: its runs; the panels show those that were tracked in the project.
-        entity: user or team.
-        project: created if it does not exist.
-
-    Raises:
-        UserError: the package, key or network is missing, or W&B refuses.
+    The project of the user or team ``entity`` is created if it does not exist. UserError says that
+    the package, key or network is missing, or that W&B refuses.
     """
     with environment(**_CLIENT):
         try:

@@ -121,13 +121,8 @@ def read_yaml(path: Path) -> Row:
 def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = False) -> list[Row]:
     """Read the rows of a table of numbers; none if there is no file.
 
-    Args:
-        path: the file.
-        words: columns of text. Other cells are int, float, or None if they are empty.
-        skip_damaged: skip rows that a killed process wrote in part.
-
-    Raises:
-        DamagedError: it cannot be read, or a cell is not a number.
+    Cells are int, float, or None if they are empty; in the columns ``words`` they are text. Other
+    cells raise DamagedError, unless rows that a killed process wrote in part are skipped.
     """
     rows: list[Row] = []
     if not path.exists():
@@ -176,9 +171,8 @@ class Ledger:
     While the file cannot be written, rows stay in memory.
 
     Args:
-        path: the file.
+        path: the file, whose rows are there at the start if ``resume`` is true.
         keys: columns of whole numbers that identify and order the rows.
-        resume: start with the rows of the file.
         here: whether this process writes.
     """
 

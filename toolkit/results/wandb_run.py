@@ -61,19 +61,13 @@ class Tracker:
 
     Args:
         run: as ``wandb.init`` returns it.
-        every: training steps from one logged step to the next. Only there the loss is read, since
-            reading it waits for the device.
-
-    Attributes:
-        on: whether anything is done with what is logged.
-        notes: sentences on what went wrong.
-        where: how to find the run, once it has ended.
+        every: training steps from one logged step to the next.
     """
 
     def __init__(self, run: Any = None, every: int = 1) -> None:
-        self.on = run is not None
-        self.notes: list[str] = []
-        self.where = ""
+        self.on = run is not None  # whether anything is done with what is logged
+        self.notes: list[str] = []  # what went wrong
+        self.where = ""  # how to find the run, once it has ended
         self._run, self._every = run, every
         self._steps_done = 0
         self._state: tuple[str, int] | None = None
@@ -91,7 +85,7 @@ class Tracker:
             return
         self._steps_done = step.result.step + 1
         values: dict[str, Any] = {}
-        if self._steps_done % self._every == 0:
+        if self._steps_done % self._every == 0:  # reading the loss waits for the device
             values["train/lr"] = step.learning_rate
             if len(step.result.losses):
                 values["train/loss"] = float(step.result.loss)
@@ -336,14 +330,7 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 def track_measured(
     tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
 ) -> None:
-    """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
-
-    Args:
-        tracker: receives them.
-        timeline: the measured timeline; times in seconds, sizes in bytes.
-        figure: drawing of the timeline.
-        ranks: one row of measurements per rank.
-    """
+    """Log a measured timeline: its figure, memory and messages over time, and a row per rank."""
     columns = ["rank", "start", "end", "bytes", "slot"]
     sent = [span for span in timeline.spans if span.lane == "send"]
     tracker.log(
