@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.strategies import quick, random_delays, schedules, shifted
+from tests.schedule.strategies import quick, random_delays, schedules
 from toolkit.errors import UserError
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import RandomDelay, catalog
 from toolkit.schedule.staleness import draws
 
 GEOMETRIC = RandomDelay("geometric", 1, 3, p=0.5, seed=7)
@@ -139,16 +139,6 @@ def test_any_timing_takes_what_it_can_honour(schedule, data):
         delay = replace(delay, least=least - 1)
         with pytest.raises(UserError, match=rf"{least - 1} steps late.* least={least} or"):
             replace(schedule, delay=delay)
-
-
-def test_rotated_chains_take_a_delay_whose_least_leaves_time():
-    """The update ends at tick 4, when micro-batch 0 of the next step starts."""
-    when = shifted(1, (0, 2), 4)
-    late, fresh = RandomDelay(least=1, most=2), RandomDelay(most=2)
-    Schedule("own", 1, 2, when, "per_microbatch", fresh)
-    Schedule("own", 1, 2, when, "per_microbatch", late, chains="rotated").lower(6).verify()
-    with pytest.raises(UserError, match="on micro-batch 0 reads them as they are made, 0 steps"):
-        Schedule("own", 1, 2, when, "per_microbatch", fresh, chains="rotated")
 
 
 @pytest.mark.parametrize(

@@ -9,46 +9,43 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import matrices, quick, random_delays, schedules, shifted
+from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.schedule import Action, Buffer, Schedule, catalog, steady_state, timing
+from toolkit.schedule import Action, Buffer, RandomDelay, Schedule, catalog, steady_state, timing
 from toolkit.schedule.steady_state import footprint
 
-SIZES = range(2, 17)
-SIZED = [*((n, n) for n in SIZES), (2, 4), (3, 6), (4, 8), (5, 15)]
+SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
 
 
 def rotated(n, delay=1, **sizes):
     return catalog.cyclic(n, delay, chains="rotated", **sizes)
 
 
-def sent(program, stage=None):
-    """(tick, what, step or version, from, to) of the messages of parameters, in order."""
-    found = [
-        (i.tick, i.buffer.name.lower(), i.step if i.version is None else i.version, rank, *i.peers)
+def hops(program, stage, buffer, of):
+    """(tick, from, to) of the messages of a step's gradient, or of a version of the weights."""
+    return sorted(
+        (i.tick, rank, *i.peers)
         for rank, instructions in enumerate(program.ranks)
         for i in instructions
-        if i.action == Action.SEND and stage in (None, i.stage)
-    ]
-    return sorted(found)
+        if (i.action, i.stage, i.buffer, i.of_step) == (Action.SEND, stage, buffer, of)
+    )
 
 
 # Backwards of stage 0 end at 6, 8 and 10, of stage 1 at 5, 7, 9, of stage 2 at 4, 6, 8; the new
-# weights of stage j are read from 12 + j, 14 + j and 16 + j.
-ROTATED = {
-    0: [(6, 0, 1), (8, 1, 2), (11, 2, 0), (13, 0, 1)],
-    1: [(7, 1, 2), (9, 2, 0), (14, 0, 1), (16, 1, 2)],
-    2: [(8, 2, 0), (8, 0, 1), (13, 1, 2), (13, 2, 0)],
-}
+# weights of stage j are read from 12 + j, 14 + j and 16 + j. Two hops of the gradient, then two
+# of the weights.
+ROTATED = [
+    ([(6, 0, 1), (8, 1, 2)], [(11, 2, 0), (13, 0, 1)]),
+    ([(7, 1, 2), (9, 2, 0)], [(14, 0, 1), (16, 1, 2)]),
+    ([(8, 0, 1), (8, 2, 0)], [(13, 1, 2), (13, 2, 0)]),
+]
 
 
 def test_chains_of_three_ranks():
-    """(tick, from, to): two hops of the gradient, then two of the weights."""
     program = rotated(3).lower(4)
-    for j, messages in ROTATED.items():
-        found = sent(program, j)
-        gradient = [(at, *who) for at, what, of, *who in found if (what, of) == ("gradient", 0)]
-        weights = [(at, *who) for at, what, of, *who in found if (what, of) == ("weights", 1)]
-        assert (gradient, weights) == (sorted(messages[:2]), sorted(messages[2:]))
+    for j, (gradient, weights) in enumerate(ROTATED):
+        assert hops(program, j, Buffer.GRADIENT, 0) == gradient
+        assert hops(program, j, Buffer.WEIGHTS, 1) == weights
 
 
 def test_a_ring_is_in_the_order_in_which_ranks_finish():
@@ -66,35 +63,34 @@ def test_a_ring_is_in_the_order_in_which_ranks_finish():
 @pytest.mark.parametrize("chains", ["in_order", "rotated"])
 def test_weights_do_not_wait_once_they_have_been_used(chains):
     """Rank 0 reads stage 0 in slot 24, and rank 1 in slot 28."""
-    found = sent(catalog.cyclic(3, 1, n_stages=6, chains=chains).lower(4), 0)
-    hops = [(at, *who) for at, what, of, *who in found if (what, of) == ("weights", 1)]
-    assert hops == [(23, 2, 0), (25, 0, 1)]
+    program = catalog.cyclic(3, 1, n_stages=6, chains=chains).lower(4)
+    assert hops(program, 0, Buffer.WEIGHTS, 1) == [(23, 2, 0), (25, 0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("n", "n_stages", "accumulate"),
-    [*((n, s, 1) for n, s in SIZED), (2, 2, 2), (3, 3, 2), (3, 6, 3), (4, 4, 2)],
+    ("n", "n_stages", "k"),
+    [*((n, n, 1) for n in SIZES), (2, 4, 1), (5, 15, 1), (2, 2, 2), (3, 6, 3), (4, 4, 2)],
 )
-def test_every_rank_does_as_much_as_any_other(n, n_stages, accumulate):
+def test_every_rank_does_as_much_as_any_other(n, n_stages, k):
     """Of each stage it hands on a gradient and weights, except of one in n stages."""
-    schedule = rotated(n, n_stages=n_stages, accumulate=accumulate)
+    schedule = rotated(n, n_stages=n_stages, accumulate=k)
     program = schedule.lower(5).verify()
     assert schedule.owners == tuple((j - 1) % n for j in range(n_stages))
     each = 2 * (n - 1) * (n_stages // n)
     for slots in zip(*steady_state(schedule).traffic, strict=True):
         assert sum(slot.messages for slot in slots) == sum(slot.units for slot in slots) == each
-    ways = {(source, target) for *_, source, target in sent(program)}
+    sends = [(rank, i) for rank, own in enumerate(program.ranks) for i in own]
+    ways = {(rank, *i.peers) for rank, i in sends if i.action == Action.SEND}
     assert ways == {(rank, (rank + 1) % n) for rank in range(n)}
 
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("delay", [1, 2])
-def test_weights_go_on_as_late_as_all_ranks_to_come_allow(n, delay):
+def test_weights_go_on_as_late_as_all_later_ranks_allow(n, delay):
     """A slot before the first of them reads."""
     schedule = rotated(n, delay)
-    program = schedule.lower(delay + 2)
     reads, came = {}, {}
-    for rank, instructions in enumerate(program.ranks):
+    for rank, instructions in enumerate(schedule.lower(delay + 2).ranks):
         for i in instructions:
             if i.version == 1 and i.action == Action.FORWARD:
                 reads[i.stage, rank] = i.tick
@@ -108,15 +104,12 @@ def test_weights_go_on_as_late_as_all_ranks_to_come_allow(n, delay):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_what_it_asks_of_a_rank(n):
+def test_footprint(n):
     """Fewer weights, as no rank makes every version; and messages that bunch."""
-    found, in_order = footprint(rotated(n)), footprint(catalog.cyclic(n, 1))
-    assert found == replace(
-        in_order,
-        weights=2 - Fraction(n > 2, n),
-        traffic_in_slot=Fraction(2 if n > 2 else 1, n),
-        rounds=n - 1,
-    )
+    in_order = footprint(catalog.cyclic(n, 1))
+    weights, slot = 2 - Fraction(n > 2, n), Fraction(2 if n > 2 else 1, n)
+    expected = replace(in_order, weights=weights, traffic_in_slot=slot, rounds=n - 1)
+    assert footprint(rotated(n)) == expected
 
 
 def read_by(i):
@@ -161,32 +154,34 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
         assert any((j, version) in read_by(i) for i in program.ranks[last])
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_refuses_weights_that_are_as_fresh_as_can_be(n):
-    message = rf"(?s)stage 0 on micro-batch {n - 1} .* 0 steps late.* delay=1.*\[0F{n - 1}\]"
-    with pytest.raises(UserError, match=message):
-        rotated(n, "freshest")
+TIGHT = shifted(1, (0, 2), 4)  # the update ends at tick 4, when the next step starts
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"delay": "freshest"}, r"(?s)stage 0 on micro-batch 2 .* 0 steps late.*delay=1.*\[0F2\]"),
         ({"delay": [[1, 1, 1], [1, 1, 1], [0, 1, 1]]}, "stage 2 on micro-batch 0 .*delay=1"),
         ({"delay": [[1, 1, 1], [1, 0, 1], [1, 1, 1]]}, "stage 1 on micro-batch 1 .*delay=1"),
-        ({"delay": 1, "placement": "per_stage"}, "'per_stage'"),
-        ({"delay": 1, "placement": "one"}, "'one'"),
-        ({"delay": 1, "state": "sharded"}, "sharded"),
-        ({"timing": timing.simultaneous(3, 3), "delay": 1}, "stage 0 .*in_order"),
+        ({"placement": "per_stage"}, "'per_stage'"),
+        ({"placement": "one"}, "'one'"),
+        ({"state": "sharded"}, "sharded"),
+        ({"timing": timing.simultaneous(3, 3)}, "stage 0 .*in_order"),
+        ({"n_stages": 1, "n_microbatches": 2, "timing": TIGHT, "delay": RandomDelay(most=2)},
+         "on micro-batch 0 reads them as they are made, 0 steps"),
         ({"chains": "Rotated"}, "chains 'Rotated'"),
         ({"chains": None}, "chains None"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_refuses(options, message):
-    usual = {"timing": timing.cyclic(3, 3), "placement": "per_microbatch", "chains": "rotated"}
+    usual = {"n_stages": 3, "n_microbatches": 3, "timing": timing.cyclic(3, 3), "delay": 1}
+    usual |= {"placement": "per_microbatch", "chains": "rotated"}
     with pytest.raises(UserError, match=message):
-        Schedule("own", 3, 3, **usual | options)
+        Schedule("own", **usual | options)
 
 
 def test_takes_entries_that_are_fresh_and_leave_time():
     assert rotated(3, [[1, 1, 1], [1, 1, 0], [1, 0, 0]]).lower(4).verify()
+    late = RandomDelay(least=1, most=2)
+    Schedule("own", 1, 2, TIGHT, "per_microbatch", late, chains="rotated").lower(6).verify()

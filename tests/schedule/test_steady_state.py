@@ -7,6 +7,7 @@ counts in the slot at whose beginning it is sent.
 from collections import defaultdict
 from fractions import Fraction
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -34,16 +35,17 @@ from toolkit.schedule.steady_state import (
     steps_to_time,
 )
 
-SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
 RULES = [1, "freshest"]
 DP = 0  # the rules by their delay
+every_n = pytest.mark.parametrize("n", more((2, 3, 4, 5, 8, 13, 16), range(2, 17)))
+every_rule = pytest.mark.parametrize("delay", RULES)
 
 
 @cache
-def schedule(rule, n, placement="per_microbatch", state="replicated"):
+def schedule(rule, n, state="replicated"):
     if rule == DP:
-        return catalog.data_parallel(n, placement, state)
-    return catalog.cyclic(n, rule, placement, state)
+        return catalog.data_parallel(n, state=state)
+    return catalog.cyclic(n, rule, state=state)
 
 
 @cache
@@ -67,28 +69,24 @@ def sent(buffer, *choices):
     return targets
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_a_pipelines_stage_j_holds_n_minus_j_activations(n):
-    for delay in RULES:
-        peaks = program(delay, n, "per_stage").peak_activations()
-        assert peaks == tuple(n - j for j in range(n))
+@every_n
+@every_rule
+def test_stage_j_of_a_pipeline_holds_n_minus_j_activations(n, delay):
+    lowered = catalog.cyclic(n, delay, "per_stage").lower(4).verify()
+    assert lowered.peak_activations() == tuple(n - j for j in range(n))
 
 
-@pytest.mark.parametrize("n", SIZES)
+@every_n
 def test_dp_traffic_is_all_as_the_backwards_end(n):
     """Stage j's backward runs in slot 2N-1-j, so its all-reduce begins slot 2N-j."""
     ends = {(2 * n - j) % (2 * n) for j in range(n)}
-    found = steady(DP, n)
-    for slot, units in enumerate(found.units_by_slot):
-        assert units == (2 * (n - 1) if slot in ends else 0)
-    for slot in ends:
-        assert {(t.messages, t.units * n) for t in found.traffic[slot]} == {
-            (2 * (n - 1), 2 * (n - 1))
-        }
+    for slot, traffic in enumerate(steady(DP, n).traffic):
+        each = 2 * (n - 1) if slot in ends else 0
+        assert {(t.messages, t.units * n) for t in traffic} == {(each, each)}
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("delay", RULES)
+@every_n
+@every_rule
 def test_cdp_traffic_is_spread_over_the_step(n, delay):
     found = steady(delay, n)
     units = found.units_by_slot
@@ -96,88 +94,76 @@ def test_cdp_traffic_is_spread_over_the_step(n, delay):
     assert max(t.messages for slot in found.traffic for t in slot) <= 2
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_sums_go_to_the_next_rank_and_weights_round_the_ring_in_v1(n):
-    """One message of each kind in a slot."""
+@every_n
+def test_sums_go_to_the_next_rank_and_weights_round_a_ring(n):
+    """One message of each kind in a slot. In v2 the last rank updates, and sends stage j to rank
+    N-1-j, the first that reads it; the ring is of the others.
+    """
     for delay in RULES:
         for (rank, _), targets in sent(Buffer.GRADIENT, delay, n).items():
             assert targets == [rank + 1]
     for (rank, _), targets in sent(Buffer.WEIGHTS, 1, n).items():
         assert targets == [(rank + 1) % n]
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_weights_go_round_the_ring_of_those_that_do_not_update_in_v2(n):
-    """The last rank updates, and sends stage j to rank N-1-j, the first that reads it."""
     for (rank, _), targets in sent(Buffer.WEIGHTS, "freshest", n).items():
-        if rank == n - 1:
-            assert len(targets) == 1
-        else:
-            assert targets == [(rank + 1) % (n - 1)]
-    firsts = {i.stage: i.peers for i in program("freshest", n).ranks[-1] if is_weights(i)}
+        assert len(targets) == 1
+        assert rank == n - 1 or targets == [(rank + 1) % (n - 1)]
+    firsts = {
+        i.stage: i.peers
+        for i in program("freshest", n).ranks[-1]
+        if i.action == Action.SEND and i.buffer == Buffer.WEIGHTS
+    }
     assert firsts == {j: (n - 1 - j,) if j else (0,) for j in range(n)}
 
 
-def is_weights(instruction):
-    return instruction.action == Action.SEND and instruction.buffer == Buffer.WEIGHTS
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("delay", RULES)
-def test_sharded_cdp_is_point_to_point_and_bounded(n, delay):
-    choices = (delay, n, "per_microbatch", "sharded")
-    actions = {i.action for rank in program(*choices).ranks for i in rank}
-    assert actions.isdisjoint({Action.BROADCAST, Action.REDUCE, Action.ALL_REDUCE})
-    assert max(t.messages for slot in steady(*choices).traffic for t in slot) <= 3
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_sharded_weights_do_not_grow_with_n(n):
+@every_n
+def test_sharded_cdp_is_point_to_point_and_holds_few_weights(n):
     """One stage owned, and the few that pass through; replicated, every stage is held."""
-
-    def held(*choices):
-        return max(program(*choices).peak_weights())
-
-    assert held(DP, n) == n + 1
-    assert held(DP, n, "per_microbatch", "sharded") == 3
-    for delay in RULES:
-        assert held(delay, n) > n
-        assert held(delay, n, "per_microbatch", "sharded") <= 4
+    for delay, state in product((DP, *RULES), ("replicated", "sharded")):
+        held = max(program(delay, n, state).peak_weights())
+        if delay == DP:
+            assert held == (n + 1 if state == "replicated" else 3)
+        elif state == "replicated":
+            assert held > n
+        else:
+            assert held <= 4
+            actions = {i.action for rank in program(delay, n, state).ranks for i in rank}
+            assert actions.isdisjoint({Action.BROADCAST, Action.REDUCE, Action.ALL_REDUCE})
+            assert max(t.messages for slot in steady(delay, n, state).traffic for t in slot) <= 3
 
 
 @given(schedules())
 @quick
 def test_activations_of_all_ranks_are_those_alive_at_one_moment(schedule):
-    """By the ops' own times: from a forward's start to the end of its stage's backward."""
-    timing, n_steps = schedule.timing, 2 * settled_steps(schedule) + 1
+    """By the ops' own times: from a forward's start to the end of its stage's backward. More steps
+    than the steady state lowers change nothing.
+    """
+    timing, settled = schedule.timing, settled_steps(schedule)
     alive = [
-        (
-            timing.starts[Op(Kind.FORWARD, j, m)] + step * timing.period,
-            timing.gradient_end(j, m) + step * timing.period,
-        )
-        for step in range(n_steps)
-        for j in range(schedule.n_stages)
-        for m in range(schedule.n_microbatches)
+        (timing.starts[Op(Kind.FORWARD, j, m)] + at, timing.gradient_end(j, m) + at)
+        for at in range(0, (2 * settled + 1) * timing.period, timing.period)
+        for j, m in product(range(schedule.n_stages), range(schedule.n_microbatches))
     ]
-    first = settled_steps(schedule) * timing.period
+    first = settled * timing.period
     held = [
         sum(begin <= tick < end for begin, end in alive)
         for tick in range(first, first + timing.period)
     ]
-    slots = range(0, timing.period, timing.ticks_per_slot)
-    found = steady_state(schedule)
-    assert found.total_activations == tuple(
-        max(held[at : at + timing.ticks_per_slot]) for at in slots
-    )
+    tick, found = timing.ticks_per_slot, steady_state(schedule)
+    expected = [max(held[at : at + tick]) for at in range(0, timing.period, tick)]
+    assert list(found.total_activations) == expected
     together = zip(found.activations, found.total_activations, strict=True)
     assert all(max(ranks) <= total <= sum(ranks) for ranks, total in together)
+    longer, slots = schedule.lower(2 * settled + 3), steady_slots(schedule, settled)
+    assert found.activations == tuple(zip(*longer.activations(), strict=True))[slots]
+    assert found.total_activations == longer.total_activations()[slots]
+    assert found.traffic == longer.traffic()[slots]
 
 
 @pytest.mark.parametrize(
     ("period", "ticks", "steps"), [(13, 2, 2), (23, 4, 4), (17, 3, 3), (1, 2, 2)]
 )
 def test_a_period_that_ends_within_a_slot(period, ticks, steps):
-    """The steady state is of as many as end with one."""
+    """The steady state has periods until one ends with a slot."""
     starts = {Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): ticks}
     own = Schedule("own", 1, 1, Timing(starts, period, ticks), "one", "freshest")
     found = steady_state(own)
@@ -187,31 +173,14 @@ def test_a_period_that_ends_within_a_slot(period, ticks, steps):
     assert footprint(own).total_activations == found.peak_activations
 
 
-@given(schedules())
-@quick
-def test_more_steps_change_nothing(schedule):
-    """The program that is looked into is as short as can be."""
-    settled = settled_steps(schedule)
-    program = schedule.lower(2 * settled + 3)
-    slots = steady_slots(schedule, settled)
-    found = steady_state(schedule)
-    assert found.activations == tuple(zip(*program.activations(), strict=True))[slots]
-    assert found.total_activations == program.total_activations()[slots]
-    assert found.traffic == program.traffic()[slots]
-
-
 def test_steady_steps_are_whole_rounds_between_start_and_end():
     """CDP-v1: a step and a half long, weights a step late, so two threads in turn."""
     cdp, dp = schedule(1, 4), schedule(DP, 4)
     assert (settled_steps(cdp), settled_steps(dp)) == (4, 2)
-    assert [steady_steps(cdp, n) for n in (2, 3, 7, 8, 9, 10)] == [
-        range(1, 1),
-        range(1, 2),
-        range(1, 6),
-        range(5, 7),
-        range(5, 7),
-        range(5, 9),
-    ]
+    found = {n: steady_steps(cdp, n) for n in (2, 3, 7, 8, 9, 10)}
+    assert {n: (steps.start, steps.stop) for n, steps in found.items()} == {
+        2: (1, 1), 3: (1, 2), 7: (1, 6), 8: (5, 7), 9: (5, 7), 10: (5, 9)
+    }  # fmt: skip
     assert steady_steps(dp, 5) == range(3, 5)
     assert (steps_to_time(cdp), steps_to_time(dp)) == (10, 7)
     assert (steps_to_time(cdp, 1), steps_to_time(cdp, 3)) == (8, 10)
@@ -228,8 +197,6 @@ def test_enough_steps_are_steady(schedule):
     fewer = steady_steps(schedule, n_steps - 1)
     assert fewer.start == 1 or len(fewer) < len(steady)
 
-
-# Footprints of one step
 
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 
@@ -263,29 +230,27 @@ def test_messages_that_wait_for_each_other_are_counted_in_a_row():
     assert footprint(Schedule.from_rank_orders(orders)).rounds == 3
 
 
-# What collectives send and receive, rank by rank
-
-
 def collective(action, peers):
-    return Instruction(0, action, 0, buffer=Buffer.GRADIENT, peers=peers)
+    """Messages and units that each rank sends and receives."""
+    i = Instruction(0, action, 0, buffer=Buffer.GRADIENT, peers=peers)
+    return [[of(i, rank) for rank in peers] for of in (traffic_of, received_of)]
 
 
 @pytest.mark.parametrize("n", range(2, 18))
 @pytest.mark.parametrize("action", [Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST])
-def test_what_is_sent_is_received(action, n):
-    i = collective(action, tuple(range(n)))
-    sent, received = ([of(i, rank) for rank in range(n)] for of in (traffic_of, received_of))
-    for total in (sent, received):
-        messages = 2 * (n - 1) * n if action == Action.ALL_REDUCE else n - 1
-        assert sum(found.messages for found in total) == messages
-    assert sum(found.units for found in sent) == sum(found.units for found in received)
+def test_collectives_send_what_they_receive(action, n):
+    totals = [
+        (sum(found.messages for found in total), sum(found.units for found in total))
+        for total in collective(action, tuple(range(n)))
+    ]
+    all_reduce = action == Action.ALL_REDUCE
+    assert totals == [(2 * (n - 1) * n, 2 * (n - 1)) if all_reduce else (n - 1, n - 1)] * 2
 
 
 def test_the_root_of_a_tree():
     """A root of four ranks sends to two, and one of these to the fourth; a reduction reversed."""
-    ranks = (2, 0, 1, 3)
-    broadcast, reduction = (collective(a, ranks) for a in (Action.BROADCAST, Action.REDUCE))
-    assert [traffic_of(broadcast, rank).messages for rank in ranks] == [2, 1, 0, 0]
-    assert [received_of(broadcast, rank).messages for rank in ranks] == [0, 1, 1, 1]
-    assert [traffic_of(reduction, rank).messages for rank in ranks] == [0, 1, 1, 1]
-    assert [received_of(reduction, rank).messages for rank in ranks] == [2, 1, 0, 0]
+    for action in (Action.BROADCAST, Action.REDUCE):
+        outward, inward = [2, 1, 0, 0], [0, 1, 1, 1]
+        expected = [outward, inward] if action == Action.BROADCAST else [inward, outward]
+        found = collective(action, (2, 0, 1, 3))
+        assert [[each.messages for each in total] for total in found] == expected
