@@ -14,16 +14,11 @@ from toolkit.schedule.placement import Assigned
 
 PIPELINES = [
     catalog.gpipe(3, 5),
-    catalog.one_f_one_b(4, 6),
     catalog.one_f_one_b(1, 2),
-    catalog.interleaved_1f1b(4, 4, 2),
     catalog.interleaved_1f1b(6, 5, 3),
     catalog.zero_bubble(4, 6),
-    catalog.zb_v(6, 6),
     catalog.v_half(6, 6),
-    catalog.v_min(6, 6),
     catalog.cyclic(3, placement="per_stage"),
-    catalog.cyclic(4, 2, "per_stage"),
     catalog.pipedream_2bw(2, 3),
     catalog.data_parallel(1, delay=2, n_stages=3),
 ]
@@ -74,9 +69,8 @@ def test_a_pipeline_that_does_not_drain_has_a_period_in_its_file(delay):
 )
 def test_torch_reads_it(schedule):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for name in ("_Action", "_validate_schedule"):
-        if not hasattr(schedules, name):
-            pytest.skip(f"this torch has no {name}")
+    if not hasattr(schedules, "_validate_schedule"):
+        pytest.skip("this torch has no _validate_schedule")
     rows = csv.reader(io.StringIO(schedule.to_csv()))
     actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
     found = schedules._validate_schedule(

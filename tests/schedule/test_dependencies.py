@@ -1,8 +1,9 @@
 """What instructions wait for: literal cases; and that any order that keeps to it is right."""
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from itertools import islice
 
 import pytest
@@ -106,40 +107,28 @@ def in_any_order(program, chance):
     Messages and collectives happen at once on all their ranks. Ops, and what is not in the
     background, keep their order on a rank; so do its collectives.
     """
-    ends = other_ends(program)
-    found = [needs(order, rank) for rank, order in enumerate(program.ranks)]
-    events, lanes = defaultdict(list), defaultdict(deque)
+    ends, graph = other_ends(program), TopologicalSorter()
+    event, members = {}, defaultdict(list)
     for rank, order in enumerate(program.ranks):
-        met = Counter()  # ranks may meet several times for the same
-        for position, i in enumerate(order):
-            here = rank, position
+        met, last = Counter(), {}  # ranks may meet several times for the same
+        for position, (i, found) in enumerate(zip(order, needs(order, rank), strict=True)):
+            here, collective = (rank, position), i.action in COLLECTIVES
             met[occasion(i)] += 1
-            again = occasion(i), met[occasion(i)]
-            events[again if i.action in COLLECTIVES else ends.get(here, here)].append(here)
-            if i.action in COLLECTIVES or not in_background(i):
-                lanes[rank, i.action in COLLECTIVES].append(position)
-    done, orders = set(), [[] for _ in program.ranks]
-
-    def possible(event):
-        for rank, position in event:
-            for lane in (lanes[rank, False], lanes[rank, True]):
-                if position in lane and position != lane[0]:
-                    return False
-            if any((rank, needed) not in done for needed in found[rank][position]):
-                return False
-        return True
-
-    left = list(events.values())
-    while left:
-        event = next(filter(possible, chance.sample(left, len(left))), None)
-        assert event, "stuck"
-        left.remove(event)
-        for rank, position in event:
-            done.add((rank, position))
+            key = (occasion(i), met[occasion(i)]) if collective else ends.get(here, here)
+            event[here] = key
+            members[key].append(here)
+            graph.add(key, *(event[rank, needed] for needed in found))
+            if collective or not in_background(i):
+                graph.add(key, *last.get(collective, ()))
+                last[collective] = (key,)
+    graph.prepare()  # or it raises CycleError
+    ready, orders = [], [[] for _ in program.ranks]
+    while graph.is_active():
+        ready += graph.get_ready()
+        key = ready.pop(chance.randrange(len(ready)))
+        graph.done(key)
+        for rank, position in members[key]:
             orders[rank].append(program.ranks[rank][position])
-            for lane in (lanes[rank, False], lanes[rank, True]):
-                if position in lane:
-                    lane.popleft()
     return replace(program, ranks=tuple(map(tuple, orders)))
 
 

@@ -64,33 +64,6 @@ CDP = """
  7 FREE weights stage 0 version 1
  7 FREE weights stage 0 version 2
 """
-PIPELINE = """
- 0 FORWARD stage 0 microbatch 0 step 0 version 0
- 1 SEND activation stage 0 microbatch 0 step 0 to rank 1
- 2 FORWARD stage 0 microbatch 1 step 0 version 0
- 3 SEND activation stage 0 microbatch 1 step 0 to rank 1
- 3 RECV activation gradient stage 1 microbatch 0 step 0 from rank 1
- 3 BACKWARD stage 0 microbatch 0 step 0 version 0
- 4 FREE activation stage 0 microbatch 0 step 0
- 5 RECV activation gradient stage 1 microbatch 1 step 0 from rank 1
- 5 BACKWARD stage 0 microbatch 1 step 0 version 0
- 6 UPDATE stage 0 step 0 version 1
- 6 FREE activation stage 0 microbatch 1 step 0
- 6 FREE weights stage 0 version 0
-
- 1 RECV activation stage 0 microbatch 0 step 0 from rank 0
- 1 FORWARD stage 1 microbatch 0 step 0 version 0
- 2 BACKWARD stage 1 microbatch 0 step 0 version 0
- 3 RECV activation stage 0 microbatch 1 step 0 from rank 0
- 3 SEND activation gradient stage 1 microbatch 0 step 0 to rank 0
- 3 FREE activation stage 1 microbatch 0 step 0
- 3 FORWARD stage 1 microbatch 1 step 0 version 0
- 4 BACKWARD stage 1 microbatch 1 step 0 version 0
- 5 SEND activation gradient stage 1 microbatch 1 step 0 to rank 0
- 5 UPDATE stage 1 step 0 version 1
- 5 FREE activation stage 1 microbatch 1 step 0
- 5 FREE weights stage 1 version 0
-"""
 
 
 @pytest.mark.parametrize(
@@ -98,7 +71,6 @@ PIPELINE = """
     [
         pytest.param(catalog.data_parallel(2, n_stages=1), 1, DP, id="DP"),
         pytest.param(catalog.cyclic(2, 1, n_stages=1), 3, CDP, id="CDP-v1"),
-        pytest.param(catalog.cyclic(2, placement="per_stage"), 1, PIPELINE, id="pipeline"),
     ],
 )
 def test_literal_program(schedule, n_steps, expected):

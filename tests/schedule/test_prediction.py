@@ -1,30 +1,17 @@
 """Late weights extrapolated to the step: what a program does for it, and what it costs."""
 
-from functools import partial
-
 import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
-from tests.schedule.test_verify import before, drop, find, put, refusal, twice
+from tests.schedule.test_verify import before, drop, find, of, put, refusal, twice
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Schedule, catalog
 from toolkit.schedule.steady_state import footprint
 
-SIZES = range(2, 9)
 PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
-
-
 V1 = catalog.cyclic(2, 1, predict=True)
 DP = catalog.data_parallel(4, "one", delay=2, n_stages=1, predict=True)
-
-
-def predicted(schedule, n_steps):
-    """(stage, version, step) of what each rank predicts, in order."""
-    return [
-        [i.weights for i in order if i.action == Action.PREDICT]
-        for order in schedule.lower(n_steps).verify().ranks
-    ]
 
 
 @pytest.mark.parametrize(
@@ -40,25 +27,25 @@ def predicted(schedule, n_steps):
         (Schedule.from_rank_orders(["0F0 0B0"], delay=1, predict=True), 3, [[(0, 1, 2)]]),
     ],
 )
-def test_what_is_predicted(schedule, n_steps, expected):
-    assert predicted(schedule, n_steps) == expected
+def test_stage_version_and_step_of_predictions(schedule, n_steps, expected):
+    ranks = schedule.lower(n_steps).verify().ranks
+    assert [[i.weights for i in own if i.action == Action.PREDICT] for own in ranks] == expected
 
 
 @given(programs(states=["replicated"]))
 @quick
 def test_who_reads_a_prediction_holds_it(program):
     """Each op reads either kind, as the schedule has it; all that is predicted is read."""
-    schedule = program.schedule
     for order in program.ranks:
         ops = [i for i in order if i.action.computes]
         for i in ops:
-            late = schedule.predict and 0 < i.version < i.step
+            late = program.schedule.predict and 0 < i.version < i.step
             assert (i.buffer == Buffer.PREDICTION) == late
         made = [i.weights for i in order if i.action == Action.PREDICT]
         assert sorted(made) == sorted({i.weights for i in ops if i.buffer is not None})
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("delay", [1, "freshest"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_it_costs_weights_and_nothing_else(n, delay, placement):
@@ -73,32 +60,25 @@ def test_it_costs_weights_and_nothing_else(n, delay, placement):
 
 def test_it_needs_one_version_more():
     schedule = catalog.data_parallel(2, delay=[2, 0], predict=True)
-    assert [schedule.oldest_version(j, 7) for j in range(2)] == [4, 7]
-    assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4)] == [0, 0, 0, 1]
+    assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4, 7)] == [0, 0, 0, 1, 4]
     assert [list(schedule.versions(j, 4)) for j in range(2)] == [[1, 2, 3, 4], [4]]
 
 
-@pytest.mark.parametrize("method", [catalog.data_parallel, catalog.cyclic])
-def test_sharded_state_is_refused(method):
-    message = "predict=True takes state=\"replicated\": got state='sharded'"
-    with pytest.raises(UserError, match=message):
-        method(3, delay=1, state="sharded", predict=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state": "sharded", "predict": True}, "got state='sharded'"),
+        ({"predict": "false"}, "got 'false'"),
+        ({"predict": 1}, "got 1"),
+    ],
+)
+def test_refuses(options, message):
+    for method in (catalog.data_parallel, catalog.cyclic):
+        with pytest.raises(UserError, match=f"predict.*{message}"):
+            method(3, delay=1, **options)
 
-
-@pytest.mark.parametrize("predict", ["false", 1])
-def test_what_is_neither_true_nor_false_is_refused(predict):
-    for method in (catalog.data_parallel, catalog.cyclic, partial(catalog.pipedream_2bw, 2)):
-        with pytest.raises(UserError, match=f"predict is True or False: got {predict!r}"):
-            method(2, predict=predict)
-
-
-# Broken programs
 
 PROGRAM = catalog.cyclic(3, 1, predict=True).lower(4)
-
-
-def first(action, buffer=Buffer.PREDICTION):
-    return find(PROGRAM, lambda i: i.action == action and i.buffer == buffer)
 
 
 def instead(**fields):
@@ -116,25 +96,18 @@ LATE = Buffer.PREDICTION
         (Action.FORWARD, None, instead(buffer=LATE), "promises weight version 0\n"),
         (Action.PREDICT, LATE, instead(step=1), "predicts nothing from version 1"),
         (Action.PREDICT, LATE, twice, "holds that prediction already"),
-        (
-            Action.FREE,
-            LATE,
-            drop,
-            "16, FREE prediction stage 2 step 2 version 1: it is missing",
-        ),
+        (Action.FREE, LATE, drop, "FREE prediction stage 2 step 2 version 1: it is missing"),
     ],
 )
 def test_a_broken_program_is_refused(action, buffer, change, why):
-    assert why in refusal(change(PROGRAM, *first(action, buffer)))
+    place = find(PROGRAM, lambda i: (i.action, i.buffer) == (action, buffer))
+    assert why in refusal(change(PROGRAM, *place), PROGRAM)
 
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_prediction_without_both_versions(version):
-    rank, predict = first(Action.PREDICT)
-    free = next(
-        i
-        for i in PROGRAM.ranks[rank]
-        if i.action == Action.FREE and i.weights == (predict.stage, version)
-    )
+    rank, predict = find(PROGRAM, of(Action.PREDICT))
+    frees = (i for i in PROGRAM.ranks[rank] if i.action == Action.FREE)
+    free = next(i for i in frees if i.weights == (predict.stage, version))
     message = refusal(before(PROGRAM, rank, free, predict))
     assert f"{predict}: the rank does not hold version {version} of" in message
