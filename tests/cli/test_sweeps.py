@@ -16,6 +16,7 @@ from toolkit.cli.command import command_of_job
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import (
     Status,
+    Sweep,
     finished_before,
     mark_failed,
     read_status,
@@ -80,19 +81,23 @@ def test_only_finished_runs_are_skipped(tmp_path):
         finished_before(tmp_path, ["a=2"])
 
 
-def test_the_summary_names_what_has_not_finished(tmp_path):
+def test_the_summary_names_what_has_not_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sweep, "folder", tmp_path)
+    assert summary("train") == ("", True)
     for name, status in {
         "10": Status("running", ["seed=10"]),
         "2": Status("failed", ["seed=2"], "no"),
         "1": Status("finished", ["seed=1"]),
     }.items():
         write_status(tmp_path / name, status)
-    text, complete = summary(tmp_path)
+    text, complete = summary("train")
     assert not complete
     assert text.splitlines() == [
+        "",
         f"3 runs in {tmp_path}: 1 finished, 1 failed, 1 broken off",
         "  failed: 2 (seed=2): no",
         "  broken off: 10 (seed=10)",
+        f"to continue: python experiments/train.py -m resume={tmp_path}",
     ]
 
 

@@ -41,9 +41,7 @@ def check_given(arguments: Sequence[str]) -> None:
     """Validate a command line before Hydra composes it.
 
     Raises:
-        UserError: it names an unknown choice of a group; or it gives ``workers`` and
-            ``microbatches``, or sizes although a schedule file has its own, unless other schedules
-            are compared with it.
+        UserError: it names an unknown choice of a group, or gives a size twice.
     """
     found, known = folders(arguments), groups(conf())
     options = {key_of(argument): argument for argument in parse(arguments).overrides}
@@ -81,10 +79,8 @@ def _check_choice(argument: str, known: list[str]) -> None:
 def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
     """Resolve shorthands and interpolations, validate the options, and use ``threads``.
 
-    Args:
-        config: of an experiment; changed in place.
-        given: options on the command line, which presets must not overrule. ``schedule.file`` has
-            no delay, unless one, or a ``schedule`` that has one, is given too.
+    Presets do not overrule options that are ``given`` on the command line. ``schedule.file`` has no
+    delay, unless one, or a ``schedule`` that has one, is given too.
 
     Raises:
         UserError: the seed or threads are impossible, or an option does not exist.
@@ -111,10 +107,7 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
 
 
 def _check_known(config: DictConfig, group: str = "") -> None:
-    """Reject options, added by ``+``, that no schema has; ``group`` is the prefix of their names.
-
-    Arguments of a ``_target_`` are left to the function that takes them.
-    """
+    """Reject options, added by ``+``, that no schema has; a ``_target_`` checks its own."""
     kind = OmegaConf.get_type(config)
     if "_target_" in config or not is_dataclass(kind):
         return

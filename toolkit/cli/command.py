@@ -130,11 +130,11 @@ class _CommandLine:
                 )()
             except KeyboardInterrupt:
                 if is_rank_zero():
-                    print(f"interrupted{sweeps.hint(self._name)[0]}", file=sys.stderr)
+                    print(f"interrupted{sweeps.summary(self._name)[0]}", file=sys.stderr)
                 sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
             except Exception as error:
                 self._report(error)
-            lines, complete = sweeps.hint(self._name)
+            lines, complete = sweeps.summary(self._name)
             if lines:
                 print(lines)
             process.leave_ranks()

@@ -38,7 +38,7 @@ class Status:
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Write ``status.json``; a folder that cannot be written is left without."""
+    """Write ``status.json`` if possible."""
     with suppress(OSError):  # a full disk does not end the run; the result reports it
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STATUS, asdict(status))
@@ -151,25 +151,22 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     return before if before.state == FINISHED else None
 
 
-def summary(folder: Path) -> tuple[str, bool]:
-    """Return a line on a sweep, one more for each unfinished run, and whether all finished."""
-    runs = {path.parent: read_status(path.parent) for path in folder.glob("*/status.json")}
-    found = {path: status for path, status in runs.items() if status is not None}
-    states = [status.state for status in found.values()]
+def summary(experiment: str) -> tuple[str, bool]:
+    """Lines on this process's sweep, if there is one, and whether all of its runs have finished."""
+    folders = sorted(Sweep.folder.iterdir()) if Sweep.folder else ()
+    runs = {path: status for path in folders if (status := read_status(path)) is not None}
+    if not runs:
+        return "", True
+    states = [status.state for status in runs.values()]
     words = {FINISHED: "finished", FAILED: "failed", STOPPED: "stopped", RUNNING: "broken off"}
     counts = [f"{states.count(s)} {word}" for s, word in words.items() if s in states]
-    lines = [f"{count(len(states), 'run')} in {folder}: {', '.join(counts)}"]
-    for path, status in sorted(found.items(), key=lambda item: (len(item[0].name), item[0])):
+    lines = ["", f"{count(len(states), 'run')} in {Sweep.folder}: {', '.join(counts)}"]
+    for path, status in sorted(runs.items(), key=lambda item: len(item[0].name)):
         if status.state != FINISHED:
             why = f": {status.message}" if status.message else ""
             lines.append(f"  {words[status.state]}: {path.name} ({' '.join(status.options)}){why}")
-    return "\n".join(lines), all(state == FINISHED for state in states)
-
-
-def hint(experiment: str) -> tuple[str, bool]:
-    """Lines on this process's sweep, if there is one, and whether all runs have finished."""
-    if Sweep.folder is None or not any(Sweep.folder.glob(f"*/{STATUS}")):
-        return "", True
-    lines, complete = summary(Sweep.folder)
-    more = f"\nto continue: python experiments/{experiment}.py -m resume={Sweep.folder}"
-    return f"\n{lines}{'' if complete else more}", complete
+    complete = all(state == FINISHED for state in states)
+    if not complete:
+        command = f"python experiments/{experiment}.py -m resume={Sweep.folder}"
+        lines.append(f"to continue: {command}")
+    return "\n".join(lines), complete
