@@ -11,27 +11,195 @@ A round passes if all processes have ended within the time-out and a margin, not
 with one line "error: ..." that names the rank and, where it trained, the step and instruction.
 """
 
+import contextlib
+import ctypes
+import json
+import os
 import random
 import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 from omegaconf import DictConfig
+from torch.distributed import PrefixStore, TCPStore
 from tqdm import tqdm
 
-from benchmarks import faults
-from benchmarks.faults import Job
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
+from toolkit.runtime.process_group.shared_status import Process, SharedStatus
+
+# What is looked at from outside lies in /proc.
+
+_LOOK = 0.02  # seconds between looks at the processes
+_PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
+_libc = ctypes.CDLL(None, use_errno=True)
+
+SAYS_WHEN = """\
+import runpy, sys, time
+said = []
+def hook(event, _):
+    if event == "socket.connect" and not said:
+        said.append(print("connects", time.time(), flush=True))
+sys.addaudithook(hook)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script that prints when it first connects: its imports do not count as time-out."""
+
+START_TOGETHER = """\
+import os, pathlib, runpy, sys, time
+del sys.argv[0]
+runpy.run_path(sys.argv[0])
+here = pathlib.Path(__file__).with_name("here")
+here.mkdir(exist_ok=True)
+(here / os.environ["RANK"]).touch()
+while len(os.listdir(here)) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script once all ranks have imported what it needs, so that this takes no time-out."""
+
+
+class Job:
+    """A command and all processes that it starts, known by a mark in their environment.
+
+    A context, at whose end nothing of it is left. All of it writes to the file ``output``.
+    """
+
+    def __init__(self, command: Sequence[str], variables: dict[str, str], output: Path) -> None:
+        mark = {"FAILURE_BENCH": uuid.uuid4().hex}
+        self._mark = "=".join(*mark.items()).encode()
+        self._known: dict[tuple[int, str], Process] = {}
+        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | variables | mark
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+        self.pid, self.wait = self._process.pid, self._process.wait
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while left := self.running():
+            for process in left:
+                process.kill()
+            time.sleep(_LOOK)
+        self._process.wait()
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the command; None while it runs."""
+        return self._process.poll()
+
+    def running(self) -> list[Process]:
+        """Return all of its processes that run."""
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            with contextlib.suppress(OSError):
+                if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    process = Process(pid)
+                    self._known.setdefault((pid, process.started), process)
+        return [process for process in self._known.values() if not process.gone]
+
+
+class Rank(NamedTuple):
+    """A rank of a job that trains, from outside."""
+
+    process: Process
+    status: SharedStatus
+
+    @property
+    def place(self) -> str:
+        """Where it is, or was at its end."""
+        return self.status.read().position
+
+
+def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float) -> list[Rank]:
+    """Return all ranks once each of them has come to ``step``; nothing if they do not.
+
+    Ranks find each other's process and record through the store at ``port``.
+    """
+    ranks: list[Rank] = []
+    end = time.monotonic() + patience
+    while job.status is None and time.monotonic() < end:
+        # Nobody listens yet, or the job has just failed and its store with it.
+        with contextlib.suppress(OSError, RuntimeError):
+            ranks = ranks or _known_ranks(port, n_ranks)
+        steps = [rank.status.read().step for rank in ranks]
+        if ranks and all(now is not None and now >= step for now in steps):
+            return ranks
+        time.sleep(0.1)  # the ranks need the store themselves
+    return []
+
+
+def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
+    socket.create_connection(("localhost", port), 1).close()
+    store = PrefixStore("watch", TCPStore("localhost", port, None, False, timedelta(seconds=1)))
+    keys = [f"process/{rank}" for rank in range(n_ranks)]
+    entries = [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
+    found = [(Process(pid, start), SharedStatus.of(pid, fd)) for _, pid, start, fd in entries]
+    return [Rank(process, status) for process, status in found if status is not None]
+
+
+def cut(rank: Rank, port: int) -> None:
+    """Shut a rank's connections to other ranks down, but not those to the store at ``port``."""
+    n_cut = 0
+    for connection in _connections(rank.process.pid):
+        with contextlib.suppress(OSError):  # one that is not connected
+            if port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                connection.shutdown(socket.SHUT_RDWR)
+                n_cut += 1
+    if not n_cut:
+        raise RuntimeError(f"process {rank.process.pid} has no connection to another rank")
+
+
+_BREAK: dict[str, Callable[[Rank, int], None]] = {
+    "killed": lambda rank, port: os.kill(rank.process.pid, signal.SIGKILL),
+    "stopped": lambda rank, port: os.kill(rank.process.pid, signal.SIGSTOP),
+    "cut": cut,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def _connections(pid: int) -> Iterator[socket.socket]:
+    """Yield another process's TCP sockets, each for as long as the caller looks at it."""
+    process = os.pidfd_open(pid)
+    try:
+        for fd in map(int, os.listdir(f"/proc/{pid}/fd")):
+            if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
+                continue
+            ours = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
+            if ours < 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise UserError(
+                    f"sockets of process {pid}: {reason}; be root, or leave cut out of bench.faults"
+                )
+            with socket.socket(fileno=ours) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    yield connection
+    finally:
+        os.close(process)
+
 
 FAULTS = ("killed", "stopped", "cut", "no_port")
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -101,18 +269,18 @@ def one_round(
 
 def _broken(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Train under torchrun until the fault and its end."""
-    port, start = faults.free_port(), output.with_name("start.py")
-    start.write_text(faults.START_TOGETHER)
+    port, start = free_port(), output.with_name("start.py")
+    start.write_text(START_TOGETHER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
     with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
-        ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
+        ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(done.delay)
         if not ranks or any(rank.process.gone for rank in ranks):
             done.problems.append("training did not begin, or ended before the fault")
             return
         victim = ranks[done.rank]
-        faults.FAULTS[done.fault](victim, port)
+        _BREAK[done.fault](victim, port)
         _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
         done.place = victim.place
 
@@ -120,8 +288,8 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
 def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Start a rank where no other is."""
     place = {"RANK": done.rank, "LOCAL_RANK": done.rank, "WORLD_SIZE": config.ranks}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": faults.free_port()}
-    command = [sys.executable, "-c", faults.SAYS_WHEN, *training]
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-c", SAYS_WHEN, *training]
     with Job(command, {name: str(value) for name, value in place.items()}, output) as job:
         end = time.monotonic() + _PATIENCE
         while not (said := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
@@ -135,7 +303,7 @@ def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -
 
 
 def _await_end(
-    done: Round, job: Job, ranks: list[faults.Process], start: float, config: DictConfig
+    done: Round, job: Job, ranks: list[Process], start: float, config: DictConfig
 ) -> None:
     """Wait for the end of all processes, and note when it came."""
     patience = config.timeout + max(config.margin, _END)

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from benchmarks.faults import Job
+from benchmarks.failure import Job
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import check_choice
 

@@ -24,8 +24,7 @@ needs_root = pytest.mark.skipif(_LACKS, reason="makes network namespaces: Linux,
 
 @pytest.fixture
 def bench(benchmark):
-    names = {"links": "links", "rank": "links_rank", "network": "network"}
-    return SimpleNamespace(**{name: benchmark(module) for name, module in names.items()})
+    return benchmark("links")
 
 
 def test_windows_interpolate_between_samples(bench):
@@ -54,22 +53,21 @@ def task(**changes):
     ("method", "name", "staleness"), [("DDP", "DP", {0}), ("CDP-v1", "CDP-v1 rotated", {1})]
 )
 def test_schedules(bench, method, name, staleness):
-    schedule = bench.rank.schedule_of(task(), method)
+    schedule = bench.schedule_of(task(), method)
     assert (schedule.name, schedule.n_stages, schedule.n_microbatches) == (name, 3, 2)
     assert {late for stage in schedule.staleness for late in stage} == staleness
 
 
 def test_methods_begin_with_the_same_weights_and_images(bench):
     first, again = (
-        [bench.rank.fresh_model(task()).state_dict(), bench.rank.images_of(task())]
-        for _ in range(2)
+        [bench.fresh_model(task()).state_dict(), bench.images_of(task())] for _ in range(2)
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert first[1][0].shape == (4, 3, 8, 8)
 
 
 def test_step_time_is_of_the_slowest_rank_after_the_first_steps(bench):
-    assert bench.rank.step_time([[0, 5, 6, 7, 8], [0, 1, 2, 4, 8]], skip=1) == 7 / 3
+    assert bench.step_time([[0, 5, 6, 7, 8], [0, 1, 2, 4, 8]], skip=1) == 7 / 3
 
 
 def test_rates_follow_from_the_time_of_computing(bench):
@@ -79,7 +77,7 @@ def test_rates_follow_from_the_time_of_computing(bench):
     def send(n_bytes):
         return 0.01 if rates[-1] is None else 8 * n_bytes / (0.9 * rates[-1])
 
-    half, free = bench.rank.calibrate(
+    half, free = bench.calibrate(
         task(ratios=[0.5, 0]), 1000, rates.append, lambda method: steps, send
     )
     assert half.compute == free.compute == 2
@@ -89,11 +87,11 @@ def test_rates_follow_from_the_time_of_computing(bench):
 
 
 def ran(bench, method, seconds, number=0, ratio=1.0, peak=2.0, workers=2):
-    return bench.links.Run(workers, ratio, number, method, seconds, peak, 44.7)
+    return bench.Run(workers, ratio, number, method, seconds, peak, 44.7)
 
 
 def link(bench, ratio=1.0, workers=2):
-    return bench.rank.Link(workers, ratio, 100.0, 1.0, 0.99)
+    return bench.Link(workers, ratio, 100.0, 1.0, 0.99)
 
 
 def test_rows_are_medians_and_ratios(bench):
@@ -103,7 +101,7 @@ def test_rows_are_medians_and_ratios(bench):
         for name, series in times.items()
         for number, seconds in enumerate(series)
     ]
-    ddp, tuned, cdp = bench.links.table(runs, [link(bench)])
+    ddp, tuned, cdp = bench.table(runs, [link(bench)])
     assert [row["method"] for row in (ddp, tuned)] == ["DDP", "DDP tuned"]
     assert cdp == {
         "workers": 2, "link": "M = C", "method": "CDP-v1", "M/C": 0.99,
@@ -119,7 +117,7 @@ def test_links_and_workers_do_not_mix(bench):
         for k, (workers, ratio) in enumerate(places, 1)
         for name in ("DDP", "CDP-v2")
     ]
-    rows = bench.links.table(runs, [link(bench, ratio, n) for n, ratio in places])
+    rows = bench.table(runs, [link(bench, ratio, n) for n, ratio in places])
     assert [(row["workers"], row["link"], row["/ DDP"]) for row in rows[1::2]] == [
         (2, "M = 0.5 C", 0.5),
         (2, "unshaped", 0.667),
@@ -128,7 +126,7 @@ def test_links_and_workers_do_not_mix(bench):
 
 
 def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
-    (row,) = bench.links.table([ran(bench, "compute", 1.0, peak=float("nan"))], [link(bench)])
+    (row,) = bench.table([ran(bench, "compute", 1.0, peak=float("nan"))], [link(bench)])
     names = ("/ DDP", "paired", "least", "most", "/ tuned", "peak/mean", "MB sent")
     assert [row[name] for name in names] == [None] * 7
 
@@ -150,9 +148,9 @@ def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
 def test_refuses(bench, changes, value):
     config = OmegaConf.merge(settings("bench", "bench=links").bench, changes)
     with pytest.raises(UserError, match=value):
-        bench.links.check(config, torch.device("cpu"))
+        bench.check(config, torch.device("cpu"))
     with pytest.raises(UserError, match="got cuda; give device=cpu"):
-        bench.links.check(config, torch.device("cuda"))
+        bench.check(config, torch.device("cuda"))
 
 
 def namespaces():
