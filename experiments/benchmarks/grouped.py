@@ -19,7 +19,7 @@ from toolkit.cli.check_options import check_counts
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.meters.meter import count_operations
+from toolkit.runtime.meters.measurements import count_operations
 from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic

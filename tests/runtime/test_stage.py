@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same, differ
 from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
 from toolkit.runtime.grouped import _regroup
-from toolkit.runtime.meters.meter import count_operations
+from toolkit.runtime.meters.measurements import count_operations
 from toolkit.runtime.stage import StageRunner, leaves, predicted
 from toolkit.schedule import catalog
 

@@ -20,7 +20,7 @@ from toolkit.model import Images, Stages
 from toolkit.plan.findings import TrainingFindings
 from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.meters.measurements import Meter
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule

@@ -14,8 +14,7 @@ from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
-from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.meters.measurements import Measurements, Meter
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves

@@ -16,7 +16,7 @@ import torch
 
 from toolkit.runtime.dataflow import Dataflow, in_background, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
-from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.meters.measurements import Meter
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import is_backend_error

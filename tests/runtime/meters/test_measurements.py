@@ -5,8 +5,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import Change
-from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.meters.meter import Event, Record
+from toolkit.runtime.meters.measurements import Event, Measurements, Record
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 PIPELINE = catalog.gpipe(2, 1)

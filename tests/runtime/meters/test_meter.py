@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.meters.measurements import Meter
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
