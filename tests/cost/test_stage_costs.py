@@ -70,8 +70,11 @@ def kept_by(stage, received, precision="fp32"):
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with keeping, autocast(precision, torch.device("cpu")):
         outputs = stage(*received)
-    passed_on = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in outputs)
-    return sum(x.untyped_storage().nbytes() for x in kept.values()), passed_on
+    return kept, tuple(x.detach().requires_grad_(x.is_floating_point()) for x in outputs)
+
+
+def size(kept):
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
 @pytest.mark.parametrize(
@@ -92,8 +95,8 @@ def test_activations_are_those_that_autograd_keeps(make, precision):
     costs = profile(stages, example, repeats=1, precision=precision)
     values = (example,)
     for stage, cost in zip(stages, costs, strict=True):
-        n_bytes, values = kept_by(stage.train(), values, precision)
-        assert cost.activation_bytes == n_bytes
+        kept, values = kept_by(stage.train(), values, precision)
+        assert cost.activation_bytes == size(kept)
         assert cost.output_bytes == sum(x.nbytes for x in values)
 
 
@@ -284,16 +287,8 @@ def test_one_rank_keeps_what_is_saved_and_what_crosses(make, n_stages):
     stages = partition(make(), n_stages, example)
     costs = profile(stages, example.to("meta"))
     values, kept = (example,), {}
-    own = {x.untyped_storage().data_ptr() for x in (example, *stages.model.parameters())}
-    own |= {x.untyped_storage().data_ptr() for x in stages.model.buffers()}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        for stage in stages:
-            values = tuple(keep(x.detach().requires_grad_()) for x in stage(*values))
-    last = values[0].untyped_storage().data_ptr()  # which crosses no cut
-    expected = sum(x.untyped_storage().nbytes() for k, x in kept.items() if k not in {*own, last})
-    assert sum(cost.activation_bytes + cost.extra_input_bytes for cost in costs) == expected
+    for stage in stages:
+        saved, values = kept_by(stage, values)
+        kept |= saved | {stored(x): x for x in values}
+    del kept[stored(values[0])]  # the last stage's output crosses no cut
+    assert sum(cost.activation_bytes + cost.extra_input_bytes for cost in costs) == size(kept)
