@@ -23,11 +23,7 @@ SCHEDULES: Mapping[str, Method] = {
 
 
 def options_of(schedule: str) -> dict[str, Any]:
-    """Options that ``schedule`` takes besides its sizes, with their defaults; None if required.
-
-    Raises:
-        UserError: an unknown schedule.
-    """
+    """Options that ``schedule`` takes besides its sizes, with their defaults; None if required."""
     if schedule not in SCHEDULES:
         raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), [*SCHEDULES])}")
     method = SCHEDULES[schedule]
@@ -57,11 +53,7 @@ class Choice:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that differ from the schedule's defaults.
-
-        Raises:
-            UserError: the schedule has no such option.
-        """
+        """The options that differ from the schedule's defaults; UserError if it has no such one."""
         usual = options_of(self.schedule)
         chosen = {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
         for name, value in chosen.items():
@@ -114,11 +106,7 @@ class Choice:
 
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
-    """Check that sizes can be drawn.
-
-    Raises:
-        UserError: one of them, or the micro-batches of all rounds, is not from 1 to 32.
-    """
+    """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
     rounds = 1 if accumulate is None else whole(accumulate, "accumulate", 1)
     sizes = {"stages": whole(stages, "stages", 1)}
     sizes["microbatches x accumulate"] = whole(microbatches, "microbatches", 1) * rounds

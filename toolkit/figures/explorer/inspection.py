@@ -93,11 +93,7 @@ class Analysis:
 
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower ``choice``.
-
-    Raises:
-        UserError: it is impossible; the message may end with a grid.
-    """
+    """Lower ``choice``; raise UserError if it is impossible."""
     schedule = choice.build()
     return Analysis(choice, schedule, schedule.lower(n_steps), steady_state(schedule))
 

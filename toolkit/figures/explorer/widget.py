@@ -117,9 +117,8 @@ class Explorer(ui.VBox):
         self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines])
         self.hardware.value = hardware.name if hardware else "unit"
         look = {"width": "auto", "margin": "2px 2px 2px 100px"}
-        self.compare = ui.ToggleButton(
-            value=compare is not None, description="compare", icon="columns", layout=look
-        )
+        toggle: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
+        self.compare = ui.ToggleButton(value=compare is not None, **toggle)
         self.folder = _field(ui.Text, "export to", value=str(folder), **later)
         self.view, self.status = ui.HTML(), ui.HTML()
         self.buttons = [ui.Button(description=x, icon="download") for x in EXPORTS.values()]
@@ -293,7 +292,6 @@ def _in_columns(*widgets: ui.Widget, least: str) -> ui.GridBox:
 
 
 def _show(widget: ui.DOMWidget, visible: bool) -> None:
-    """Show or hide ``widget``."""
     widget.layout.display = None if visible else "none"
 
 
@@ -321,6 +319,5 @@ def _chosen(
 
 def _file_name(analysis: Analysis) -> str:
     schedule, name = analysis.schedule, analysis.choice.schedule
-    if name == OWN:
-        return Path(ORDERS_FILE).stem
-    return f"{name}_{schedule.n_stages}x{schedule.n_microbatches}"
+    sizes = f"{schedule.n_stages}x{schedule.n_microbatches}"
+    return Path(ORDERS_FILE).stem if name == OWN else f"{name}_{sizes}"
