@@ -98,11 +98,6 @@ def counted(model, x):
     return x * model.n
 
 
-def late(model, x):
-    model.n = x.mean(0)
-    return x
-
-
 def carried(model, x):
     seen, model.seen = model.seen, x
     return x if seen is None else x + seen
@@ -123,12 +118,10 @@ def fresh(model, x):
     ("forward", "seen", "changed"),
     [
         (counted, None, "n"),
-        (late, None, "n"),
         (carried, None, "seen"),
         (carried, ROWS, "seen"),
         (paired, (ROWS,), "seen"),
         (fresh, None, None),
-        (fresh, ROWS, None),
     ],
 )
 def test_what_a_forward_sets_is_refused_where_the_next_one_would_read_it(forward, seen, changed):

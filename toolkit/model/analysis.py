@@ -127,16 +127,14 @@ def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
     return tree_map(begin, values), leaves
 
 
-def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a node reads directly, by name in ``module``."""
+def parameters_of(module: nn.Module, n: fx.Node) -> list[nn.Parameter]:
+    """Return the parameters of ``module`` that a node reads directly."""
     if n.op == "call_module":
-        leaf = module.get_submodule(str(n.target))
-        return [(f"{n.target}.{name}", parameter) for name, parameter in leaf.named_parameters()]
+        return [*module.get_submodule(str(n.target)).parameters()]
     if n.op == "get_attr":
         owner, _, name = str(n.target).rpartition(".")
         value = getattr(module.get_submodule(owner), name)
-        if isinstance(value, nn.Parameter):
-            return [(str(n.target), value)]
+        return [value] if isinstance(value, nn.Parameter) else []
     return []
 
 
@@ -170,7 +168,7 @@ class _Recorder(fx.Interpreter):
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with _counting() as forward, keeping:
             output = self._run(n, args, kwargs)
-        parameters = [parameter for _, parameter in parameters_of(self.module, n)]
+        parameters = parameters_of(self.module, n)
         with _counting() as backward:
             _backward(output, [*leaves, *parameters])
         new = {id(p): p.numel() for p in parameters if id(p) not in self.counted}

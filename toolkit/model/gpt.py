@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, whole
 
 _SPREAD = 0.02  # of the initial weights
 
@@ -39,8 +39,7 @@ def gpt(
     """
     sizes = {"layers": layers, "width": width, "heads": heads}
     for name, size in (sizes | {"vocabulary": vocabulary, "length": length}).items():
-        if size < 1:
-            raise UserError(f"model.{name} must be at least 1: got {size}")
+        whole(size, f"model.{name}", 1)
     if width % heads:
         raise UserError(f"model.width must be a multiple of model.heads={heads}: got {width}")
     if not 0 <= dropout < 1:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
-from toolkit.model.trace import changing, check_traceable, refused, shapes_of, subgraph, trace
+from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
 Inputs = tuple[torch.Tensor, ...]
@@ -205,7 +205,7 @@ class _Crossings:
         for node, k in position.items():
             # A node that only reads a parameter may be repeated; what counts is who uses it.
             users = [position[user] for user in node.users if user in position]
-            for _, parameter in parameters_of(traced, node):
+            for parameter in parameters_of(traced, node):
                 shared.setdefault(id(parameter), []).extend(users if node.op == "get_attr" else [k])
         for found in shared.values():
             between = range(min(found, default=0) + 1, max(found, default=0) + 1)
@@ -246,8 +246,10 @@ class _Crossings:
                     copied(argument)
                 copies[node] = graph.node_copy(node, copied)
         graph.output(tuple(copied(node) for node in self.at[end]))
+        stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
         draws = any(self.costs[node.name].draws for node in own)
-        return subgraph(self.traced, graph, draws=draws, mixes=any(map(self._mixes, own)))
+        stage.meta |= self.traced.meta | {"draws": draws, "mixes": any(map(self._mixes, own))}
+        return stage
 
     def _mixes(self, node: fx.Node) -> bool:
         """Whether an operation mixes the samples of different micro-batches in one batch.

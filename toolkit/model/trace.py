@@ -19,7 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
 
-_EVALUATED, _DRAWS, _MIXES = "evaluated", "draws", "mixes"  # keys of a stage's ``meta``
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
@@ -58,30 +57,18 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
             f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; move code that"
             " depends on tensors' values or sizes into a function marked by torch.fx.wrap"
         ) from error
-    traced.meta[_EVALUATED] = kept
+    traced.meta["evaluated"] = kept
     return traced
-
-
-def subgraph(
-    traced: fx.GraphModule, graph: fx.Graph, *, draws: bool, mixes: bool
-) -> fx.GraphModule:
-    """Return some operations of ``traced`` as a module that shares its parameters and buffers.
-
-    ``draws``: whether any draws at random; ``mixes``: whether any mixes the samples of a batch.
-    """
-    found = fx.GraphModule(traced, graph, class_name="Stage")
-    found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws, _MIXES: mixes}
-    return found
 
 
 def draws_at_random(stage: nn.Module) -> bool:
     """Whether a stage's forward in training uses a random generator."""
-    return bool(getattr(stage, "meta", {}).get(_DRAWS, False))
+    return bool(getattr(stage, "meta", {}).get("draws", False))
 
 
 def one_by_one(stage: nn.Module) -> bool:
     """Whether a stage must run micro-batches one after another to compute the same."""
-    return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get(_MIXES, False))
+    return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get("mixes", False))
 
 
 def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
@@ -101,7 +88,7 @@ def in_training(module: _Module) -> _Module:
 
 def evaluated(module: nn.Module) -> frozenset[str]:
     """Return the names of modules that stay in evaluation mode while a stage trains."""
-    return frozenset(getattr(module, "meta", {}).get(_EVALUATED, ()))
+    return frozenset(getattr(module, "meta", {}).get("evaluated", ()))
 
 
 def changing(names: Sequence[str], where: object) -> str:
@@ -135,15 +122,11 @@ def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
     Raises:
         UserError: names the first difference between ``model`` and its graph ``traced``.
     """
-    for why in _differences(model, traced):
-        raise UserError(f"{type(model).__name__} {why}")
-
-
-def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
+    who = type(model).__name__
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield (
-                f"has a hook on the gradient of {name}, which would not run on copies of the"
+            raise UserError(
+                f"{who} has a hook on the gradient of {name}, which would not run on copies of the"
                 " weights: remove it, and change gradients in the optimizer's step"
             )
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
@@ -151,8 +134,8 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
         within = any(f"{name}.".startswith(f"{leaf}.") for leaf in called)
         lost = _HOOKS if module is model else () if within else _BACKWARD_HOOKS
         if any(getattr(module, hooks) for hooks in lost):
-            yield (
-                f"has a hook on {name or 'itself'}, which would not run since torch.fx traces"
+            raise UserError(
+                f"{who} has a hook on {name or 'itself'}, which would not run since torch.fx traces"
                 " through it: remove it, or put it on a layer of torch.nn"
             )
     norms: dict[nn.Module, str] = {}
@@ -160,17 +143,15 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
         module = traced.get_submodule(name)
         if not isinstance(module, _BatchNorm) or name in evaluated(traced):
             continue
-        hooked = any(getattr(module, hooks) for hooks in _HOOKS)
-        if hooked or is_parametrized(module):
-            what = "hook" if hooked else "parametrization"
-            yield (
-                f"has a {what} on the batch norm {name}, which would not run on each micro-batch:"
-                " remove it"
+        if is_parametrized(module) or any(getattr(module, hooks) for hooks in _HOOKS):
+            raise UserError(
+                f"{who} has a hook or a parametrization on the batch norm {name}, which would not"
+                " run on each micro-batch: remove it"
             )
         if module in norms and module.track_running_stats:
-            yield (
-                f"calls the batch norm {norms[module]} more than once in a forward: use one batch"
-                " norm per call"
+            raise UserError(
+                f"{who} calls the batch norm {norms[module]} more than once in a forward: use one"
+                " batch norm per call"
             )
         norms[module] = name
 

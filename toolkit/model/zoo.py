@@ -1,12 +1,13 @@
 """Image classifiers for a data set's image size: torchvision's, and CIFAR's small ResNets."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-from toolkit.errors import UserError, suggest
+from toolkit.errors import UserError, suggest, whole
 
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
 _WIDTH = 64  # of torchvision's ResNets
@@ -39,8 +40,7 @@ def build(
         raise UserError(f"unknown model {name!r}: {suggest(name, [*MODELS])}")
     sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
     for what, value in (sizes | {"width": 1 if width is None else width}).items():
-        if value < 1:
-            raise UserError(f"model.{what} must be at least 1: got {value}")
+        whole(value, f"model.{what}", 1)
     return MODELS[name](n_classes, image_size, in_channels, width)
 
 
@@ -88,19 +88,17 @@ def _cifar_resnet(
 ) -> nn.Module:
     """6n+2 layers: three groups of n blocks, of ``width`` (16), 2x and 4x channels."""
     first = 16 if width is None else width
-    model = nn.Sequential()
-    model.add_module("conv1", nn.Conv2d(in_channels, first, 3, padding=1, bias=False))
-    model.add_module("bn1", nn.BatchNorm2d(first))
-    model.add_module("relu", nn.ReLU(inplace=True))
+    conv = nn.Conv2d(in_channels, first, 3, padding=1, bias=False)
+    layers = OrderedDict(conv1=conv, bn1=nn.BatchNorm2d(first), relu=nn.ReLU(inplace=True))
     narrower = first
     for group, wider in enumerate((first, 2 * first, 4 * first)):
         for block in range(blocks):
             stride = 2 if group and not block else 1
-            model.add_module(f"layer{group + 1}_{block}", _block(narrower, wider, stride))
+            layers[f"layer{group + 1}_{block}"] = _block(narrower, wider, stride)
             narrower = wider
-    model.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
-    model.add_module("flatten", nn.Flatten())
-    model.add_module("fc", nn.Linear(narrower, n_classes))
+    fc = nn.Linear(narrower, n_classes)
+    layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": fc}
+    model = nn.Sequential(layers)
     _initialise(model)
     return model
 

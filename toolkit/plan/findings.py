@@ -49,14 +49,9 @@ def predict(
     optimizer_bytes: Sequence[int],
     slack: tuple[float, float],
 ) -> list[Prediction]:
-    """Predict a training step of each schedule; DP's is the first.
+    """Predict a training step of each schedule, DP's first; measured seconds count where given.
 
-    Args:
-        schedules: one a rule.
-        costs: of the stages; measured seconds count where they are given.
-        hardware: the machines.
-        optimizer_bytes: bytes of the optimizer's state, by stage.
-        slack: least and largest factor on the seconds of computing.
+    ``slack``: least and largest factor on the seconds of computing.
     """
     check_hardware(hardware)
     free = replace(hardware, link_bandwidth=inf, link_latency=0.0)
