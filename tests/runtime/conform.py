@@ -84,23 +84,14 @@ def adamw(parameters):
 
 @dataclass
 class Trained:
-    """The results of a run.
+    """The results of a run, of all ranks."""
 
-    Attributes:
-        states: the model's, by the steps that were done: 4, 5 and 6.
-        updates: (step, weights by name) after each update, of all ranks.
-        steps: of the results.
-        losses: (step, micro-batch) -> loss, of all ranks.
-        peaks: activation bytes of each rank.
-        sent: bytes that each rank sent, of all buffers.
-    """
-
-    states: dict[int, dict]
-    updates: list[tuple[int, dict]]
-    steps: list[list[int]]
-    losses: dict
-    peaks: tuple[int, ...]
-    sent: list[float]
+    states: dict[int, dict]  # the model's, by the steps that were done: 4, 5 and 6
+    updates: list[tuple[int, dict]]  # (step, weights by name) after each update
+    steps: list[list[int]]  # of the results
+    losses: dict  # by (step, micro-batch)
+    peaks: tuple[int, ...]  # activation bytes of each rank
+    sent: list[float]  # bytes of each rank
 
     def assert_follows(self, states: list[dict], losses: dict) -> None:
         """Compare it with ``states``, those after each step, and ``losses``."""

@@ -71,10 +71,7 @@ class Grouped:
         targets: Tensor,
         version: Callable[[int, int, int], int],
     ) -> tuple[StepResult, list[GradientSum]]:
-        """Sum each stage's gradients of training step ``step``, without an update.
-
-        ``version(stage, microbatch, step)`` is the weight version that is read.
-        """
+        """Sum each stage's gradients, on ``version(stage, microbatch, step)`` of the weights."""
         groups: Groups = [self.microbatches]
         batches = [inputs]
         read: list[list[Weights]] = []

@@ -146,10 +146,9 @@ def find_layouts(
     wire: torch.dtype | None = None,
     device: torch.device = _CPU,
 ) -> Layouts:
-    """Find the layouts of all stages, without computing or allocating anything.
+    """Find the layouts of stages and a micro-batch's ``inputs`` on the meta device.
 
-    ``skeletons`` and a micro-batch's ``inputs`` are on the meta device. ``device`` is where they
-    compute, which decides the types that autocast chooses; ``wire`` is as in ``Layout.of``.
+    They compute on ``device``, for which autocast chooses types; ``wire`` is as in ``Layout.of``.
     """
     activations, activation_gradients, gradients, versions = [], [], [], []
     with FakeTensorMode():

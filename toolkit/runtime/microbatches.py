@@ -33,23 +33,11 @@ class Divisible(Protocol):
 
 
 class BatchReader(Iterator[Share]):
-    """Yields what a process reads of each batch, and moves only that to its device.
+    """Yields what a process reads of ``n_steps`` batches, or of all; UserError if they end before.
 
-    Args:
-        batches: global ``(inputs, targets)``; of :class:`Divisible` ones only what is read is
-            loaded.
-        n_microbatches: micro-batches of a batch.
-        wanted: the micro-batches that are read at a step, ascending.
-        first_step: training step of the first batch.
-        device: where to move them; None: leave them where they are.
-        n_steps: number of batches to read; None: all.
-
-    Attributes:
-        alike: whether to refuse micro-batches of another shape than the first ones.
-        shape: of the first micro-batches' inputs; None until some have been read.
-
-    Raises:
-        UserError: there are fewer batches than ``n_steps``, or a batch cannot be divided.
+    Of :class:`Divisible` batches only what is read is loaded: ``wanted(step)``, micro-batches
+    in ascending order. They move to ``device``, if any. With ``alike`` all must have the ``shape``
+    of the first ones' inputs.
     """
 
     def __init__(
@@ -153,8 +141,7 @@ def _kind(value: object) -> str:
 class MicrobatchQueue:
     """Cuts batches into micro-batches when the first of them is wanted, in order of their steps.
 
-    ``source`` yields what this process reads, from ``first_step`` on; ``parts(step)`` are the
-    micro-batches in it, in order.
+    ``source`` yields what this process reads: the micro-batches ``parts(step)``, in order.
     """
 
     def __init__(

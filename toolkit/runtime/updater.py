@@ -168,12 +168,8 @@ class Updater:
     ) -> None:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
-        Args:
-            total: the sum over all micro-batches of the gradients of (options.scale * loss /
-                n_microbatches), and of the norms' statistics.
-            n_microbatches: number of micro-batches.
-            keep_old: whether the version before is still read, so that the new one gets own memory.
-            norm: norm of the gradient; computed here by default.
+        ``total`` sums over all micro-batches the gradients of (options.scale * loss /
+        n_microbatches), and norms' statistics. ``keep_old``: the version before is still read.
         """
         self.begin_average()
         # The optimizer works in place. Micro-batches between forward and backward still use the old
@@ -213,11 +209,8 @@ class Updater:
 
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
-        return self.newest() | {
-            name: tensor
-            for name, tensor in self.stage.named_buffers()
-            if name.rpartition(".")[2] in ("running_mean", "running_var")
-        }
+        running, buffers = ("running_mean", "running_var"), self.stage.named_buffers()
+        return self.newest() | {k: x for k, x in buffers if k.rpartition(".")[2] in running}
 
     @torch.no_grad()
     def _renew(self) -> None:
