@@ -102,19 +102,21 @@ def test_forwards_add_up_until_their_backwards():
 def test_a_run_leaves_nothing(monkeypatch, schedule):
     """Every rank's forwards, counted by one meter; every instruction's too."""
     found, most = meter(), []
-    execute, init = Rank.execute, Rank.__init__
-
-    def watching(self, *arguments):
-        init(self, *arguments, watching=found.activations.watch)
+    execute = Rank.execute
 
     def counted(self, i):
         execute(self, i)
         most.append(found.activations.bytes)
 
-    monkeypatch.setattr(Rank, "__init__", watching)
     monkeypatch.setattr(Rank, "execute", counted)
-    stages = models.cut(models.residual(), schedule)
-    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, "scheduled")
+    runtime = SingleProcess(
+        models.cut(models.residual(), schedule),
+        schedule,
+        conform.sgd,
+        F.cross_entropy,
+        "scheduled",
+        watching=found.activations.watch,
+    )
     list(runtime.run(models.make_batches(schedule.n_microbatches, 2)))
     assert max(most) > 0
     assert found.activations.bytes == most[-1] == 0
