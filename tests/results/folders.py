@@ -1,11 +1,12 @@
 """Folders of runs as the experiments leave them, written by hand."""
 
-import csv
 import json
 from math import isnan, nan
 
 import yaml
 from PIL import Image
+
+from toolkit.files import write_csv, write_json
 
 CATALOG = "toolkit.schedule.catalog"
 SCHEDULES = {
@@ -133,14 +134,3 @@ def result_of(folder):
 
 def change(folder, **more):
     write_json(folder / "result.json", result_of(folder) | more)
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content))
-
-
-def write_csv(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]])
-        writer.writeheader()
-        writer.writerows(rows)

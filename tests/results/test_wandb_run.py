@@ -78,6 +78,10 @@ def test_an_offline_run_is_on_disk(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "wandb_run.json", "wandb"}
     assert not {"WANDB_CACHE_DIR", "WANDB_DATA_DIR"} & os.environ.keys()
+    with begin(tmp_path, resume=True) as again:  # `wandb sync` joins the folders of one id
+        again.log({"train/loss": 1}, 30)
+    assert again.where == tracker.where
+    assert len([*tmp_path.glob(f"wandb/offline-run-*-{identity['id']}*")]) == 2
 
 
 @pytest.mark.parametrize(
@@ -116,15 +120,6 @@ def test_a_resumed_run_keeps_its_id_unless_it_is_damaged(tmp_path, wandb_runs, o
     assert len({run.id for run in wandb_runs}) == 3
     assert {run.resume for run in wandb_runs} == {"allow"}
     assert wandb_run.read_identity(identity)["id"] == renewed.id != another.id
-
-
-def test_two_offline_parts_have_one_id(tmp_path):
-    """As `wandb sync` takes them: folders of one run, in the order of their times."""
-    for resume in (False, True):
-        with begin(tmp_path, resume=resume) as tracker:
-            tracker.log({"train/loss": 1}, 10)
-    shown = tracker.where.rpartition("/")[2]
-    assert len([*tmp_path.glob(f"wandb/{shown}")]) == len([*tmp_path.glob("wandb/*run-*")]) == 2
 
 
 def fail(*_, **__):

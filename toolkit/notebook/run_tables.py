@@ -209,17 +209,14 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> pd.DataFrame:
     """How far the peak of staggered workers is below that of simultaneous ones, by curve.
 
-    The last column is the largest reduction, 1 - mean/peak, which no number of workers exceeds.
-
-    Args:
-        curves: memory of one micro-batch, by name.
-        workers: numbers of workers.
+    A curve is the memory of one micro-batch. The last column is the largest reduction,
+    1 - mean/peak, which no number of workers exceeds.
     """
-    rows = {
-        name: reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
-        for name, curve in curves.items()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    rows = [
+        reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
+        for curve in curves.values()
+    ]
+    return pd.DataFrame(rows, index=[*curves])
 
 
 def counted_and_measured(
@@ -231,10 +228,7 @@ def counted_and_measured(
 
     Args:
         rows: of :func:`toolkit.schedule.paper_table.compare`.
-        measured: of the same number of workers, in the same order.
-
-    Raises:
-        UserError: measured and counted schedules differ.
+        measured: of the same number of workers; others raise UserError.
     """
     ran = [row.measurements.schedule for row in measured]
     if measured and ran != [row.schedule for row in rows]:

@@ -18,7 +18,7 @@ import yaml
 
 from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
-from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY
+from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe
 from toolkit.results.record import Ledger, Row, read_csv, read_yaml
@@ -110,7 +110,8 @@ def train_all(
     keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
     wanted = [key for key in keys if key not in done]
     wanted.sort(key=lambda key: key not in under_way)
-    for name in dict.fromkeys(name for name, _ in wanted):  # before the first has trained for hours
+    TrackingOptions(**options["tracking"])  # checked before the first run has trained for hours,
+    for name in dict.fromkeys(name for name, _ in wanted):  # as are the options of each rule
         rollback_schedule(build(name, options["seed"]))
     n_epochs = options["epochs"] * len(wanted)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
