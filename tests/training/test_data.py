@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision.datasets import CIFAR10
@@ -16,12 +17,14 @@ from torchvision.datasets import CIFAR10
 from tests.training.test_run_with_checkpoints import assert_identical, configured, weights
 from toolkit.cli import build_run
 from toolkit.errors import UserError
-from toolkit.training import run_with_checkpoints
+from toolkit.runtime.microbatches import Divisible
+from toolkit.training import evaluate, run_with_checkpoints
 from toolkit.training.data import (
     Datasets,
     InMemory,
     Labelled,
     cifar10,
+    class_folders,
     digits,
     image_folder,
     in_memory,
@@ -54,8 +57,8 @@ def write_ten(folder):
 
 
 def write_folders(folder):
-    write_images(folder / "train", CLASSES, n=4, size=(20, 24))
-    write_images(folder / "val", CLASSES, n=2, size=(20, 24), seed=1)
+    write_images(folder / "train", CLASSES, n=6, size=(20, 24))
+    write_images(folder / "val", CLASSES, n=3, size=(20, 24), seed=1)
     return folder
 
 
@@ -229,14 +232,13 @@ def test_digits():
 # CIFAR-10
 
 
-@pytest.fixture
-def cifar_folders(tmp_path):
-    return write_ten(tmp_path)
+@pytest.fixture(scope="module")
+def cifar_folders(tmp_path_factory):
+    return write_ten(tmp_path_factory.mktemp("cifar"))
 
 
 def test_cifar10_in_class_folders(cifar_folders):
-    images = cifar10(str(cifar_folders), crop_padding=0, flip=False)
-    ((x, y),) = images.test(20, CPU)
+    ((x, y),) = cifar10(str(cifar_folders)).test(20, CPU)
     assert y.tolist() == [k // 2 for k in range(20)]
     pixels = np.asarray(Image.open(cifar_folders / "test/class3/0.png")) / 255
     expected = (pixels - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
@@ -367,6 +369,118 @@ def test_other_batches_are_refused():
         build_run(configured(), samples)
 
 
+# Parts of batches are slices of the whole batches, bit for bit, and only they are read
+
+SIZE = 6  # of a batch: parts of 1, 2, 3 and 6 samples
+
+
+def slices(batch, n_parts, wanted):
+    """The wanted ones of equal parts of each tensor."""
+    return [torch.cat([x.chunk(n_parts)[m] for m in wanted]) for x in batch]
+
+
+def assert_equal(found, expected):
+    for batch, other in zip(found, expected, strict=True):
+        for x, y in zip(batch, other, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("size", "n_parts"), [(6, 4), (5, 2), (3, 6)])
+def test_what_cannot_be_divided_is_refused(samples, size, n_parts):
+    with pytest.raises(UserError, match=f"{size} samples .* {n_parts}"):
+        samples.train(size, 0, 0, CPU).parts(n_parts, lambda k: [0])
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [[[2], [1], [0]], [[0, 2], [1], [0, 1, 2]], [[0], [], [2, 0]], [[], [], []]],
+    ids=str,
+)
+def test_parts_are_slices(samples, wanted):
+    """Of batches in their order; batches without a wanted part are left out."""
+    batches = samples.train(SIZE, 3, 1, CPU)
+    assert isinstance(batches, Divisible)
+    whole = [*batches][:3]
+    expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
+    for _ in range(2):
+        assert_equal(batches.parts(3, lambda k: wanted[k] if k < 3 else []), expected)
+
+
+@pytest.mark.parametrize("wanted", [[[0], [0], [0]], [[0, 2], [], [1]], [[], [], []]], ids=str)
+def test_only_what_is_wanted_is_read(tmp_path, monkeypatch, wanted):
+    """By this process, when it is taken; or the same by workers."""
+    reads, read = [], class_folders.read_image
+
+    def spy(images, index, skip):
+        reads.append(index)
+        return read(images, index, skip)
+
+    monkeypatch.setattr(class_folders, "read_image", spy)
+    root = str(write_folders(tmp_path))
+    batches = image_folder(root, 8, num_workers=0).train(SIZE, 0, 0, CPU)
+    whole = [*batches]
+    everything = torch.tensor(reads).view(3, 3, 2)
+    reads.clear()
+    parts = batches.parts(3, wanted.__getitem__)
+    assert not reads
+    expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
+    assert_equal(parts, expected)
+    assert reads == [n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()]
+    by_workers = image_folder(root, 8, num_workers=1).train(SIZE, 0, 0, CPU)
+    assert_equal(by_workers.parts(3, wanted.__getitem__), expected)
+
+
+def test_parts_are_put_on_the_device(samples):
+    meta = torch.device("meta")
+    for device in (CPU, meta):
+        part, *_ = samples.train(18, 0, 0, device).parts(3, lambda k: [1])
+        assert [x.device for x in part] == [device, device]
+        assert part[0].shape == (6, *samples.form.example(1).shape[1:])
+
+
+@pytest.mark.parametrize(("n_ranks", "batch_size"), [(1, 4), (3, 1), (4, 4), (20, 100)])
+def test_shares_partition_the_test_images(samples, n_ranks, batch_size):
+    """Each image once, as it is in the whole; a rank may have none."""
+    everything = [torch.cat(x) for x in zip(*samples.test(100, CPU), strict=True)]
+    for rank in range(n_ranks):
+        batches = samples.test(batch_size, CPU, rank, n_ranks)
+        found = [*batches]
+        assert len(found) == len(batches)
+        assert all(len(x) == len(y) > 0 for x, y in found)
+        expected = [x[rank::n_ranks] for x in everything]
+        joined = [torch.cat(x) for x in zip(*found, strict=True)] if found else expected
+        assert_equal([joined], [expected])
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3, 50])
+def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
+    """All of them come to the same sums."""
+    images = synthetic(n_train=8, n_test=37, n_classes=7, image_size=8)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
+    sums = []
+    for rank in range(n_ranks):
+        share = images.test(5, CPU, rank, n_ranks)
+        evaluate(model, share, lambda values: sums.append(values) or torch.ones_like(values))
+    total = torch.stack(sums).sum(0)
+    found = evaluate(model, share, lambda values: total)
+    alone = evaluate(model, images.test(5, CPU))
+    assert (total[3], found.top1, found.top5) == (37, alone.top1, alone.top5)
+    assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "of", [synthetic(24, 1, 4, 4), held(crop_padding=2, flip=True)], ids=["plain", "augmented"]
+)
+def test_parts_of_some_batches_count_from_the_first_of_these(of):
+    batches = of.train(8, 0, 0, CPU)
+    whole = [*batches]
+    assert_equal(batches.between(1, 3), whole[1:3])
+    found = batches.between(1, 3).parts(4, lambda k: [k])
+    assert_equal(found, [slices(whole[1 + k], 4, [k]) for k in range(2)])
+
+
 # Refusals
 
 
@@ -374,14 +488,15 @@ def test_other_batches_are_refused():
     ("load", "inside"), [(cifar10, "train/ and test/"), (image_folder, "val/")]
 )
 def test_a_root_that_is_missing(tmp_path, load, inside):
-    with pytest.raises(UserError, match=f"data.root .*{inside}"):
-        load(None)
     (tmp_path / "file").touch()
-    for name in ("no", "file"):
-        with pytest.raises(UserError, match=f"data.root={tmp_path}/{name} .*{inside}"):
-            load(str(tmp_path / name))
-    with pytest.raises(UserError, match=f"{tmp_path}/train"):
-        load(str(tmp_path))
+    for root, words in (
+        (None, f"data.root .*{inside}"),
+        (f"{tmp_path}/no", f"data.root={tmp_path}/no .*{inside}"),
+        (f"{tmp_path}/file", f"data.root={tmp_path}/file .*{inside}"),
+        (str(tmp_path), f"{tmp_path}/train"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(root)
 
 
 @pytest.mark.parametrize(
@@ -395,8 +510,7 @@ def test_classes_that_differ(tmp_path, load, test, classes):
 
 
 def test_three_classes_are_no_cifar10(tmp_path):
-    for split in ("train", "test"):
-        write_images(tmp_path / split, CLASSES)
+    (write_folders(tmp_path) / "val").rename(tmp_path / "test")
     with pytest.raises(UserError, match=r"3 classes.*data=image_folder"):
         cifar10(str(tmp_path))
 
@@ -410,7 +524,6 @@ def test_three_classes_are_no_cifar10(tmp_path):
         (image_folder, "image_size", 0),
         (image_folder, "num_workers", -1),
         (image_folder, "prefetch_factor", 0),
-        (image_folder, "validation", ""),
         (cifar10, "crop_padding", -1),
         (cifar10, "n_train", 31),
         (cifar10, "n_test", 21),

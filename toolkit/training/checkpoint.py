@@ -217,14 +217,13 @@ class Checkpoints:
         """Return the checkpoints, the oldest first."""
         return sorted(self.folder.glob(f"step_{'[0-9]' * 9}.ckpt"))
 
-    def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
+    def load(self, runtime: Runtime) -> tuple[dict[str, Any], list[str]]:
         """Return the latest whole checkpoint, and a sentence on each later one that is damaged.
 
-        The ``skip`` latest are passed over, but never the oldest. Without one: UserError.
+        Without one: UserError.
         """
         damaged: list[str] = []
-        paths = self.paths()
-        found = [(path, path.is_dir()) for path in paths[: max(1, len(paths) - skip)]]
+        found = [(path, path.is_dir()) for path in self.paths()]
         for path, sharded in reversed(from_rank_0(runtime, found)):
             try:
                 if sharded:

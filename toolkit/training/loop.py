@@ -93,6 +93,7 @@ class Position:
     first_loss: float = nan  # mean of the run's first step
     learning_rate: float = nan  # of the epoch's first update
     history: list[Epoch] = field(default_factory=list)  # the epochs before
+    rolled_back: bool = False  # after a divergence; it continues without delay
 
 
 class DivergedError(UserError, FloatingPointError):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +33,6 @@ Slurm sends to every process."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses
 _FIRST_STEPS = 8  # before the first pause; measured steps are not cut up
-_ROLLBACKS = 3
 _MOST_SHOWN = 4  # options that differ
 _FREE = INDIFFERENT | {"epochs"}  # a run may continue for longer than was planned
 
@@ -121,7 +119,7 @@ def run_with_checkpoints(
         UserError: there is no checkpoint to resume from, or it is of another run; there are
             checkpoints and ``resume`` is False; the guard has no schedule to go back to.
         StoppedError: a signal has ended the run.
-        DivergedError: the loss has diverged, and there is no way back.
+        DivergedError: the loss has diverged, again after a rollback if the guard allows one.
     """
     save, safe = run.options.save, rollback_schedule(run)
     folder = from_rank_0(run.runtime, folder.resolve())
@@ -138,35 +136,37 @@ def run_with_checkpoints(
             f"{folder} has the checkpoints of a run: give another folder, or resume=True"
         )
     delayed = run.schedule.max_staleness > 0
-    position, rolled_back = None, False
+    position = Position()
     if resume or (resume is None and saved):
-        run, position, rolled_back = _resumed(run, checkpoints, note)
-    resumed_at = position.steps_done if position else 0
-    most = _ROLLBACKS if delayed else 1  # or the same would come again
+        run, position = _resumed(run, checkpoints, note)
+    resumed_at = position.steps_done
     with (signals or Signals()).heard() as signals:
-        for n_rollbacks in count():
-            callback = CheckpointCallback(run, checkpoints, signals, weights, rolled_back)
-            if safe is not None and position is None:
-                callback.save(Position())
-            try:
-                epochs = run.run(on_epoch, on_step, position, callback)
-                callback.write_model()
-                notes += [*callback.notes(), *run.skipped_updates()]
-                return Outcome(epochs, notes, run, resumed_at)
-            except DivergedError as error:
-                notes += callback.notes()
-                if safe is None or n_rollbacks == most:
-                    tried = f" (after {n_rollbacks} rollbacks)" if n_rollbacks else ""
-                    way_back = "" if safe else ", or take guard=rollback"
-                    raise DivergedError(f"{error.reason}{tried}", error.epochs, way_back) from error
-                run, rolled_back = run.again(safe), True
-                # A checkpoint further back with every rollback.
-                position = _load(run, checkpoints, _read(run, checkpoints, n_rollbacks, note))
-                note(
-                    f"{error.reason}: rolled back to epoch {position.epoch}, step {position.step},"
-                    f" and continued{' without delay' * delayed}"
-                )
-    raise AssertionError("a run ends, or raises")
+        callback = CheckpointCallback(run, checkpoints, signals, weights)
+        if safe is not None and position.steps_done == 0:
+            callback.save(position)
+        lost = ""
+        try:
+            epochs = run.run(on_epoch, on_step, position, callback)
+        except DivergedError as error:
+            if safe is None:
+                way_back = ", or take guard=rollback"
+                raise DivergedError(error.reason, error.epochs, way_back) from error
+            lost = error.reason
+        # Outside of the handler, whose traceback would keep the memory of the run that is lost.
+        if lost and safe is not None:
+            notes += callback.notes()
+            run = run.again(safe)
+            position = _load(run, checkpoints, _read(run, checkpoints, note))
+            position.rolled_back = True
+            note(
+                f"{lost}: rolled back to epoch {position.epoch}, step {position.step},"
+                f" and continued{' without delay' * delayed}"
+            )
+            callback = CheckpointCallback(run, checkpoints, signals, weights)
+            epochs = run.run(on_epoch, on_step, position, callback)
+        callback.write_model()
+    notes += [*callback.notes(), *run.skipped_updates()]
+    return Outcome(epochs, notes, run, resumed_at)
 
 
 class CheckpointCallback(LoopCallback):
@@ -178,10 +178,9 @@ class CheckpointCallback(LoopCallback):
         checkpoints: Checkpoints,
         signals: Signals,
         weights: bool = True,
-        rolled_back: bool = False,
     ) -> None:
         self.run, self.runtime, self.checkpoints = run, run.runtime, checkpoints
-        self.signals, self.weights, self.rolled_back = signals, weights, rolled_back
+        self.signals, self.weights = signals, weights
         # A rollback needs a checkpoint.
         self.saves = run.options.guard == "rollback" or not run.options.save.never
         self.record = full_record(run)
@@ -231,8 +230,7 @@ class CheckpointCallback(LoopCallback):
         """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
         self._saved_at = time.monotonic()
         # As text: what a damaged checkpoint holds here is then read whole, or not at all.
-        progress = {"position": asdict(position), "rolled_back": self.rolled_back}
-        rest = {"run": json.dumps(progress | {"options": self.record})}
+        rest = {"run": json.dumps({"position": asdict(position), "options": self.record})}
         best, step = self._is_best(position), position.steps_done
         try:
             self.checkpoints.save(self.runtime, rest, step, best=best)
@@ -324,10 +322,10 @@ def changed_options(
 
 def _resumed(
     run: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
-) -> tuple[TrainingRun, Position, bool]:
-    """Load the latest checkpoint; return the run, its position, and whether it was rolled back."""
-    state = _read(run, checkpoints, 0, note)
-    if rolled_back := state["run"]["rolled_back"]:
+) -> tuple[TrainingRun, Position]:
+    """Load the latest checkpoint; return the run and its position."""
+    state = _read(run, checkpoints, note)
+    if state["run"]["position"]["rolled_back"]:
         run = run.again(without_delay(run.schedule))
         note("it had been rolled back, and continues without delay")
     position = _load(run, checkpoints, state)
@@ -340,14 +338,14 @@ def _resumed(
             f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
             " leave that out, or ask for more epochs"
         )
-    return run, position, rolled_back
+    return run, position
 
 
 def _read(
-    run: TrainingRun, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
+    run: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the latest intact checkpoint, before the last ``skip``. Every rank calls it."""
-    state, damaged = checkpoints.load(run.runtime, skip)
+    """Return the latest intact checkpoint. Every rank calls it."""
+    state, damaged = checkpoints.load(run.runtime)
     for text in damaged:
         note(f"{text}; the one before it was used")
     with _refuse_misfits(checkpoints):

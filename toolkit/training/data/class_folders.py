@@ -69,8 +69,6 @@ def image_folder(
         if value < least:
             raise UserError(f"data.{name} is {least} or more: got {value}")
     check_choice("data.damaged", damaged, ("refuse", "skip"))
-    if not validation:
-        raise UserError("data.validation is the name of a folder, such as val: got nothing")
     folder = check_root("image_folder", root, f"train/ and {validation}/")
     splits = open_split(folder / "train", folder / validation)
     replaced: list[str] = []
