@@ -116,12 +116,12 @@ def as_early_as_possible(
     With a period, a rank is not free in a slot in which it is busy with another step. Arguments
     and errors are those of :meth:`Schedule.from_rank_orders`.
     """
-    for rank, order in enumerate(orders):
-        if period is not None and len(order) > period:
-            raise UserError(
-                f"rank {rank} has {len(order)} ops in a training step: give a period of"
-                f" {len(order)} slots or more, not {period}"
-            )
+    longest = max(range(len(orders)), key=lambda rank: len(orders[rank]))
+    if period is not None and (least := len(orders[longest])) > period:
+        raise UserError(
+            f"rank {longest} has {least} ops in a training step: give a period of {least} slots or"
+            f" more, not {period}"
+        )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}

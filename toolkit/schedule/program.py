@@ -120,7 +120,7 @@ class Traffic(NamedTuple):
     units: Fraction
 
 
-NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
+NOTHING = Traffic(0, Fraction(0))
 
 
 def together(found: Sequence[Traffic]) -> Traffic:
@@ -140,16 +140,16 @@ def rounds(action: Action, n_ranks: int) -> int:
 
 def traffic_of(i: Instruction, rank: int) -> Traffic:
     """What ``rank`` sends by an instruction that moves weights or gradients."""
-    if i.action == Action.SEND:
-        return _MESSAGE
     if i.action == Action.ALL_REDUCE:
         messages = rounds(i.action, len(i.peers))
         return Traffic(messages, Fraction(messages, len(i.peers)))
     if i.action == Action.BROADCAST:
         messages = _tree_children(i.peers.index(rank), len(i.peers))
     else:
-        messages = int(i.action == Action.REDUCE and rank != i.peers[0])
-    return Traffic(messages, Fraction(messages)) if messages else NOTHING
+        messages = int(
+            i.action == Action.SEND or (i.action == Action.REDUCE and rank != i.peers[0])
+        )
+    return Traffic(messages, Fraction(messages))
 
 
 def received_of(i: Instruction, rank: int) -> Traffic:

@@ -88,11 +88,6 @@ class RandomDelay:
         return f"{kind} delay {self.least}-{self.most}"
 
     @property
-    def probabilities(self) -> tuple[Fraction, ...]:
-        """Of ``least`` steps, one more, ..., ``most``."""
-        return tuple(Fraction(weight, sum(self._weights)) for weight in self._weights)
-
-    @property
     def expected(self) -> float:
         """The mean of the draws, in steps."""
         further = sum(k * weight for k, weight in enumerate(self._weights))
