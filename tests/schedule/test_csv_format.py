@@ -105,7 +105,6 @@ def test_other_programs_files_are_read(text, tmp_path):
     [
         ("0F0,0B0\n1F0,1C0", "row 2, column 2: '1C0' is not an op"),
         ("0F0,,0B", "row 1, column 3: '0B' is not an op"),
-        ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an op"),
         ("0F0,-1B0", "row 1, column 2: '-1B0' is not an op"),
         ("0F0 period=x,0B0", "row 1, column 1: '0F0 period=x' is not an op"),
         ("0F0 0B0,", "row 1, column 1: '0F0 0B0' is not an op"),
@@ -113,7 +112,7 @@ def test_other_programs_files_are_read(text, tmp_path):
             "0F0 period=4,0B0 period=6",
             r"one period: got period=4 \(row 1, column 1\) and period=6 \(row 1, column 2\)",
         ),
-        ("0F0 period=0,0B0", r"0"),
+        ("0F0 period=0,0B0", "a period .* got 0"),
     ],
 )
 def test_a_misspelt_cell_is_named(text, message):
@@ -126,7 +125,6 @@ def test_a_misspelt_cell_is_named(text, message):
     [
         (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op"),
         ("0F0 0B0", "one for each rank: got the text '0F0 0B0'"),
-        ([[None]], "rank 0, op 0: 'None' is not an op"),
         ([[(7, 0, 0)]], r"rank 0, op 0: '\(7, 0, 0\)' is not an op"),
         ([[Op(Kind.FORWARD, 0.5, 0)]], r"rank 0, op 0: '0.5F0' is not an op"),
         ([["0F0", Op(Kind.BACKWARD, 0, -1)]], "rank 0, op 1: '0B-1' is not an op"),
@@ -139,8 +137,6 @@ def test_a_misspelt_cell_is_named(text, message):
         (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward;"),
         (["0F0 0B0 2F0 2B0"], "stage 1 of micro-batch 0 .*: found nothing"),
         (["0F0 0B0 0F11 0B1"], "stage 0 of micro-batch 1 .*: found backward;"),
-        (["0F0 0I0"], "either a backward or both of its halves: found forward, backward_input;"),
-        (["0F0 0B0 0W0"], "found forward, backward, backward_weight"),
         (["0F0 0B0", "1F0 0F0 1B0"], "0F0 is done twice: on rank 0 and on rank 1"),
         (["0F0 1B0", "1F0 0B0"], "activations stay where they were made"),
         (["0F0 0W0 0I0"], "rank 0 waits at 0W0 for 0I0"),

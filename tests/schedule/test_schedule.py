@@ -164,7 +164,6 @@ WHEN = timing.cyclic(4, 2)
     [
         (catalog.data_parallel, (FOUR,), {"n_stages": TWO}, catalog.data_parallel(4, n_stages=2)),
         (catalog.cyclic, (FOUR, TWO), {"accumulate": TWO}, catalog.cyclic(4, 2, accumulate=2)),
-        (catalog.interleaved_1f1b, (FOUR, FOUR, TWO), {}, catalog.interleaved_1f1b(4, 4, 2)),
         (catalog.cyclic, (2, RandomDelay(least=ONE, most=TWO, seed=FOUR)), {},
          catalog.cyclic(2, RandomDelay(least=1, most=2, seed=4))),
         (Schedule, ("own", FOUR, TWO, WHEN), {"delay": TWO, "accumulate": ONE},

@@ -5,6 +5,7 @@ counts in the slot at whose beginning it is sent.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import product
@@ -14,6 +15,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.schedule import (
     Action,
     Buffer,
@@ -25,6 +27,8 @@ from toolkit.schedule import (
     catalog,
     steady_state,
 )
+from toolkit.schedule.paper_table import RULES as PAPERS_RULES
+from toolkit.schedule.paper_table import SETTINGS, compare
 from toolkit.schedule.program import received_of, traffic_of
 from toolkit.schedule.steady_state import (
     Footprint,
@@ -254,3 +258,47 @@ def test_the_root_of_a_tree():
         expected = [outward, inward] if action == Action.BROADCAST else [inward, outward]
         found = collective(action, (2, 0, 1, 3))
         assert [[each.messages for each in total] for total in found] == expected
+
+
+# The paper's table
+
+
+@pytest.mark.parametrize("n", more((2, 3, 4, 5, 8), range(2, 17)))
+def test_every_program_keeps_to_its_closed_form(n):
+    rows = compare(n)
+    assert [(row.setting, row.rule) for row in rows] == [
+        (s, r) for s in SETTINGS for r in PAPERS_RULES
+    ]
+    assert {(row.setting, row.rule): row.differences for row in rows if row.differences} == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "dp", "cdp"),
+    [
+        ("one device", (1, 4, 4), (1, 2.5, 2.5)),
+        ("multi-device", (4, 1, 4), (4, 1, 2.5)),
+        ("with model parallelism", (16, 0.25, 4), (10, 0.25, 2.5)),
+        ("pipeline", (4, 1, 4), (4, 1, 2.5)),
+        ("ZeRO", (4, 1, 4), (4, 1, 2.5)),
+    ],
+)
+def test_the_papers_table_for_four_workers(setting, dp, cdp):
+    """Ranks, activations of one and of all."""
+    rows = {row.rule: row.counted for row in compare(4) if row.setting == setting}
+    found = {rule: (f.ranks, f.activations, f.total_activations) for rule, f in rows.items()}
+    assert found == {"DP": dp, "CDP-v1": cdp, "CDP-v2": cdp}
+
+
+def test_a_broken_formula_or_another_count_is_seen():
+    row = compare(3)[4]
+    for quantity, right in row.formula.items():
+        broken = replace(row, formula=row.formula | {quantity: right + Fraction(1, 7)})
+        assert broken.differences == {quantity: (right + Fraction(1, 7), right)}
+        counted = replace(row.counted, **{quantity: 99})
+        assert replace(row, counted=counted).differences == {quantity: (right, 99)}
+
+
+@pytest.mark.parametrize("n", [1, 2.0])
+def test_fewer_than_two_workers_are_refused(n):
+    with pytest.raises(UserError, match=f"2 or more.*{n!r}"):
+        compare(n)
