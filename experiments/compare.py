@@ -28,6 +28,7 @@ from toolkit.errors import UserError
 from toolkit.files import note_write_errors
 from toolkit.format import count, metric_cells, peak_cells, staleness_cells, table
 from toolkit.metric import ACCURACY, LOSS, Metric
+from toolkit.options import TrackingOptions
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def main(config: DictConfig) -> Ended:
     rules = {name: build.build_schedule(rule) for name, rule in config.rules.items()}
     world = build.join_world(config, next(iter(rules.values())))
     options = build.plain(config)
+    TrackingOptions(**options["tracking"])  # refuses a wrong one before the first run
     runs, begun = before(options, folder, world)
     notes, n_ended = different_batches(rules, config.batch), len(select_runs(options, runs))
     if n_more := len(runs) - n_ended:
