@@ -123,7 +123,6 @@ def test_workers_accumulate(explorer):
         ("orders", " ", "orders=()"),
         ("orders", "0F0 <b>", "<b>"),
         ("orders", " ".join(f"0F{m} 0B{m}" for m in range(33)), "got 33"),
-        ("orders", "0F0 0B0 9F9 9B9", "9F9 is given, but no op of stage 1"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
