@@ -3,12 +3,13 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 
 from tests.experiments.command import TINY, run, succeeded
 from tests.results.fake_wandb import wait_for_offline_run
-from toolkit.results import Tracker, wandb_run
+from toolkit.results import Tracker, provenance, wandb_run
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
@@ -57,6 +58,14 @@ def test_run_does_not_contain_the_key(tmp_path, monkeypatch):
     wait_for_offline_run(tmp_path, "train/loss")
     assert KEY not in str(finished)
     assert not files_with(tmp_path, KEY)
+
+
+def test_provenance_does_not_contain_the_key(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
+    source = provenance({"tracking": {"name": KEY, "tags": [KEY]}}, "a machine", 0)
+    assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
+    assert KEY not in str(source)
 
 
 def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):

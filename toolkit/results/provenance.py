@@ -34,8 +34,8 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
     path = Path(script).resolve()  # shown as one would type it in the project's folder
     script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     return {
-        "command": shlex.join([*starter(), script, *options]),
-        "config": _plain(config),
+        "command": shlex.join(_redacted([*starter(), script, *options])),
+        "config": _redacted(config),
         "commit": commit(),
         "versions": versions,
         "device": device,
@@ -45,12 +45,13 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
     }
 
 
-def _plain(content: Any) -> Any:
+def _redacted(content: Any) -> Any:
+    """Return ``content`` as plain dicts and lists, without W&B's key: results are shared."""
     if isinstance(content, Mapping):
-        return {name: _plain(value) for name, value in content.items()}
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return [*map(_plain, content)]
-    return content
+        return {name: _redacted(value) for name, value in content.items()}
+    if isinstance(content, str):
+        return content.replace(os.environ.get("WANDB_API_KEY") or "\0", "WANDB_API_KEY")
+    return [*map(_redacted, content)] if isinstance(content, Sequence) else content
 
 
 def strip_folders(command: str) -> str:
