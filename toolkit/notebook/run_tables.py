@@ -74,6 +74,10 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     Accuracies are shares, losses are in nats. Unfinished runs are left out; a run whose loss
     diverged is NaN from there on.
 
+    Args:
+        epochs: a row for each epoch of each run: rule, seed, epoch and the metric.
+        measure: accuracy or loss.
+
     Raises:
         UserError: several runs of a rule have the same seed, or the table lacks the metric.
     """
@@ -85,6 +89,11 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
 
 def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     """Kept and own runs of the rules that both have, over as many epochs as all of them have.
+
+    Args:
+        kept: a row for each epoch of each kept run, as :func:`by_epoch` takes them.
+        own: the same of one's own runs.
+        measure: accuracy or loss.
 
     Raises:
         UserError: no rule is in both, or several runs of a rule have the same seed.
@@ -107,6 +116,11 @@ def differences(
 
     Differences are in points or, of losses, in nats, with Student's 95 % interval. Unfinished and
     diverged runs are left out.
+
+    Args:
+        epochs: a row for each epoch of each run, as :func:`by_epoch` takes them.
+        baseline: the rule from which the others differ.
+        measure: accuracy or loss.
 
     Raises:
         UserError: there are no runs of the baseline, a rule shares no seed with it, several runs
@@ -180,6 +194,10 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
     delayed and fresh gradients, the smallest of all stages.
 
+    Args:
+        folder: output folder of a comparison that has ended.
+        measure: accuracy or loss.
+
     Raises:
         UserError: ``folder`` has no result of a comparison with this metric.
     """
@@ -211,6 +229,10 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
 
     A curve is the memory of one micro-batch. The last column is the largest reduction,
     1 - mean/peak, which no number of workers exceeds.
+
+    Args:
+        curves: memory of one micro-batch, by name.
+        workers: numbers of workers.
     """
     rows = [
         reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
