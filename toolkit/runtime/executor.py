@@ -167,13 +167,14 @@ class Executor:
     # The second thread.
 
     def _begin_all(self) -> None:
-        with own_stream(self._device):
-            while (position := self._take()) is not None:
-                try:
+        position = 0  # to blame if not even a stream can be made
+        try:
+            with own_stream(self._device):
+                while (taken := self._take()) is not None:
+                    position = taken
                     self._begin(position)
-                except BaseException as error:
-                    self._fail(position, error)
-                    return
+        except BaseException as error:
+            self._fail(position, error)
 
     def _take(self) -> int | None:
         """The next instruction to begin; None at the end."""
@@ -237,14 +238,15 @@ class Executor:
     # The waiters' threads.
 
     def _wait_for_all(self, coming: _Coming) -> None:
-        with own_stream(self._device):
-            while (item := coming.get()) is not None:
-                try:
+        position = 0  # to blame if not even a stream can be made
+        try:
+            with own_stream(self._device):
+                while (item := coming.get()) is not None:
+                    position = item[0]
                     self._wait_for(*item)
-                except BaseException as error:
-                    self._fail(item[0], error)
-                    return
-                del item  # or the message would live until the next one
+                    del item  # or the message would live until the next one
+        except BaseException as error:
+            self._fail(position, error)
 
     def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
         i = self._order[position]
