@@ -162,9 +162,8 @@ class Rank:
             self._give_input_gradients(i, found)
 
     def _backward_weight(self, i: Instruction) -> None:
-        kept = self.kept[
-            i.stage, i.microbatch, i.step
-        ]  # emptied before if the stage does not split
+        # If the stage does not split its backward, nothing is left here to do.
+        kept = self.kept[i.stage, i.microbatch, i.step]
         for segment in kept.second_half:
             segment.run()
         self.sums[i.stage, i.step].add(kept.take_weight_gradients())
