@@ -134,7 +134,8 @@ class SharedStatus:
     def lock(self) -> bool:
         """Return whether this process is the first to lock the memory, for good."""
         with contextlib.suppress(OSError):
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.fd >= 0:  # or the memory is this process's own
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
 
