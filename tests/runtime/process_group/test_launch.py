@@ -38,7 +38,12 @@ def test_ranks_meet_report_print_and_return(monkeypatch, capfd):
             report((number, torch.tensor(here.rank)))
         with pytest.raises(ValueError, match=f"rank {here.rank}: .* lock"):
             report(threading.Lock())
-        print("to the output")
+        if os.fork() == 0:
+            report("from another process")
+            os._exit(0)
+        here.barrier()
+        for _ in range(200):
+            print("to the output")
         print("an error", file=sys.stderr)
         total = here.total(torch.tensor([1.0, here.rank])).tolist()
         variables = os.environ["OMP_NUM_THREADS"], os.environ["ADDED"]
@@ -58,7 +63,7 @@ def test_ranks_meet_report_print_and_return(monkeypatch, capfd):
     for rank in range(2):
         assert [r for r in reports if r[0] == rank] == [(rank, n, rank) for n in range(3)]
     printed = capfd.readouterr()
-    assert printed.out.splitlines() == ["to the output"] * 2
+    assert printed.out.splitlines() == ["to the output"] * 400
     assert printed.err.splitlines().count("an error") == 2
 
 

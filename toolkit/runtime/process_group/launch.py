@@ -36,6 +36,8 @@ _BOOT = """\
 import sys
 connection, job, *sys.path[:] = sys.argv[1:]
 del sys.argv[1:]
+for stream in sys.stdout, sys.stderr:  # whole lines, since other ranks write there too
+    stream.reconfigure(line_buffering=True, write_through=False)
 from toolkit.runtime.process_group.launch import main
 main(int(connection), job)
 """
@@ -138,11 +140,12 @@ class _Job:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+        print(end="", flush=True)  # what has been printed here comes before what ranks print
         for rank in range(self._n_ranks):
             ours, theirs = multiprocessing.Pipe()
             with theirs:
                 self._running[rank] = subprocess.Popen(
-                    [sys.executable, "-u", "-c", _BOOT, str(theirs.fileno()), job, *sys.path],
+                    [sys.executable, "-c", _BOOT, str(theirs.fileno()), job, *sys.path],
                     stdin=subprocess.DEVNULL,
                     env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     pass_fds=[theirs.fileno()],
@@ -242,7 +245,7 @@ _sending = threading.Lock()
 
 
 def report(value: object) -> None:
-    """Send ``value`` to the ``on_report`` of ``launch``; do nothing outside its ranks.
+    """Send ``value`` to the ``on_report`` of ``launch``; do nothing in any other process.
 
     Args:
         value: any object that can be pickled.
@@ -263,6 +266,7 @@ def main(connection: int, job: str) -> None:
     """
     global _parent
     _parent = Connection(connection)
+    os.register_at_fork(after_in_child=_forget_parent)
     threading.Thread(target=_end_with_parent, args=(_parent,), name="parent", daemon=True).start()
     if sys.platform == "linux":  # the thread of a stopped process does not run
         set_death_signal = 1
@@ -308,6 +312,14 @@ def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
     same = kind(str(error))
     same.add_note(f"It was raised on rank {rank}.")
     return _JOB_FAILED if kind is JobFailedError else reason, same, there
+
+
+def _forget_parent() -> None:
+    """Detach a process forked from a rank: otherwise the connection would not end with the rank."""
+    global _parent
+    if _parent is not None:
+        _parent.close()
+    _parent = None
 
 
 def _end_with_parent(parent: Connection) -> None:
