@@ -211,22 +211,38 @@ def test_other_errors_are_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._end"]))
-def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
-    """As when nobody reads standard error any more."""
+BLOCKED = """\
+threading.Timer(0.5, os.kill, [os.getpid(), signal.{}]).start()
+with here.waiting("a sum", [1]):
+    here.store.wait(["what never comes"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "program"),
+    [
+        # As when nobody reads standard error any more.
+        (EXIT_FAILED, "module.announce = broken; here.fail('no reason')"),
+        *more([], [(EXIT_FAILED, "module.Watch._end = broken; here.fail('no reason')")]),
+        (128 + signal.SIGTERM, BLOCKED.format("SIGTERM")),
+        *more([], [(128 + signal.SIGINT, BLOCKED.format("SIGINT"))]),
+    ],
+)
+def test_a_rank_that_is_blocked_ends(status, program):
+    """By a signal, and also if something goes wrong in the watch."""
     program = f"""
+import os, signal, threading
 from tests.runtime.process_group.test_watch import watch
 from toolkit.runtime.process_group import watch as module
-def fail(*arguments):
+def broken(*arguments):
     raise BrokenPipeError
-module.{what} = fail
 here = watch()
 here.start()
-here.fail("no reason")
+{program}
 """
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == EXIT_FAILED, finished.stderr
+    assert finished.returncode == status, finished.stderr
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
