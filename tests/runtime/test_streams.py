@@ -98,6 +98,10 @@ def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, used):
     assert len(used) == 100
     assert len({*map(id, used)}) == 3
     assert all(len({*map(id, used[k : k + 3])}) == 3 for k in range(0, 100, 5))
+    with pytest.raises(ConnectionError), own_stream(GPU):
+        raise ConnectionError  # the stream may wait for its message for ever
+    in_threads(3, work)
+    assert used[100] not in used[101:]
 
 
 def test_the_pacer_is_on_the_device_of_its_rank_before_it_begins_a_chunk(done):

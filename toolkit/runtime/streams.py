@@ -49,11 +49,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
         stream = _spare[device].pop()
     except IndexError:
         stream = torch.cuda.Stream(device, priority=-1)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        _spare[device].append(stream)
+    with torch.cuda.stream(stream):
+        yield
+    _spare[device].append(stream)  # not after an error: it may wait for a message for ever
 
 
 @contextmanager
