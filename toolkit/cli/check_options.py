@@ -33,7 +33,7 @@ def counts(config: Mapping[Any, Any], name: str, of: str = "") -> list[int]:
     given = config[name]
     found = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not found or not all(type(n) is int and n > 0 for n in found):
-        raise UserError(f"{of}{name} is 1 or more: got {given}")
+        raise UserError(f"{of}{name} is a whole number, 1 or more: got {given}")
     return found
 
 
