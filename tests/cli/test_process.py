@@ -105,6 +105,7 @@ from toolkit.cli.process import lossy_output
 with lossy_output():
     print("lost", flush=True), print("lost", file=sys.stderr)
     assert not sys.stderr.isatty()
+    assert open(sys.executable).fileno() > 2  # no later file takes their place
 sys.exit(7)
 """
 

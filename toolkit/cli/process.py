@@ -119,6 +119,10 @@ class LossyStream:
 def lossy_output() -> Iterator[None]:
     """Make standard output and error lossy; closed ones discard everything."""
     before = sys.stdout, sys.stderr
+    # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
     sys.stdout, sys.stderr = (
         LossyStream(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115
         for stream in before
