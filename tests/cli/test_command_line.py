@@ -199,7 +199,8 @@ def own(tmp_path):
         "lr/number": "_target_: fractions.Fraction\n",
         "schedule/number": "_target_: fractions.Fraction\n",
         "optimizer/listed": "- lr\n- 0.1\n",
-        "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
+        "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n"
+        "workers: 8\n",
     }
     for name, text in files.items():
         path = tmp_path / "own" / f"{name}.yaml"
@@ -209,10 +210,11 @@ def own(tmp_path):
 
 
 def test_own_choices(own, tmp_path):
-    finished = run("train", own, "experiment=ours", *TINY, f"hydra.run.dir={tmp_path}/run")
-    assert finished.status == 0
-    config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
+    options = "experiment=ours", "microbatches=2", *TINY, f"hydra.run.dir={tmp_path}/run"
+    assert run("train", own, *options).status == 0
+    config = OmegaConf.load(tmp_path / "run/result.json").provenance.config
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
+    assert config.microbatches == 2  # though the preset has workers=8
     again = run("train", "epochs=2", f"resume={tmp_path}/run")
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", *own.split("="), "--help", "experiment=ours").out
