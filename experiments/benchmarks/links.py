@@ -256,18 +256,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     for workers in config.workers:
         options: Any = OmegaConf.to_container(config)
         train(Task(**options | {"workers": workers, "seed": seed}), folder, links, runs)
-    shown = [
-        {
-            "workers": link.workers,
-            "link": link.name,
-            "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
-            "C (s)": round(link.compute, 4),
-            "M (s)": round(link.one_way, 4),
-            "M/C": round(link.one_way / link.compute, 3),
-        }
-        for link in links
-    ]
-    print(f"\n{format_table(shown)}")
+    print(f"\n{format_table([{'link': link.name, **asdict(link)} for link in links])}")
     return table(runs, links)
 
 
@@ -343,20 +332,18 @@ def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
         here = every[(every.workers == link.workers) & (every.ratio == link.ratio)]
         seconds = here.pivot(index="round", columns="method", values="seconds")
         seconds = seconds.reindex(columns=ALL).dropna(axis="columns", how="all")
-        for name, mine in seconds.items():
-            row: Row = {"workers": link.workers, "link": link.name, "method": name}
-            numbers = {"M/C": link.one_way / link.compute, "step (s)": mine.median()}
-            numbers |= {"min": mine.min(), "max": mine.max()}
-            for base, column in (("DDP", "/ DDP"), ("DDP tuned", "/ tuned")):
-                theirs = seconds.get(base, pd.Series(dtype=float))
-                numbers[column] = mine.median() / theirs.median()
-            paired = mine / seconds.get("DDP", np.nan)
-            numbers |= {"least": paired.min(), "paired": paired.median(), "most": paired.max()}
-            of_method = here[here.method == name].median(numeric_only=True)
-            sends = name != COMPUTE
-            numbers["peak/mean"] = of_method.peak_over_mean if sends else np.nan
-            numbers["MB sent"] = of_method.mb_sent if sends else np.nan
-            for column, value in numbers.items():
-                row[column] = None if isnan(value) else round(float(value), _DIGITS[column])
-            rows.append(row)
+        step, paired = seconds.median(), seconds.div(seconds.get("DDP", np.nan), axis="index")
+        sending = here[here.method != COMPUTE].groupby("method").median(numeric_only=True)
+        sending = sending.reindex(step.index)
+        columns = {
+            "M/C": link.one_way / link.compute,
+            "step (s)": step, "min": seconds.min(), "max": seconds.max(),
+            "/ DDP": step / step.get("DDP", np.nan), "/ tuned": step / step.get("DDP tuned", np.nan),
+            "least": paired.min(), "paired": paired.median(), "most": paired.max(),
+            "peak/mean": sending.peak_over_mean, "MB sent": sending.mb_sent,
+        }  # fmt: skip
+        found = pd.DataFrame(columns).round(_DIGITS).to_dict("index")
+        for method, numbers in found.items():
+            row = {"workers": link.workers, "link": link.name, "method": method}
+            rows.append(row | {k: None if isnan(v) else v for k, v in numbers.items()})
     return rows
