@@ -53,10 +53,6 @@ class Read(NamedTuple):
     damaged: list[str]  # paths of images that others replace
 
 
-class DamagedSetError(Exception):
-    """PIL or torchvision cannot read the set."""
-
-
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row for each kind of damage: the number of rounds by outcome, and a message."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +83,7 @@ def _judge(done: fuzz.Round, how: str, root: Path, whole: Path, found: Read | No
     expected, reason = None, ""
     try:
         expected = _decoded(root, how)
-    except (DamagedSetError, OSError) as error:
+    except OSError as error:
         reason = str(error)
     if done.outcome == "refused":
         clear = "refused" if str(root) in done.message else "unclear"
@@ -124,16 +120,16 @@ def read(root: Path, how: str = "refuse", num_workers: int = 0) -> Read:
 
 
 def _decoded(root: Path, how: str = "refuse") -> Read:
-    """Return what PIL decodes; raise DamagedSetError or OSError if it cannot."""
+    """Return what PIL decodes; raise OSError if it cannot."""
     splits = [ImageFolder(str(root / name)) for name in ("train", "val")]
     if splits[0].classes != splits[1].classes:
-        raise DamagedSetError("the classes differ")
+        raise OSError("the classes differ")
     damaged, samples = list[str](), list[Image.Image]()
     for split in splits:
         decoded = {path: _image(path) for path, _ in split.samples}
         broken = [path for path, image in decoded.items() if image is None]
         if broken and how == "refuse":
-            raise DamagedSetError(f"{broken[0]} is damaged")
+            raise OSError(f"{broken[0]} is damaged")
         damaged += broken
         samples = []
         for k, label in enumerate(split.targets):
@@ -142,7 +138,7 @@ def _decoded(root: Path, how: str = "refuse") -> Read:
             paths = [split.samples[n][0] for n in same[start:] + same[:start]]
             usable = [image for path in paths if (image := decoded[path]) is not None]
             if not usable:
-                raise DamagedSetError(f"all images of class {label} are damaged")
+                raise OSError(f"all images of class {label} are damaged")
             samples.append(usable[0])
     pixels = torch.stack([evaluation_transform(_SIZE)(image) for image in samples])
     return Read(len(splits[0]), normalise(pixels, _MEAN, _STD), splits[1].targets, damaged)
