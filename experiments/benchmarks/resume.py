@@ -107,7 +107,7 @@ def _restarted(config: DictConfig, options: list[str], folder: Path, chance: ran
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 0.3))
         ranks: list[int] = []
-        with suppress(OSError):  # it has ended
+        with suppress(OSError, IndexError):  # it has ended
             children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
             ranks = [*map(int, children.split())]
             os.kill(chance.choice(ranks), signal.SIGKILL)
