@@ -96,6 +96,8 @@ def test_every_op_is_drawn_once_in_its_place(choice):
     what = "micro-batch" if schedule.layout.name == "one" else "rank"
     page = drawn(choice, n_steps)
     (slot,) = {float(rect.get("width")) + 1 for rect in page.iter(f"{SVG}rect")}
+    name = next(text.text for text in page.iter(f"{SVG}text"))
+    assert name == ("mb 0" if what == "micro-batch" else "rank 0")
     expected = {}
     for rank, instructions in enumerate(program.ranks):
         for i in sorted(instructions, key=lambda i: i.tick):

@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.figures.explorer.inspection import Analysis, texts
 from toolkit.figures.schedule_figure import Cell, cells
@@ -23,6 +23,7 @@ _CURVE = 62.0  # of the largest value in a chart
 def _macros() -> Any:
     files = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.undefined = StrictUndefined  # an attribute that is gone raises
     environment.filters["px"] = "{:g}".format
     return environment.get_template("explorer.html").module
 
@@ -41,7 +42,7 @@ class Frame(NamedTuple):
 
     @property
     def numbered(self) -> int:
-        """Every which slot has room for its number."""
+        """Slots from one number to the next, so that each has room."""
         return next(k for k in (1, 2, 5, 10, 20, 50, 100) if k * self.slot >= 26)
 
 
