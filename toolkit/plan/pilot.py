@@ -121,8 +121,10 @@ def pilot(
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             hardware = replace(hardware, memory_bandwidth=1e12, memory=float(total))
-    known = n_workers, n_stages, batch, placement, describe(device), hardware, compute, ()
-    found = Pilot(*known, model=target, form=form, partition=equal)
+    found = Pilot(
+        n_workers, n_stages, batch, placement, describe(device), hardware, compute,
+        rules=(), model=target, form=form, partition=equal,
+    )  # fmt: skip
     if n_stages < 2:
         return replace(found, untrained="the model cannot be cut into stages")
     optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -175,7 +177,7 @@ def pilot(
         training, untrained = None, ""
         if not data.labelled:
             untrained = "the images came without classes"
-        elif not [*data.test()]:
+        elif next(iter(data.test()), None) is None:
             untrained = f"no {form.samples} are left to test on: give more"
         elif not n_steps:
             untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
