@@ -46,19 +46,22 @@ class Data:
     samples: Any
     batch_size: int
     device: torch.device
+    dtype: torch.dtype = torch.float32  # of images
     labelled: bool = True  # whether the classes are the user's
 
     def train(self, seed: int) -> Iterator[Batch]:
         """Endless batches, epoch after epoch."""
         for epoch in count():
-            yield from self.samples.train(self.batch_size, seed, epoch, self.device)
+            yield from self._cast(self.samples.train(self.batch_size, seed, epoch, self.device))
 
     def test(self) -> Iterable[Batch]:
         """Batches of samples that are not trained on."""
-        batches: Iterable[Batch] = self.samples.test(
-            evaluated_at_once(self.samples.form, self.batch_size), self.device
-        )
-        return batches
+        at_once = evaluated_at_once(self.samples.form, self.batch_size)
+        return self._cast(self.samples.test(at_once, self.device))
+
+    def _cast(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for inputs, answers in batches:
+            yield inputs.to(self.dtype) if inputs.is_floating_point() else inputs, answers
 
 
 def read(
@@ -70,7 +73,7 @@ def read(
         images: see :func:`toolkit.plan.pilot`; of a data set at most 2048 random images are read.
         batch_size: samples of a training step.
         device: where the batches are.
-        dtype: type of images that are given as tensors.
+        dtype: type of the model, and so of images.
 
     Raises:
         UserError: another kind of data, or fewer images than a training step takes.
@@ -81,7 +84,7 @@ def read(
         labelled = classes is not None
         samples = _divided(inputs.to(device, dtype), classes, batch_size)
     samples.train(batch_size, 0, 0, device)  # raises if there are too few
-    return Data(samples, batch_size, device, labelled)
+    return Data(samples, batch_size, device, dtype, labelled)
 
 
 @dataclass(frozen=True)
