@@ -71,7 +71,7 @@ class Timeline:
     n_ranks: int
     spans: Sequence[Span] = field(repr=False)
     changes: Sequence[Change] = field(repr=False)
-    step_ends: tuple[float, ...]
+    step_ends: tuple[float, ...] = field(repr=False)
     steady: range = range(0)
 
     @property
@@ -150,7 +150,7 @@ class Timeline:
         return held
 
     def bytes_sent(self, steps: range | None = None) -> tuple[float, ...]:
-        """Return the bytes that each rank sent: in ``steps``, from the first as 0, or in all."""
+        """Return the bytes that each rank sent in ``steps`` (the first is 0), or in all."""
         of, sent = self._steps_from_0(), [0.0] * self.n_ranks
         for span in self.spans:
             if span.lane == SEND and (steps is None or of(span) in steps):
