@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that differ from the schedule's defaults; UserError if it has no such one."""
+        """The options that differ from the schedule's defaults; UserError for an unknown one."""
         usual = options_of(self.schedule)
         chosen = {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
         for name, value in chosen.items():
