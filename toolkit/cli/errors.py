@@ -25,6 +25,7 @@ _PLUGINS = {
     "submitit_slurm": "hydra-submitit-launcher",
 }
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']+)'")
+_NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
@@ -41,9 +42,10 @@ def explain(error: Exception, experiment: str) -> str | None:
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         found, cause = _TARGET.match(str(error)), error.__cause__
         if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):
+            why = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
             return (
                 f"_target_: {found[2]} cannot be imported from {Path.cwd()} or an installed"
-                f" package, or takes other options: {str(cause).strip().splitlines()[-1]}"
+                f" package, or takes other options: {why}"
             )
         error = cause
     name = type(error).__name__  # by name where the class's package may not be loaded
