@@ -147,11 +147,15 @@ def prepare(
         )
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
-    if not hasattr(batches, "between"):
-        raise UserError(
-            f"data: train() returned a {type(batches).__name__}; expected an object with between(),"
-            " such as toolkit.training.data.Datasets makes of two of torch's Datasets"
-        )
+    for what, found, method, such in (
+        ("data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"),
+        ("lr:", lr, "factor", "lr.Constant"),
+    ):
+        if not hasattr(found, method):
+            raise UserError(
+                f"{what} got a {type(found).__name__}; expected an object with {method}(), such as"
+                f" toolkit.training.{such}"
+            )
     steps_per_epoch = len(batches)
     optimizer_rate = _check_optimizer(optimizer)
 
