@@ -23,8 +23,12 @@ MEAN, STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.2
 
 @pytest.fixture
 def root(tmp_path):
+    """PNGs in colour, and in each split a grey JPEG."""
     write_images(tmp_path / "train", CLASSES, n=6, size=(40, 30))
     write_images(tmp_path / "val", CLASSES, n=4, size=(40, 30), seed=1)
+    for path in tmp_path.glob("*/eel/0.png"):
+        Image.open(path).convert("L").save(path.with_suffix(".jpg"))
+        path.unlink()
     return tmp_path
 
 
