@@ -325,7 +325,7 @@ def _resumed(
 ) -> tuple[TrainingRun, Position]:
     """Load the latest checkpoint; return the run and its position."""
     state = _read(run, checkpoints, note)
-    if state["run"]["position"]["rolled_back"]:
+    if state["run"]["position"].get("rolled_back"):
         run = run.again(without_delay(run.schedule))
         note("it had been rolled back, and continues without delay")
     position = _load(run, checkpoints, state)
