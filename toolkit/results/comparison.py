@@ -110,8 +110,9 @@ def train_all(
     keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
     wanted = [key for key in keys if key not in done]
     wanted.sort(key=lambda key: key not in under_way)
-    TrackingOptions(**options["tracking"])  # checked before the first run has trained for hours,
-    for name in dict.fromkeys(name for name, _ in wanted):  # as are the options of each rule
+    # All options are checked before the first run has trained for hours.
+    TrackingOptions(**options["tracking"])
+    for name in dict.fromkeys(name for name, _ in wanted):
         rollback_schedule(build(name, options["seed"]))
     n_epochs = options["epochs"] * len(wanted)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
@@ -208,7 +209,7 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
 
 
 def keep_options(folder: Path, options: Options) -> None:
-    """Write the options with which runs are trained to ``folder``; rules it lacks stay there."""
+    """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
     content = _with_digests(options)
     content["rules"] = (read_yaml(folder / COMPARED).get("rules") or {}) | content["rules"]
     write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
