@@ -190,12 +190,16 @@ def test_publishes_report_and_workspace(server, runs, capfd):
     assert KEY not in str(found.value)
 
 
-def test_without_a_key_it_is_refused(monkeypatch, tmp_path):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+@pytest.mark.parametrize(
+    ("key", "why"), [("", "(No API key|not logged in)"), (KEY, ".*127.0.0.1:1.*connection refused")]
+)
+def test_without_a_key_or_network_it_is_refused(monkeypatch, tmp_path, key, why):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
     wandb.teardown()  # which remembers the keys of earlier tests
-    with pytest.raises(UserError, match=r"publish=wandb failed \((No API key|not logged in)"):
+    with pytest.raises(UserError, match=rf"publish=wandb failed \({why}"):
         publish(Report("T", {}), [], "me", "cdp")
 
 
