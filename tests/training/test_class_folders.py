@@ -266,7 +266,7 @@ def test_what_is_no_file(root, becomes):
 def test_damaged_images_and_those_of_another_size_are_refused(tmp_path):
     ten = write_ten(tmp_path)
     cut(ten / "test/class3/1.png", 200)
-    with pytest.raises(UserError, match=f"{ten}/test/class3/1.png "):
+    with pytest.raises(UserError, match=f"{ten}/test/class3/1.png .*data=image_folder"):
         cifar10(str(ten))
     Image.new("RGB", (32, 31)).save(ten / "train/class1/2.png")
     with pytest.raises(UserError, match=f"^{ten}/train/class1/2.png is 32x31 .*data=image_folder"):

@@ -143,7 +143,8 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
         except Exception as error:  # decoders raise anything on garbled bytes
             if not skip:
                 raise UserError(
-                    f"{path} cannot be decoded: repair it, remove it, or set data.damaged=skip"
+                    f"{path} cannot be decoded: repair it, remove it, or skip it by"
+                    " data=image_folder data.damaged=skip"
                 ) from error
             damaged.append(path)
     raise UserError(
