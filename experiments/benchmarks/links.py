@@ -338,7 +338,8 @@ def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
         columns = {
             "M/C": link.one_way / link.compute,
             "step (s)": step, "min": seconds.min(), "max": seconds.max(),
-            "/ DDP": step / step.get("DDP", np.nan), "/ tuned": step / step.get("DDP tuned", np.nan),
+            "/ DDP": step / step.get("DDP", np.nan),
+            "/ tuned": step / step.get("DDP tuned", np.nan),
             "least": paired.min(), "paired": paired.median(), "most": paired.max(),
             "peak/mean": sending.peak_over_mean, "MB sent": sending.mb_sent,
         }  # fmt: skip

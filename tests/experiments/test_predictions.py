@@ -196,6 +196,7 @@ REFUSES = r"""
 memory workers=[0] | workers .* got \[0\]
 memory workers=four | workers .* got four
 memory shape=[3,8] | shape .* got \[3, 8\]
+memory shape=[] | shape .* got \[\]
 memory shape=[0] | shape .* got \[0\]
 memory shape=[8] | model=resnet8 .* length, vocabulary
 memory model=gpt | model=gpt .* image_size, in_channels

@@ -219,7 +219,9 @@ def analysed_form(config: DictConfig) -> "InputSpec":
 
     own = config.model.get("target") is not None
     of_sequences = not own and "length" in (_parameters(config.model) or ())
-    shape = config.shape or ([1024] if of_sequences else [3, 224, 224])
+    shape = config.shape
+    if shape is None:
+        shape = [1024] if of_sequences else [3, 224, 224]
     if len(shape) not in (1, 3) or min(shape) < 1:
         raise UserError(
             "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
