@@ -1,5 +1,6 @@
 """Sets of samples: the same batches for the same seed and epoch, and errors that name the path."""
 
+import gzip
 import hashlib
 import os
 import pickle
@@ -26,6 +27,7 @@ from toolkit.training.data import (
     cifar10,
     class_folders,
     digits,
+    fashion_mnist,
     image_folder,
     in_memory,
     synthetic,
@@ -53,6 +55,19 @@ def write_ten(folder):
     """CIFAR-10's layout: three training and two test images of each of ten classes."""
     write_images(folder / "train", TEN, n=3)
     write_images(folder / "test", TEN, n=2, seed=1)
+    return folder
+
+
+def write_idx(folder, n_train=30, n_test=20):
+    """Fashion-MNIST's four files, random; the classes in turn."""
+    random = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    for split, n in (("train", n_train), ("t10k", n_test)):
+        pixels = random.integers(0, 256, (n, 28, 28), np.uint8)
+        for name, x in (("images", pixels), ("labels", np.arange(n, dtype=np.uint8) % 10)):
+            header = bytes([0, 0, 8, x.ndim]) + np.array(x.shape, ">u4").tobytes()
+            file = folder / f"{split}-{name}-idx{x.ndim}-ubyte.gz"
+            file.write_bytes(gzip.compress(header + x.tobytes()))
     return folder
 
 
@@ -95,6 +110,7 @@ SETS = {
     "digits": lambda root: digits(),
     "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
     "cifar10": lambda root: cifar10(str(write_ten(root))),
+    "fashion_mnist": lambda root: fashion_mnist(str(write_idx(root))),
     "image_folder": lambda root: image_folder(str(write_folders(root)), 16, num_workers=0),
     "text": lambda root: text(str(write_text(root) / "some.txt"), length=8),
     "tokens": lambda root: token_files(str(write_tokens(root)), length=8, vocabulary=40),
@@ -330,6 +346,52 @@ def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     ((x, y),) = small.test(20, CPU)
     assert y.bincount().tolist() == [1] * 10
     assert torch.equal(x, whole[balanced_subset(10, torch.arange(20) // 2, "n_test")])
+
+
+# Fashion-MNIST
+
+
+def test_fashion_mnist_as_published(tmp_path):
+    ((x, y),) = fashion_mnist(str(write_idx(tmp_path))).test(20, CPU)
+    assert y.tolist() == [k % 10 for k in range(20)]
+    content = gzip.decompress((tmp_path / "t10k-images-idx3-ubyte.gz").read_bytes())
+    pixels = np.frombuffer(content, np.uint8, offset=16).reshape(20, 1, 28, 28) / 255
+    np.testing.assert_allclose(x, (pixels - 0.2860) / 0.3530, rtol=1e-4, atol=1e-5)
+    small = fashion_mnist(str(tmp_path), n_train=20, n_test=10)
+    assert len(small.train(20, 0, 0, CPU)) == 1
+    assert torch.equal(next(iter(small.test(20, CPU)))[0], x[balanced_subset(10, y, "n_test")])
+
+
+@pytest.mark.parametrize(
+    "damage", ["missing", "folder", "cut", "no gzip", "too short", "no header"]
+)
+def test_a_damaged_file_of_fashion_mnist_is_refused(tmp_path, damage):
+    file = write_idx(tmp_path) / "t10k-labels-idx1-ubyte.gz"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes(
+            {
+                "cut": content[:-9],
+                "no gzip": b"labels",
+                "too short": gzip.compress(gzip.decompress(content)[:-1]),
+                "no header": gzip.compress(b""),
+            }[damage]
+        )
+    message = f"data.root={tmp_path}: cannot read {file.name}: .* dataset-fashion-mnist"
+    with pytest.raises(UserError, match=message):
+        fashion_mnist(str(tmp_path))
+
+
+@pytest.mark.parametrize("split", ["train", "t10k"])
+def test_images_and_labels_of_fashion_mnist_that_differ_are_refused(tmp_path, split):
+    other = write_idx(tmp_path / "other", 40, 40)
+    name = f"{split}-labels-idx1-ubyte.gz"
+    (other / name).rename(write_idx(tmp_path) / name)
+    with pytest.raises(UserError, match=rf"{split}-\*.gz .*28\] and labels \[40\] up to 9;"):
+        fashion_mnist(str(tmp_path))
 
 
 # Two of torch's Datasets

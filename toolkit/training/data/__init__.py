@@ -2,7 +2,14 @@
 
 from toolkit.training.data.batches import Batch, Batches, Datasets, SampleSet
 from toolkit.training.data.class_folders import image_folder
-from toolkit.training.data.in_memory import InMemory, Labelled, cifar10, digits, synthetic
+from toolkit.training.data.in_memory import (
+    InMemory,
+    Labelled,
+    cifar10,
+    digits,
+    fashion_mnist,
+    synthetic,
+)
 from toolkit.training.data.tokens import Tokens, text, token_files
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "Tokens",
     "cifar10",
     "digits",
+    "fashion_mnist",
     "image_folder",
     "synthetic",
     "text",

@@ -1,22 +1,26 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
+import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.model.input_spec import Images
 from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, send
 from toolkit.training.data.class_folders import check_root, open_split, read_image
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_FASHION_ROOT = "/usr/share/datasets/fashion-mnist"  # of Debian's package
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class InMemory(SampleSet):
         mean, std: mean and standard deviation of each channel, black being 0 and white 1.
         crop_padding: pixels by which training images are padded before a random crop.
         flip: whether training images are mirrored at random.
+
+    Raises:
+        UserError: ``crop_padding`` is negative.
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class InMemory(SampleSet):
         crop_padding: int = 0,
         flip: bool = False,
     ) -> None:
+        if crop_padding < 0:
+            raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
         options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)
@@ -176,8 +185,6 @@ def cifar10(
     """
     from torchvision.datasets import CIFAR10
 
-    if crop_padding < 0:
-        raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
     folder = check_root("cifar10", root, "cifar-10-batches-py/, or train/ and test/")
     published = os.path.lexists(folder / CIFAR10.base_folder)
     if published:
@@ -207,6 +214,57 @@ def cifar10(
         found.append(Labelled(images, labels[chosen]))
     train, test = found
     return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
+
+
+def fashion_mnist(
+    root: str = _FASHION_ROOT,
+    crop_padding: int = 2,
+    flip: bool = True,
+    n_train: int | None = None,
+    n_test: int | None = None,
+) -> InMemory:
+    """Fashion-MNIST: 28x28, grey; 60,000 training and 10,000 test images of clothes.
+
+    Args:
+        root: a folder with the published files, ``train-images-idx3-ubyte.gz`` and three more.
+        crop_padding: pixels by which training images are padded before a random crop.
+        flip: whether training images are mirrored at random.
+        n_train: number of training images, a fixed choice, equally many of each class; None: all.
+        n_test: number of test images, likewise.
+
+    Raises:
+        UserError: a file is missing or damaged, or an option is out of its range.
+
+    Source: Xiao et al., arXiv 1708.07747.
+    """
+    folder, found = Path(root).expanduser(), []
+    for split, name, n in (("train", "n_train", n_train), ("t10k", "n_test", n_test)):
+        images = _read_idx(folder / f"{split}-images-idx3-ubyte.gz")
+        labels = _read_idx(folder / f"{split}-labels-idx1-ubyte.gz").long()
+        if images.shape != (len(labels), 28, 28) or labels.max() > 9:
+            raise UserError(
+                f"data.root={folder}: {split}-*.gz hold images {[*images.shape]} and labels"
+                f" {[*labels.shape]} up to {labels.max()}; expected [n, 28, 28] and [n] up to 9"
+            )
+        chosen = balanced_subset(n, labels, name)
+        found.append(Labelled(images[chosen, None], labels[chosen]))
+    train, test = found
+    return InMemory(train, test, 10, (0.2860,), (0.3530,), crop_padding, flip)
+
+
+def _read_idx(file: Path) -> Tensor:
+    """Return the bytes of a gzip IDX file, in the shape that its header gives."""
+    try:
+        content = bytearray(gzip.decompress(file.read_bytes()))
+        n_dims = content[3]
+        shape = np.frombuffer(content, ">u4", n_dims, offset=4)
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * n_dims).reshape(shape)
+    except (OSError, EOFError, zlib.error, IndexError, ValueError) as error:
+        raise UserError(
+            f"data.root={file.parent}: cannot read {file.name}: {first_line(error)}; Debian's"
+            f" package dataset-fashion-mnist installs it in {_FASHION_ROOT}"
+        ) from error
+    return torch.from_numpy(values)
 
 
 def _decoded(found: Any, chosen: Tensor) -> Tensor:
