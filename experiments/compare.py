@@ -15,6 +15,7 @@ be added; all other options stay as before:
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from statistics import mean
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
 def main(config: DictConfig) -> Ended:
     from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.results.provenance import resume_command
+    from toolkit.results.statistics import check_margin
     from toolkit.training import StoppedError, TrainingRun
 
     check_counts(config, "seeds")
+    check_margin(config.margin)
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start, folder = time.perf_counter(), output_folder()
@@ -103,7 +106,8 @@ def conclude(
     folder = output_folder()
     called = labels({name: schedule.name for name, schedule in rules.items()})
     first, *_ = rules
-    rows = [summary(schedule, runs, name, first) for name, schedule in rules.items()]
+    margin = {by: config.margin}
+    rows = [summary(schedule, runs, name, first, margin) for name, schedule in rules.items()]
     cells, curves = [], dict[str, list[list[float]]]()
     for row in rows:
         lost = f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else ""
@@ -117,7 +121,7 @@ def conclude(
     print(f"\n{table(cells)}\n")
     if delays:
         print(f"{table(delays)}\n")
-    print(_LEGEND.format(seeds=config.seeds, by=by))
+    print(_LEGEND.format(seeds=config.seeds, by=by) + _VERDICTS * (config.margin is not None))
     unwritten: list[str] = []
     notes = [*dict.fromkeys([*notes, *of_runs])]
     where = describe(pick_device(config.device))
@@ -145,6 +149,9 @@ staleness: steps by which weights are late, over stages and micro-batches
 peak activations: all workers together, in micro-batches; 1 is all activations of one
 traffic: all workers together, in stages' parameters
 """
+_VERDICTS = """\
+at a margin: what two one-sided paired t-tests at 5 % show of the difference; p: the larger of both
+"""
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
@@ -157,7 +164,9 @@ def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
     return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
 
 
-def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict[str, Any]:
+def summary(
+    schedule: Any, runs: list["RuleRun"], name: str, first: str, margin: Mapping[Metric, float]
+) -> dict[str, Any]:
     """One row: metrics of the last epochs, their differences, costs."""
     from toolkit.results import over_seeds
     from toolkit.schedule import steady_state
@@ -170,8 +179,8 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
         "rule": name,
         "schedule": schedule.name,
         "diverged": sum(run.rule == name and run.diverged_in is not None for run in runs),
-        **over_seeds(last(name, ACCURACY), last(first, ACCURACY), ACCURACY),
-        **over_seeds(last(name, LOSS), last(first, LOSS), LOSS),
+        **over_seeds(last(name, ACCURACY), last(first, ACCURACY), ACCURACY, margin.get(ACCURACY)),
+        **over_seeds(last(name, LOSS), last(first, LOSS), LOSS, margin.get(LOSS)),
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
         "peak_activations": steady.peak_activations / schedule.n_stages,

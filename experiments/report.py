@@ -38,7 +38,7 @@ def main(config: DictConfig) -> None:
     from toolkit.results.runs import read_runs
 
     runs = read_runs(folders)
-    report = build_report(runs, config.title)
+    report = build_report(runs, config.title, config.margin)
     folder = output_folder()
     made = f"cdp-toolkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_text(folder / "report.html", to_html(report, made))

@@ -53,6 +53,9 @@ COMPARED = {
     "loss": 1.25, "loss_sd": nan, "loss_difference": 0.0, "loss_difference_95": nan,
     "staleness_mean": 0.376, "staleness_max": 1, "peak_activations": 2.5, "traffic_max": 4.0,
 }  # fmt: skip
+TESTED = COMPARED | {
+    "margin": 1.5, "equivalence_p": 0.0312, "verdict": "equivalent within 1.5"
+}  # fmt: skip
 PIPELINE = {
     "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
     "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
@@ -71,6 +74,14 @@ RANK = {
         }),
         (form.metric_cells(COMPARED, LOSS, "GPipe"), {
             "test loss (nats)": "1.250", "paired difference from GPipe": "+0.000",
+        }),
+        (form.metric_cells(TESTED, ACCURACY, "DP"), {
+            "test accuracy (%)": "97.50 ± 0.25", "paired difference from DP": "-0.50 ± 1.00",
+            "at a margin of 1.5": "equivalent within 1.5", "p (equivalence)": "0.031",
+        }),
+        (form.metric_cells(TESTED | {"equivalence_p": nan, "verdict": ""}, LOSS, "DP"), {
+            "test loss (nats)": "1.250", "paired difference from DP": "+0.000",
+            "at a margin of 1.5": "-", "p (equivalence)": "-",
         }),
         (form.staleness_cells(COMPARED), {"mean staleness (largest)": "0.38 (1)"}),
         (form.peak_cells(COMPARED), {

@@ -83,12 +83,19 @@ def plus_minus(value: float | None, width: float | None, sign: str = "", decimal
 
 
 def metric_cells(row: Row, by: Metric, first: str) -> Cells:
-    """Return a rule's test metric, and its paired difference from rule ``first``."""
+    """Return a rule's test metric, its paired difference from rule ``first``, and the verdict.
+
+    The verdict, and its p-value, are those of a row with a margin.
+    """
     value, spread, difference, width = (row[name] for name in by.columns)
-    return {
+    cells = {
         f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
         f"paired difference from {first}": plus_minus(difference, width, "+", by.decimals),
     }
+    if (margin := row.get("margin")) is None:
+        return cells
+    p = plus_minus(row["equivalence_p"], None, decimals=3)
+    return cells | {f"at a margin of {margin:g}": row["verdict"] or "-", "p (equivalence)": p}
 
 
 def staleness_cells(row: Row) -> Cells:

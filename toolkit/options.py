@@ -21,7 +21,7 @@ STOPPED = 75
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
 """Beginning of the note on a run that was resumed with other options."""
 
-AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
+AROUND = frozenset({"tracking", "resume", "rules", "seeds", "margin"})
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
 INDIFFERENT = AROUND | {

@@ -1,10 +1,12 @@
 """A comparison keeps its runs, and resumes them."""
 
+import json
 import os
 import re
 import signal
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import sqrt
 
 import pytest
 
@@ -37,6 +39,9 @@ def stopped_in_run(k, *options):
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
+
+
+KEPT = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
 
 
 def test_resumes_in_the_middle_of_a_run(tmp_path):
@@ -136,10 +141,9 @@ def kept(tmp_path):
         RuleRun(rule, seed, [asdict(Epoch(0, 1.0, 1.0, seed / 10, 0.9, 0.1, 1.0))], [])
         for rule, seed in keys
     ]
-    given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
-    keep_options(tmp_path, build.plain(settings("compare", *given)))
+    keep_options(tmp_path, build.plain(settings("compare", *KEPT)))
     keep_runs(tmp_path, runs)
-    write_options(tmp_path, given, "compare")
+    write_options(tmp_path, KEPT, "compare")
     return tmp_path
 
 
@@ -163,6 +167,7 @@ def test_models_of_earlier_runs_are_freed(tmp_path, monkeypatch):
     ("options", "pattern"),
     [
         (["save.keep=0"], "save.keep .* got 0"),
+        (["margin=0"], "margin .* above 0: got 0"),
         (["tracking.every=0"], "tracking.every .* got 0"),
         (["clip=1", "clip_by=model"], "CDP-v2.*clip_by=stage"),
     ],
@@ -180,6 +185,24 @@ def test_pairs_runs_by_their_seeds(kept):
     found = complete("compare", kept, f"resume={kept}")
     assert [row["difference"] for row in found["metrics"]] == [0, 0]
     assert [row["difference_95"] for row in found["metrics"]] == [None, None]  # no spread
+
+
+def test_tests_equivalence_at_a_margin(kept):
+    """Differences of CDP-v1 are -10, 0 and 1 points: mean -3, standard deviation sqrt(37)."""
+    changed = [
+        run if run.rule == "dp" else replace(run, epochs=[run.epochs[0] | {"top1": top1}])
+        for run in comparison.ended_before(kept, build.plain(settings("compare", *KEPT)))
+        for top1 in [{0: -0.1, 1: 0.1, 2: 0.21}[run.seed]]
+    ]
+    keep_runs(kept, changed)
+    finished = run("compare", f"resume={kept}", "margin=25")
+    assert "at a margin of 25" in finished.out
+    found = json.loads((kept / "result.json").read_text())["metrics"]
+    t = 22 / sqrt(37 / 3)  # with two degrees of freedom
+    assert [row["verdict"] for row in found] == ["", "equivalent within 25"]
+    assert found[1]["equivalence_p"] == pytest.approx((1 - t / sqrt(t**2 + 2)) / 2)
+    assert [row["verdict"] for row in rows(kept / "comparison.csv")] == ["", "equivalent within 25"]
+    assert "verdict" not in complete("compare", kept, f"resume={kept}", "margin=null")["metrics"][0]
 
 
 def test_keeps_runs_of_other_rules_and_seeds(kept):

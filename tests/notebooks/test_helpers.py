@@ -19,6 +19,7 @@ from toolkit.notebook import (
     counted_and_measured,
     delay_study,
     differences,
+    in_words,
     own_curves,
     settings,
     train_rules,
@@ -87,6 +88,29 @@ def test_differences_are_those_of_the_kept_result(name, measure, says):
         differences(epochs, "SGD", measure)
     with pytest.raises(UserError, match=f"lacks {measure.key}"):
         differences(epochs.drop(columns=measure.key), measure=measure)
+
+
+def test_differences_in_words():
+    """Two rules whose difference is, and is not, shown, and one with a single seed."""
+    epochs = table(
+        *[("DP", seed, [90.0]) for seed in range(3)],
+        *[("X", seed, [value]) for seed, value in enumerate([89.0, 90.0, 90.5])],
+        *[("Y", seed, [value]) for seed, value in enumerate([85.0, 84.0, 86.0])],
+        ("Z", 0, [91.0]),
+    )
+    found = in_words(epochs, margin=1)
+    assert found._repr_markdown_() == found
+    assert found.splitlines() == [
+        "- **X** ends 0.17 points below DP (interval -2.06 to +1.73): no difference shown;"
+        " equivalence within 1 is not shown.",
+        "- **Y** ends 5.00 points below DP (interval -7.48 to -2.52): lower; worse by at least"
+        " 2.52.",
+        "- **Z** ends 1.00 points above DP, with 1 run and no spread: this shows nothing.",
+    ]
+    shown = in_words(epochs, margin=5).splitlines()[0]
+    assert shown.endswith("no difference shown; equivalent within 5.")
+    verdicts = ["-", "equivalent within 5", "worse by at least 2.52", "-"]
+    assert list(differences(epochs, margin=5)["at a margin of 5"]) == verdicts
 
 
 def table(*runs, **more):

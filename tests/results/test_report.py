@@ -187,6 +187,22 @@ def test_diverged_runs_are_counted_and_notes_shown_once(tmp_path):
     assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
 
 
+@pytest.mark.parametrize(("stated", "given"), [(0.6, None), (None, 0.6), (5.0, 0.6)])
+def test_equivalence_is_tested_at_a_margin(tmp_path, stated, given):
+    """The margin of the report, or of the comparison."""
+    tops = {"dp": [0.9, 0.8, 0.7], "cdp_v2": [0.903, 0.799, 0.7], "cdp_v1": [0.8, 0.71, 0.6]}
+    folders.compare(tmp_path / "a", tops, margin=stated)
+    report = build_report(read_runs([tmp_path]), "Runs", given)
+    assert final(report, "rule", "at a margin of 0.6", "p (equivalence)") == [
+        ("DP", "-", "-"),
+        ("CDP-v2", "equivalent within 0.6", "0.024"),
+        ("CDP-v1", "worse by at least 8.23", "0.999"),
+    ]
+    folders.compare(tmp_path / "b" / "a", tops)
+    report = build_report(read_runs([tmp_path / "b"]), "Runs")
+    assert not any("margin" in heading for heading in table(report, "Accuracy", "rule")[0])
+
+
 def test_a_repeated_seed_counts_as_it_ran_last(tmp_path):
     for name, top, year in (("a", 0.5, 2026), ("b", 0.7, 2025)):
         source = folders.train(tmp_path / name, top1=top)["provenance"]

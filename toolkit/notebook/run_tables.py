@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from toolkit.errors import UserError
-from toolkit.format import counted_cells, metric_cells, rank_cells, reduction_cells, staleness_cells
+from toolkit.format import (
+    count,
+    counted_cells,
+    metric_cells,
+    rank_cells,
+    reduction_cells,
+    staleness_cells,
+)
 from toolkit.metric import ACCURACY, Metric
 from toolkit.schedule import labels
 
@@ -25,6 +32,13 @@ if TYPE_CHECKING:
     from toolkit.schedule.paper_table import Row
 
 Curves = dict[str, list[list[float]]]
+
+
+class Markdown(str):
+    """Text that notebooks render."""
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
 
 
 def train_rules(
@@ -110,7 +124,10 @@ def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
 
 
 def differences(
-    epochs: pd.DataFrame, baseline: str = "DP", measure: Metric = ACCURACY
+    epochs: pd.DataFrame,
+    baseline: str = "DP",
+    measure: Metric = ACCURACY,
+    margin: float | None = None,
 ) -> pd.DataFrame:
     """The metric after the last epoch, and its difference from rule ``baseline``, paired by seed.
 
@@ -121,11 +138,55 @@ def differences(
         epochs: a row for each epoch of each run, as :func:`by_epoch` takes them.
         baseline: the rule from which the others differ.
         measure: accuracy or loss.
+        margin: largest difference that does not matter, against which equivalence is tested.
 
     Raises:
         UserError: there are no runs of the baseline, a rule shares no seed with it, several runs
-            of a rule have the same seed, or runs differ in their number of epochs.
+            of a rule have the same seed, runs differ in their number of epochs, or the margin is
+            not above 0.
     """
+    rows = {
+        rule: {
+            "runs": row["runs"],
+            **metric_cells(row, measure, baseline),
+            "says": "" if rule == baseline else _says(*_interval(row, measure)),
+        }
+        for rule, row in _summaries(epochs, baseline, measure, margin).items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def in_words(
+    epochs: pd.DataFrame,
+    baseline: str = "DP",
+    measure: Metric = ACCURACY,
+    margin: float | None = None,
+) -> Markdown:
+    """The table of :func:`differences` in sentences, a list item for each rule."""
+    lines = []
+    for rule, row in _summaries(epochs, baseline, measure, margin).items():
+        low, high = _interval(row, measure)
+        middle, unit = row[measure.columns[2]], measure.unit_of_differences
+        if rule == baseline or isnan(middle):
+            continue
+        side = "below" if middle < 0 else "above"
+        line = f"- **{rule}** ends {abs(middle):.{measure.decimals}f} {unit} {side} {baseline}"
+        if isnan(low):
+            line += f", with {count(row['runs'], 'run')} and no spread: this shows nothing"
+        else:
+            line += f" (interval {low:+.{measure.decimals}f} to {high:+.{measure.decimals}f})"
+            line += f": {_says(low, high)}"
+        if verdict := row.get("verdict"):
+            shown = verdict != "not shown"
+            line += f"; {verdict if shown else f'equivalence within {margin:g} is not shown'}"
+        lines.append(f"{line}.")
+    return Markdown("\n".join(lines))
+
+
+def _summaries(
+    epochs: pd.DataFrame, baseline: str, measure: Metric, margin: float | None
+) -> dict[str, dict[str, Any]]:
+    """By rule, the columns of :func:`toolkit.results.over_seeds` and the number of runs."""
     from toolkit.results import over_seeds
 
     found = _values(epochs, measure)
@@ -143,14 +204,14 @@ def differences(
     rows = {}
     for rule, last in ends.items():
         mine = {seed: value for seed, value in last.items() if seed in ends[baseline]} or last
-        summary = over_seeds(mine, ends[baseline], measure)
-        *_, difference, width = summary.values()
-        rows[rule] = {
-            "runs": sum(not isnan(value) for value in mine.values()),
-            **metric_cells(summary, measure, baseline),
-            "says": "" if rule == baseline else _says(difference - width, difference + width),
-        }
-    return pd.DataFrame.from_dict(rows, orient="index")
+        n_runs = sum(not isnan(value) for value in mine.values())
+        rows[rule] = over_seeds(mine, ends[baseline], measure, margin) | {"runs": n_runs}
+    return rows
+
+
+def _interval(row: Mapping[str, Any], measure: Metric) -> tuple[float, float]:
+    middle, half_width = (row[name] for name in measure.columns[2:])
+    return middle - half_width, middle + half_width
 
 
 def _says(low: float, high: float) -> str:

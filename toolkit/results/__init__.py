@@ -5,15 +5,18 @@ from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe, describe_cpu, provenance
 from toolkit.results.record import Ledger, write_result
 from toolkit.results.statistics import (
+    Equivalence,
     Estimate,
     binomial_half_width,
     delay_means,
+    equivalence,
     over_seeds,
     paired_difference,
 )
 from toolkit.results.wandb_run import Tracker, track, track_measured, track_schedule
 
 __all__ = [
+    "Equivalence",
     "Estimate",
     "Ledger",
     "Progress",
@@ -23,6 +26,7 @@ __all__ = [
     "delay_means",
     "describe",
     "describe_cpu",
+    "equivalence",
     "learning_curves",
     "over_seeds",
     "paired_difference",

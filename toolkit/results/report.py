@@ -17,7 +17,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.collect import PRINCIPAL, Group, flat_options, group_runs
 from toolkit.results.provenance import strip_folders
 from toolkit.results.runs import MESSAGES, Run, rebuild_schedule
-from toolkit.results.statistics import delay_means, over_seeds
+from toolkit.results.statistics import check_margin, delay_means, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -33,6 +33,10 @@ _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
 _MOST_VALUES = 4  # of an option
 _PIXELS_PER_INCH = 91  # of a drawing on the page
 _WIDTH = 640  # pixels of a PNG on the page
+_EQUIVALENCE = (
+    " At a margin: whether the difference is shown to be smaller than that, by two one-sided paired"
+    " t-tests at 5 %, whose larger p-value is p."
+)
 _NUMBER = re.compile(r"[-+\d][-+\d.,e±% ]*")
 
 
@@ -112,16 +116,24 @@ def to_html(report: Report, footer: str = "") -> str:
     return environment.get_template("report.html").render(report=report, footer=footer)
 
 
-def build_report(runs: Sequence[Run], title: str) -> Report:
-    """Return the report on ``runs``, as :func:`toolkit.results.runs.read_runs` returns them.
+def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -> Report:
+    """Return the report on ``runs``; what cannot be shown is named and left out.
 
-    What cannot be shown is named and left out.
+    Args:
+        runs: as :func:`toolkit.results.runs.read_runs` returns them.
+        title: title of the report.
+        margin: largest difference that does not matter, in points or nats; by default the margin
+            of the comparisons, if they state one.
+
+    Raises:
+        UserError: the margin is not above 0.
     """
+    check_margin(margin)
     tasks = group_runs(runs)
     schedules, left_out = _schedules(tasks)
     sections = {
         "Summary": _summary(runs, tasks),
-        "Accuracy": _accuracy(tasks),
+        "Accuracy": _accuracy(tasks, margin),
         "Memory": [*left_out, *_memory(schedules)],
         "Communication": _communication(tasks, schedules),
         "Reproduce": _commands(runs),
@@ -169,7 +181,7 @@ def _left_out(run: Run) -> dict[str, str]:
     }
 
 
-def _accuracy(tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
+def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterator[Block]:
     """Curves and final metrics of each task, and delay diagnostics."""
     if not any(group.by_seed for groups in tasks.values() for group in groups):
         yield Text("No run has finished with an accuracy.")
@@ -179,15 +191,17 @@ def _accuracy(tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
         if not any(group.by_seed for group in shown):
             continue
         by = shown[0].runs[0].judged_by
+        stated = {run.config.get("margin") for group in shown for run in group.runs} - {None}
+        least = stated.pop() if margin is None and len(stated) == 1 else margin
         yield from _curves(task, shown, by)
         first = {group.baseline(shown).label for group in shown}
         baseline = first.pop() if len(first) == 1 else "the first rule with these options"
         yield Table(
-            [_final(group, group.baseline(shown), by, baseline) for group in shown],
+            [_final(group, group.baseline(shown), by, baseline, least) for group in shown],
             f"{task}: test {by.name} after the last epoch, mean ± standard deviation over seeds,"
             f" and the difference from {baseline}, paired by seed, in {by.unit_of_differences}, ±"
             " its 95 % interval. A single seed has neither: a difference may be chance. A seed that"
-            " ran twice counts as it ran last.",
+            " ran twice counts as it ran last." + (_EQUIVALENCE if least is not None else ""),
         )
         rows += [
             {"training": task, "rule": group.label} | row
@@ -236,7 +250,9 @@ def _curves(task: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
         )
 
 
-def _final(group: Group, baseline: Group, by: Metric, first: str) -> dict[str, str]:
+def _final(
+    group: Group, baseline: Group, by: Metric, first: str, margin: float | None
+) -> dict[str, str]:
     other = ACCURACY if by is LOSS else LOSS
     own, base = (
         {seed: run.metrics.get(by.key, nan) for seed, run in of.by_seed.items()} or {-1: nan}
@@ -251,7 +267,7 @@ def _final(group: Group, baseline: Group, by: Metric, first: str) -> dict[str, s
     return {
         "rule": group.label,
         "seeds": f"{seeds} ({lost} diverged)" if lost else seeds,
-        **metric_cells(over_seeds(own, base, by), by, first),
+        **metric_cells(over_seeds(own, base, by, margin), by, first),
         f"test {other.name} ({other.unit})": plus_minus(means[other.key], None, "", other.decimals),
         "samples/s": plus_minus(means["samples_per_second"], None, decimals=0),
     }

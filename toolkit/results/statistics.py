@@ -50,6 +50,66 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
 
 
+@dataclass(frozen=True)
+class Equivalence:
+    """What paired runs show of a difference, against a margin below which it does not matter.
+
+    Attributes:
+        p: larger p-value of two one-sided paired t-tests, whose null hypotheses are that the values
+            are worse, and that they are better, than the baseline by the margin or more.
+        verdict: "equivalent within M" if ``p`` is below 0.05; else "worse by at least X", the near
+            end of the 95 % interval, if it leaves out 0; else "at most M worse" if the first test
+            alone is below 0.05; else "not shown". Empty without a spread.
+    """
+
+    p: float
+    verdict: str
+
+
+def equivalence(
+    values: Sequence[float], baseline: Sequence[float], margin: float, by: Metric
+) -> Equivalence:
+    """Test whether values are equivalent to a baseline, pair by pair.
+
+    Args:
+        values: numbers, at least one.
+        baseline: as many numbers, in the same order.
+        margin: largest difference that does not matter, in the unit of the values.
+        by: metric of the values, which says whether smaller ones are better.
+
+    Raises:
+        UserError: the margin is not above 0, or the sequences do not pair.
+
+    Source: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15(6), 1987.
+    """
+    check_margin(margin)
+    difference = paired_difference(values, baseline)
+    if isnan(difference.half_width):
+        return Equivalence(nan, "")
+    from scipy.stats import t
+
+    df = len(values) - 1
+    error = difference.half_width / float(t.ppf(0.975, df))
+    gain = -difference.mean if by.lower_is_better else difference.mean
+    p_worse, p_better = (float(t.sf((margin + side * gain) / error, df)) for side in (1, -1))
+    loss = -gain - difference.half_width
+    if max(p_worse, p_better) < 0.05:
+        verdict = f"equivalent within {margin:g}"
+    elif loss > 0:
+        verdict = f"worse by at least {loss:.{by.decimals}f}"
+    else:
+        verdict = f"at most {margin:g} worse" if p_worse < 0.05 else "not shown"
+    return Equivalence(max(p_worse, p_better), verdict)
+
+
+def check_margin(margin: float | None) -> None:
+    """Raise UserError for a margin that is not above 0; None is no margin."""
+    if margin is not None and not margin > 0:
+        raise UserError(
+            f"margin is the largest difference that does not matter, above 0: got {margin}"
+        )
+
+
 def binomial_half_width(share: float, n: int) -> float:
     """Return half the width of the 95 % interval of a share, 0 to 1, counted on ``n`` samples.
 
@@ -65,17 +125,23 @@ def binomial_half_width(share: float, n: int) -> float:
 
 
 def over_seeds(
-    values: Mapping[int, float], baseline: Mapping[int, float], by: Metric
-) -> dict[str, float]:
+    values: Mapping[int, float],
+    baseline: Mapping[int, float],
+    by: Metric,
+    margin: float | None = None,
+) -> dict[str, Any]:
     """Return a rule's mean, spread, difference and half interval, by the metric's columns.
+
+    With a margin, also ``margin``, ``equivalence_p`` and ``verdict``, as :class:`Equivalence` has.
 
     Args:
         values: values by seed, in the metric's unit; NaN for runs that diverged and do not count.
         baseline: values of the baseline by seed, as above.
         by: the metric.
+        margin: largest difference that does not matter, in the metric's unit of differences.
 
     Raises:
-        UserError: they share no seed.
+        UserError: they share no seed, or the margin is not above 0.
     """
     shared = [seed for seed in values if seed in baseline]
     if not shared:
@@ -90,7 +156,14 @@ def over_seeds(
     known = [value for value in values.values() if not isnan(value)]
     spread = stdev(known) if len(known) > 1 else nan
     found = mean(known or [nan]), spread, difference.mean, difference.half_width
-    return dict(zip(by.columns, found, strict=True))
+    row: dict[str, Any] = dict(zip(by.columns, found, strict=True))
+    if margin is not None:
+        tested = Equivalence(nan, "")
+        if pairs:
+            own, base = zip(*pairs, strict=True)
+            tested = equivalence(own, base, margin, by)
+        row |= {"margin": margin, "equivalence_p": tested.p, "verdict": tested.verdict}
+    return row
 
 
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
