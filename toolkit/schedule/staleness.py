@@ -93,6 +93,16 @@ class RandomDelay:
         further = sum(k * weight for k, weight in enumerate(self._weights))
         return float(self.least + Fraction(further, sum(self._weights)))
 
+    @property
+    def values(self) -> range:
+        """The delays that can be drawn, in steps."""
+        return range(self.least, self.most + 1)
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """The probability of each of :attr:`values`."""
+        return tuple(float(Fraction(w, sum(self._weights))) for w in self._weights)
+
     @cached_property
     def _weights(self) -> tuple[int, ...]:
         """In proportion to the probabilities, as numerators over one common denominator."""
