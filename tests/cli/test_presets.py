@@ -112,10 +112,10 @@ def test_settings_of_the_paper(preset, model, data, batch, epochs, lr, gamma, we
         ),
         (["schedule=dp", "schedule.accumulate=2"], catalog.data_parallel(4, accumulate=2)),
         (["schedule.accumulate=3"], catalog.cyclic(4, accumulate=3)),
-        (["schedule.predict=true"], catalog.cyclic(4, predict=True)),
+        (["schedule.correction=extrapolate"], catalog.cyclic(4, correction="extrapolate")),
         (
-            ["schedule=pipedream_2bw", "schedule.predict=true"],
-            catalog.pipedream_2bw(4, 4, predict=True),
+            ["schedule=pipedream_2bw", "schedule.correction=extrapolate"],
+            catalog.pipedream_2bw(4, 4, correction="extrapolate"),
         ),
         (["schedule=published", "microbatches=8"], catalog.published(8)),
     ],
@@ -142,15 +142,15 @@ def file(tmp_path):
 
 
 def test_a_file_has_the_options_that_are_not_of_a_method(file):
-    for overrides, late, state, predict in (
-        (["schedule.delay=2"], 2, "replicated", False),
-        (["schedule=cdp_v1", "schedule.predict=true"], 1, "replicated", True),
-        (["schedule.state=sharded"], 0, "sharded", False),
-        (["schedule=gpipe"], 0, "replicated", False),
+    for overrides, late, state, correction in (
+        (["schedule.delay=2"], 2, "replicated", "none"),
+        (["schedule=cdp_v1", "schedule.correction=extrapolate"], 1, "replicated", "extrapolate"),
+        (["schedule.state=sharded"], 0, "sharded", "none"),
+        (["schedule=gpipe"], 0, "replicated", "none"),
     ):
         built = build_schedule(composed("train", f"schedule.file={file}", *overrides).schedule)
         assert built.staleness == ((late,) * 2,) * 2
-        assert (built.name, built.state, built.predict) == ("mine", state, predict)
+        assert (built.name, built.state, built.correction) == ("mine", state, correction)
 
 
 @pytest.mark.parametrize("schedule", ["cdp_v2", "gpipe"])

@@ -82,7 +82,7 @@ SCHEDULES = [
     catalog.one_f_one_b(2, 4),
     catalog.zero_bubble(2, 3),
     catalog.pipedream_2bw(2, 3),
-    catalog.cyclic(2, 1, predict=True),
+    catalog.cyclic(2, 1, correction="extrapolate"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_an_update_reads_and_writes_weights_gradients_and_momentum():
 @pytest.mark.parametrize("bandwidth", [24.0, 4.0])
 def test_a_prediction_reads_two_versions_and_writes_one(bandwidth):
     """Of 8 bytes each. It waits for the later one, the ops wait for it, and it is held."""
-    program = catalog.cyclic(1, 1, "one", predict=True).lower(3).verify()
+    program = catalog.cyclic(1, 1, "one", correction="extrapolate").lower(3).verify()
     timeline = simulate(program, [FIRST], replace(SLOW, memory_bandwidth=bandwidth))
     (span,) = (s for s in timeline.spans if s.name == "predict 0")
     updates = {s.step: s for s in timeline.spans if s.name == "update 0"}

@@ -19,7 +19,7 @@ AGAIN = StepOptions(checkpoint="all")
 MORE = [
     catalog.cyclic(4, 2, "one"),
     catalog.cyclic(4, placement="one", accumulate=2),
-    replace(CDP, name="CDP-v2 predicted", predict=True),
+    replace(CDP, name="CDP-v2 predicted", correction="extrapolate"),
     catalog.data_parallel(4, "one", delay=1),
     catalog.gradient_accumulation(4, 6),
 ]

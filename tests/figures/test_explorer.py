@@ -31,7 +31,7 @@ CHOICES = [
     Choice("zero_dp", 3, 3, state="replicated"),
     Choice("interleaved_1f1b", 8, 8, n_ranks=4),
     Choice("zero_cdp_v1", 3, 3, accumulate=2),
-    Choice("pipedream_2bw", 3, 3, predict=True),
+    Choice("pipedream_2bw", 3, 3, correction="extrapolate"),
     Choice("dp", 2, 3, delay=[1, 2]),
     Choice("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),
     Choice("dp", 2, 2, delay=RandomDelay("geometric", most=4, p=0.5, seed=3)),
@@ -75,9 +75,9 @@ def test_a_line_of_python_and_overrides_make_the_same_schedule(choice):
         (Choice("cdp_v2", delay="freshest", state="replicated"), "cyclic(n=4, n_stages=4)", ""),
         (Choice("dp", accumulate=1), "data_parallel(n=4, n_stages=4)", ""),
         (
-            Choice("cdp_v1", 3, 6, placement="one", predict=True),
-            "cyclic(n=6, delay=1, placement='one', n_stages=3, predict=True)",
-            " schedule.predict=True schedule.placement=one",
+            Choice("cdp_v1", 3, 6, placement="one", correction="extrapolate"),
+            "cyclic(n=6, delay=1, placement='one', n_stages=3, correction='extrapolate')",
+            " schedule.correction=extrapolate schedule.placement=one",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def numbers_of(choice):
     [
         (Choice("dp"), 4),
         (Choice("cdp_v1"), 2.5),
-        (Choice("cdp_v2", predict=True), 2.5),
+        (Choice("cdp_v2", correction="extrapolate"), 2.5),
         (Choice("cdp_v2", placement="per_stage"), 2.5),
         (Choice("zero_dp"), 4),
         (Choice("gpipe"), 4),

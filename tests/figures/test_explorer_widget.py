@@ -94,16 +94,16 @@ def test_late_weights_are_predicted(explorer):
     column, explorer.n_steps.value = explorer.columns[0], 3
     column.schedule.value = "cdp_v1"
     before = float(number(explorer, "weights of the fullest rank"))
-    column.options["predict"].value = True
+    column.options["correction"].value = "extrapolate"
     assert float(number(explorer, "weights of the fullest rank")) > before
-    assert "predict=True" in shown(explorer)
+    assert "schedule.correction=extrapolate" in shown(explorer)
     assert "waits for: predict prediction stage 0" in shown(explorer)
     column.schedule.value = "gpipe"
-    assert not visible(column.options["predict"])
+    assert not visible(column.options["correction"])
     column.schedule.value = "cdp_v1"
-    assert column.options["predict"].value is False
-    column.options["predict"].value, column.options["state"].value = True, "sharded"
-    assert "predict=True takes state=" in said(explorer)
+    assert column.options["correction"].value == "none"
+    column.options["correction"].value, column.options["state"].value = "extrapolate", "sharded"
+    assert "correction=extrapolate takes state=" in said(explorer)
 
 
 def test_workers_accumulate(explorer):
@@ -256,7 +256,7 @@ def test_exports(explorer, tmp_path):
 def test_rank_orders_survive_python_and_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "0F0 0F1 0B0 0B1\n\n1F0 1B0 1F1 1B1\n"
-    for options in ({}, {"delay": 1, "predict": True}):
+    for options in ({}, {"delay": 1, "correction": "extrapolate"}):
         explorer = Explorer(OWN, orders=text, **options)
         (choice,), (path,) = explorer.choices, explorer.export("csv")
         assert path.name == "rank_orders.csv"

@@ -48,7 +48,7 @@ def test_every_colour_is_named():
     split = [*whole[:2], "backward of weights", *whole[2:]]
     predicted = [*whole[:2], "prediction", *whole[2:]]
     slow = replace(UNIT, memory_bandwidth=9.0)
-    late = simulate(catalog.cyclic(2, 1, predict=True).lower(4), unit_costs(2), slow)
+    late = simulate(catalog.cyclic(2, 1, correction="extrapolate").lower(4), unit_costs(2), slow)
     zero_bubble = timeline(catalog.zero_bubble(2, 2))
     for shown, names in ((DP, whole), (zero_bubble, split), (late, predicted)):
         (legend,) = timelines(shown).legends

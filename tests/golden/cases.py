@@ -35,7 +35,7 @@ PROGRAMS = {
     "cdp_v2_model_parallel": catalog.cyclic(3, placement="per_stage_and_microbatch"),
     "cdp_delay_2": catalog.cyclic(2, 2),
     "cdp_v1_rotated": catalog.cyclic(4, 1, chains="rotated"),
-    "cdp_v1_predicted": catalog.cyclic(4, 1, predict=True),
+    "cdp_v1_predicted": catalog.cyclic(4, 1, correction="extrapolate"),
     "cdp_v2_accumulated": catalog.cyclic(2, accumulate=2),
     "cdp_v2_three_on_two_stages": catalog.cyclic(3, n_stages=2),
     "zero_cdp_v1": catalog.cyclic(4, 1, state="sharded"),

@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
 from toolkit.runtime.message_transfer import Messages
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import Correction, RandomDelay, Schedule, catalog
 
 STEPS = 6
 
@@ -50,8 +50,9 @@ def schedules(n_ranks):
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
     yield catalog.cyclic(n, 1, chains="rotated")
-    yield catalog.cyclic(n, 1, predict=True)
-    yield catalog.cyclic(n, "freshest", "per_stage", predict=True)
+    yield catalog.cyclic(n, 1, correction="extrapolate")
+    yield catalog.cyclic(n, "freshest", "per_stage", correction="optimizer_step")
+    yield catalog.cyclic(n, 1, correction=Correction("compensate", 0.5))
     yield catalog.one_f_one_b(n, 2 * n)
     yield catalog.interleaved_1f1b(2 * n, n, n)
     yield catalog.zero_bubble(n, n)

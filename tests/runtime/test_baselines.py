@@ -331,7 +331,7 @@ GPIPE = catalog.gpipe(3, 3)
         (DelayedAllReduce, catalog.data_parallel(3), "DP"),
         (DelayedAllReduce, catalog.cyclic(3), "CDP-v2"),
         (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage"),
-        (DelayedAllReduce, catalog.cyclic(3, 1, predict=True), "CDP-v1 predicted"),
+        (DelayedAllReduce, catalog.cyclic(3, 1, correction="extrapolate"), "CDP-v1 predicted"),
         (TorchPipelining, catalog.cyclic(3, 1, "per_stage"), "CDP-v1"),
         (TorchPipelining, catalog.one_f_one_b(3, 2), "1F1B"),
         (TorchPipelining, catalog.zero_bubble(3, 7), "zero"),
@@ -364,7 +364,7 @@ def test_refuses_other_options(name, options, named):
 
 
 def test_nothing_is_predicted_where_nothing_is_late():
-    assert DDP.can_run(catalog.data_parallel(3, predict=True))
+    assert DDP.can_run(catalog.data_parallel(3, correction="extrapolate"))
 
 
 def test_norms_in_evaluation_mode_do_not_advance():

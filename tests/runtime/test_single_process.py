@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from tests.runtime import models
 from tests.runtime.models import assert_same, cut, make_batches, name_of, residual, runtime_for
-from tests.runtime.reference import adamw, sgd, trajectory
+from tests.runtime.reference import adamw, decaying, sgd, trajectory
 from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.runtime import ORDERS, SingleProcess
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import Correction, RandomDelay, Schedule, catalog
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def _schedules():
     yield catalog.data_parallel(2, accumulate=2)
     yield catalog.cyclic(2, 1, accumulate=2)
     yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2)
-    yield from _predicted()
+    yield from _corrected()
     yield from _pipelines()
     for delay in (1, "freshest"):
         for placement in ("one", "per_stage", "per_stage_and_microbatch"):
@@ -70,16 +70,26 @@ def _pipelines():
     yield Schedule.from_rank_orders(orders, name="overlapping", period=4, delay="freshest")
 
 
-def _predicted():
-    """Late weights replaced by predictions."""
+def _corrected():
+    """Late weights are predicted, or their gradients compensated."""
+    for kind in ("optimizer_step", "compensate"):
+        yield catalog.cyclic(3, 1, correction=kind)
+        yield catalog.cyclic(3, "freshest", "per_stage", correction=Correction(kind, 0.5))
+    yield catalog.data_parallel(3, delay=[0, 2, 3], correction=Correction("compensate", 3))
+    halves = "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"
+    yield Schedule.from_rank_orders(halves, name="halves", delay=1, correction="compensate")
     for delay, placement in ((1, "one"), ("freshest", "per_microbatch"), (1, "per_stage")):
-        yield catalog.cyclic(3, delay, placement, predict=True)
-    yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2, predict=True)
-    yield catalog.cyclic(3, [2, 1, 1], chains="rotated", predict=True)
-    yield catalog.data_parallel(3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]], predict=True)
+        yield catalog.cyclic(3, delay, placement, correction="extrapolate")
+    yield catalog.cyclic(
+        2, "freshest", "per_stage_and_microbatch", accumulate=2, correction="extrapolate"
+    )
+    yield catalog.cyclic(3, [2, 1, 1], chains="rotated", correction="extrapolate")
+    yield catalog.data_parallel(
+        3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]], correction="extrapolate"
+    )
     late = RandomDelay("geometric", 0, 4, p=0.5, per="stage", seed=2)
-    yield catalog.data_parallel(2, delay=late, predict=True)
-    yield catalog.pipedream_2bw(2, 3, predict=True)
+    yield catalog.data_parallel(2, delay=late, correction="extrapolate")
+    yield catalog.pipedream_2bw(2, 3, correction="extrapolate")
 
 
 SCHEDULES = {name_of(schedule): schedule for schedule in _schedules()}
@@ -92,7 +102,7 @@ def expected(name):
     stages = cut(model, schedule)
     batches = make_batches(schedule.n_microbatches)
     arguments = model, models.stage_of(stages), schedule.delays, batches, sgd
-    return trajectory(*arguments, predict=schedule.predict)
+    return trajectory(*arguments, schedule.corrected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -106,14 +116,36 @@ def test_follows_the_reference(model, name, order):
         assert_same(runtime.module().state_dict(), state)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("delay", [1, "freshest", 3])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_predicts_by_the_optimizers_step_at_the_rate_of_the_step(model, decoupled, delay, order):
+    schedule = catalog.data_parallel(3, delay=delay, correction="optimizer_step")
+    if delay == "freshest":
+        schedule = catalog.cyclic(3, correction="optimizer_step")
+    batches = make_batches(3)
+    make, makers = decaying, {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)}
+    makers["lr_scheduler"] = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t))
+    if decoupled:
+        make = adamw
+        makers = {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)}
+    stages = cut(model, schedule)
+    given = model, models.stage_of(stages), schedule.delays, batches, make
+    runtime = SingleProcess(stages, schedule, loss=F.cross_entropy, order=order, **makers)
+    for batch, state in zip(batches, trajectory(*given, schedule.corrected), strict=True):
+        runtime.step(*batch)
+        assert_same(runtime.module().state_dict(), state)
+
+
 def test_a_wrong_rule_differs(model):
     """The comparison above can fail: the reference of each rule differs from each other rule's."""
     rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]
-    rules.append(replace(rules[-1], predict=True))
+    rules += [
+        replace(rules[-1], correction=c) for c in ("extrapolate", Correction("compensate", 9))
+    ]
     at, batches = models.stage_of(cut(model, rules[0])), make_batches(3)
     ends = [
-        trajectory(model, at, rule.staleness, batches, sgd, predict=rule.predict)[-1]
-        for rule in rules
+        trajectory(model, at, rule.staleness, batches, sgd, rule.corrected)[-1] for rule in rules
     ]
     assert all(models.differ(one, other) for one, other in itertools.permutations(ends, 2))
 
@@ -176,12 +208,12 @@ def test_batches_go_to_the_device_of_the_model(order):
 
 
 @pytest.mark.parametrize("orders", [*zip(ORDERS, ORDERS, strict=True), ORDERS], ids="-".join)
-@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("correction", ["none", "extrapolate"])
 @pytest.mark.parametrize("delay", [0, 1, "freshest"])
-def test_continues_from_a_state_dict(model, orders, delay, predict):
+def test_continues_from_a_state_dict(model, orders, delay, correction):
     """Of the same order, or of the other one."""
     method = catalog.data_parallel if delay == 0 else catalog.cyclic
-    schedule = method(3, delay=delay, predict=predict)
+    schedule = method(3, delay=delay, correction=correction)
     batches = make_batches(3)
     whole, begun, resumed = (
         runtime_for(copy.deepcopy(model), schedule, order) for order in (orders[0], *orders)

@@ -13,24 +13,8 @@ from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
 from toolkit.runtime.grouped import _regroup
 from toolkit.runtime.meters.measurements import count_operations
-from toolkit.runtime.stage import StageRunner, leaves, predicted
+from toolkit.runtime.stage import StageRunner, leaves
 from toolkit.schedule import catalog
-
-
-def test_a_prediction_is_spectrains():
-    """After an update by momentum: as if the velocity lasted, theta - d lr v."""
-    weight = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.01)
-    versions = []
-    for gradient in ([1.0, 0.5], [-0.3, 2.0]):
-        weight.grad = torch.tensor(gradient, dtype=torch.float64)
-        optimizer.step()
-        versions.append({"w": weight.clone()})
-    velocity = optimizer.state[weight]["momentum_buffer"]
-    for delay in (1, 3):
-        (found,) = predicted(*versions, delay).values()
-        torch.testing.assert_close(found, weight.detach() - delay * 0.1 * velocity)
-        assert not found.requires_grad
 
 
 def test_a_microbatch_by_itself_is_not_copied():

@@ -80,7 +80,9 @@ def test_every_order_trains_alike(schedule, name):
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-@pytest.mark.parametrize("schedule", [catalog.cyclic(3), catalog.cyclic(3, predict=True)])
+@pytest.mark.parametrize(
+    "schedule", [catalog.cyclic(3), catalog.cyclic(3, correction="extrapolate")]
+)
 def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, order):
     """On the meta device, which has no numbers to read."""
     runtime = make(schedule, RECIPES["all"], order, model=residual().to("meta"))

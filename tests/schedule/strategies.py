@@ -9,6 +9,7 @@ from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.schedule import (
     CHAINS,
+    CORRECTIONS,
     PLACEMENTS,
     STATES,
     Kind,
@@ -97,8 +98,12 @@ def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULE
         delay = draw(random_delays(free.max_staleness))
     elif delay != "freshest":
         delay = max(delay, free.max_staleness)
-    predict = state == "replicated" and draw(st.booleans())
-    late = replace(free, delay=delay, predict=predict)
+    correction = draw(st.sampled_from(CORRECTIONS)) if state == "replicated" else "none"
+    late = replace(free, delay=delay)
+    try:
+        late = replace(late, correction=correction)
+    except UserError as error:
+        assert "before their update" in str(error)  # noqa: PT017 - nothing else may be wrong
     return draw(st.sampled_from([*with_chains(late, chains)]))
 
 

@@ -76,7 +76,7 @@ PREDICTED = """
     ("schedule", "n_steps", "expected"),
     [
         pytest.param(catalog.zero_bubble(2, 1), 1, SPLIT, id="split backward"),
-        pytest.param(catalog.cyclic(1, 1, predict=True), 3, PREDICTED, id="predicted"),
+        pytest.param(catalog.cyclic(1, 1, correction="extrapolate"), 3, PREDICTED, id="predicted"),
     ],
 )
 def test_literal_needs(schedule, n_steps, expected):

@@ -10,8 +10,8 @@ from toolkit.schedule import Action, Buffer, Schedule, catalog
 from toolkit.schedule.steady_state import footprint
 
 PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
-V1 = catalog.cyclic(2, 1, predict=True)
-DP = catalog.data_parallel(4, "one", delay=2, n_stages=1, predict=True)
+V1 = catalog.cyclic(2, 1, correction="extrapolate")
+DP = catalog.data_parallel(4, "one", delay=2, n_stages=1, correction="extrapolate")
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,15 @@ DP = catalog.data_parallel(4, "one", delay=2, n_stages=1, predict=True)
         # What is late is predicted once there are two versions.
         (V1, 4, [[(j, t - 1, t) for t in (2, 3) for j in range(2)]] * 2),
         # CDP-v2: the last worker reads all that is new, the first only the last stage.
-        (catalog.cyclic(2, predict=True), 4, [[(0, 1, 2), (0, 2, 3)], []]),
-        (catalog.data_parallel(2, predict=True), 3, [[], []]),
+        (catalog.cyclic(2, correction="extrapolate"), 4, [[(0, 1, 2), (0, 2, 3)], []]),
+        (catalog.data_parallel(2, correction="extrapolate"), 3, [[], []]),
         # A rank predicts once for all that read the same.
         (DP, 5, [[(0, 1, 3), (0, 2, 4)]]),
-        (Schedule.from_rank_orders(["0F0 0B0"], delay=1, predict=True), 3, [[(0, 1, 2)]]),
+        (
+            Schedule.from_rank_orders(["0F0 0B0"], delay=1, correction="extrapolate"),
+            3,
+            [[(0, 1, 2)]],
+        ),
     ],
 )
 def test_stage_version_and_step_of_predictions(schedule, n_steps, expected):
@@ -39,10 +43,10 @@ def test_who_reads_a_prediction_holds_it(program):
     for order in program.ranks:
         ops = [i for i in order if i.action.computes]
         for i in ops:
-            late = program.schedule.predict and 0 < i.version < i.step
+            late = program.schedule.corrected.predicts and 0 < i.version < i.step
             assert (i.buffer == Buffer.PREDICTION) == late
         made = [i.weights for i in order if i.action == Action.PREDICT]
-        assert sorted(made) == sorted({i.weights for i in ops if i.buffer is not None})
+        assert sorted(made) == sorted({i.weights for i in ops if i.buffer == Buffer.PREDICTION})
 
 
 @pytest.mark.parametrize("n", range(2, 9))
@@ -50,7 +54,7 @@ def test_who_reads_a_prediction_holds_it(program):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_it_costs_weights_and_nothing_else(n, delay, placement):
     plain = footprint(catalog.cyclic(n, delay, placement))
-    found = footprint(catalog.cyclic(n, delay, placement, predict=True))
+    found = footprint(catalog.cyclic(n, delay, placement, correction="extrapolate"))
     assert found.weights > plain.weights
     if delay == 1 and placement in ("one", "per_microbatch"):
         assert found.weights == plain.weights + 1
@@ -59,7 +63,7 @@ def test_it_costs_weights_and_nothing_else(n, delay, placement):
 
 
 def test_it_needs_one_version_more():
-    schedule = catalog.data_parallel(2, delay=[2, 0], predict=True)
+    schedule = catalog.data_parallel(2, delay=[2, 0], correction="extrapolate")
     assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4, 7)] == [0, 0, 0, 1, 4]
     assert [list(schedule.versions(j, 4)) for j in range(2)] == [[1, 2, 3, 4], [4]]
 
@@ -67,18 +71,18 @@ def test_it_needs_one_version_more():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state": "sharded", "predict": True}, "got state='sharded'"),
-        ({"predict": "false"}, "got 'false'"),
-        ({"predict": 1}, "got 1"),
+        ({"state": "sharded", "correction": "extrapolate"}, "got state='sharded'"),
+        ({"correction": "false"}, "'false'"),
+        ({"correction": 1}, "got 1"),
     ],
 )
 def test_refuses(options, message):
     for method in (catalog.data_parallel, catalog.cyclic):
-        with pytest.raises(UserError, match=f"predict.*{message}"):
+        with pytest.raises(UserError, match=f"correction.*{message}"):
             method(3, delay=1, **options)
 
 
-PROGRAM = catalog.cyclic(3, 1, predict=True).lower(4)
+PROGRAM = catalog.cyclic(3, 1, correction="extrapolate").lower(4)
 
 
 def instead(**fields):

@@ -114,9 +114,7 @@ def test_footprint(n):
 
 def read_by(i):
     """The weights that an instruction computes with or predicts from."""
-    if i.action == Action.PREDICT:
-        return i.predicted_from
-    return [(i.stage, i.version)] if i.action.computes else []
+    return i.reads if i.action.computes or i.action == Action.PREDICT else ()
 
 
 @given(

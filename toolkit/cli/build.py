@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError, suggest
 from toolkit.options import SaveOptions, TrainingOptions
-from toolkit.schedule import RandomDelay, Schedule
+from toolkit.schedule import Schedule
+from toolkit.schedule.catalog import DESCRIBED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,7 +120,7 @@ def build_schedule(config: DictConfig) -> Schedule:
         )
     options = plain(config)
     file, period = options.pop("file", None), options.pop("period", None)
-    late = {"delay": _delay(options.pop("delay"))} if "delay" in options else {}
+    late = {k: _described(options.pop(k), kind) for k, kind in DESCRIBED.items() if k in options}
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
     usual = {"period": None} if file is None else _OF_METHODS
@@ -130,7 +131,7 @@ def build_schedule(config: DictConfig) -> Schedule:
                 " accumulate belong to named methods, period to files: leave one of them out"
             )
     if file is not None:
-        free = {name: options[name] for name in ("state", "predict") if name in options}
+        free = {name: options[name] for name in ("state",) if name in options}
         path = Path(file)
         return Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
     how = {"_partial_": True, "_convert_": "all"}
@@ -143,15 +144,15 @@ def build_schedule(config: DictConfig) -> Schedule:
     return schedule
 
 
-def _delay(value: Any) -> Any:
-    """A delay of a schedule's options; a mapping has the options of a random delay."""
+def _described(value: Any, kind: type) -> Any:
+    """``value``; a mapping has the arguments of ``kind``."""
     if not isinstance(value, dict):
         return value
-    known = [field.name for field in fields(RandomDelay)]
+    known = [field.name for field in fields(kind)]
     for name in map(str, value):
         if name not in known:
-            raise UserError(f"a random delay has no option {name!r}: {suggest(name, known)}")
-    return RandomDelay(**value)
+            raise UserError(f"a {kind.__name__} has no option {name!r}: {suggest(name, known)}")
+    return kind(**value)
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":

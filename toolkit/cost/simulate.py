@@ -170,7 +170,8 @@ class _Simulation:
     def _compute(self, rank: int, i: Instruction) -> None:
         stage, action, cost = i.stage, i.action, self.costs[i.stage]
         key = (stage, i.microbatch, i.step)
-        start = max(self.computed[rank], self.weights[rank, *i.weights])
+        reads = [(rank, *weights) for weights in i.reads]
+        start = max(self.computed[rank], *(self.weights[key] for key in reads))
         if action == Action.FORWARD and stage > 0:
             made = self.boundaries.pop((Buffer.ACTIVATION, stage - 1, i.microbatch, i.step))
             start = max(start, made)
@@ -184,7 +185,8 @@ class _Simulation:
             self._work(rank, arrived, start, self.costs[stage + 1].input_gradient_bytes)
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
         self.computed[rank] = end
-        self._use((rank, *i.weights), end)
+        for weights in reads:
+            self._use(weights, end)
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
@@ -219,11 +221,11 @@ class _Simulation:
 
     def _predict(self, rank: int, i: Instruction) -> None:
         """Read two weight versions and write one, before the next op."""
-        ready = (self.weights[rank, *weights] for weights in i.predicted_from)
+        ready = (self.weights[rank, *weights] for weights in i.reads)
         start = max(self.computed[rank], *ready)
         end = start + self._moving(rank, 3 * self.costs[i.stage].parameter_bytes)
         self.computed[rank] = end
-        for weights in i.predicted_from:
+        for weights in i.reads:
             self._use((rank, *weights), end)
         self._hold_weights(start, rank, i.stage, i.version, i.step)
         if end > start:

@@ -269,12 +269,14 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
         raise UserError("its options are not those of a schedule that has run")
     around = ("_target_", "file", "period", DIGEST)
     arguments = {k: v for k, v in options.items() if k not in around}
+    if arguments.pop("predict", False):  # its name in runs before there were others
+        arguments["correction"] = "extrapolate"
     if arguments.get("delay", 0) is None:
         del arguments["delay"]
     try:
         if file := options.get("file"):
-            free: dict[str, Any] = catalog.plain_delay(arguments)
-            free |= {k: arguments[k] for k in ("state", "predict") if k in arguments}
+            free: dict[str, Any] = catalog.from_mappings(arguments)
+            free |= {k: arguments[k] for k in ("state",) if k in arguments}
             path = Path(file)
             return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
         return catalog.build(name, **arguments)

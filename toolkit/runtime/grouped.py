@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
-from toolkit.runtime.stage import StageRunner, Values, leaves, predicted, take_gradients
+from toolkit.runtime.stage import StageRunner, Values, compensated, leaves, take_gradients
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights, gradient_norms
 from toolkit.schedule import Schedule
@@ -74,18 +74,20 @@ class Grouped:
         """Sum each stage's gradients, on ``version(stage, microbatch, step)`` of the weights."""
         groups: Groups = [self.microbatches]
         batches = [inputs]
-        read: list[list[Weights]] = []
+        read: list[list[tuple[int, Weights]]] = []
         for runner, known in zip(self.runners, versions, strict=True):
-            by_version: defaultdict[int, list[int]] = defaultdict(list)
+            by_version: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for m in self.microbatches:
-                by_version[version(runner.index, m, step)].append(m)
+                v = version(runner.index, m, step)
+                # A gradient is compensated before it is summed.
+                by_version[(v, m) if self.schedule.compensates(v, step) else (v,)].append(m)
             wanted = list(map(tuple, by_version.values()))
             batches, groups = _regroup(batches, groups, wanted), wanted
             # A leaf per version: gradients of different versions must not meet before the sum.
-            read.append([leaves(self._read(known, v, step)) for v in by_version])
+            read.append([(v, leaves(self._read(runner, known, v, step))) for v, *_ in by_version])
             batches = [
                 runner.forward(weights, batch, group, step)
-                for weights, batch, group in zip(read[-1], batches, groups, strict=True)
+                for (_, weights), batch, group in zip(read[-1], batches, groups, strict=True)
             ]
         ((outputs,),) = _regroup(batches, groups, [self.microbatches])
         n = len(self.microbatches)
@@ -93,20 +95,29 @@ class Grouped:
         losses = torch.stack([self.loss(output, target) for output, target in parts])
         (losses.mean() * self.options.scale).backward()
         totals = [GradientSum() for _ in self.runners]
-        for runner, of_versions, total in zip(self.runners, read, totals, strict=True):
-            for weights in of_versions:
-                total.add(take_gradients(weights))
+        strength = self.schedule.corrected.c * n / self.options.scale
+        for runner, known, of_versions, total in zip(
+            self.runners, versions, read, totals, strict=True
+        ):
+            for v, weights in of_versions:
+                found = take_gradients(weights)
+                if self.schedule.compensates(v, step):
+                    found = compensated(found, weights, known[step], strength)
+                total.add(found)
             total.add(runner.take_statistics())
         outputs = outputs.detach()
         if self.options.in_cuda_graphs:
             outputs = outputs.clone()  # the next replay of the graph overwrites this memory
         return StepResult(step, self.microbatches, losses.detach(), outputs), totals
 
-    def _read(self, versions: Mapping[int, Weights], version: int, step: int) -> Weights:
-        """The weights that a stage reads at ``step``: a version, or its extrapolation."""
+    def _read(
+        self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
+    ) -> Weights:
+        """The weights that a stage reads at ``step``: a version, or a prediction made from it."""
         if not self.schedule.predicts(version, step):
             return versions[version]
-        return predicted(versions[version - 1], versions[version], step - version)
+        pair = versions[version - 1], versions[version]
+        return runner.predict(*pair, version, step, self.schedule.corrected)
 
     def _measure_delays(
         self, step: int, versions: Versions, inputs: Values, targets: Tensor

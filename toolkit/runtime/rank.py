@@ -19,8 +19,8 @@ from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
     StageRunner,
     Values,
+    compensated,
     leaves,
-    predicted,
     take_gradient,
     take_gradients,
 )
@@ -149,7 +149,7 @@ class Rank:
         torch.autograd.backward(*kept.take_roots())
         if i.stage > 0:
             self._give_input_gradients(i, tuple(map(take_gradient, kept.inputs)))
-        self.sums[i.stage, i.step].add(kept.take_weight_gradients())
+        self._add_gradients(i, kept)
 
     def _backward_input(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:
@@ -166,7 +166,15 @@ class Rank:
         kept = self.kept[i.stage, i.microbatch, i.step]
         for segment in kept.second_half:
             segment.run()
-        self.sums[i.stage, i.step].add(kept.take_weight_gradients())
+        self._add_gradients(i, kept)
+
+    def _add_gradients(self, i: Instruction, kept: SavedForward) -> None:
+        found = kept.take_weight_gradients()
+        if i.buffer == Buffer.COMPENSATED:
+            late, newest = (self.weights[key] for key in i.reads)
+            scale = self.runners[i.stage].options.scale / self.schedule.n_microbatches
+            found = compensated(found, late, newest, self.schedule.corrected.c / scale)
+        self.sums[i.stage, i.step].add(found)
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
@@ -180,8 +188,10 @@ class Rank:
             self.versions[i.stage][_int(i.version)] = updater.newest()
 
     def _predict(self, i: Instruction) -> None:
-        late, before = (self.weights[key] for key in i.predicted_from)
-        self.weights[i.weights] = predicted(before, late, _int(i.step) - _int(i.version))
+        late, before = (self.weights[key] for key in i.reads)
+        span = _int(i.version), _int(i.step)
+        correction = self.schedule.corrected
+        self.weights[i.weights] = self.runners[i.stage].predict(before, late, *span, correction)
 
     def _free(self, i: Instruction) -> None:
         if i.buffer == Buffer.ACTIVATION:

@@ -27,13 +27,13 @@ _WINDOW = 64  # training steps lowered at once
 class SingleProcess(Runtime):
     """Trains stages by a schedule in this process.
 
-    The trajectory depends only on the schedule's staleness and prediction, the seed, the order of
+    The trajectory depends only on the schedule's staleness and correction, the seed, the order of
     the data and the hyper-parameters::
 
         theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
         theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}
 
-    or that extrapolated to theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
+    or what a :class:`toolkit.schedule.Correction` makes of it.
 
     Args:
         stages, schedule, optimizer, loss, lr_scheduler, seed, options: as in ``Runtime``. The

@@ -15,6 +15,7 @@ from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
+from toolkit.schedule import Correction
 
 Values = tuple[Tensor, ...]
 """The tensors that cross a boundary."""
@@ -104,6 +105,28 @@ class StageRunner(Updater):
             merged = map(torch.cat, zip(*outputs, strict=True))
             return tuple(merged) if n > 1 else outputs[0]
 
+    @torch.no_grad()
+    def predict(
+        self, before: Weights, late: Weights, version: int, step: int, correction: Correction
+    ) -> Weights:
+        """Predict the weights of ``step`` from ``late``, of ``version``, and the version before.
+
+        See :class:`toolkit.schedule.Correction`.
+        """
+        if correction.kind == "extrapolate":
+            ahead = 1.0 + correction.c * (step - version)
+            return {name: torch.lerp(before[name], x, ahead) for name, x in late.items()}
+        predicted = {}
+        rates = [self.rates(update) for update in range(version - 1, step)]
+        for name, x in late.items():
+            last, decay = rates[0][name]
+            # At a rate of 0, as at the start of a warm-up, the last update says nothing.
+            ahead = correction.c * sum(rate[name][0] for rate in rates[1:]) / last if last else 0.0
+            predicted[name] = torch.lerp(before[name], x, 1.0 + ahead)
+            if ahead and decay:
+                predicted[name].add_(before[name], alpha=ahead * last * decay)
+        return predicted
+
     def take_statistics(self) -> dict[str, Tensor]:
         """Take what the norms have summed since the last call, by the norm's name."""
         return take_statistics(self.norms)
@@ -128,13 +151,9 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def predicted(before: Weights, late: Weights, delay: int) -> Weights:
-    """Predict weights ``delay`` updates after ``late``, if each repeats the one since ``before``.
-
-    theta_v + delay (theta_v - theta_{v-1}): the prediction of SpecTrain (arXiv 1809.02839), since
-    an update by momentum is nearly the one before it.
-    """
-    return {name: torch.lerp(before[name], x, 1.0 + delay) for name, x in late.items()}
+def compensated(gradients: Weights, late: Weights, newest: Weights, strength: float) -> Weights:
+    """Add strength * g * g * (newest - late) to gradients g of ``late``; see ``Correction``."""
+    return {k: g + strength * g * g * (newest[k] - late[k]) for k, g in gradients.items()}
 
 
 def leaves(weights: Weights) -> Weights:

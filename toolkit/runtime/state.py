@@ -126,7 +126,7 @@ def check_state(
         if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
             raise UserError(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
-                " the state lacks: continue with the schedule (delays, predict) that saved it"
+                " the state lacks: continue with the schedule (delays, correction) that saved it"
             )
     found = {"model": state["model"]} | {j: _of_stage(state, j) for j in own}
     expected = {"model": model} | {j: _expected(state, j, updaters[j]) for j in own}

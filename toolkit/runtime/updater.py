@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -100,6 +100,8 @@ class Updater:
         self.n_averaged = 0
         self.n_skipped = 0  # updates whose gradient was not finite
         self.unused = [*self.masters]  # weights that had no gradient in any update
+        self._following: Iterator[list[tuple[float, float]]] | None = None
+        self._rates: list[list[tuple[float, float]]] = []  # [update][parameter group]
         self.optimizer, self.scheduler = self._make(self.masters)
 
     def _make(
@@ -153,6 +155,33 @@ class Updater:
                 masters[name].grad = torch.zeros_like(masters[name])
             twin.optimizer.step()
         return twin.state()
+
+    def rates(self, update: int) -> dict[str, tuple[float, float]]:
+        """Return the learning rate and the decoupled weight decay of each weight at an update.
+
+        Any rank knows them: they follow from the optimizer and the learning-rate schedule alone.
+        """
+        if self._following is None:
+            self._following = self._follow_rates()
+        while len(self._rates) <= update:
+            self._rates.append(next(self._following))
+        return {name: self._rates[update][k] for name, k in self._group_of.items()}
+
+    def _follow_rates(self) -> Iterator[list[tuple[float, float]]]:
+        """Yield the learning rate and decay of each parameter group, update by update."""
+        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        optimizer, scheduler = self._make(masters)
+        assert optimizer is not None  # since a weight is predicted
+        groups = optimizer.param_groups
+        places = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+        self._group_of = {name: places[id(p)] for name, p in masters.items()}
+        for group in groups:
+            group["params"] = []  # free the memory
+        vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
+        while True:
+            yield [(float(group["lr"]), _decoupled_decay(optimizer, group)) for group in groups]
+            if scheduler is not None:
+                scheduler.step()
 
     def newest(self) -> Weights:
         """Return the newest version. It shares memory with the parameters until the next update."""
@@ -238,6 +267,14 @@ class Updater:
         if self.options.clip is not None:
             factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
+
+
+def _decoupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """The weight decay that is applied apart from the gradient's step, as AdamW does."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Muon)
+    if decoupled or group.get("decoupled_weight_decay"):
+        return float(group["weight_decay"])
+    return 0.0
 
 
 def gradient_norms(

@@ -1,6 +1,7 @@
 """Schedules as data: which op runs when, where and on which weights. Standard library only."""
 
 from toolkit.schedule import catalog
+from toolkit.schedule.correction import CORRECTIONS, Correction
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
 from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
@@ -11,12 +12,14 @@ from toolkit.schedule.timing import Timing
 
 __all__ = [
     "CHAINS",
+    "CORRECTIONS",
     "FRESHEST",
     "PLACEMENTS",
     "STATES",
     "Action",
     "Assigned",
     "Buffer",
+    "Correction",
     "Instruction",
     "Kind",
     "Op",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import pipeline_orders, timing, v_schedules
+from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.pipeline_orders import Orders
 from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
@@ -26,7 +27,7 @@ def data_parallel(
     delay: Delay = 0,
     n_stages: int | None = None,
     accumulate: int = 1,
-    predict: bool = False,
+    correction: str | Correction = "none",
 ) -> Schedule:
     """Data parallelism: ``n`` workers at the same moment.
 
@@ -38,14 +39,16 @@ def data_parallel(
         delay: as in :class:`Schedule`; other than 0 it studies staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
-        predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
+        correction: what is done about late weights; see :class:`Correction`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     late = _late(delay, s, k * n)
     rule = "" if late == " delay 0" else late
-    name = _name("DP" + rule, state, predict=bool(predict and rule), accumulate=k)
+    name = _name("DP" + rule, state, correction if rule else "none", k)
     when = timing.simultaneous(s, n, k)
-    return Schedule(name, s, k * n, when, placement, delay, state, accumulate=k, predict=predict)
+    return Schedule(
+        name, s, k * n, when, placement, delay, state, accumulate=k, correction=correction
+    )
 
 
 def cyclic(
@@ -57,7 +60,7 @@ def cyclic(
     n_stages: int | None = None,
     chains: str = IN_ORDER,
     accumulate: int = 1,
-    predict: bool = False,
+    correction: str | Correction = "none",
 ) -> Schedule:
     """Cyclic data parallelism: ``n`` workers staggered uniformly. Source: arXiv 2403.08837.
 
@@ -70,15 +73,15 @@ def cyclic(
         n_stages: stages of the model, ``n`` unless given.
         chains: ``in_order``, or ``rotated``; see :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: as in :func:`data_parallel`.
-        predict: as in :func:`data_parallel`.
+        correction: as in :func:`data_parallel`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     late = _late(delay, s, k * n)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name(f"CDP{rule}{rotated}", state, predict, k)
+    name = _name(f"CDP{rule}{rotated}", state, correction, k)
     when = timing.cyclic(s, n, k)
-    return Schedule(name, s, k * n, when, placement, delay, state, chains, k, predict)
+    return Schedule(name, s, k * n, when, placement, delay, state, chains, k, correction)
 
 
 def published(
@@ -154,16 +157,19 @@ def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
-def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
+def pipedream_2bw(
+    n_stages: int, n_microbatches: int, *, correction: str | Correction = "none"
+) -> Schedule:
     """PipeDream-2BW: 1F1B without flush, every weight one step late; CDP-v1 if M = S.
 
-    Arguments as :func:`gpipe`, with ``predict`` of :func:`data_parallel`. Source: arXiv 2006.09503.
+    Arguments as :func:`gpipe`, and ``correction``: see :class:`Correction`. Source: arXiv
+    2006.09503.
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:  # two weight versions do not suffice
         raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
-    name, when = _name("PipeDream-2BW", predict=predict), timing.pipelined(s, m)
-    return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
+    name, when = _name("PipeDream-2BW", correction=correction), timing.pipelined(s, m)
+    return Schedule(name, s, m, when, "per_stage", delay=1, correction=correction)
 
 
 def _pipeline(
@@ -173,10 +179,13 @@ def _pipeline(
     return Schedule.from_rank_orders(make(s, m), name=name)
 
 
-def _name(rule: str, state: str = "", predict: bool = False, accumulate: int = 1) -> str:
+def _name(
+    rule: str, state: str = "", correction: str | Correction = "none", accumulate: int = 1
+) -> str:
     zero = "ZeRO-" if state == "sharded" else ""
     rounds = f" accumulate {accumulate}" if accumulate > 1 else ""
-    return zero + rule + " predicted" * bool(predict) + rounds
+    label = correction_of(correction).label
+    return zero + rule + f" {label}" * bool(label) + rounds
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
@@ -258,16 +267,23 @@ def build(name: str, **options: Any) -> Schedule:
 
     Args:
         name: of a method (``cdp_v1``) or of a factory (``cyclic``).
-        options: sizes and options of the factory; a mapping as ``delay`` is a :class:`RandomDelay`.
+        options: sizes and options of the factory; a mapping as ``delay`` is a
+            :class:`RandomDelay`, as ``correction`` a :class:`Correction`.
     """
     make = METHODS.get(name) or FACTORIES.get(name)
     if make is None:
         raise UserError(f"unknown schedule {name!r}: {suggest(name, (*METHODS, *FACTORIES))}")
-    return make(**{**options, **plain_delay(options)})
+    return make(**{**options, **from_mappings(options)})
 
 
-def plain_delay(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The option ``delay`` of plain values, as schedules take it; empty if absent."""
-    if isinstance(options.get("delay"), Mapping):
-        return {"delay": RandomDelay(**options["delay"])}
-    return {"delay": options["delay"]} if "delay" in options else {}
+DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}
+"""Options that may be a mapping: that of the arguments of a class."""
+
+
+def from_mappings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of :data:`DESCRIBED` that are given, as schedules take them."""
+    return {
+        name: make(**options[name]) if isinstance(options[name], Mapping) else options[name]
+        for name, make in DESCRIBED.items()
+        if name in options
+    }

@@ -55,8 +55,7 @@ class _Needs:
             return found
         if i.action == Action.PREDICT:
             self.made[i.weights] = position
-            late, before = i.predicted_from
-            return self._uses(position, late) | self._uses(position, before)
+            return set().union(*(self._uses(position, weights) for weights in i.reads))
         if i.buffer == Buffer.ACTIVATION:
             return self.kept.pop((i.stage, i.microbatch, i.step), set())
         self.freed[i.weights] = position
@@ -64,7 +63,7 @@ class _Needs:
 
     def _computes(self, position: int, i: Instruction) -> set[int]:
         key = (i.stage, i.microbatch, i.step)
-        found = self._uses(position, i.weights) | self.kept[key]
+        found = self.kept[key].union(*(self._uses(position, weights) for weights in i.reads))
         if i.action == Action.FORWARD:
             found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
             self.made[(Buffer.ACTIVATION, *key)] = position

@@ -75,6 +75,7 @@ class Buffer(IntEnum):
     GRADIENT = 2  # of a stage's parameters, summed over micro-batches
     WEIGHTS = 3  # one version of a stage's parameters
     PREDICTION = 4  # what a later version is predicted to be
+    COMPENSATED = 5  # of a backward: it also reads the version of its step, for its gradient
 
     @cached_property
     def label(self) -> str:
@@ -89,7 +90,8 @@ WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
 class Instruction(NamedTuple):
     """One entry of a rank's program. Fields that do not apply are None.
 
-    An op with ``buffer`` ``PREDICTION`` reads weights extrapolated from ``version`` to its step.
+    An op with ``buffer`` ``PREDICTION`` reads weights predicted from ``version`` for its step; one
+    with ``COMPENSATED`` reads ``version`` and the weights of its step.
     """
 
     tick: int  # when it starts
@@ -114,10 +116,14 @@ class Instruction(NamedTuple):
         return self.version if self.step is None else self.step
 
     @property
-    def predicted_from(self) -> tuple[WeightsKey, WeightsKey]:
-        """The weights that a prediction is made from: a version, and the one before it."""
-        assert self.version is not None
-        return (self.stage, self.version), (self.stage, self.version - 1)
+    def reads(self) -> tuple[WeightsKey, ...]:
+        """The weights that an op reads; of a prediction, a version and the one before it."""
+        if self.action == Action.PREDICT:
+            assert self.version is not None
+            return (self.stage, self.version), (self.stage, self.version - 1)
+        if self.buffer == Buffer.COMPENSATED:
+            return self.weights, (self.stage, self.step)
+        return (self.weights,)
 
     def meeting(self, rank: int) -> tuple:
         """Key of a message or collective: the k-th of a key on one rank meets others' k-th."""

@@ -12,8 +12,9 @@ Everything inferred follows from six rules.
 4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
    need it, or round the ring. Where the state is sharded a rank keeps it for one op only and hands
    it on after that; ranks that need it at the same moment get it by a broadcast from the owner.
-5. *Predictions.* Where late weights are predicted, a rank does so before the first forward that
-   reads them, from the version that is there and the one before it.
+5. *Corrections.* Where late weights are predicted, a rank does so before the first forward that
+   reads them, from the version that is there and the one before it. Where their gradients are
+   compensated, the backward reads the weights of its step, too.
 6. *Frees.* Activations go when their backward has ended, predictions when all of theirs have, a
    weight version when the rank no longer reads it, predicts from it, hands it on or updates it.
 
@@ -29,7 +30,7 @@ from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import whole
-from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, collector_paused
+from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op, collector_paused
 from toolkit.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class _Lowering:
         ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
         actions = {kind: Action(kind) for kind in Kind}
         stages, microbatches = range(schedule.n_stages), range(schedule.n_microbatches)
+        corrected = schedule.corrected.kind != "none"
         for step in self.steps:
             begin = (step - self.steps.start) * timing.period
             place = [[schedule.rank(j, m, step) for m in microbatches] for j in stages]
@@ -136,13 +138,15 @@ class _Lowering:
                 end = start + self.slot
                 rank = place[j][m]
                 version = max(0, step - delays[j][m])
-                read, buffer = _Read(start, end, rank), None
-                if schedule.predicts(version, step):
-                    buffer = Buffer.PREDICTION
+                read = _Read(start, end, rank)
+                buffer = schedule.read_by(Op(kind, j, m), version, step) if corrected else None
+                if buffer == Buffer.PREDICTION:
                     here = self.predicted[j, version, step]
                     here[rank] = read._replace(start=here.get(rank, read).start)
                 else:
                     self.reads[j, version].append(read)
+                if buffer == Buffer.COMPENSATED:
+                    self.reads[j, step].append(read)
                 op = Instruction(start, actions[kind], j, m, step, version, buffer)
                 self.ranks[rank].append(op)
                 if kind == Kind.FORWARD:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule import csv_format, validate
 from toolkit.schedule import grid as _grid
-from toolkit.schedule.instruction import Kind, Op
+from toolkit.schedule.correction import Correction, correction_of
+from toolkit.schedule.instruction import Buffer, Kind, Op
 from toolkit.schedule.lower import lower
 from toolkit.schedule.pipeline_orders import as_early_as_possible
 from toolkit.schedule.placement import CHAINS, IN_ORDER, Assigned, Placement, place, ring_of
@@ -53,10 +54,8 @@ class Schedule:
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
             w, w + M/k, w + 2M/k, ...
-        predict: extrapolate late weights to the step that reads them, as if the last update were
-            repeated in each step since (SpecTrain, arXiv 1809.02839); holds one version more::
-
-                theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness > 0
+        correction: what is done about late weights: ``none``, ``extrapolate``, ``optimizer_step``,
+            ``compensate``, or a :class:`Correction`, which has their equations.
 
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; the most, if
@@ -78,7 +77,7 @@ class Schedule:
     state: str = "replicated"
     chains: str = IN_ORDER
     accumulate: int = 1
-    predict: bool = False
+    correction: str | Correction = "none"
     staleness: Staleness = field(init=False, repr=False, compare=False)
     least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
@@ -94,6 +93,8 @@ class Schedule:
         validate.check_forwards(s, m)
         # Python's own numbers and tuples compare and hash; NumPy's do not.
         self._set(n_stages=s, n_microbatches=m, accumulate=k, delay=plain(self.delay))
+        if self.corrected == Correction(self.corrected.kind):  # of usual strength: equal by name
+            self._set(correction=self.corrected.kind)
         validate.check_complete(self.timing.starts, s, m)
         layout = self.placement
         if not isinstance(layout, Placement):
@@ -112,13 +113,7 @@ class Schedule:
         validate.check_staleness(self.timing, layout, least, self.delay)
         if self.chains != IN_ORDER:
             validate.check_rotated(self.timing, layout, least, self.state, self.n_workers)
-        if not isinstance(self.predict, bool):
-            raise UserError(f"predict is True or False: got {self.predict!r}")
-        if self.predict and self.state != "replicated":
-            raise UserError(
-                f'predict=True takes state="replicated": got state={self.state!r}; a rank'
-                " keeps a sharded version for one op only"
-            )
+        validate.check_correction(self.corrected, self.timing, layout, largest, self.state)
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -174,6 +169,11 @@ class Schedule:
         return sum(map(sum, self.staleness)) / (self.n_stages * self.n_microbatches)
 
     @cached_property
+    def corrected(self) -> Correction:
+        """The correction."""
+        return correction_of(self.correction)
+
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """The rank that updates each stage and keeps its optimizer state.
 
@@ -201,7 +201,7 @@ class Schedule:
     def oldest_version(self, stage: int, step: int) -> int:
         """The oldest weight version of ``stage`` that is used at ``step`` or later."""
         late = max(self.staleness[stage])
-        return max(0, step - late - (self.predict and late > 0))
+        return max(0, step - late - (self.corrected.predicts and late > 0))
 
     def versions(self, stage: int, step: int) -> range:
         """The weight versions of ``stage`` that are held as ``step`` begins."""
@@ -225,7 +225,18 @@ class Schedule:
 
     def predicts(self, version: int, step: int) -> bool:
         """Whether what reads ``version`` at ``step`` reads a prediction made from it instead."""
-        return self.predict and 0 < version < step
+        return self.corrected.predicts and 0 < version < step
+
+    def compensates(self, version: int, step: int) -> bool:
+        """Whether gradients on ``version`` at ``step`` are corrected by the newest weights."""
+        return self.corrected.kind == "compensate" and version < step
+
+    def read_by(self, op: Op, version: int, step: int) -> Buffer | None:
+        """What ``op`` at ``step`` reads in place of ``version``, or besides it; None: only that."""
+        if self.predicts(version, step):
+            return Buffer.PREDICTION
+        last = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        return Buffer.COMPENSATED if last and self.compensates(version, step) else None
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
@@ -239,7 +250,7 @@ class Schedule:
         name: str = "rank orders",
         delay: Delay = 0,
         state: str = "replicated",
-        predict: bool = False,
+        correction: str | Correction = "none",
         period: int | None = None,
         not_before: Mapping[Op, int] | None = None,
     ) -> "Schedule":
@@ -250,7 +261,7 @@ class Schedule:
             name: name in tables and figures.
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
-            predict: as in :class:`Schedule`.
+            correction: as in :class:`Schedule`.
             period: slots between the starts of training steps; fewer than a step takes make steps
                 overlap. None: the least at which no rank has two steps at once and weights are
                 ready.
@@ -268,7 +279,7 @@ class Schedule:
             period = whole(period, "a period in slots", 1)
         timing = as_early_as_possible(parsed, delay, period, not_before or {})
         sizes, layout = (len(table), len(table[0])), Assigned(table, "per_stage")
-        return cls(name, *sizes, timing, layout, delay, state, predict=predict)
+        return cls(name, *sizes, timing, layout, delay, state, correction=correction)
 
     @classmethod
     def from_csv(
@@ -295,7 +306,7 @@ class Schedule:
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.
 
-        It has timing and placement only: delay, state and predictions are options of
+        It has timing and placement only: delay, state and correction are options of
         :meth:`from_csv`. Raises UserError if the schedule is not a pipeline.
         """
         return csv_format.write_csv(self.name, self.timing, self.layout)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
+from toolkit.schedule.correction import Correction
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.placement import IN_ORDER, ROTATED, Placement, share_ends
@@ -113,6 +114,33 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
                     f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
                     f" timing makes them available {least} step{'s' * (least > 1)} late;"
                     f" {remedy}\n" + grid.render(timing, layout, mark=(Op(Kind.FORWARD, j, m), 0))
+                )
+
+
+def check_correction(
+    correction: Correction, timing: Timing, layout: Placement, staleness: Staleness, state: str
+) -> None:
+    """Raise UserError if the schedule cannot correct what it reads late."""
+    if correction.kind == "none":
+        return
+    if state != "replicated":
+        raise UserError(
+            f'correction={correction.kind} takes state="replicated": got state={state!r}; a rank'
+            " keeps a sharded version for one op only"
+        )
+    if correction.predicts:
+        return
+    for j, row in enumerate(staleness):
+        made = timing.update_ready(j, layout.n_microbatches) - timing.period
+        for m, delay in enumerate(row):
+            ends = timing.gradient_end(j, m) - timing.ticks_per_slot
+            if delay and ends < made:
+                kinds = (Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+                op = next(op for kind in kinds if (op := Op(kind, j, m)) in timing.starts)
+                raise UserError(
+                    f"correction=compensate reads the newest weights in {op}, before their update"
+                    f" is complete: start it {made - ends} ticks later, or use"
+                    " correction=extrapolate\n" + grid.render(timing, layout, mark=(op, 0))
                 )
 
 

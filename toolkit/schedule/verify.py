@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
+_CORRECTED: dict[Buffer | None, str] = {
+    Buffer.PREDICTION: ", and to predict from it",
+    Buffer.COMPENSATED: ", and to compensate its gradient",
+}
+
 
 class _RefusedError(Exception):
     """Why an instruction cannot be carried out."""
@@ -103,7 +108,7 @@ class _Check:
         elif i.action == Action.PREDICT:
             if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
                 raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
-            for weights in i.predicted_from:
+            for weights in i.reads:
                 self._reads(rank, weights, i.tick)
             self._gains(rank, i)
         elif i.action == Action.FREE:
@@ -133,11 +138,12 @@ class _Check:
             raise _RefusedError("it has been done before")
         self.done[i.action].add(key)
         promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
-        predicts = self.schedule.predicts(promised, i.step or 0)
-        if i.version != promised or predicts != (i.buffer == Buffer.PREDICTION):
-            predicted = ", and to predict from it" if predicts else ""
-            raise _RefusedError(f"the schedule promises weight version {promised}{predicted}")
-        self._reads(rank, i.weights, i.tick + self.slot)
+        buffer = self.schedule.read_by(i.op, promised, i.step or 0)
+        if (i.version, i.buffer) != (promised, buffer):
+            also = _CORRECTED.get(buffer, "")
+            raise _RefusedError(f"the schedule promises weight version {promised}{also}")
+        for weights in i.reads:
+            self._reads(rank, weights, i.tick + self.slot)
         if i.action == Action.FORWARD:
             if i.stage > 0:
                 _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))

@@ -8,14 +8,14 @@ from shlex import quote
 from typing import Any
 
 from toolkit.errors import UserError, suggest, whole
-from toolkit.schedule import RandomDelay, Schedule
+from toolkit.schedule import Correction, RandomDelay, Schedule
 from toolkit.schedule.catalog import METHODS, Method
 from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
 LARGEST = 32  # stages or micro-batches in a drawing
 ORDERS_FILE = "rank_orders.csv"
-OPTIONS = ("delay", "predict", "placement", "state", "n_ranks", "accumulate")
+OPTIONS = ("delay", "correction", "placement", "state", "n_ranks", "accumulate")
 SCHEDULES: Mapping[str, Method] = {
     **METHODS,
     OWN: Method(OWN, OWN, Schedule.from_rank_orders, "pipeline"),
@@ -40,7 +40,7 @@ class Choice:
     stages: int = 4  # parts of the model, 1 to 32; ignored with orders of your own
     microbatches: int = 4  # of a training step, or of one round where workers accumulate
     delay: Delay | None = None  # steps by which weights are late; a list, a matrix or "freshest"
-    predict: bool | None = None  # extrapolate late weights to the step that reads them
+    correction: str | Correction | None = None  # what is done about late weights
     placement: str | None = None  # the rank of each op
     state: str | None = None  # replicated or sharded
     n_ranks: int | None = None  # of interleaved 1F1B
@@ -151,7 +151,7 @@ def _candidates(schedule: Schedule) -> Iterator[Choice]:
 
 def _in_hydra(value: Any) -> str:
     """``value`` in Hydra's grammar, without blanks."""
-    if isinstance(value, RandomDelay):
+    if isinstance(value, RandomDelay | Correction):
         drawn = {key: x for key, x in asdict(value).items() if x is not None}
         return "{" + ",".join(f"{key}:{x}" for key, x in drawn.items()) + "}"
     return f"[{','.join(map(_in_hydra, value))}]" if isinstance(value, tuple) else str(value)

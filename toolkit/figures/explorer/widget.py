@@ -24,7 +24,7 @@ from toolkit.figures.explorer.inspection import Analysis, analyse, predict
 from toolkit.figures.explorer.page import HTML, panes
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
-from toolkit.schedule import FRESHEST, PLACEMENTS, STATES, Schedule
+from toolkit.schedule import CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
 from toolkit.schedule.instruction import collector_paused
 
 UNIFORM = "uniform"
@@ -34,7 +34,7 @@ _MOST_STEPS = 3  # drawn: as many shades as a colour has
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 _OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values on offer
     "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST)),
-    "predict": ("extrapolate late weights to the step that reads them", (False, True)),
+    "correction": ("what is done about late weights", CORRECTIONS),
     "placement": ("the rank of each op", PLACEMENTS),
     "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
     "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * LARGEST + 1)),
@@ -59,7 +59,7 @@ class Explorer(ui.VBox):
             stages to their costs; uniform unless given.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
-        options: of the first schedule, as in :class:`Choice`: ``delay``, ``predict``,
+        options: of the first schedule, as in :class:`Choice`: ``delay``, ``correction``,
             ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``orders`` (lines or one text).
 
     Raises:

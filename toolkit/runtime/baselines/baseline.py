@@ -131,7 +131,7 @@ def check_data_parallel(
         schedule.state in states
         and schedule.n_ranks == schedule.n_microbatches
         and not isinstance(schedule.delay, RandomDelay)
-        and not (schedule.predict and staleness)
+        and (schedule.corrected.kind == "none" or not staleness)
         and all(late == staleness for stage in schedule.staleness for late in stage)
         and all(
             schedule.rank(j, m, step) == m
