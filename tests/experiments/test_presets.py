@@ -5,7 +5,7 @@ import pytest
 from tests.cli.test_presets import CONF, PRESETS, composed
 from tests.experiments.command import TINY, complete
 from tests.thorough import thorough
-from tests.training.test_data import TEN, write_images
+from tests.training.test_data import TEN, write_idx, write_images
 from toolkit.cli.help import choices
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -19,6 +19,11 @@ def folders(root, test):
 
 def cifar10(root):
     return folders(root, "test")
+
+
+def fashion_mnist(root):
+    write_idx(root)
+    return "batch=3", "model.width=4", f"data.root={root}"
 
 
 def image_folder(root):
@@ -35,7 +40,8 @@ def text(root):
     return "batch=4", "model.width=8", "model.heads=2", f"data.root={root}", "data.length=8"
 
 
-DATA = {function.__name__: function for function in (cifar10, image_folder, digits, text)}
+SETS = (cifar10, fashion_mnist, image_folder, digits, text)
+DATA = {function.__name__: function for function in SETS}
 """By the function of toolkit.training.data: writes a small set, and gives the options for it."""
 
 

@@ -33,7 +33,12 @@ def test_small_images_get_the_small_stem(size, small):
 
 @pytest.mark.parametrize(
     ("name", "layers", "parameters"),
-    [("resnet8", 8, 78_042), ("resnet14", 14, 175_258), ("resnet20", 20, 272_474)],
+    [
+        ("resnet6", 6, 74_138),
+        ("resnet8", 8, 78_042),
+        ("resnet14", 14, 175_258),
+        ("resnet20", 20, 272_474),
+    ],
 )
 def test_depth_of_the_small_residual_nets(name, layers, parameters):
     model = build(name, 10, 32)
