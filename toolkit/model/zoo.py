@@ -24,8 +24,8 @@ def build(
 
     ``resnet18`` and ``resnet50`` get the CIFAR stem (3x3 convolution, no max-pool) for images of at
     most 64 pixels. ``resnet8``, ``resnet14`` and ``resnet20`` (He et al., arXiv 1512.03385,
-    section 4.2) are 16 to 64 channels wide. ``resnet6``, a fifth of the FLOPs of ``resnet8``, halves
-    the resolution in its stem, a 5x5 convolution, and has no first group.
+    section 4.2) are 16 to 64 channels wide. ``resnet6`` halves the resolution in its stem, a 5x5
+    convolution, and has no first group: a fifth of the FLOPs of ``resnet8``.
 
     Args:
         name: one of :data:`MODELS`.
