@@ -6,6 +6,11 @@
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. All rules
 are compared with the first that is left.
 
+A rule may have its own optimizer, learning rate, clip and ema: +own.cdp_v1.optimizer.lr=0.05,
++optimizer@own.cdp_v1.optimizer=nadam. tune.rates=[0.5,1,2] tries each rule at these factors on its
+optimizer.lr, for tune.epochs epochs with tune.seed, and trains it at the best, by the test metric
+after the last epoch.
+
 An interrupted comparison continues with the unfinished run and then the others. Seeds and rules can
 be added; all other options stay as before:
 
@@ -16,35 +21,55 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli import STOPPED, Ended, build, entry_point, is_rank_zero, output_folder
-from toolkit.cli.check_options import check_counts
+from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError
 from toolkit.files import note_write_errors
-from toolkit.format import count, metric_cells, peak_cells, staleness_cells, table
+from toolkit.format import (
+    count,
+    metric_cells,
+    peak_cells,
+    rate_cells,
+    staleness_cells,
+    table,
+)
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import TrackingOptions
+from toolkit.options import TUNING, TrackingOptions, TuneOptions
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
+    from toolkit.runtime import World
+    from toolkit.training.data import SampleSet
+
+
+@dataclass
+class Trained:
+    """The runs of a comparison."""
+
+    runs: list["RuleRun"]
+    notes: list[str] = field(default_factory=list)
+    unwritten: str = ""  # why what has ended is not on the disk
 
 
 @entry_point("compare")
 def main(config: DictConfig) -> Ended:
-    from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.results.provenance import resume_command
     from toolkit.results.statistics import check_margin
-    from toolkit.training import StoppedError, TrainingRun
+    from toolkit.results.tuning import trials, tried, with_best
+    from toolkit.training import StoppedError
 
     check_counts(config, "seeds")
     check_margin(config.margin)
+    check_own(config)
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start, folder = time.perf_counter(), output_folder()
@@ -52,30 +77,18 @@ def main(config: DictConfig) -> Ended:
     world = build.join_world(config, next(iter(rules.values())))
     options = build.plain(config)
     TrackingOptions(**options["tracking"])  # refuses a wrong one before the first run
-    runs, begun = before(options, folder, world)
-    notes, n_ended = different_batches(rules, config.batch), len(select_runs(options, runs))
-    if n_more := len(runs) - n_ended:
-        notes.insert(0, f"runs.csv has {n_more} more, of other rules or seeds")
-    if n_ended:
-        notes.insert(0, f"resumed: {count(n_ended, 'run')} had ended before, and take no seconds")
-    for note in notes if is_rank_zero() else ():
-        print(f"note: {note}")
     samples = build.load_samples(config.data)
-
-    def of_rule(rule: str, seed: int) -> TrainingRun:
-        # A loss that is high, but a number, is a result like any other.
-        own = build.rule_config(config, rule, seed, guard="stop", guard_factor=inf)
-        return build.build_run(own, samples)
-
-    why_not = ""  # what has ended is not on the disk
+    by, tuning = samples.form.metric, list[dict[str, Any]]()
+    warnings = different_batches(rules, config.batch)
+    for note in warnings if is_rank_zero() else ():
+        print(f"note: {note}")
     try:
-        for run in train_all(options, of_rule, folder, runs, begun, world):
-            runs.append(run)
-            if not is_rank_zero():
-                continue
-            warned, why_not = why_not, try_keep_runs(folder, runs)
-            if why_not not in ("", warned):
-                print(f"warning: {why_not}; training goes on", file=sys.stderr)
+        if TuneOptions(**options["tune"]).rates:
+            found = train(OmegaConf.create(trials(options)), folder / TUNING, samples, world)
+            tuning = tried(options, found.runs, by)
+            warnings += [found.unwritten] if found.unwritten else []
+            config = OmegaConf.create({**config, "own": with_best(options, tuning)})
+        trained = train(config, folder, samples, world)
     except StoppedError as stopped:
         if is_rank_zero():
             lost = "" if stopped.saved else "the run under way is not saved; "
@@ -83,10 +96,41 @@ def main(config: DictConfig) -> Ended:
         return Ended(STOPPED)
     if not is_rank_zero():
         return Ended()
-    notes += [why_not] if why_not else []
+    notes = [*trained.notes, *warnings, *([trained.unwritten] if trained.unwritten else [])]
     seconds = time.perf_counter() - start
-    whole = conclude(config, rules, select_runs(options, runs), samples.form.metric, notes, seconds)
-    return Ended(0 if whole and not why_not else 1)
+    whole = conclude(config, rules, trained.runs, by, tuning, notes, seconds)
+    return Ended(0 if whole and not trained.unwritten else 1)
+
+
+def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
+    """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
+    from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
+    from toolkit.training import TrainingRun
+
+    def of_rule(rule: str, seed: int) -> TrainingRun:
+        # A loss that is high, but a number, is a result like any other.
+        own = build.rule_config(config, rule, seed, guard="stop", guard_factor=inf)
+        return build.build_run(own, samples)
+
+    options = build.plain(config)
+    runs, begun = before(options, folder, world)
+    found, n_ended = Trained(runs), len(select_runs(options, runs))
+    if n_ended:
+        ended = count(n_ended, "trial" if folder.name == TUNING else "run")
+        found.notes.append(f"resumed: {ended} had ended before, and take no seconds")
+    if n_more := len(runs) - n_ended:
+        found.notes.append(f"runs.csv has {n_more} more, of other rules or seeds")
+    for note in found.notes if is_rank_zero() else ():
+        print(f"note: {note}")
+    for run in train_all(options, of_rule, folder, runs, begun, world):
+        runs.append(run)
+        if not is_rank_zero():
+            continue
+        warned, found.unwritten = found.unwritten, try_keep_runs(folder, runs)
+        if found.unwritten not in ("", warned):
+            print(f"warning: {found.unwritten}; training goes on", file=sys.stderr)
+    found.runs = select_runs(options, runs)
+    return found
 
 
 def conclude(
@@ -94,6 +138,7 @@ def conclude(
     rules: dict[str, Schedule],
     runs: list["RuleRun"],
     by: Metric,
+    tuning: list[dict[str, Any]],
     notes: list[str],
     seconds: float,
 ) -> bool:
@@ -101,13 +146,18 @@ def conclude(
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.results import delay_means, describe, write_result
+    from toolkit.results.tuning import at_the_edge
     from toolkit.training import pick_device
 
     folder = output_folder()
     called = labels({name: schedule.name for name, schedule in rules.items()})
     first, *_ = rules
     margin = {by: config.margin}
-    rows = [summary(schedule, runs, name, first, margin) for name, schedule in rules.items()]
+    rows = []
+    for name, schedule in rules.items():
+        rate = {"lr": build.rule_config(config, name, config.seed).optimizer.lr}
+        rows.append(summary(schedule, runs, name, first, margin) | rate)
+    rates = {row["lr"] for row in rows}
     cells, curves = [], dict[str, list[list[float]]]()
     for row in rows:
         lost = f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else ""
@@ -115,9 +165,13 @@ def conclude(
         if of_rule := [run for run in runs if run.rule == row["rule"]]:
             curves[label] = [[by.factor * e[by.key] for e in run.epochs] for run in of_rule]
         judged = metric_cells(row, by, called[first])
-        cells.append({"rule": label} | judged | staleness_cells(row) | peak_cells(row))
+        rate = rate_cells(row) if len(rates) > 1 or tuning else {}
+        cells.append({"rule": label} | rate | judged | staleness_cells(row) | peak_cells(row))
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
-    of_runs = [*diverged(runs, called), *(note for run in runs for note in run.notes)]
+    of_runs = [*diverged(runs, called), *at_the_edge(tuning)]
+    of_runs += [note for run in runs for note in run.notes]
+    if tuning:
+        print(f"\n{table(tuning)}\n")
     print(f"\n{table(cells)}\n")
     if delays:
         print(f"{table(delays)}\n")
@@ -126,11 +180,11 @@ def conclude(
     notes = [*dict.fromkeys([*notes, *of_runs])]
     where = describe(pick_device(config.device))
     more: dict[str, Any] = {"judged_by": by.name, "notes": notes, "delays": delays}
+    more |= {"tuning": tuning} if tuning else {}
     with note_write_errors(unwritten, folder):
         write_result(folder, "comparison", rows, config, where, seconds, **more)
         save(over_epochs(curves, by), folder / by.name)
-        labelled = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
-        save(schedules(labelled), folder / "schedules")
+        save(schedules(different(rules)), folder / "schedules")
     for note in dict.fromkeys([*of_runs, *unwritten]):
         print(f"note: {note}")
     if not unwritten:
@@ -152,6 +206,16 @@ traffic: all workers together, in stages' parameters
 _VERDICTS = """\
 at a margin: what two one-sided paired t-tests at 5 % show of the difference; p: the larger of both
 """
+
+
+def different(rules: dict[str, Schedule]) -> list[Schedule]:
+    """The schedules of rules, each once; those that share a name are labelled by their rules."""
+    once = dict[str, Schedule]()
+    for name, schedule in rules.items():
+        if schedule not in once.values():
+            once[name] = schedule
+    called = labels({name: schedule.name for name, schedule in once.items()})
+    return [replace(schedule, name=called[name]) for name, schedule in once.items()]
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:

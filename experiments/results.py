@@ -16,6 +16,7 @@ from toolkit import format as cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
+from toolkit.schedule import labels
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,13 +35,39 @@ def rendered(page: str) -> str:
 def table(name: str) -> str:
     """The table of a kept result, and its origin."""
     result = read_result(RESULTS / name)
+    _label(result["metrics"])
     rows = next(rows for prefix, rows in _ROWS if name.startswith(prefix))(result)
     found = result["provenance"]
     return (
         f"{cells.table(rows, 'github')}\n\n<sub>`{strip_folders(found['command'])}`, torch"
         f" {found['versions']['torch']}, {found['device']}, {found['seconds']:.0f} s, commit"
-        f" {found['commit'][:10]}</sub>\n"
+        f" {found['commit'][:10]}{_rates(result)}</sub>\n"
     )
+
+
+def _label(rows: Rows) -> None:
+    """Add the rule to the name of each schedule that several rules of a comparison share."""
+    if all({"rule", "schedule"} <= {*row} for row in rows):
+        called = labels({row["rule"]: row["schedule"] for row in rows})
+        for row in rows:
+            row["schedule"] = called[row["rule"]]
+
+
+def _rates(result: Result) -> str:
+    """How the learning rates of a comparison's rules were chosen; empty for other results."""
+    config = result["provenance"]["config"]
+    if "rules" not in config:
+        return ""
+    if tuning := result.get("tuning"):
+        n_rates, tune = len({row["lr"] for row in tuning}), config["tune"]
+        return (
+            f"; each rule at the best of its learning rates, {n_rates} in all, tried for"
+            f" {tune['epochs']} epochs with seed {tune['seed']}"
+        )
+    if any("optimizer" in own for own in (config.get("own") or {}).values()):
+        return "; each rule with the optimizer that the command gives it"
+    first = result["metrics"][0]["schedule"]
+    return f"; every rule at {first}'s learning rate, optimizer.lr={config['optimizer']['lr']:g}"
 
 
 def _each(*forms: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result], Rows]:
@@ -53,7 +80,7 @@ def _each(*forms: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Resul
 
 
 def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
-    rule = {"rule": row["schedule"]}
+    rule = {"rule": row["schedule"]} | (cells.rate_cells(row) if "lr" in row else {})
     return rule | cells.metric_cells(row, by, "DP") | cells.staleness_cells(row)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.options import ENDED, UNDER_WAY
+from toolkit.options import ENDED, TUNING, UNDER_WAY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,8 +41,11 @@ def resumable_in(folder: Path) -> str:
     """Return what can be resumed in ``folder``, as text: checkpoints or runs; empty if nothing."""
     if has_checkpoint(folder):
         return "the checkpoints of a run"
-    begun = any(map(has_checkpoint, (folder / UNDER_WAY).glob("*")))
-    return "the runs of a comparison" if begun or (folder / ENDED).is_file() else ""
+    for place in (folder, folder / TUNING):
+        begun = any(map(has_checkpoint, (place / UNDER_WAY).glob("*")))
+        if begun or (place / ENDED).is_file():
+            return "the runs of a comparison"
+    return ""
 
 
 @contextmanager

@@ -98,6 +98,11 @@ def metric_cells(row: Row, by: Metric, first: str) -> Cells:
     return cells | {f"at a margin of {margin:g}": row["verdict"] or "-", "p (equivalence)": p}
 
 
+def rate_cells(row: Row) -> Cells:
+    """Return the learning rate of a rule."""
+    return {"learning rate": f"{row['lr']:g}"}
+
+
 def staleness_cells(row: Row) -> Cells:
     """Return the mean and largest staleness of a schedule."""
     return {"mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})"}

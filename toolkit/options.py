@@ -14,6 +14,7 @@ from toolkit.errors import UserError, check_choice
 COMPARED = "runs.yaml"  # the options of its runs
 ENDED = "runs.csv"  # the epochs of the runs that have ended
 UNDER_WAY = "under_way"  # a folder for each run that has begun and not ended
+TUNING = "tuning"  # the folder of the comparison of learning rates
 
 STOPPED = 75
 """Exit status of a run or a sweep that a signal has ended and that can be resumed."""
@@ -21,8 +22,11 @@ STOPPED = 75
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
 """Beginning of the note on a run that was resumed with other options."""
 
-AROUND = frozenset({"tracking", "resume", "rules", "seeds", "margin"})
+AROUND = frozenset({"tracking", "resume", "rules", "own", "tune", "seeds", "margin"})
 """Options around a run: its tracking, the run that it resumes, its comparison."""
+
+OWN = ("optimizer", "lr", "clip", "ema")
+"""Options in which the rules of a comparison may differ, besides their schedules."""
 
 INDIFFERENT = AROUND | {
     *("save", "guard", "guard_factor"),  # when to save, and what to do if the loss diverges
@@ -121,6 +125,31 @@ class TrainingOptions(StepSettings):
                 raise UserError(f"{name} {rule}: got {getattr(self, name)}")
 
 
+@dataclass(frozen=True)
+class TuneOptions:
+    """Short runs by which a comparison chooses the learning rate of each rule.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    rates: Sequence[float] | None = option(
+        None, "factors on optimizer.lr at which each rule is tried, as in [0.5,1,2]"
+    )
+    epochs: int = option(2, "of each trial, a whole run of that length")
+    seed: int = option(1000, "of the trials; none that the comparison uses")
+
+    def __post_init__(self) -> None:
+        if self.rates is not None:
+            numbers = isinstance(self.rates, Sequence) and not isinstance(self.rates, str)
+            known = numbers and all(isinstance(rate, int | float) for rate in self.rates)
+            if not known or not self.rates or not all(rate > 0 for rate in self.rates):
+                raise UserError(f"tune.rates is a list of factors above 0: got {self.rates}")
+        for name, least in (("epochs", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"tune.{name} is {least} or more: got {getattr(self, name)}")
+
+
 def _tracking_mode() -> str:
     """The mode that WANDB_MODE in the environment asks for."""
     mode = os.environ.get("WANDB_MODE") or "offline"
@@ -167,6 +196,15 @@ def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
     """The options without those, or groups of them, that ``names`` lists."""
     groups = tuple(f"{name}." for name in names)
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
+
+
+def with_own(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with those of one rule alone; a group with a ``_target_`` replaces the shared."""
+    found = {**options}
+    for name, value in own.items():
+        adds = isinstance(value, Mapping) and "_target_" not in value
+        found[name] = {**options[name], **value} if adds else value
+    return found
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:

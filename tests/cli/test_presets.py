@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS
 from toolkit.cli import build_schedule, schema
+from toolkit.cli.build import rule_config
 from toolkit.cli.help import choices, groups
 from toolkit.schedule import RandomDelay, catalog
 
@@ -42,8 +43,13 @@ def test_every_preset_composes(experiment, preset):
 @pytest.mark.parametrize("study", choices([CONF], "study"))
 def test_every_study_composes(study):
     config = composed("compare", f"study={study}")
-    rules = [build_schedule(rule) for rule in config.rules.values()]
-    assert len({rule.name for rule in rules}) == len(rules) > 3
+    rules = [
+        (build_schedule(rule), str(config.own.get(name))) for name, rule in config.rules.items()
+    ]
+    assert all(rule not in rules[:k] for k, rule in enumerate(rules))
+    assert len(rules) > 3
+    for name in config.rules:
+        assert rule_config(config, name, 0).seed == 0
     assert f"study={study}" in (CONF / "study" / f"{study}.yaml").read_text()
 
 

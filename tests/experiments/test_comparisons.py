@@ -21,7 +21,7 @@ from toolkit.training import DivergedError, Epoch, loop
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
 
-def stopped_in_run(k, *options):
+def stopped_in_run(k, *options, common=None):
     """Run a comparison in which a signal comes as the run ``k`` begins, the first one being 0."""
     runs = iter(range(1000))
     begin = comparison.prepare_folder
@@ -33,7 +33,7 @@ def stopped_in_run(k, *options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "prepare_folder", begun)
-        finished = run("compare", *OPTIONS, *options)
+        finished = run("compare", *(common or OPTIONS), *options)
     assert finished.status == 75
     return finished.err
 

@@ -57,6 +57,7 @@ def test_every_preset_and_study_trains(chosen, tmp_path):
     config, small = composed("compare", chosen), TINY
     if chosen.startswith("experiment="):
         small = DATA[config.data._target_.rpartition(".")[2]](tmp_path / "data")
-    result = complete("compare", tmp_path / "run", chosen, *small, "epochs=1", "seeds=1")
+    tuned = ["tune.rates=[1]", "tune.epochs=1"] if config.tune.rates else []
+    result = complete("compare", tmp_path / "run", chosen, *small, "epochs=1", "seeds=1", *tuned)
     found = [(row["rule"], row["diverged"]) for row in result["metrics"]]
     assert found == [(rule, 0) for rule in config.rules]

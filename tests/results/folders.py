@@ -75,9 +75,12 @@ def train(folder, rule="dp", seed=0, top1=0.9, command="python experiments/train
 
 
 def compare(folder, tops, **options):
-    """A comparison that has finished; ``tops``: by rule, the accuracy of each seed."""
+    """A comparison that has finished; ``tops``: by rule, the accuracy of each seed.
+
+    A rule is the name of a schedule, and may have a suffix such as in dp-nesterov.
+    """
     n_seeds = len(next(iter(tops.values())))
-    rules = {rule: schedule(rule) for rule in tops}
+    rules = {rule: schedule(rule.partition("-")[0]) for rule in tops}
     own = config(rules=rules, seeds=n_seeds, seed=0) | options
     folder.mkdir(parents=True)
     write_csv(
@@ -90,7 +93,11 @@ def compare(folder, tops, **options):
         ],
     )
     metrics = [
-        {"rule": rule, "schedule": SCHEDULES[rule][0], "accuracy": 100 * sum(top) / len(top)}
+        {
+            "rule": rule,
+            "schedule": SCHEDULES[rule.partition("-")[0]][0],
+            "accuracy": 100 * sum(top) / len(top),
+        }
         | {"accuracy_sd": 0.5, "difference": -1.25, "difference_95": 0.75}
         | {"loss": 1 - sum(top) / len(top), "loss_sd": 0.125}
         | {"loss_difference": 0.25, "loss_difference_95": 0.0625}

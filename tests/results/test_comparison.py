@@ -80,6 +80,19 @@ def test_what_changes_no_trajectory_may_change(folder, change):
     assert len(ended_before(folder, options(**change))) == 4
 
 
+def test_options_of_one_rule_count_where_it_has_run(tmp_path):
+    own = {"late": {"optimizer": {"lr": 0.05}}}
+    keep(tmp_path, options(own=own), [ended("dp", 0), ended("late", 0)])
+    new = RULES | {"new": {"delay": 1}}
+    more = own | {"new": {"optimizer": {"lr": 3.0}}}
+    assert len(ended_before(tmp_path, options(rules=new, own=more))) == 2
+    keep_options(tmp_path, options(rules={"dp": RULES["dp"]}, own={}))
+    assert len(ended_before(tmp_path, options(own=own))) == 2
+    for other, was in (({}, "None (was 0.05)"), ({"late": {"optimizer": {"lr": 1.0}}}, "1.0 (was")):
+        with pytest.raises(UserError, match=re.escape(f"own.late.optimizer.lr={was}")):
+            ended_before(tmp_path, options(own=other))
+
+
 def test_a_rule_without_runs_may_change(tmp_path):
     keep(tmp_path, options(), [ended("dp", 0)])
     assert ended_before(tmp_path, options(rules=RULES | {"late": {"delay": 7}}))

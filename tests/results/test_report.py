@@ -1,5 +1,6 @@
 """A report's sections, for every output alike."""
 
+import json
 from math import nan
 
 import pytest
@@ -225,6 +226,36 @@ def test_rules_are_compared_with_the_first_of_their_options(tmp_path):
         "CDP-v2, lr 0.2, batch 16": "-10.00",
         "CDP-v1, lr 0.1, batch 32": "+20.00",
     }
+
+
+def test_rules_with_options_of_their_own_are_compared_with_the_first_rule(tmp_path):
+    """Their rates differ, and what all of them share is the same."""
+    tops = {"dp": [0.9], "cdp_v2": [0.8], "dp-nesterov": [0.7], "cdp_v2-nesterov": [0.6]}
+    own = {
+        "cdp_v2": {"optimizer": {"lr": 0.2}},
+        "dp-nesterov": {"optimizer": {"nesterov": True}},
+        "cdp_v2-nesterov": {"optimizer": {"_target_": "torch.optim.NAdam", "lr": 0.3}},
+    }
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "nesterov": False}
+    folders.compare(tmp_path / "a", tops, own=own, optimizer=sgd)
+    first = "DP, optimizer SGD, lr 0.1, nesterov False"
+    assert final(built(tmp_path), "rule", f"paired difference from {first}") == [
+        (first, "+0.00"),
+        ("DP, optimizer SGD, lr 0.1, nesterov True", "-20.00"),
+        ("CDP-v2, optimizer SGD, lr 0.2, nesterov False", "-10.00"),
+        ("CDP-v2, optimizer NAdam, lr 0.3", "-30.00"),
+    ]
+    # The rates that were found are in runs.yaml before there is a result.
+    kept = {"own": {"dp": {"optimizer": {"lr": 0.7}}}}
+    (tmp_path / "a" / "runs.yaml").write_text(json.dumps(kept))
+    found = {run.rule: run.config["optimizer"]["lr"] for run in read_runs([tmp_path])}
+    assert found == {"dp": 0.7, "cdp_v2": 0.2, "dp-nesterov": 0.1, "cdp_v2-nesterov": 0.3}
+
+
+@pytest.mark.parametrize("own", [3, {"dp": 3}, {"dp": {"optimizer": {"lr": 1}, "x": {"y": 1}}}])
+def test_options_of_a_rule_that_cannot_be_read_are_damaged(tmp_path, own):
+    folders.compare(tmp_path / "a", {"dp": [0.9]}, own=own)
+    assert [run.state for run in read_runs([tmp_path])] == ["damaged"]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli.check_options import check_counts
+from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError, suggest
-from toolkit.options import SaveOptions, TrainingOptions
+from toolkit.options import SaveOptions, TrainingOptions, with_own
 from toolkit.schedule import Schedule
 from toolkit.schedule.catalog import DESCRIBED
 
@@ -92,8 +92,14 @@ def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
 
 
 def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictConfig:
-    """The configuration of one run of a comparison."""
-    return OmegaConf.create({**config, "schedule": config.rules[rule], "seed": seed} | more)
+    """The configuration of one run of a comparison, with the options of its rule alone.
+
+    Raises:
+        UserError: ``own`` names a rule that is not compared, or an option that it cannot have.
+    """
+    check_own(config)
+    found = with_own(plain(config), plain(config.own).get(rule) or {})
+    return OmegaConf.create(found | {"schedule": found["rules"][rule], "seed": seed} | more)
 
 
 def load_samples(config: DictConfig) -> "SampleSet":

@@ -13,6 +13,7 @@ from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
 from toolkit.errors import UserError, suggest
 from toolkit.files import conf
+from toolkit.options import OWN
 
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
@@ -35,6 +36,34 @@ def counts(config: Mapping[Any, Any], name: str, of: str = "") -> list[int]:
     if not found or not all(type(n) is int and n > 0 for n in found):
         raise UserError(f"{of}{name} is a whole number, 1 or more: got {given}")
     return found
+
+
+def check_own(config: Mapping[Any, Any]) -> None:
+    """Validate ``own``, the options of single rules of a comparison.
+
+    Raises:
+        UserError: there is no such rule or option, or all rules share it.
+    """
+    for rule, options in config["own"].items():
+        if rule not in config["rules"]:
+            raise UserError(
+                f"own.{rule} has options of a rule that is not compared: got {rule}, with the rules"
+                f" {', '.join(config['rules'])}; leave it out (~own.{rule}), or add the rule"
+            )
+        for name, value in (options or {}).items():
+            if name not in OWN:
+                raise UserError(
+                    f"own.{rule}.{name}: rules differ in {', '.join(OWN)} and their schedules, and"
+                    f" share all else; got {name}. Compare it in a sweep of train"
+                )
+            if isinstance(value, Mapping) and "_target_" not in value:
+                known = [*map(str, config[name])]
+                for key in map(str, value):
+                    if key not in known:
+                        raise UserError(
+                            f"own.{rule}.{name}.{key}: there is no option {name}.{key} here:"
+                            f" {suggest(key, known)}"
+                        )
 
 
 def check_given(arguments: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
 
 
 def _no_option(key: str, known: list[str]) -> str:
-    if key == "sweep" or "@" in key or key.startswith("model.arguments."):
+    if key == "sweep" or "@" in key or key.startswith(("model.arguments.", "own.")):
         return f"there is no {key} yet: +{key}=... adds it"
     rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
     known = [option.replace("rules.NAME", rule) for option in known]

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from toolkit.files import conf
-from toolkit.options import TrackingOptions, TrainingOptions
+from toolkit.options import TrackingOptions, TrainingOptions, TuneOptions
 
 Options = dict[str, tuple[Any, Any]]
 """By name, an option's type and its dataclass field."""
@@ -46,6 +46,7 @@ def schemas() -> dict[str, dict[str, type]]:
                 options = training | {k: v for k, v in options.items() if k not in training}
             if name == "compare":
                 options = {k: v for k, v in options.items() if k not in _GUARD}
+                options["tune"] = _nested("tune", TuneOptions)
             found.setdefault(group, {})[name] = _made(name, options)
     return found
 

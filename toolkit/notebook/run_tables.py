@@ -57,7 +57,8 @@ def train_rules(
         on_epoch: called with the name of the current run and the completed share of all runs.
 
     Raises:
-        UserError: the options are those of another experiment, or there are no seeds.
+        UserError: the options are those of another experiment, or ask for tuned rates, or there are
+            no seeds.
     """
     from toolkit.cli.build import build_run, build_schedule, load_samples, rule_config
     from toolkit.results.comparison import seeds_of
@@ -65,6 +66,11 @@ def train_rules(
 
     if "rules" not in config:
         raise UserError('rules are those of compare: give settings("compare", ...)')
+    if config.tune.rates is not None:
+        raise UserError(
+            f"tune.rates={config.tune.rates} is for experiments/compare.py, which keeps its trials:"
+            " leave it out, or give rules their rates, as by +own.cdp_v1.optimizer.lr=0.05"
+        )
     if seeds is None:
         seeds = seeds_of(config)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):

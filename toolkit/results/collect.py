@@ -119,7 +119,7 @@ class Group:
     """Runs of one configuration, of every state."""
 
     label: str  # the schedule's name, and the options in which groups of this task differ
-    settings: str  # all options but the schedule and the seed, as text
+    settings: str  # options but the schedule and the seed, or those that a comparison shares
     runs: list[Run]
 
     @property
@@ -145,7 +145,8 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             options = flat_options(run.config)
             task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
-            key = _text(_relevant(flat(run.config))), _text(run.config["schedule"])
+            own = run.config["schedule"], _relevant(flat(run.config))
+            key = _text(_relevant(flat(run.shared or run.config))), _text(own)
             tasks.setdefault(task, {}).setdefault(key, []).append(run)
     return {task: _labelled(configurations) for task, configurations in tasks.items()}
 
@@ -172,7 +173,7 @@ def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"data.root": Path(root).name} if isinstance(root, str) else found
 
 
-def _text(options: Mapping[str, Any]) -> str:
+def _text(options: Any) -> str:
     return json.dumps(options, sort_keys=True, default=str)
 
 

@@ -30,10 +30,10 @@ from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run
 from toolkit.training.run_with_checkpoints import Signals, changed_options, rollback_schedule
 
 # Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
-_FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
+_FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules", "own"}
 
 Options = Mapping[str, Any]
-"""Options of a comparison, as plain values: ``rules``, ``seed``, ``seeds``, ``epochs``, ..."""
+"""Options of a comparison, as plain values: ``rules``, ``own``, ``seed``, ``seeds``, ..."""
 
 Key = tuple[str, int]
 """Rule and seed of a run."""
@@ -199,7 +199,8 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
                 " a new folder, without resume"
             )
         both = trained & new["rules"].keys()
-        others = {f"rules.{rule}" for rule in {*old["rules"], *new["rules"]} - both}
+        others = {*old["rules"], *new["rules"]} - both
+        others = {f"{group}.{rule}" for group in ("rules", "own") for rule in others}
         if changed := changed_options(old, new, _FREE | others):
             raise UserError(
                 f"resume={folder} has runs that were trained with other options: {changed}; leave"
@@ -210,8 +211,11 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
 
 def keep_options(folder: Path, options: Options) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
-    content = _with_digests(options)
-    content["rules"] = (read_yaml(folder / COMPARED).get("rules") or {}) | content["rules"]
+    content, old = _with_digests(options), read_yaml(folder / COMPARED)
+    own = {k: v for k, v in (old.get("own") or {}).items() if k not in content["rules"]}
+    content["own"] = own | content.get("own", {})
+    content["rules"] = (old.get("rules") or {}) | content["rules"]
+    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 

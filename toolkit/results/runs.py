@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.errors import UserError, first_line
 from toolkit.files import resumable_in
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE
+from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE, with_own
 from toolkit.results import record
 from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
 from toolkit.schedule import Schedule, catalog
@@ -51,6 +51,7 @@ class Run:
     schedule: str | None = None  # the schedule's own name
     seed: int | None = None  # of weights and data
     config: Mapping[str, Any] = field(default_factory=dict)  # of a comparison, those of this run
+    shared: Mapping[str, Any] = field(default_factory=dict)  # those that its comparison shares
     judged_by: Metric = ACCURACY
     metrics: Numbers = field(default_factory=dict)  # of the last epoch; accuracies in per cent
     epochs: Sequence[Numbers] = ()  # the metrics of every epoch
@@ -202,13 +203,17 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
         epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
     rules = config.get("rules") or {}
     # Rules that a resumed comparison has left out are only there.
-    known = (record.read_yaml(folder / COMPARED).get("rules") or {}) | rules
+    kept = record.read_yaml(folder / COMPARED)
+    known = (kept.get("rules") or {}) | rules
+    alone = (config.get("own") or {}) | (kept.get("own") or {})  # there with the tuned rates
     names = {row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row}
     first, n_seeds = comparison.seed or 0, config.get("seeds") or 0
     if n_seeds > _MOST_SEEDS:
         raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
     planned = [(rule, seed) for seed in range(first, first + n_seeds) for rule in rules]
-    shared = {name: value for name, value in config.items() if name not in ("rules", "seeds")}
+    shared = {
+        name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
+    }
     under_way = comparison.state, comparison.message  # of the first run that has not ended
     runs = []
     for rule, seed in dict.fromkeys([*planned, *epochs]):
@@ -218,7 +223,8 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
             rule=rule,
             seed=seed,
             schedule=names.get(rule) or schedule_name(known.get(rule)) or rule,
-            config=shared | {"seed": seed} | own,
+            config=with_own(shared, alone.get(rule) or {}) | {"seed": seed} | own,
+            shared=shared,
             epochs=epochs.get((rule, seed), []),
             delays=[numbers_of(row) for row in result.get("delays", ()) if row.get("rule") == rule],
         )

@@ -1,0 +1,114 @@
+"""The learning rate of each rule of a comparison, chosen by short runs.
+
+The trials are a comparison of their own, of each rule at each rate with one seed. It is kept in the
+folder ``tuning`` of the comparison, and continues and grows as any other.
+"""
+
+from collections.abc import Sequence
+from math import inf, isnan
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.metric import Metric
+from toolkit.options import TuneOptions, with_own
+from toolkit.results.comparison import Options, RuleRun, seeds_of
+from toolkit.results.record import Row
+
+
+def trials(options: Options) -> dict[str, Any]:
+    """Return the options of the comparison of each rule of ``options`` at each of its rates.
+
+    Raises:
+        UserError: the comparison itself uses the seed of the trials, or an option of ``tune`` is
+            out of range.
+    """
+    tune = TuneOptions(**options["tune"])
+    if tune.seed in (seeds := seeds_of(options)):
+        raise UserError(
+            f"tune.seed={tune.seed} is a seed of the comparison, {seeds[0]} to {seeds[-1]}: rates"
+            " that are chosen by the runs that they are judged by look too good; take another"
+        )
+    at_rates = {
+        _name(rule, factor): (rule, rate)
+        for rule in options["rules"]
+        for factor, rate in _rates(options, rule).items()
+    }
+    return {
+        **options,
+        "rules": {name: options["rules"][rule] for name, (rule, _) in at_rates.items()},
+        "own": {name: _own(options, rule, rate) for name, (rule, rate) in at_rates.items()},
+        "seed": tune.seed,
+        "seeds": 1,
+        "epochs": tune.epochs,
+        "diagnostics": 0,
+        "tracking": {**options["tracking"], "mode": "disabled"},
+    }
+
+
+def tried(options: Options, runs: Sequence[RuleRun], by: Metric) -> list[Row]:
+    """Return a row for each trial: rule, ``lr``, its final test metric, and whether it is the best.
+
+    The best has the best test metric after the last epoch and, of equal ones, the lowest test loss.
+    A trial whose loss diverges is the worst; if all do, the lowest rate is the best.
+
+    Args:
+        options: those of the comparison.
+        runs: the trials.
+        by: metric that judges them.
+    """
+    ends = {run.rule: run.epochs[-1] for run in runs}
+    rows = []
+    for rule in options["rules"]:
+        rates = sorted(_rates(options, rule).items())
+        of_rule = [(rate, ends[_name(rule, factor)]) for factor, rate in rates]
+        best, _ = max(of_rule, key=lambda trial: _merit(trial[1], by))
+        rows += [
+            {"rule": rule, "lr": rate, by.name: by.factor * end[by.key], "best": rate == best}
+            for rate, end in of_rule
+        ]
+    return rows
+
+
+def _merit(end: Row, by: Metric) -> list[float]:
+    sign = -1 if by.lower_is_better else 1
+    return [-inf if isnan(value) else value for value in (sign * end[by.key], -end["test_loss"])]
+
+
+def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return ``own`` of a comparison, with the best rate of each rule."""
+    best = {row["rule"]: _own(options, row["rule"], row["lr"]) for row in rows if row["best"]}
+    return {**options["own"], **best}
+
+
+def at_the_edge(rows: Sequence[Row]) -> list[str]:
+    """Sentences on rules whose best rate is the lowest or highest of several."""
+    notes = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        of_rule = [row for row in rows if row["rule"] == rule]
+        for row, end, other in (
+            (of_rule[0], "lowest", "lower"),
+            (of_rule[-1], "highest", "higher"),
+        ):
+            if row["best"] and len(of_rule) > 1:
+                notes.append(
+                    f"{rule}: the best of its rates, {row['lr']:g}, is the {end} that was tried; a"
+                    f" {other} one may be better: add it to tune.rates"
+                )
+    return notes
+
+
+def _name(rule: str, factor: float) -> str:
+    return f"{rule}_x{factor:g}"
+
+
+def _rates(options: Options, rule: str) -> dict[float, float]:
+    """The learning rates at which a rule is tried, by their factors."""
+    rate = with_own(options, options["own"].get(rule) or {})["optimizer"]["lr"]
+    # Without the last digits of 3 * 0.1.
+    return {factor: float(f"{factor * rate:.12g}") for factor in options["tune"]["rates"]}
+
+
+def _own(options: Options, rule: str, rate: float) -> dict[str, Any]:
+    """The options of a rule alone, at a learning rate."""
+    own = options["own"].get(rule) or {}
+    return {**own, "optimizer": {**own.get("optimizer", {}), "lr": rate}}
