@@ -104,13 +104,22 @@ def main(config: DictConfig) -> Ended:
 
 def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
+    from toolkit.plan.rate_check import check_rate
     from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.training import TrainingRun
+
+    checks = config.stability and not config.resume and folder.name != TUNING
+    unchecked = {*config.rules} if checks and is_rank_zero() else set()
 
     def of_rule(rule: str, seed: int) -> TrainingRun:
         # A loss that is high, but a number, is a result like any other.
         own = build.rule_config(config, rule, seed, guard="stop", guard_factor=inf)
-        return build.build_run(own, samples)
+        run = build.build_run(own, samples)
+        if rule in unchecked and (unstable := check_rate(run)):
+            found.notes.append(unstable)
+            print(f"warning: {unstable}", file=sys.stderr)
+        unchecked.discard(rule)
+        return run
 
     options = build.plain(config)
     runs, begun = before(options, folder, world)

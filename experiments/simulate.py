@@ -22,21 +22,19 @@ if TYPE_CHECKING:
     from toolkit.cost import Costs
 
 _MOST_RANKS = 16  # that are printed
-_FIRST = "schedule"  # name of the first schedule among those in also
 
 
 @entry_point("simulate")
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.cli import analysed_form, build_hardware, build_model, build_schedule, model_name
+    from toolkit.cli import analysed_form, build_hardware, build_model, build_schedules, model_name
     from toolkit.cost import profile, recomputing, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.format import table
     from toolkit.model import partition
     from toolkit.results import describe, write_result
-    from toolkit.schedule import labels
     from toolkit.schedule.steady_state import steps_to_time
     from toolkit.training import pick_device
 
@@ -44,11 +42,7 @@ def main(config: DictConfig) -> None:
     check_counts(config, "batch", "steps")
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
-    if _FIRST in config.also:
-        raise UserError(f"also.{_FIRST} is the name of the first schedule: choose another")
-    schedules = {_FIRST: build_schedule(config.schedule)}
-    schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
-    names = labels({name: schedule.name for name, schedule in schedules.items()})
+    schedules = build_schedules(config)
     hardware = build_hardware(config.hardware)
     device = pick_device(config.device) if config.measured else torch.device("meta")
     form = analysed_form(config)
@@ -64,8 +58,8 @@ def main(config: DictConfig) -> None:
 
     folder = output_folder()
     predicted, rows, ranks = [], [], []
-    for k, (key, schedule) in enumerate(schedules.items()):
-        name, costs = names[key], costs_of(schedule.n_stages)
+    for k, (name, schedule) in enumerate(schedules.items()):
+        costs = costs_of(schedule.n_stages)
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
         program = schedule.lower(steps_to_time(schedule)).verify()
         timeline = simulate(program, costs, hardware, state)
@@ -88,8 +82,8 @@ def main(config: DictConfig) -> None:
         print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
     sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{names[k]} {j} and {n}" for k, (j, n) in sizes.items())
-        hint = "stages={} microbatches={}".format(*sizes[_FIRST])
+        found = ", ".join(f"{name} {j} and {n}" for name, (j, n) in sizes.items())
+        hint = "stages={} microbatches={}".format(*next(iter(sizes.values())))
         print(f"\nnote: stages and micro-batches differ ({found}); {hint} gives those of the first")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 

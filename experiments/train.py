@@ -6,6 +6,7 @@ python experiments/train.py resume=outputs/train/...
 torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cdp_v2
 """
 
+import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 @entry_point("train")
 def main(config: DictConfig) -> Ended:
+    from toolkit.plan.rate_check import check_rate
     from toolkit.results import describe, track
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, run_with_checkpoints
@@ -47,6 +49,8 @@ def main(config: DictConfig) -> Ended:
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
     resumed = bool(config.resume) or restarted()
+    if config.stability and not resumed and is_rank_zero() and (unstable := check_rate(run)):
+        print(f"warning: {unstable}", file=sys.stderr)
     with track(
         run.record,
         folder,

@@ -30,7 +30,7 @@ OWN = ("optimizer", "lr", "clip", "ema")
 
 INDIFFERENT = AROUND | {
     *("save", "guard", "guard_factor"),  # when to save, and what to do if the loss diverges
-    *("profile", "diagnostics"),  # what to measure
+    *("profile", "diagnostics", "stability"),  # what to measure
     *("runtime", "device", "threads", "cudnn_benchmark"),  # results are equal up to rounding
     *("data.num_workers", "data.prefetch_factor"),
     "workers",  # microbatches has its value

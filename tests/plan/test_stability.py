@@ -8,14 +8,12 @@ import pytest
 
 from toolkit.errors import UserError
 from toolkit.plan.stability import Certificate, Recurrence, coupling_of, largest_stable_rate
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import Correction, RandomDelay, catalog
 
 
 def corrected(predict):
     """Options of a schedule whose late weights are extrapolated, or not."""
-    if "correction" in Schedule.__dataclass_fields__:
-        return {"correction": "extrapolate" if predict else "none"}
-    return {"predict": predict}
+    return {"correction": "extrapolate" if predict else "none"}
 
 
 def delayed(n, delay, predict=False):
@@ -152,6 +150,17 @@ def test_random_delays_are_stricter_than_their_mean_distribution():
     assert limit(mean, 0) > limits[0] > limits[1] > limits[2]
     sure = limit(delayed(4, RandomDelay(least=1, most=1)))
     assert sure == pytest.approx(limit(delayed(4, 1)), rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_corrections_count_to_first_order(momentum):
+    """The optimizer's step moves as an extrapolation; compensation has no linear part."""
+    rules = "none", "compensate", "extrapolate", "optimizer_step"
+    found = [limit(catalog.cyclic(4, 1, correction=kind), momentum) for kind in rules]
+    assert found[0] == found[1] != found[2] == found[3]
+    half = limit(catalog.cyclic(4, 1, correction=Correction("extrapolate", 0.5)), momentum)
+    assert min(found) < half < max(found) or half > max(found)
+    assert half != pytest.approx(found[2], rel=0.01)
 
 
 def test_probabilities_of_random_delays():

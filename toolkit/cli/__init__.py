@@ -6,6 +6,7 @@ from toolkit.cli.build import (
     build_model,
     build_run,
     build_schedule,
+    build_schedules,
     load_samples,
     model_name,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "build_model",
     "build_run",
     "build_schedule",
+    "build_schedules",
     "entry_point",
     "is_rank_zero",
     "load_samples",

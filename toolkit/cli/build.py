@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError, suggest
 from toolkit.options import SaveOptions, TrainingOptions, with_own
-from toolkit.schedule import Schedule
+from toolkit.schedule import Schedule, labels
 from toolkit.schedule.catalog import DESCRIBED
 
 if TYPE_CHECKING:
@@ -148,6 +148,20 @@ def build_schedule(config: DictConfig) -> Schedule:
             " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
         )
     return schedule
+
+
+def build_schedules(config: DictConfig) -> dict[str, Schedule]:
+    """Build the schedule of ``config`` and those of ``also``, by labels that tell them apart.
+
+    Raises:
+        UserError: one is impossible, or ``also`` has another ``schedule``.
+    """
+    if "schedule" in config.also:
+        raise UserError("also.schedule is the name of the first schedule: choose another")
+    found = {"schedule": build_schedule(config.schedule)}
+    found |= {str(name): build_schedule(schedule) for name, schedule in config.also.items()}
+    names = labels({name: schedule.name for name, schedule in found.items()})
+    return {names[name]: schedule for name, schedule in found.items()}
 
 
 def _described(value: Any, kind: type) -> Any:

@@ -93,7 +93,8 @@ def _of_file(path: Path) -> Options:
             options |= _of_file(base) if base.is_file() else {}
         elif not (group := next(iter(entry))).startswith("override") and group not in PRESETS:
             place = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
-            options[place or group] = (dict[str, Any] if place else Any), field(default=MISSING)
+            default = MISSING if entry[group] is not None else None
+            options[place or group] = (dict[str, Any] if place else Any), field(default=default)
     values.pop("hydra", None)
     for name, value in values.items():
         declared, text = described.get(name, ("", ""))

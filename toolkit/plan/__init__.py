@@ -1,7 +1,20 @@
-"""A small trial of a user's model: is cyclic data parallelism worth it on their machines?"""
+"""Plans before a training: a trial of a user's model, and the largest stable learning rate."""
 
 from toolkit.plan.advice import Advice, advise
+from toolkit.plan.curvature import Curvature, largest_curvature
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.pilot import pilot
+from toolkit.plan.stability import Certificate, largest_stable_rate
 
-__all__ = ["Advice", "Pilot", "RuleFindings", "TrainingFindings", "advise", "pilot"]
+__all__ = [
+    "Advice",
+    "Certificate",
+    "Curvature",
+    "Pilot",
+    "RuleFindings",
+    "TrainingFindings",
+    "advise",
+    "largest_curvature",
+    "largest_stable_rate",
+    "pilot",
+]

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -96,10 +96,7 @@ def largest_stable_rate(
     Raises:
         UserError: momentum is out of range, or the coupling is no such matrix.
     """
-    recurrence = Recurrence(schedule, momentum, nesterov, coupling)
-    limit = _first_unstable(lambda rate: recurrence.growth(rate) < 1 + _NEUTRAL, recurrence.small)
-    kind: Literal["exact", "mean square"] = "exact" if recurrence.noise is None else "mean square"
-    return Certificate(limit, kind, schedule.name, momentum, nesterov)
+    return Recurrence(schedule, momentum, nesterov, coupling).certify()
 
 
 @dataclass(frozen=True)
@@ -139,16 +136,19 @@ class Recurrence:
         rows = [[self._row(d) for d in delays] for delays in self.schedule.staleness]
         return np.mean(rows, axis=1)
 
-    @property
-    def small(self) -> float:
-        """A rate far below the limit."""
+    def certify(self) -> Certificate:
+        """Find the largest stable rate; see :func:`largest_stable_rate`."""
         late, ahead = self.schedule.max_staleness, extrapolation(self.schedule)
-        return 0.01 * (1 - self.momentum) / ((1 + late) * (1 + ahead * late))
+        small = 0.01 * (1 - self.momentum) / ((1 + late) * (1 + ahead * late))
+        limit = _first_unstable(lambda rate: self.growth(rate) < 1 + _NEUTRAL, small)
+        kind: Literal["exact", "mean square"] = "exact" if self.noise is None else "mean square"
+        return Certificate(limit, kind, self.schedule.name, self.momentum, self.nesterov)
 
     def growth(self, rate: float) -> float:
         """Factor by which deviations grow in a training step at ``rate``; stable below 1.
 
-        With random delays it is the larger of that of the mean, and of the gain of the noise.
+        At another largest curvature, ``rate`` is the learning rate times that. With random delays
+        it is the larger of that of the mean, and of the gain of the noise.
         """
         u, curvatures = self._modes
         mu, ahead = self.momentum, self.momentum if self.nesterov else 1.0
@@ -202,11 +202,7 @@ def extrapolation(schedule: Schedule) -> float:
     A step of SGD is linear in the versions, so the optimizer's own step extrapolates as the last
     update does. Delay compensation is of second order.
     """
-    found: Any = schedule
-    correction = getattr(found, "correction", None)
-    if correction is None:
-        return float(found.predict)
-    return float(found.strength) if correction in ("extrapolate", "optimizer_step") else 0.0
+    return schedule.corrected.c if schedule.corrected.predicts else 0.0
 
 
 def _radius(matrix: Matrix) -> float:

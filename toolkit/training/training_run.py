@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
@@ -38,6 +39,7 @@ class TrainingRun:
     samples: SampleSet
     runtime: Runtime
     device: torch.device  # of the model
+    optimizer: Optimizer  # one of a single number, which has the options of all
     rate: Callable[[int], float]  # from a training step to the learning rate of its update
     build_model: Callable[[], nn.Module]
     lr: Any  # its ``factor`` scales the optimizer's rate
@@ -157,7 +159,8 @@ def prepare(
                 f" toolkit.training.{such}"
             )
     steps_per_epoch = len(batches)
-    optimizer_rate = _check_optimizer(optimizer)
+    usual = _check_optimizer(optimizer)
+    optimizer_rate = usual.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
         return float(lr.factor(step, steps_per_epoch, options.epochs, batch_size))
@@ -182,6 +185,7 @@ def prepare(
             **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
         ),
         device=device,
+        optimizer=usual,
         rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
         lr=lr,
@@ -208,8 +212,8 @@ def join_ranks(
     return None
 
 
-def _check_optimizer(make: MakeOptimizer) -> float:
-    """Return the learning rate of an optimizer of one number, which is built to check it."""
+def _check_optimizer(make: MakeOptimizer) -> Optimizer:
+    """Return an optimizer of one number, which is built to check it."""
     try:
         parameter = nn.Parameter(torch.zeros(1))
         made = make([("weight", parameter)] if takes_names(make) else [parameter])
@@ -218,7 +222,7 @@ def _check_optimizer(make: MakeOptimizer) -> float:
     rate = made.param_groups[0]["lr"]
     if not (isinstance(rate, int | float) and isfinite(rate)):
         raise UserError(f"optimizer.lr is a number: got {rate!r}")
-    return rate
+    return made
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,0 +1,113 @@
+"""A warning before a training run: is its learning rate stable at the first weights?"""
+
+import logging
+from collections.abc import Sequence
+from math import inf
+
+import torch
+
+from toolkit.plan.curvature import Batch, Curvature, largest_curvature
+from toolkit.plan.stability import Recurrence, coupling_of
+from toolkit.training import TrainingRun
+
+_TOLERANCE = 0.1  # of the curvature
+_SECONDS = 3.0  # for a measurement; what is found by then is a lower bound
+_MOST_STEPS = 1000  # at which the schedule of the learning rate is looked up
+_FAST = 1.25  # growth of deviations in a step; slower growth ends as the curvature falls
+
+_log = logging.getLogger(__name__)
+
+
+def check_rate(run: TrainingRun) -> str | None:
+    """Return a warning if SGD's highest rate is far from stable at the first weights, or None.
+
+    Far from stable: deviations grow more than 1.25 times a step. A ResNet-8 on digits trains
+    while they grow more slowly, since the curvature soon falls; beyond it loses accuracy under DP,
+    CDP-v1 and CDP-v2.
+
+    The curvature is first measured on one micro-batch. If that predicts fast growth, it is
+    measured on all micro-batches of the first step, with the share of each stage in the steepest
+    direction. Nothing is changed, and nothing is raised: a curvature that cannot be measured is
+    logged at debug level.
+
+    Args:
+        run: a run that has not begun.
+    """
+    try:
+        return _check(run)
+    except Exception as error:  # whatever it is, the training may still do without it
+        _log.debug("the stability of the learning rate is not checked: %s", error)
+        return None
+
+
+def stage_shares(run: TrainingRun, found: Curvature) -> list[float]:
+    """Return the share of each stage in the steepest direction."""
+    return [
+        sum(found.shares.get(name, 0.0) for name, _ in stage.named_parameters())
+        for stage in run.runtime.stages
+    ]
+
+
+def first_curvature(
+    run: TrainingRun, n_microbatches: int, *, tolerance: float, seconds: float = inf
+) -> Curvature:
+    """Measure the largest curvature of a run's first weights.
+
+    Args:
+        run: a run that has not begun.
+        n_microbatches: micro-batches of the first step to measure it on; shares are found too if
+            these are all.
+        tolerance: its relative error.
+        seconds: time after which it ends with what it has found.
+
+    Raises:
+        UserError: as :func:`largest_curvature`.
+    """
+    batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
+    inputs, targets = next(iter(batches.between(0, 1)))
+    size = run.options.batch
+    parts: Sequence[Batch] = [*zip(inputs.split(size), targets.split(size), strict=True)]
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        torch.manual_seed(run.options.seed)  # for the weights that the run has
+        model = run.build_model().to(run.device)
+    return largest_curvature(
+        model,
+        run.runtime.loss,
+        parts[:n_microbatches],
+        tolerance=tolerance,
+        seconds=seconds,
+        shares=n_microbatches >= len(parts),
+        seed=run.options.seed,
+    )
+
+
+def _check(run: TrainingRun) -> str | None:
+    options = run.optimizer.param_groups[0]
+    if not isinstance(run.optimizer, torch.optim.SGD) or options["dampening"]:
+        return None
+    batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
+    n_steps = len(batches) * run.options.epochs
+    rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
+    sgd = run.schedule, options["momentum"], options["nesterov"]
+    first = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
+    if first.value <= 0 or Recurrence(*sgd).growth(rate * first.value) < _FAST:
+        return None
+    n = run.schedule.n_microbatches
+    found = first_curvature(run, n, tolerance=_TOLERANCE, seconds=_SECONDS)
+    recurrence = Recurrence(*sgd, coupling_of(stage_shares(run, found)))
+    if (growth := recurrence.growth(rate * found.value)) < _FAST:
+        return None
+    certificate = recurrence.certify()
+    stable, late = certificate.rate(found.value), run.schedule.max_staleness > 0
+    ways = [
+        *["optimizer.nesterov=true"] * (late and not options["nesterov"]),
+        *["schedule.correction=extrapolate"] * (late and run.schedule.corrected.kind == "none"),
+        f"optimizer.lr={stable / rate * options['lr']:.1g} or somewhat higher",
+        *["a synchronous start (schedule=dp)"] * late,
+    ]
+    return (
+        f"{run.schedule.name}: the learning rate {rate:.3g} is far above {stable:.2g}, the largest"
+        f" that is stable at the first weights ({certificate.limit:.3g} / curvature"
+        f" {found.value:.3g}): there deviations grow {growth:.2g} times a step; if the loss"
+        f" diverges, try {', '.join(ways)}"
+    )
