@@ -47,6 +47,33 @@ def test_page_has_every_result():
     assert figures <= set(re.findall(r"\]\((\S+?\.png)\)", page))
 
 
+def test_origin_says_how_rates_were_chosen(results, tmp_path, monkeypatch):
+    """Rules whose schedules share a name are told apart, by tables of rates and without."""
+    result = json.loads((RESULTS / "digits" / "result.json").read_text())
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (tmp_path / "mine").mkdir()
+
+    def shown(**more):
+        (tmp_path / "mine" / "result.json").write_text(json.dumps(result | more))
+        return results.table("mine")
+
+    assert "every rule at DP's learning rate, optimizer.lr=0.1</sub>" in shown()
+    config = result["provenance"]["config"]
+    own = config["own"] = {"cdp_v1": {"optimizer": {"lr": 0.05}}}
+    assert "each rule with the optimizer that the command gives it</sub>" in shown()
+    own["cdp_v1"] = {"clip": 1.0}
+    assert "every rule at DP's learning rate, optimizer.lr=0.1</sub>" in shown()
+    config["tune"] = {"rates": [1, 2], "epochs": 3, "seed": 7}
+    rates = [{"rule": "dp", "lr": lr, "accuracy": 1, "best": lr == 0.2} for lr in (0.1, 0.2)]
+    for row in result["metrics"]:
+        row |= {"lr": 0.2, "schedule": "DP"}
+    page = shown(tuning=rates)
+    assert "best of its learning rates, 2 in all, tried for 3 epochs with seed 7</sub>" in page
+    lines = [line.split("|")[1:3] for line in page.splitlines()[:5] if "DP (" in line]
+    found = [[cell.strip() for cell in line] for line in lines]
+    assert found == [["DP (dp)", "0.2"], ["DP (cdp_v1)", "0.2"], ["DP (cdp_v2)", "0.2"]]
+
+
 def test_table_shows_a_measurement_that_differs(results):
     path = RESULTS / "communication_measured" / "result.json"
     row = json.loads(path.read_text())["metrics"][4]
