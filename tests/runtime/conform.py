@@ -17,12 +17,14 @@ from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
 from toolkit.runtime.message_transfer import Messages
-from toolkit.schedule import Correction, RandomDelay, Schedule, catalog
+from toolkit.schedule import Correction, RandomDelay, Schedule, after, catalog
 
 STEPS = 6
 
 # Stage 1 is on both ranks; sums of its gradients go from the one to the other.
 SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
+# Stages that change their ranks, and the ranks that update them.
+CHANGING = after([(catalog.cyclic(2), 2), (catalog.cyclic(2, 1), 2)], catalog.gpipe(2, 2))
 GPIPE = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 
@@ -53,6 +55,7 @@ def schedules(n_ranks):
     yield catalog.cyclic(n, 1, correction="extrapolate")
     yield catalog.cyclic(n, "freshest", "per_stage", correction="optimizer_step")
     yield catalog.cyclic(n, 1, correction=Correction("compensate", 0.5))
+    yield after([(catalog.data_parallel(n), 2)], catalog.cyclic(n, 1))
     yield catalog.one_f_one_b(n, 2 * n)
     yield catalog.interleaved_1f1b(2 * n, n, n)
     yield catalog.zero_bubble(n, n)
@@ -181,6 +184,10 @@ def odd_jobs() -> dict[str, Any]:
     resumed.load_state_dict(found["state"])
     list(resumed.run(batches[3:]))
     found["resumed"] = resumed.module().state_dict()
+    changing = _trained(world, CHANGING, batches[:4])
+    found["changing"] = copy.deepcopy(changing.state_dict())
+    list(changing.run(batches[4:]))
+    found["changed"] = changing.module().state_dict()
     model = models.residual()
     with torch.no_grad():
         for parameter in model.parameters():

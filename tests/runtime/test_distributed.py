@@ -88,6 +88,14 @@ def test_a_state_moves_between_runtimes(odd_jobs):
     assert_same(odd_jobs[1]["resumed"], whole.module().state_dict())
 
 
+def test_ranks_of_stages_and_their_updates_change_with_the_schedule(odd_jobs):
+    whole, resumed = in_one_process(conform.CHANGING), in_one_process(conform.CHANGING, 0)
+    assert_same(odd_jobs[1]["changed"], whole.module().state_dict())
+    resumed.load_state_dict(copy.deepcopy(odd_jobs[0]["changing"]))
+    list(resumed.run(models.make_batches(2)[4:]))
+    assert_same(resumed.module().state_dict(), whole.module().state_dict())
+
+
 def test_all_ranks_start_with_the_weights_of_the_first(odd_jobs):
     runtime = in_one_process(catalog.cyclic(2))
     assert_same(odd_jobs[1]["unalike"], runtime.module().state_dict())

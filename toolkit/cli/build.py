@@ -15,7 +15,7 @@ from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError, suggest
 from toolkit.options import SaveOptions, TrainingOptions, with_own
 from toolkit.schedule import Schedule, labels
-from toolkit.schedule.catalog import DESCRIBED
+from toolkit.schedule.catalog import DESCRIBED, with_phases
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,6 +126,7 @@ def build_schedule(config: DictConfig) -> Schedule:
         )
     options = plain(config)
     file, period = options.pop("file", None), options.pop("period", None)
+    phases = options.pop("phases", None) or []
     late = {k: _described(options.pop(k), kind) for k, kind in DESCRIBED.items() if k in options}
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
@@ -139,7 +140,8 @@ def build_schedule(config: DictConfig) -> Schedule:
     if file is not None:
         free = {name: options[name] for name in ("state",) if name in options}
         path = Path(file)
-        return Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
+        found = Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
+        return with_phases(found, phases)
     how = {"_partial_": True, "_convert_": "all"}
     schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **how)(**late)
     if not isinstance(schedule, Schedule):
@@ -147,7 +149,7 @@ def build_schedule(config: DictConfig) -> Schedule:
             f"schedule: {config._target_} gives a {type(schedule).__name__}; expected a"
             " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
         )
-    return schedule
+    return with_phases(schedule, phases)
 
 
 def build_schedules(config: DictConfig) -> dict[str, Schedule]:

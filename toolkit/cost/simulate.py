@@ -38,7 +38,7 @@ from toolkit.cost.timeline import (
     Timeline,
 )
 from toolkit.errors import UserError
-from toolkit.schedule import Action, Buffer, Instruction, Program
+from toolkit.schedule import Action, Buffer, Instruction, Program, Schedule
 from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
@@ -63,8 +63,11 @@ def simulate(
     _check(program, costs, hardware, optimizer_bytes)
     simulation = _Simulation(program, costs, hardware, optimizer_bytes)
     handlers = simulation.handlers
+    changes = [*program.changes[::-1]]
     with collector_paused():
         for rank, instruction in replay(program.ranks):
+            if changes and instruction.tick >= changes[-1]:
+                simulation.drain(changes.pop())
             handlers[instruction.action](rank, instruction)
     return simulation.timeline()
 
@@ -119,7 +122,8 @@ class _Simulation:
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         self.moved_by_update = [c.update_bytes(s) for c, s in zip(costs, states, strict=True)]
         # Of each rank: when its lanes are free, when its ops end, when its last collective began
-        self.computed = self._first_starts()
+        self.since = program.first_step  # the first step of the schedule that runs
+        self.computed = self._starts(schedule.at(program.first_step), 0)
         self.updated = [0.0] * n_ranks
         self.sending = [Port() for _ in range(n_ranks)]
         self.receiving = [Port() for _ in range(n_ranks)]
@@ -138,14 +142,14 @@ class _Simulation:
             for stage in program.updated(rank):
                 self._hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
         for stage in range(schedule.n_stages):
-            for rank in schedule.first_holders(stage):
+            for rank in schedule.first_holders(stage, program.first_step):
                 for version in schedule.versions(stage, program.first_step):
                     self._hold_weights(0.0, rank, stage, version)
 
     def timeline(self) -> Timeline:
         ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
         schedule, n_ranks = self.program.schedule, len(self.program.ranks)
-        steady = steady_steps(schedule, len(ends))
+        steady = steady_steps(schedule, len(ends), self.program.first_step)
         return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
 
     def _seconds(self, stage: int) -> list[float]:
@@ -155,17 +159,25 @@ class _Simulation:
             return [forward, forward + backward, forward + backward, 0.0]
         return [forward, backward, backward / 2, backward / 2]
 
-    def _first_starts(self) -> list[float]:
-        """Earliest start of each rank: its start in the schedule if it begins with stage 0."""
-        timing = self.program.schedule.timing
+    def _starts(self, schedule: Schedule, tick: int) -> list[float]:
+        """Earliest start of each rank from ``tick`` on: as in ``schedule`` if it has stage 0."""
+        timing = schedule.timing
         busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
         for op in timing.starts:
-            rank = self.program.schedule.rank(op.stage, op.microbatch)
+            rank = schedule.rank(op.stage, op.microbatch)
             busy[rank] += self.seconds[op.stage][op.kind] / self.hardware.speed(rank)
         starts = [0.0] * len(busy)
-        for rank, tick in self.program.first_forwards().items():
-            starts[rank] = tick / timing.period * max(busy)
+        for rank, start in self.program.first_forwards(tick).items():
+            starts[rank] = start / timing.period * max(busy)
         return starts
+
+    def drain(self, tick: int) -> None:
+        """Let every rank finish, before the next schedule begins at ``tick``."""
+        step = self.program.schedule.next_change(self.since)
+        assert step is not None
+        self.since, end = step, max(span.end for span in self.spans)
+        starts = self._starts(self.program.schedule.at(step), tick)
+        self.computed = [end + start for start in starts]
 
     def _compute(self, rank: int, i: Instruction) -> None:
         stage, action, cost = i.stage, i.action, self.costs[i.stage]

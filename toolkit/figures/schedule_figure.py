@@ -1,6 +1,7 @@
 """Schedules as grids, over their activation memory."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from toolkit.errors import UserError
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing
-from toolkit.schedule import Action, Instruction, Program, Schedule
+from toolkit.schedule import Action, Instruction, Phase, PhasedSchedule, Program, Schedule
 from toolkit.schedule.grid import row_of, rows
 
 _FILL = {
@@ -58,7 +59,7 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     if wrong or not shown:
         given = repr(wrong[0]) if wrong else "none"
         raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
-    programs = [schedule.lower(n_steps) for schedule in shown]
+    programs = [_lowered(schedule, n_steps) for schedule in shown]
     alive = [[x / p.schedule.n_stages for x in p.total_activations()] for p in programs]
     shapes = [rows(schedule.layout) for schedule in shown]
     n_slots = max(program.n_slots for program in programs)
@@ -82,6 +83,14 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
         ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
         figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
     return figure
+
+
+def _lowered(schedule: Schedule, n_steps: int) -> Program:
+    """The program that is drawn; of schedules before the last, one step each."""
+    if isinstance(schedule, PhasedSchedule):
+        phases = tuple(Phase(phase.schedule, 1) for phase in schedule.phases)
+        schedule, n_steps = replace(schedule, phases=phases), n_steps + len(phases) - 1
+    return schedule.lower(n_steps)
 
 
 def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:

@@ -284,7 +284,8 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
             free: dict[str, Any] = catalog.from_mappings(arguments)
             free |= {k: arguments[k] for k in ("state",) if k in arguments}
             path = Path(file)
-            return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
+            found = Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
+            return catalog.with_phases(found, arguments.get("phases") or ())
         return catalog.build(name, **arguments)
     except (OSError, TypeError, OverflowError) as error:
         raise UserError(first_line(error)) from error

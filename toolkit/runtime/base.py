@@ -45,6 +45,7 @@ class Runtime(ABC):
 
     Attributes:
         steps_done: number of training steps so far.
+        course: the given schedule; ``schedule`` is that of the next step.
         distributed: whether each rank of the schedule is a process of its own.
 
     Raises:
@@ -63,13 +64,21 @@ class Runtime(ABC):
     distributed = False
     _overlaps = False  # whether the last updates are complete only when a run is exhausted
     _way_out = "load a state"
+    _alike = False  # whether all batches of a run have one shape
     _whole_step = False  # whether all gradients of a step are known before its first update
 
     def __post_init__(self) -> None:
         _check_arguments(self.stages, self.schedule, self.optimizer, self.loss, self.options)
-        self.check_schedule(self.schedule)
-        self._check_options()
         self.steps_done = 0
+        self.course, step = self.schedule, 0
+        while True:
+            self.schedule = self.course.at(step)
+            self.check_schedule(self.schedule)
+            self._check_options()
+            if (change := self.course.next_change(step)) is None:
+                break
+            step = change
+        self.schedule = self.course.at(0)
         self._loss = _scalar(self.loss, self.options)
         self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
@@ -169,16 +178,38 @@ class Runtime(ABC):
             n_steps = len(batches)
         n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
         n = self.schedule.n_microbatches
-        source = BatchReader(batches, n, self._reads, self.steps_done, self._device, n_steps)
+        given = batches, n, self._reads, self.steps_done, self._device, n_steps
+        source = BatchReader(*given, alike=self._alike)
         if not self._overlaps:
-            yield from self._steps(source)
+            yield from self._phases(source)
         elif n_steps:
             source.look()
             # Stays set if the caller leaves the run or a step raises: updates are missing then.
-            self._unfinished = steps = self._steps(source)
+            self._unfinished = steps = self._phases(source)
             yield from steps
             if self._unfinished is steps:
                 self._unfinished = None
+
+    def _phases(self, source: BatchReader) -> Steps:
+        """Train on the batches of ``source``, by one schedule after another."""
+        self._follow(self.steps_done)
+        while (change := self.course.next_change(self.steps_done)) is not None:
+            yield from self._steps(source.take(change - self.steps_done))
+            if self.steps_done < change or source.n_steps == 0:
+                return
+            self._follow(change)
+        yield from self._steps(source)
+
+    def _follow(self, step: int) -> None:
+        """Go over to the schedule of ``step``, with all state. Every rank calls it."""
+        if self.schedule is not (schedule := self.course.at(step)):
+            state = self._state()
+            self._adopt(schedule)
+            self._load(state)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Train by another schedule; a state is loaded next."""
+        self.schedule = schedule
 
     @abstractmethod
     def _steps(self, source: BatchReader) -> Steps:
@@ -243,7 +274,11 @@ class Runtime(ABC):
 
         Every rank calls it. Any runtime with the same update rule can load it.
         """
-        part = self.part()
+        self._check_ended()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        part = self._part()
         if not self.world:
             return joined([copy.deepcopy(part)])
         return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part)))
@@ -261,6 +296,10 @@ class Runtime(ABC):
             UserError: the state is of other stages, lacks weights that the schedule reads, or has
                 another form than this runtime's.
         """
+        step = state.get("steps_done")
+        schedule = self.course.at(step if isinstance(step, int) and step > 0 else 0)
+        if schedule is not self.schedule:
+            self._adopt(schedule)
         check = partial(check_state, state, self.schedule, self._updaters, self._form, self.own)
         if self.world:
             self.world.agree(check)

@@ -21,7 +21,7 @@ from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import Weights
 from toolkit.runtime.weight_store import WeightStore
-from toolkit.schedule import Program
+from toolkit.schedule import Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -66,7 +66,7 @@ class Distributed(OnRanks):
     per_machine: int = 0
     pacing: bool = False
 
-    _overlaps = True
+    _overlaps = _alike = True
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
@@ -87,7 +87,6 @@ class Distributed(OnRanks):
 
     def _steps(self, source: BatchReader) -> Steps:
         assert source.n_steps is not None  # known, since steps overlap
-        source.alike = True
         layouts = self._find_layouts(source.shape)
         feed = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
@@ -118,6 +117,11 @@ class Distributed(OnRanks):
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
 
+    def _adopt(self, schedule: Schedule) -> None:
+        self._weight_store.collect()
+        super()._adopt(schedule)
+        self._weight_store = WeightStore(self.world, self.stages, schedule, self._runners)
+
     def _module(self) -> nn.Module:
         """Until the next :meth:`run` it takes the memory of the whole model."""
         self._weight_store.collect()
@@ -136,7 +140,7 @@ class Distributed(OnRanks):
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
-        return Measurements(self.schedule, self.world.gather(self._meter.record))
+        return Measurements(self.course, self.world.gather(self._meter.record))
 
     @property
     def own(self) -> list[int]:
@@ -161,7 +165,7 @@ class Distributed(OnRanks):
     def _reads(self, step: int) -> list[int]:
         """The micro-batches whose inputs or targets this rank's first or last stage takes."""
         ends, everything = (0, self.schedule.n_stages - 1), range(self.schedule.n_microbatches)
-        readers = ({self.schedule.rank(j, m, step) for j in ends} for m in everything)
+        readers = ({self.course.rank(j, m, step) for j in ends} for m in everything)
         return [m for m, ranks in enumerate(readers) if self.rank in ranks]
 
     def _find_layouts(self, shape: Shape | None) -> Layouts:

@@ -114,7 +114,7 @@ class Grouped:
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
     ) -> Weights:
         """The weights that a stage reads at ``step``: a version, or a prediction made from it."""
-        if not self.schedule.predicts(version, step):
+        if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
         pair = versions[version - 1], versions[version]
         return runner.predict(*pair, version, step, self.schedule.corrected)

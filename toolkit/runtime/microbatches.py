@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -48,12 +49,23 @@ class BatchReader(Iterator[Share]):
         first_step: int,
         device: torch.device | None,
         n_steps: int | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
-        self.alike = False
+        self.alike = alike
         self.shape: Shape | None = None
         self.n_steps = n_steps
         self._n, self._wanted, self._device = n_microbatches, wanted, device
         self._shares = self._read(batches, first_step)
+
+    def take(self, n_steps: int) -> "BatchReader":
+        """Return a reader of the next ``n_steps`` batches, or of those that are left."""
+        part = copy(self)
+        part._shares = islice(self._shares, n_steps)
+        if self.n_steps is not None:
+            part.n_steps = min(n_steps, self.n_steps)
+            self.n_steps -= part.n_steps
+        return part
 
     def look(self) -> None:
         """Read the first batch now, so that a wrong one is refused before any step begins."""
@@ -67,7 +79,8 @@ class BatchReader(Iterator[Share]):
         if isinstance(batches, Divisible):
             batches = batches.parts(self._n, lambda k: self._wanted(first_step + k))
         left = iter(batches)
-        for taken in count() if self.n_steps is None else range(self.n_steps):
+        n_steps = self.n_steps
+        for taken in count() if n_steps is None else range(n_steps):
             parts = self._wanted(first_step + taken)
             if divided and not parts:
                 yield None
@@ -76,10 +89,10 @@ class BatchReader(Iterator[Share]):
             try:  # in no variable, which would keep the batch until the next one
                 yield self._share(next(left), n, parts, first_step + taken)
             except StopIteration:
-                if self.n_steps is None:
+                if n_steps is None:
                     return
                 raise UserError(
-                    f"n_steps: got {self.n_steps}; expected at most {taken}, the number of batches."
+                    f"n_steps: got {n_steps}; expected at most {taken}, the number of batches."
                     f" Use n_steps={taken}"
                 ) from None
 

@@ -3,6 +3,7 @@
 from toolkit.schedule import catalog
 from toolkit.schedule.correction import CORRECTIONS, Correction
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
+from toolkit.schedule.phases import Phase, PhasedSchedule, after
 from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
 from toolkit.schedule.schedule import STATES, Schedule, labels
@@ -23,12 +24,15 @@ __all__ = [
     "Instruction",
     "Kind",
     "Op",
+    "Phase",
+    "PhasedSchedule",
     "Placement",
     "Program",
     "RandomDelay",
     "Schedule",
     "SteadyState",
     "Timing",
+    "after",
     "catalog",
     "labels",
     "steady_state",

@@ -4,14 +4,16 @@ Every function raises UserError for sizes and options that are invalid or contra
 add a method, write its function, add its line to :data:`METHODS`, and add its conf file.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import pipeline_orders, timing, v_schedules
 from toolkit.schedule.correction import Correction, correction_of
+from toolkit.schedule.phases import Phase, after
 from toolkit.schedule.pipeline_orders import Orders
 from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
@@ -270,10 +272,46 @@ def build(name: str, **options: Any) -> Schedule:
         options: sizes and options of the factory; a mapping as ``delay`` is a
             :class:`RandomDelay`, as ``correction`` a :class:`Correction`.
     """
+    phases = options.pop("phases", ())
     make = METHODS.get(name) or FACTORIES.get(name)
     if make is None:
         raise UserError(f"unknown schedule {name!r}: {suggest(name, (*METHODS, *FACTORIES))}")
-    return make(**{**options, **from_mappings(options)})
+    return with_phases(make(**{**options, **from_mappings(options)}), phases)
+
+
+def with_phases(schedule: Schedule, phases: Sequence[Mapping[str, Any]]) -> Schedule:
+    """``schedule`` after others, described by plain values.
+
+    Args:
+        schedule: the last.
+        phases: a mapping for each of those before: ``schedule``, the name of a method; its
+            ``steps`` or ``epochs``; and options of the method, by default those of the last.
+
+    Raises:
+        UserError: one is no such mapping, or cannot be built.
+    """
+    if not isinstance(phases, Sequence) or isinstance(phases, str):
+        raise UserError(
+            f"phases: got {phases!r}; expected a list, as [{{schedule: dp, epochs: 1}}]"
+        )
+    found = []
+    for given in phases:
+        if not isinstance(given, Mapping) or given.get("schedule") not in METHODS:
+            name = given.get("schedule") if isinstance(given, Mapping) else given
+            raise UserError(
+                f"phases: got {given!r}; expected {{schedule: NAME, epochs: 1}}, or steps, each:"
+                f" {suggest(str(name), [*METHODS])}"
+            )
+        own = {k: v for k, v in given.items() if k not in ("schedule", "steps", "epochs")}
+        usual = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
+        usual |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
+        usual |= {"accumulate": schedule.accumulate}
+        takes = signature(METHODS[given["schedule"]].factory).parameters
+        options = {k: v for k, v in usual.items() if k in takes} | own
+        found.append(
+            Phase(build(given["schedule"], **options), given.get("steps"), given.get("epochs"))
+        )
+    return after(found, schedule) if found else schedule
 
 
 DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}

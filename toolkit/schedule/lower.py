@@ -129,6 +129,7 @@ class _Lowering:
         actions = {kind: Action(kind) for kind in Kind}
         stages, microbatches = range(schedule.n_stages), range(schedule.n_microbatches)
         corrected = schedule.corrected.kind != "none"
+        oldest = [schedule.first_version(j) for j in stages]
         for step in self.steps:
             begin = (step - self.steps.start) * timing.period
             place = [[schedule.rank(j, m, step) for m in microbatches] for j in stages]
@@ -137,7 +138,7 @@ class _Lowering:
                 start += begin
                 end = start + self.slot
                 rank = place[j][m]
-                version = max(0, step - delays[j][m])
+                version = max(oldest[j], step - delays[j][m])
                 read = _Read(start, end, rank)
                 buffer = schedule.read_by(Op(kind, j, m), version, step) if corrected else None
                 if buffer == Buffer.PREDICTION:

@@ -27,6 +27,7 @@ class Program:
     n_steps: int
     ranks: tuple[tuple[Instruction, ...], ...] = field(repr=False)  # [rank], in order
     first_step: int = 0
+    changes: tuple[int, ...] = ()  # ticks at which all have finished, and another schedule begins
 
     @property
     def steps(self) -> range:
@@ -56,10 +57,17 @@ class Program:
         """The stages that a rank updates."""
         return frozenset(i.stage for i in self.ranks[rank] if i.action == Action.UPDATE)
 
-    def first_forwards(self) -> dict[int, int]:
-        """The tick of the first forward of each rank that begins with the model's first stage."""
-        forwards = ([i for i in rank if i.action == Action.FORWARD][:1] for rank in self.ranks)
-        return {rank: i.tick for rank, found in enumerate(forwards) for i in found if not i.stage}
+    def first_forwards(self, since: int = 0) -> dict[int, int]:
+        """The first forward of each rank that begins with the model's first stage.
+
+        The first from the tick ``since`` on, in ticks from there.
+        """
+        found = {}
+        for rank, own in enumerate(self.ranks):
+            forwards = (i for i in own if i.action == Action.FORWARD and i.tick >= since)
+            if (first := next(forwards, None)) is not None and first.stage == 0:
+                found[rank] = first.tick - since
+        return found
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
@@ -86,7 +94,7 @@ class Program:
         held = [0] * len(self.ranks)
         for j in range(self.schedule.n_stages):
             n_versions = len(self.schedule.versions(j, self.first_step))
-            for rank in self.schedule.first_holders(j):
+            for rank in self.schedule.first_holders(j, self.first_step):
                 held[rank] += n_versions
         return tuple(
             max(accumulate((_weights_gained(i, rank) for i in instructions), initial=held[rank]))

@@ -57,6 +57,9 @@ class Schedule:
         correction: what is done about late weights: ``none``, ``extrapolate``, ``optimizer_step``,
             ``compensate``, or a :class:`Correction`, which has their equations.
 
+        first_versions: ``[stage]``, the oldest weight version that exists; by default 0 of each.
+            Later where the schedule follows another: see :mod:`toolkit.schedule.phases`.
+
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; the most, if
             delays are random.
@@ -78,6 +81,7 @@ class Schedule:
     chains: str = IN_ORDER
     accumulate: int = 1
     correction: str | Correction = "none"
+    first_versions: tuple[int, ...] = field(default=(), repr=False)
     staleness: Staleness = field(init=False, repr=False, compare=False)
     least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
@@ -201,14 +205,43 @@ class Schedule:
     def oldest_version(self, stage: int, step: int) -> int:
         """The oldest weight version of ``stage`` that is used at ``step`` or later."""
         late = max(self.staleness[stage])
-        return max(0, step - late - (self.corrected.predicts and late > 0))
+        oldest = step - late - (self.corrected.predicts and late > 0)
+        return max(self.first_version(stage), oldest)
+
+    def first_version(self, stage: int) -> int:
+        """The oldest weight version of ``stage`` that exists."""
+        return self.first_versions[stage] if self.first_versions else 0
+
+    def at(self, step: int) -> "Schedule":
+        """The schedule of a training step; another one only if schedules follow one another."""
+        return self
+
+    def next_change(self, step: int) -> int | None:
+        """The first step after ``step`` that another schedule trains; None if none follows."""
+        return None
+
+    @property
+    def final(self) -> "Schedule":
+        """The last schedule of a training."""
+        return self
+
+    def changes(self, steps: range) -> list[int]:
+        """The training steps, after the first of ``steps``, that begin with another schedule."""
+        found = [steps.start]
+        while (change := self.next_change(found[-1])) is not None and change < steps.stop:
+            found.append(change)
+        return found[1:]
+
+    def in_steps(self, steps_per_epoch: int) -> "Schedule":
+        """The same, with all lengths in training steps."""
+        return self
 
     def versions(self, stage: int, step: int) -> range:
         """The weight versions of ``stage`` that are held as ``step`` begins."""
         return range(self.oldest_version(stage, step), step + 1)
 
-    def first_holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold the weights of ``stage`` before the first step."""
+    def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
+        """The ranks that hold the weights of ``stage`` as a program begins with ``step``."""
         if self.state == "sharded":
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
@@ -221,11 +254,11 @@ class Schedule:
 
     def version(self, stage: int, microbatch: int, step: int) -> int:
         """The weight version that ``stage`` reads for ``microbatch`` at ``step``."""
-        return max(0, step - self.delays(step)[stage][microbatch])
+        return max(self.first_version(stage), step - self.delays(step)[stage][microbatch])
 
-    def predicts(self, version: int, step: int) -> bool:
+    def predicts(self, stage: int, version: int, step: int) -> bool:
         """Whether what reads ``version`` at ``step`` reads a prediction made from it instead."""
-        return self.corrected.predicts and 0 < version < step
+        return self.corrected.predicts and self.first_version(stage) < version < step
 
     def compensates(self, version: int, step: int) -> bool:
         """Whether gradients on ``version`` at ``step`` are corrected by the newest weights."""
@@ -233,7 +266,7 @@ class Schedule:
 
     def read_by(self, op: Op, version: int, step: int) -> Buffer | None:
         """What ``op`` at ``step`` reads in place of ``version``, or besides it; None: only that."""
-        if self.predicts(version, step):
+        if self.predicts(op.stage, version, step):
             return Buffer.PREDICTION
         last = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         return Buffer.COMPENSATED if last and self.compensates(version, step) else None

@@ -1,5 +1,6 @@
 """A schedule in its steady state: one period, and what a training step asks of each rank."""
 
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,24 +63,37 @@ def _whole(schedule: Schedule) -> int:
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
-def steady_steps(schedule: Schedule, n_steps: int) -> range:
-    """The training steps, of ``n_steps``, that are in the steady state.
+def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range:
+    """The training steps, of ``n_steps`` from ``first_step`` on, that are in the steady state.
+
+    They count from ``first_step``. Where schedules follow one another, those of the last.
 
     Staleness d makes d + 1 interleaved sequences of updates, which may differ in speed, so this is
     a whole multiple of d + 1 steps. If there are too few, all but the first step and those that
     overlap the last; possibly none.
     """
-    first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
+    begin = [
+        0,
+        *(c - first_step for c in schedule.changes(range(first_step, first_step + n_steps))),
+    ]
+    schedule = schedule.at(first_step + begin[-1])
+    first, threads = begin[-1] + settled_steps(schedule) + 1, schedule.max_staleness + 1
     end = n_steps - _unsteady_end(schedule)
     rounds = max(0, end - first) // threads
-    return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
+    return (
+        range(first, first + rounds * threads)
+        if rounds
+        else range(begin[-1] + 1, max(begin[-1] + 1, end))
+    )
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
     """The fewest training steps with ``timed`` steady ones, rounded up as in steady_steps."""
+    begin = [0, *schedule.changes(range(sys.maxsize))][-1]
+    schedule = schedule.final
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
-    return settled_steps(schedule) + 1 + rounds * threads + _unsteady_end(schedule)
+    return begin + settled_steps(schedule) + 1 + rounds * threads + _unsteady_end(schedule)
 
 
 def _unsteady_end(schedule: Schedule) -> int:
@@ -95,6 +109,7 @@ def steady_slots(schedule: Schedule, step: int) -> slice:
 
 def steady_state(schedule: Schedule) -> SteadyState:
     """One period of ``schedule``, after older steps have ended; random delays are one draw."""
+    schedule = schedule.final
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
@@ -106,6 +121,7 @@ def steady_state(schedule: Schedule) -> SteadyState:
 
 def footprint(schedule: Schedule) -> Footprint:
     """Count from a verified program in the steady state; random delays are one draw."""
+    schedule = schedule.final
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)

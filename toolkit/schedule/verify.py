@@ -96,7 +96,7 @@ class _Check:
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
             given = self.schedule.versions(j, program.first_step)
-            for rank in self.schedule.first_holders(j):
+            for rank in self.schedule.first_holders(j, program.first_step):
                 self.ranks[rank].weights |= {(j, version) for version in given}
 
     def step(self, rank: int, i: Instruction) -> None:
@@ -106,7 +106,8 @@ class _Check:
         elif i.action == Action.UPDATE:
             self._update(rank, i)
         elif i.action == Action.PREDICT:
-            if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
+            op = Op(Kind.FORWARD, i.stage, 0)
+            if self.schedule.read_by(op, i.version or 0, i.step or 0) != Buffer.PREDICTION:
                 raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
             for weights in i.reads:
                 self._reads(rank, weights, i.tick)
@@ -213,13 +214,13 @@ class _Check:
     def end(self) -> None:
         """Check that every op ran and only the newest weights remain."""
         schedule, steps = self.schedule, self.program.steps
-        for op in schedule.timing.starts:
-            for step in steps:
+        for step in steps:
+            for op in schedule.at(step).timing.starts:
                 if (op.stage, op.microbatch, step) not in self.done[Action(op.kind)]:
                     why = f"at the end: {op} of step {step} is never done"
                     raise _marked(why, schedule, (op, step - steps.start))
         newest = {(j, steps.stop) for j in range(schedule.n_stages)}
-        for j, owner in enumerate(schedule.owners):
+        for j, owner in enumerate(schedule.at(steps.stop - 1).owners):
             if (j, steps.stop) not in self.ranks[owner].weights:
                 lost = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
                 raise _marked(f"at the end: {lost}", schedule)

@@ -286,6 +286,7 @@ def rollback_schedule(run: TrainingRun) -> Schedule | None:
 
 def without_delay(schedule: Schedule) -> Schedule:
     """Return data parallelism on the same stages, micro-batches and ranks; else UserError."""
+    schedule = schedule.final
     if schedule.max_staleness == 0:
         return schedule
     simultaneous = timing.simultaneous(schedule.n_stages, schedule.n_workers, schedule.accumulate)

@@ -159,6 +159,7 @@ def prepare(
                 f" toolkit.training.{such}"
             )
     steps_per_epoch = len(batches)
+    schedule = schedule.in_steps(steps_per_epoch)
     usual = _check_optimizer(optimizer)
     optimizer_rate = usual.param_groups[0]["lr"]
 

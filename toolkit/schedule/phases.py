@@ -1,0 +1,241 @@
+"""Schedules that follow one another in one training: data parallelism first, then CDP, say.
+
+At a change the pipeline drains. The next schedule reads no version older than those that the one
+before still held: after synchronous training theta_{t-1} is theta_t at the first step, as at the
+start of a training. A rank keeps such a version until the change, or receives it there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from math import lcm
+from typing import Any
+
+from toolkit.errors import UserError, whole
+from toolkit.schedule.instruction import Action, Buffer, Instruction, Op
+from toolkit.schedule.program import Program
+from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.staleness import Staleness
+from toolkit.schedule.timing import Timing
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A schedule for the first part of a training.
+
+    Args:
+        schedule: what it trains by.
+        steps: its training steps, 1 or more.
+        epochs: or its epochs, above 0; see :meth:`PhasedSchedule.in_steps`.
+
+    Raises:
+        UserError: both or neither are given, or one is out of range.
+    """
+
+    schedule: Schedule
+    steps: int | None = None
+    epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise UserError(
+                f"a phase lasts for steps or for epochs: got steps={self.steps},"
+                f" epochs={self.epochs}; give one of them"
+            )
+        if self.steps is not None:
+            whole(self.steps, "steps of a phase", 1)
+        elif isinstance(self.epochs, bool) or not isinstance(self.epochs, int | float):
+            raise UserError(f"epochs of a phase are a number: got {self.epochs!r}")
+        elif not 0 < self.epochs < float("inf"):
+            raise UserError(f"epochs of a phase are above 0: got {self.epochs}")
+
+    def __str__(self) -> str:
+        n, unit = (self.epochs, "epoch") if self.steps is None else (self.steps, "step")
+        return f"{n:g} {unit}{'s' * (n != 1)} of {self.schedule.name}"
+
+
+@dataclass(frozen=True, repr=False)
+class PhasedSchedule(Schedule):
+    """A schedule that trains after others; its own fields are those of the last, which goes on.
+
+    Make it by :func:`after`.
+    """
+
+    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for phase in self.phases:
+            for name in ("n_stages", "n_microbatches", "n_ranks"):
+                mine, other = getattr(self, name), getattr(phase.schedule, name)
+                if mine != other:
+                    raise UserError(
+                        f"schedules that follow one another have equal {name}: got {other} of"
+                        f" {phase.schedule.name} and {mine} of {self.name}; choose another"
+                        " placement, or other sizes"
+                    )
+        # One length of a slot, so that they make one program.
+        ticks = lcm(*(s.timing.ticks_per_slot for s in (self, *(p.schedule for p in self.phases))))
+        self._set(timing=_finer(self.timing, ticks))
+
+    def in_steps(self, steps_per_epoch: int) -> "PhasedSchedule":
+        """The same with the length of each phase in training steps, rounded to 1 or more."""
+        phases = tuple(
+            phase
+            if phase.epochs is None
+            else Phase(phase.schedule, max(1, round(phase.epochs * steps_per_epoch)))
+            for phase in self.phases
+        )
+        return replace(self, phases=phases)
+
+    @cached_property
+    def _starts(self) -> tuple[tuple[int, Schedule], ...]:
+        """The first step of each schedule, which reads no versions from before its time."""
+        every = [*(phase.schedule for phase in self.phases), self.final]
+        ticks = self.timing.ticks_per_slot
+        begin, found = 0, [(0, replace(every[0], timing=_finer(every[0].timing, ticks)))]
+        for phase, schedule in zip(self.phases, every[1:], strict=True):
+            if phase.steps is None:
+                raise UserError(
+                    f"{phase}: its length in steps is unknown; give steps, or call"
+                    " in_steps(steps_per_epoch)"
+                )
+            begin, before = begin + phase.steps, found[-1][1]
+            held = tuple(before.oldest_version(j, begin) for j in range(self.n_stages))
+            timing = _finer(schedule.timing, ticks)
+            found.append((begin, replace(schedule, timing=timing, first_versions=held)))
+        return tuple(found)
+
+    @property
+    def final(self) -> Schedule:
+        """See :meth:`Schedule.final`."""
+        return Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
+
+    def at(self, step: int) -> Schedule:
+        """The schedule of a training step."""
+        return next(schedule for start, schedule in reversed(self._starts) if start <= step)
+
+    def next_change(self, step: int) -> int | None:
+        """The first step after ``step`` that another schedule trains; None if none follows."""
+        return next((start for start, _ in self._starts if start > step), None)
+
+    def oldest_version(self, stage: int, step: int) -> int:
+        """See :meth:`Schedule.oldest_version`."""
+        return self.at(step).oldest_version(stage, step)
+
+    def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
+        """See :meth:`Schedule.first_holders`."""
+        return self.at(step).first_holders(stage, step)
+
+    def delays(self, step: int) -> Staleness:
+        """See :meth:`Schedule.delays`."""
+        return self.at(step).delays(step)
+
+    def version(self, stage: int, microbatch: int, step: int) -> int:
+        """See :meth:`Schedule.version`."""
+        return self.at(step).version(stage, microbatch, step)
+
+    def read_by(self, op: Op, version: int, step: int) -> Buffer | None:
+        """See :meth:`Schedule.read_by`."""
+        return self.at(step).read_by(op, version, step)
+
+    def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
+        """See :meth:`Schedule.rank`."""
+        return self.at(step).rank(stage, microbatch, step)
+
+    def lower(self, n_steps: int, first_step: int = 0) -> Program:
+        """See :meth:`Schedule.lower`; one program across changes."""
+        first = whole(first_step, "first_step of a program", 0)
+        end = first + whole(n_steps, "n_steps, the training steps of a program,", 1)
+        bounds = pairwise((first, *self.changes(range(first, end)), end))
+        programs = [self.at(step).lower(until - step, step) for step, until in bounds]
+        return programs[0] if len(programs) == 1 else self._joined(programs)
+
+    def _joined(self, programs: Sequence[Program]) -> Program:
+        ranks = [[*instructions] for instructions in programs[0].ranks]
+        end = _end(programs[0])
+        changes = []
+        for before, coming in pairwise(programs):
+            _hand_over(ranks, before.schedule, coming.schedule, coming.first_step, end)
+            changes.append(end)
+            for mine, others in zip(ranks, coming.ranks, strict=True):
+                mine += [i._replace(tick=i.tick + end) for i in others]
+            end += _end(coming)
+        first, n_steps = programs[0].first_step, sum(program.n_steps for program in programs)
+        return Program(self, n_steps, tuple(map(tuple, ranks)), first, tuple(changes))
+
+
+def after(
+    phases: Sequence[Phase | tuple[Schedule, int]], schedule: Schedule, name: str = ""
+) -> PhasedSchedule:
+    """Train by ``phases``, one after another, and then by ``schedule``.
+
+    Args:
+        phases: a :class:`Phase` each, or a pair of a schedule and its training steps.
+        schedule: the last; all have equal numbers of stages, micro-batches and ranks.
+        name: name in tables and figures; by default, from those of its parts.
+
+    Raises:
+        UserError: sizes differ, a length is out of range, or a schedule has phases itself.
+    """
+    found = tuple(p if isinstance(p, Phase) else Phase(*p) for p in phases)
+    if not found or any(
+        isinstance(s, PhasedSchedule) for s in (schedule, *(p.schedule for p in found))
+    ):
+        raise UserError("phases: give one or more, of schedules that have no phases themselves")
+    own = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
+    own["name"] = name or f"{schedule.name} after {', '.join(map(str, found))}"
+    return PhasedSchedule(**own, phases=found)
+
+
+def _own(kind: type) -> Iterator[Any]:
+    """The arguments of a dataclass."""
+    return (f for f in fields(kind) if f.init)
+
+
+def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
+    """The same timing in shorter ticks."""
+    k = ticks_per_slot // timing.ticks_per_slot
+    starts = {op: k * start for op, start in timing.starts.items()}
+    return timing if k == 1 else Timing(starts, k * timing.period, ticks_per_slot)
+
+
+def _end(program: Program) -> int:
+    """The tick after which every rank has finished, at the start of a slot."""
+    return (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
+
+
+def _hand_over(
+    ranks: list[list[Instruction]], before: Schedule, coming: Schedule, step: int, tick: int
+) -> None:
+    """Let ``ranks`` hold at ``tick`` what ``coming`` reads from ``step`` on, and no more."""
+    made: set[tuple[int, int, int | None]] = set()
+    freed: dict[tuple[int, int, int | None], int] = {}  # places of the last frees
+    for rank, instructions in enumerate(ranks):
+        for place, i in enumerate(instructions):
+            key = rank, i.stage, i.version
+            if i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+                made.add(key)
+                freed[key] = place
+            elif i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and i.leaves(rank)):
+                made.add(key)
+                freed.pop(key, None)
+    dropped: set[tuple[int, int]] = set()
+    for j, owner in enumerate(before.owners):
+        holders = coming.first_holders(j)
+        for version in coming.versions(j, step):
+            what = (j, None, None, version, Buffer.WEIGHTS)
+            missing = [rank for rank in holders if (rank, j, version) not in made]
+            senders = [owner] if missing else []
+            for rank in {*holders, *senders} - {*missing}:
+                if (rank, j, version) in freed:
+                    dropped.add((rank, freed.pop((rank, j, version))))
+            for rank in missing:
+                ranks[owner].append(Instruction(tick, Action.SEND, *what, (rank,)))
+                ranks[rank].append(Instruction(tick, Action.RECV, *what, (owner,)))
+            for rank in {*range(len(ranks))} - {*holders}:
+                if (rank, j, version) in made and (rank, j, version) not in freed:
+                    ranks[rank].append(Instruction(tick, Action.FREE, *what))
+    for rank, instructions in enumerate(ranks):
+        instructions[:] = [i for at, i in enumerate(instructions) if (rank, at) not in dropped]
