@@ -38,6 +38,9 @@ INDIFFERENT = AROUND | {
 """Options, or groups of them, that do not change a training's trajectory."""
 
 
+READOUTS = ("newest", "extrapolated")
+
+
 def option(default: Any, description: str) -> Any:
     """A dataclass field with the line that ``--help`` prints for it."""
     return field(default=default, metadata={"help": description})
@@ -106,6 +109,9 @@ class TrainingOptions(StepSettings):
         "flops", "flops, parameters, activations, or [names of modules]"
     )
     cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
+    readout: str = option(
+        "newest", "weights to test and keep: newest, or extrapolated where late ones are read"
+    )
     label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
     diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -114,6 +120,7 @@ class TrainingOptions(StepSettings):
     save: SaveOptions = field(default_factory=SaveOptions)
 
     def __post_init__(self) -> None:
+        check_choice("readout", self.readout, READOUTS)
         check_choice("guard", self.guard, ("off", "stop", "rollback"))
         for name, holds, rule in (
             ("batch", self.batch >= 1, "is 1 or more"),

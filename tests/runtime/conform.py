@@ -180,6 +180,7 @@ def odd_jobs() -> dict[str, Any]:
     batches = models.make_batches(2)
     first = _trained(world, catalog.cyclic(2, 1, state="sharded"), batches[:3])
     found["state"] = copy.deepcopy(first.state_dict())
+    found["extrapolated"] = first.extrapolated()
     resumed = _runtime(world, catalog.cyclic(2, 1, "per_stage"))  # of the same trajectory
     resumed.load_state_dict(found["state"])
     list(resumed.run(batches[3:]))

@@ -15,6 +15,7 @@ from tests.runtime.models import assert_same, cut, make_batches, name_of, residu
 from tests.runtime.reference import adamw, decaying, sgd, trajectory
 from tests.thorough import more
 from toolkit.errors import UserError
+from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess
 from toolkit.schedule import Correction, RandomDelay, Schedule, catalog
 
@@ -135,6 +136,50 @@ def test_predicts_by_the_optimizers_step_at_the_rate_of_the_step(model, decouple
     for batch, state in zip(batches, trajectory(*given, schedule.corrected), strict=True):
         runtime.step(*batch)
         assert_same(runtime.module().state_dict(), state)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_predictions_read_out_one_update_further_are_error_feedback(order):
+    """x_{t+1} = x_t - 2 u_t + u_{t-1}, u_t by Adam from the gradient at x_{t-1}."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randn(6, 4, dtype=torch.float64, generator=draw),
+            torch.randint(3, (6,), generator=draw),
+        )
+        for _ in range(200)
+    ]
+    x = {name: p.detach().clone() for name, p in model.named_parameters()}
+    past, last = x, dict.fromkeys(x, 0)
+    carrier = [nn.Parameter(torch.zeros_like(p)) for p in x.values()]
+    adam = torch.optim.Adam(carrier, lr=0.01)
+    schedule = catalog.cyclic(2, 1, correction="extrapolate")
+    stages = partition(model, 2, batches[0][0])
+    runtime = SingleProcess(
+        stages, schedule, lambda p: torch.optim.Adam(p, lr=0.01), F.cross_entropy, order=order
+    )
+    twin = copy.deepcopy(model)
+    for inputs, targets in batches:
+        runtime.step(inputs, targets)
+        twin.load_state_dict(past)
+        loss = F.cross_entropy(twin(inputs), targets)
+        for p, gradient in zip(carrier, torch.autograd.grad(loss, twin.parameters()), strict=True):
+            p.grad = gradient
+        before = [p.detach().clone() for p in carrier]
+        adam.step()
+        u = {k: b - p.detach() for k, b, p in zip(x, before, carrier, strict=True)}
+        past, x, last = x, {k: x[k] - 2 * u[k] + last[k] for k in x}, u
+        assert_same(runtime.extrapolated(), x, atol=1e-10)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_stages_without_late_weights_are_not_extrapolated(model, order):
+    runtime = runtime_for(model, catalog.cyclic(3), order)
+    assert runtime.extrapolated() == {}
+    list(runtime.run(make_batches(3)[:2]))
+    late = {name for stage in list(runtime.stages)[:2] for name, _ in stage.named_parameters()}
+    assert runtime.extrapolated().keys() == late
 
 
 def test_a_wrong_rule_differs(model):

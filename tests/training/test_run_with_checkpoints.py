@@ -96,6 +96,20 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+def test_extrapolated_weights_are_tested_and_kept(tmp_path):
+    run = built("epochs=1", "schedule=cdp_v1", "readout=extrapolated")
+    outcome = run_with_checkpoints(run, tmp_path)
+    runtime, extrapolated = outcome.run.runtime, outcome.run.runtime.extrapolated()
+    expected = {**runtime.module().state_dict(), **extrapolated}
+    assert_identical(torch.load(tmp_path / "model.pt", weights_only=True), expected)
+    losses = [
+        loop.evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
+        for read in (extrapolated, None)
+    ]
+    assert outcome.epochs[-1].test_loss == pytest.approx(losses[0])
+    assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize(
     ("rule", "order", "step"),
     more(

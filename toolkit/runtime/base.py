@@ -248,6 +248,25 @@ class Runtime(ABC):
     def _averages(self) -> Weights:
         return {k: x for updater in self._updaters for k, x in updater.averages.items()}
 
+    @torch.no_grad()
+    def extrapolated(self) -> Weights:
+        """Return the weights one update further, by name, of the stages that read late weights.
+
+        2 theta_t - theta_{t-1}: with the correction ``extrapolate`` and all weights one step late
+        (and no weight decay) that is the model of error feedback, x_{t+1} = x_t - 2 u_t + u_{t-1}
+        (arXiv 2606.30634), whose gradients are those of x_{t-1}. Every rank calls it.
+        """
+        self._check_ended()
+        found: Weights = {}
+        for j, known in self._part()["versions"].items():
+            if self.steps_done - 1 in known and any(self.schedule.staleness[j]):
+                before, newest = known[self.steps_done - 1], known[self.steps_done]
+                found |= {k: torch.lerp(before[k], x, 2.0) for k, x in newest.items()}
+        if self.world:
+            for part in self.world.gather({k: x.cpu() for k, x in found.items()}):
+                found = {k: x.to(self._device) for k, x in part.items()} | found
+        return found
+
     def skipped(self) -> list[int]:
         """Return each stage's number of updates skipped as not finite. Every rank calls it."""
         self._check_ended()

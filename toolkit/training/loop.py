@@ -156,7 +156,8 @@ def fit(
         n_at_once = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_at_once, run.device, runtime.rank, runtime.n_ranks)
         model, step_options = runtime.module(), run.step_options
-        test = evaluate(model, share, runtime.total, options=step_options)
+        read = runtime.extrapolated() if run.options.readout == "extrapolated" else None
+        test = evaluate(model, share, runtime.total, read, step_options)
         _check(run, test.loss, position, "test")
         averages = runtime.averages()
         ema = evaluate(model, share, runtime.total, averages, step_options) if averages else None

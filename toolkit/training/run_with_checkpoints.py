@@ -243,11 +243,14 @@ class CheckpointCallback(LoopCallback):
         """Write the final weights, for any program that has the model."""
         if not (self.saves and self.weights):
             return
-        model = self.runtime.module()  # a collective call
+        # Collective calls.
+        weights: Mapping[str, torch.Tensor] = self.runtime.module().state_dict()
+        if self.run.options.readout == "extrapolated":
+            weights = {**weights, **self.runtime.extrapolated()}
         path = self.checkpoints.folder.parent / "model.pt"
         try:
             if self.runtime.rank == 0:
-                state = tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict())
+                state = tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(weights))
                 write(path, state, plain=True)
         except OSError as error:
             self._not_written(f"the weights, {path}", error)
