@@ -37,7 +37,11 @@ def main(config: DictConfig) -> None:
     start, folder, device = time.perf_counter(), output_folder(), pick_device(config.device)
     more: dict[str, Any] = {}
     if config.measured:
-        rows = [*stable_rates.measured_rates(config.stages, config.seed)]
+        rows = []
+        for row in stable_rates.measured_rates(config.stages, config.seed):
+            case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
+            print(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}", flush=True)
+            rows.append(row)
         shown = more["summary"] = stable_rates.summary(rows)
         print(f"\nlargest stable rates of {config.stages} stages, found by training\n")
     else:

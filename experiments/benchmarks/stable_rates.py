@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, groupby
+from itertools import groupby, repeat
 from math import isfinite
 from typing import Any
 
@@ -27,9 +27,9 @@ from toolkit.schedule import RandomDelay, Schedule, catalog
 
 MOMENTA = (("heavy ball", 0.9, False), ("Nesterov", 0.9, True))
 _SAMPLES = 64
-_PRECISION, _ROUGHLY = 1.004, 1.02  # of a rate on the quadratic, and on networks
-_STEPS = 300  # on networks
-_LONG, _WINDOW = 1200, 100  # steps on the quadratic, and those whose largest loss is compared
+_PRECISION, _ROUGHLY = 1.005, 1.05  # of a rate on the quadratic, and on networks
+_STEPS = 250  # on networks
+_LONG, _WINDOW = 1000, 100  # steps on the quadratic, and those whose largest loss is compared
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Row = dict[str, Any]
@@ -189,7 +189,7 @@ def _to_minimum(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     with torch.no_grad():
         for parameter in parameters:
             size = float(parameter.square().mean().sqrt())
-            parameter.add_(torch.randn_like(parameter), alpha=1e-3 * size)
+            parameter.add_(torch.randn_like(parameter), alpha=1e-2 * size)
 
 
 def _rows(case: _Case, schedules: Sequence[Schedule]) -> Iterator[Row]:
@@ -204,7 +204,7 @@ def _rows(case: _Case, schedules: Sequence[Schedule]) -> Iterator[Row]:
             equal, own = certify(), certify(coupling=coupling_of(shares))
             options = {"momentum": momentum, "nesterov": nesterov}
             stable = partial(_stable, stages, schedule, case, options)
-            found = _largest(stable, own.rate(curved.value) / 23, case.precision)
+            found = _largest(stable, own.rate(curved.value) / 5, case.precision)
             yield {
                 "model": case.name,
                 "start": case.start,
@@ -228,7 +228,8 @@ def _stable(
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate, **options),
         loss=case.loss,
     )
-    return case.stable(float(runtime.step(*case.batch).loss) for _ in count())
+    steps = runtime.run(repeat(case.batch))
+    return case.stable(float(result.loss) for result in steps)
 
 
 def _largest(stable: Callable[[float], bool], small: float, precision: float) -> float:
