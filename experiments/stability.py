@@ -2,11 +2,11 @@
 
     python experiments/stability.py schedule=cdp_v1 workers=8 stages=8
     python experiments/stability.py model=resnet8 data=digits +schedule@also.cdp_v1=cdp_v1
-    python experiments/stability.py measured=true stages=4
+    python experiments/stability.py measured=networks
 
 With a model and data: the curvature at the first weights, and the largest stable rates. More
-schedules: +schedule@also.NAME=... With measured=true: rates found by training next to certified
-ones, on a quadratic loss and three small networks.
+schedules: +schedule@also.NAME=... With measured=quadratic or measured=networks: rates found by
+training next to certified ones, on a quadratic loss or on three small networks.
 """
 
 import time
@@ -36,9 +36,9 @@ def main(config: DictConfig) -> None:
 
     start, folder, device = time.perf_counter(), output_folder(), pick_device(config.device)
     more: dict[str, Any] = {}
-    if config.measured:
+    if config.measured is not None:
         rows = []
-        for row in stable_rates.measured_rates(config.stages, config.seed):
+        for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
             case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
             print(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}", flush=True)
             rows.append(row)

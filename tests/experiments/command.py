@@ -28,6 +28,7 @@ TINY = (
     "data.image_size=8",
     "epochs=1",
     "batch=4",
+    "stability=false",
 )
 
 
