@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test notebooks lint format clean
+.PHONY: demo test notebooks gpu lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
@@ -13,6 +13,9 @@ test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and 
 
 notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
 	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks --durations 8
+
+gpu: $(READY)  ## on a GPU: the next 9 minutes of its tests, benchmarks and trainings (data=FOLDER)
+	$(BIN)/python experiments/gpu.py --data "$(data)"
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -30,6 +30,19 @@ def test_bench_grouped(tmp_path):
     assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
+def test_bench_corrections(tmp_path):
+    small = options(image_size=8, stages=2, workers=2, batch=2, rounds=2)
+    found = complete("bench", tmp_path, "bench=corrections", *small)["metrics"]
+    names = ["none", "extrapolate", "optimizer_step", "compensate"]
+    assert [(row["rule"], row["correction"]) for row in found] == [
+        *(("CDP-v1", name) for name in names),
+        *(("CDP-v2", name) for name in names),
+    ]
+    held = [row["weights of a rank (models)"] for row in found[:4]]
+    assert held == [2.5, 3.5, 3.5, 2.5]
+    assert [row["ratio"] for row in found if row["correction"] == "none"] == [1, 1]
+
+
 def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark):
     begun = []
     monkeypatch.setattr("torch.compile", lambda model, mode: model)

@@ -1,0 +1,54 @@
+"""What each correction of late weights costs: the time of a step, and the weights that are held."""
+
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.nn import functional as F
+
+from benchmarks.grouped import alternate
+from toolkit.cli.check_options import check_counts
+from toolkit.model import build, partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import CORRECTIONS, catalog
+from toolkit.schedule.steady_state import footprint
+
+_WARM_UP = 3  # a late version is first predicted in the third step
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a rule and correction.
+
+    *seconds*: of a step in order "grouped", the median; *ratio*: to the rule without a correction,
+    round by round. *weights*: the most that a rank holds, by the program of a worker a rank.
+    """
+    check_counts(config, "image_size", "workers", "stages", "batch", "rounds", of="bench.")
+    n, size = config.workers, config.image_size
+    torch.manual_seed(seed)
+    inputs = torch.randn(n * config.batch, 3, size, size, device=device)
+    targets = torch.randint(10, (len(inputs),), device=device)
+    rows = []
+    for delay in (1, "freshest"):
+        steps, schedules = {}, {}
+        for kind in CORRECTIONS:
+            model = build(config.model, 10, size).to(device)
+            schedule = catalog.cyclic(n, delay, n_stages=config.stages, correction=kind)
+            stages = partition(model, config.stages, inputs[: config.batch])
+            optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4)
+            runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy)
+            steps[kind], schedules[kind] = partial(runtime.step, inputs, targets), schedule
+        seconds = alternate(steps, config.rounds, device, _WARM_UP)
+        for kind, schedule in schedules.items():
+            pairs = zip(seconds[kind], seconds["none"], strict=True)
+            rows.append(
+                {
+                    "rule": f"CDP-v{1 if delay == 1 else 2}",
+                    "correction": kind,
+                    "seconds": round(median(seconds[kind]), 5),
+                    "ratio": round(median(mine / plain for mine, plain in pairs), 3),
+                    "weights of a rank (models)": round(float(footprint(schedule).weights), 3),
+                }
+            )
+    return rows
