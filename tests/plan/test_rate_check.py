@@ -10,7 +10,7 @@ from toolkit.options import TrainingOptions
 from toolkit.plan import rate_check
 from toolkit.plan.rate_check import check_rate, first_curvature, stage_shares
 from toolkit.plan.stability import coupling_of, largest_stable_rate
-from toolkit.schedule import catalog
+from toolkit.schedule import after, catalog
 from toolkit.training import prepare
 from toolkit.training.data import synthetic
 from toolkit.training.lr import Constant
@@ -50,7 +50,12 @@ def test_names_rate_limit_rule_and_ways_out():
     assert "CDP-v2: the learning rate 1e+03 is far above" in warning
     assert f"{own.rate(found.value):.2g}, the largest" in warning
     assert f"({own.limit:.3g} / curvature {found.value:.3g})" in warning
-    for way in ("optimizer.nesterov=true", "correction=extrapolate", "optimizer.lr=", "=dp"):
+    for way in (
+        "optimizer.nesterov=true",
+        "correction=extrapolate",
+        "optimizer.lr=",
+        "{schedule: dp, epochs: 1}",
+    ):
         assert way in warning
     assert "\n" not in warning
 
@@ -85,6 +90,14 @@ def test_the_peak_of_the_schedule_counts():
             return 1.0 if step == 1 else 1e-6
 
     assert check_rate(make(FAR, rate=Late()))
+
+
+def test_the_first_of_several_schedules_counts():
+    late = catalog.cyclic(4, 1)
+    start = after([(catalog.data_parallel(4), 1)], late)
+    assert check_rate(make(FAR, start)).startswith("DP: ")
+    assert check_rate(make(8.0, late)).startswith("CDP-v1: ")
+    assert check_rate(make(8.0, start)) is None
 
 
 def test_training_does_not_depend_on_it():

@@ -27,8 +27,8 @@ def check_rate(run: TrainingRun) -> str | None:
 
     The curvature is first measured on one micro-batch. If that predicts fast growth, it is
     measured on all micro-batches of the first step, with the share of each stage in the steepest
-    direction. Nothing is changed, and nothing is raised: a curvature that cannot be measured is
-    logged at debug level.
+    direction. Of schedules that follow one another the first counts. Nothing is changed, and
+    nothing is raised: a curvature that cannot be measured is logged at debug level.
 
     Args:
         run: a run that has not begun.
@@ -86,27 +86,28 @@ def _check(run: TrainingRun) -> str | None:
     if not isinstance(run.optimizer, torch.optim.SGD) or options["dampening"]:
         return None
     batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
-    n_steps = len(batches) * run.options.epochs
+    schedule = run.schedule.at(0)
+    n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
-    sgd = run.schedule, options["momentum"], options["nesterov"]
+    sgd = schedule, options["momentum"], options["nesterov"]
     first = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
     if first.value <= 0 or Recurrence(*sgd).growth(rate * first.value) < _FAST:
         return None
-    n = run.schedule.n_microbatches
+    n = schedule.n_microbatches
     found = first_curvature(run, n, tolerance=_TOLERANCE, seconds=_SECONDS)
     recurrence = Recurrence(*sgd, coupling_of(stage_shares(run, found)))
     if (growth := recurrence.growth(rate * found.value)) < _FAST:
         return None
     certificate = recurrence.certify()
-    stable, late = certificate.rate(found.value), run.schedule.max_staleness > 0
+    stable, late = certificate.rate(found.value), schedule.max_staleness > 0
     ways = [
         *["optimizer.nesterov=true"] * (late and not options["nesterov"]),
-        *["schedule.correction=extrapolate"] * (late and run.schedule.corrected.kind == "none"),
-        f"optimizer.lr={stable / rate * options['lr']:.1g} or somewhat higher",
-        *["a synchronous start (schedule=dp)"] * late,
+        *["schedule.correction=extrapolate"] * (late and schedule.corrected.kind == "none"),
+        f"optimizer.lr={stable / rate * options['lr']:.2g} or somewhat higher",
+        *["'schedule.phases=[{schedule: dp, epochs: 1}]'"] * late,
     ]
     return (
-        f"{run.schedule.name}: the learning rate {rate:.3g} is far above {stable:.2g}, the largest"
+        f"{schedule.name}: the learning rate {rate:.3g} is far above {stable:.2g}, the largest"
         f" that is stable at the first weights ({certificate.limit:.3g} / curvature"
         f" {found.value:.3g}): there deviations grow {growth:.2g} times a step; if the loss"
         f" diverges, try {', '.join(ways)}"

@@ -87,7 +87,8 @@ def largest_stable_rate(
     Rates are scanned upwards in steps of 5 %, and the first that is unstable is bisected.
 
     Args:
-        schedule: its delays and corrections count, not its timing or placement.
+        schedule: its delays and corrections count, not its timing or placement; of schedules that
+            follow one another, the last.
         momentum: 0 or more, below 1.
         nesterov: Nesterov's momentum instead of heavy ball.
         coupling: H, ``[S, S]``, symmetric without negative eigenvalues; only its ratios count.
