@@ -155,7 +155,7 @@ def conclude(
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.results import delay_means, describe, write_result
-    from toolkit.results.tuning import at_the_edge
+    from toolkit.results.tuning import edge_notes
     from toolkit.training import pick_device
 
     folder = output_folder()
@@ -177,7 +177,7 @@ def conclude(
         rate = rate_cells(row) if len(rates) > 1 or tuning else {}
         cells.append({"rule": label} | rate | judged | staleness_cells(row) | peak_cells(row))
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
-    of_runs = [*diverged(runs, called), *at_the_edge(tuning)]
+    of_runs = [*diverged(runs, called), *edge_notes(tuning)]
     of_runs += [note for run in runs for note in run.notes]
     if tuning:
         print(f"\n{table(tuning)}\n")

@@ -16,6 +16,7 @@ from toolkit import format as cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
+from toolkit.results.tuning import edges
 from toolkit.schedule import labels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,10 +60,11 @@ def _rates(result: Result) -> str:
     if "rules" not in config:
         return ""
     if tuning := result.get("tuning"):
-        n_rates, tune = len({row["lr"] for row in tuning}), config["tune"]
+        tune, called = config["tune"], {row["rule"]: row["schedule"] for row in result["metrics"]}
+        ends = [f", the {end} for {called[rule]}" for rule, end in edges(tuning).items()]
         return (
-            f"; each rule at the best of its learning rates, {n_rates} in all, tried for"
-            f" {tune['epochs']} epochs with seed {tune['seed']}"
+            f"; each rule at the best of {len(tune['rates'])} learning rates, tried for"
+            f" {tune['epochs']} epochs with seed {tune['seed']}{''.join(ends)}"
         )
     if any("optimizer" in own for own in (config.get("own") or {}).values()):
         return "; each rule with the optimizer that the command gives it"

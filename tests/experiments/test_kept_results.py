@@ -68,7 +68,8 @@ def test_origin_says_how_rates_were_chosen(results, tmp_path, monkeypatch):
     for row in result["metrics"]:
         row |= {"lr": 0.2, "schedule": "DP"}
     page = shown(tuning=rates)
-    assert "best of its learning rates, 2 in all, tried for 3 epochs with seed 7</sub>" in page
+    tried = "the best of 2 learning rates, tried for 3 epochs with seed 7, the highest for DP (dp)"
+    assert f"each rule at {tried}</sub>" in page
     lines = [line.split("|")[1:3] for line in page.splitlines()[:5] if "DP (" in line]
     found = [[cell.strip() for cell in line] for line in lines]
     assert found == [["DP (dp)", "0.2"], ["DP (cdp_v1)", "0.2"], ["DP (cdp_v2)", "0.2"]]

@@ -8,7 +8,7 @@ import pytest
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results.comparison import RuleRun
-from toolkit.results.tuning import at_the_edge, trials, tried, with_best
+from toolkit.results.tuning import edge_notes, trials, tried, with_best
 
 SGD = {"_target_": "SGD", "lr": 0.1, "momentum": 0.9}
 NADAM = {"_target_": "NAdam", "lr": 0.002}
@@ -89,7 +89,7 @@ def test_the_best_has_the_best_metric_and_then_the_lowest_loss():
         "dp": {"optimizer": {"lr": 0.3}},
         "late": {"optimizer": NADAM | {"lr": 0.002}, "clip": 1.0},
     }
-    (note,) = at_the_edge(rows)
+    (note,) = edge_notes(rows)
     assert note.startswith("dp: the best of its rates, 0.3, is the highest that was tried")
 
 
@@ -102,7 +102,7 @@ def test_the_lowest_rate_is_the_best_of_those_that_all_diverge():
     lost = ran(**{f"{rule}_x{k}": (nan, nan) for rule in ("dp", "late") for k in (2, 4)})
     rows = tried(options([2, 4]), lost, ACCURACY)
     assert [row["lr"] for row in rows if row["best"]] == [0.2, 0.004]
-    assert [note.partition(",")[0] for note in at_the_edge(rows)] == [
+    assert [note.partition(",")[0] for note in edge_notes(rows)] == [
         "dp: the best of its rates",
         "late: the best of its rates",
     ]
@@ -111,4 +111,4 @@ def test_the_lowest_rate_is_the_best_of_those_that_all_diverge():
 def test_a_single_rate_has_no_edge():
     rows = tried(options([1]), ran(dp_x1=(0.5, 1.0), late_x1=(0.5, 1.0)), ACCURACY)
     assert [row["best"] for row in rows] == [True, True]
-    assert at_the_edge(rows) == []
+    assert edge_notes(rows) == []

@@ -80,21 +80,24 @@ def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     return {**options["own"], **best}
 
 
-def at_the_edge(rows: Sequence[Row]) -> list[str]:
-    """Sentences on rules whose best rate is the lowest or highest of several."""
-    notes = []
+def edges(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the rules whose best rate is the lowest or the highest of several, and which it is."""
+    found = {}
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        of_rule = [row for row in rows if row["rule"] == rule]
-        for row, end, other in (
-            (of_rule[0], "lowest", "lower"),
-            (of_rule[-1], "highest", "higher"),
-        ):
-            if row["best"] and len(of_rule) > 1:
-                notes.append(
-                    f"{rule}: the best of its rates, {row['lr']:g}, is the {end} that was tried; a"
-                    f" {other} one may be better: add it to tune.rates"
-                )
-    return notes
+        best = [row["best"] for row in rows if row["rule"] == rule]
+        if len(best) > 1 and (best[0] or best[-1]):
+            found[rule] = "lowest" if best[0] else "highest"
+    return found
+
+
+def edge_notes(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence on each rule whose best rate is the lowest or the highest of several."""
+    best = {row["rule"]: row["lr"] for row in rows if row["best"]}
+    return [
+        f"{rule}: the best of its rates, {best[rule]:g}, is the {end} that was tried; a"
+        f" {'lower' if end == 'lowest' else 'higher'} one may be better: add it to tune.rates"
+        for rule, end in edges(rows).items()
+    ]
 
 
 def _name(rule: str, factor: float) -> str:
