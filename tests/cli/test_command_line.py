@@ -220,7 +220,7 @@ def test_own_choices(own, tmp_path):
     shown = run("train", *own.split("="), "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
     assert (
-        "adamw, broken, lamb, lars, listed, mine, muon, nadam, nothing, nowhere, rate, sgd" in shown
+        "adamw, broken, lamb, lars, listed, mine, muon, nadam, nesterov, nothing, nowhere, rate, sgd" in shown
     )
 
 
