@@ -125,6 +125,15 @@ def _links(result: Result) -> Rows:
     return list(shown.values())
 
 
+def _limits(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items() if k != "kind"}
+
+
+def _stable_rates(result: Result) -> Rows:
+    rows: Rows = result["summary"]
+    return [{k: v for k, v in row.items() if v != ""} for row in rows]
+
+
 def _on_one_device(row: dict[str, Any]) -> dict[str, Any]:
     names = ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
     return {name: row[name] for name in names}
@@ -150,6 +159,8 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication_measured", _each(measured)),
     ("communication", _each(counted)),
     ("pipelines", _each(cells.pipeline_cells)),
+    ("stability_limits", _each(_limits)),
+    ("stability", _stable_rates),
     ("bench_links", _links),
     ("bench", _each(_bench)),
     ("", _each(_compared)),
