@@ -6,7 +6,7 @@
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. All rules
 are compared with the first that is left.
 
-A rule may have its own optimizer, learning rate, clip and ema: +own.cdp_v1.optimizer.lr=0.05,
+A rule may have its own optimizer, lr, clip, ema and readout: +own.cdp_v1.optimizer.lr=0.05,
 +optimizer@own.cdp_v1.optimizer=nadam. tune.rates=[0.5,1,2] tries each rule at these factors on its
 optimizer.lr, for tune.epochs epochs with tune.seed, and trains it at the best, by the test metric
 after the last epoch.

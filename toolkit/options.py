@@ -25,7 +25,7 @@ RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
 AROUND = frozenset({"tracking", "resume", "rules", "own", "tune", "seeds", "margin"})
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
-OWN = ("optimizer", "lr", "clip", "ema")
+OWN = ("optimizer", "lr", "clip", "ema", "readout")
 """Options in which the rules of a comparison may differ, besides their schedules."""
 
 INDIFFERENT = AROUND | {

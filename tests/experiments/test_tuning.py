@@ -97,7 +97,7 @@ def test_a_rule_has_its_own_optimizer_in_the_table(tmp_path):
     ("option", "pattern"),
     [
         ("+own.cdp.clip=1", "own.cdp .* not compared: .* dp, cdp_v2"),
-        ("+own.dp.batch=8", "own.dp.batch: rules differ in optimizer, lr, clip, ema"),
+        ("+own.dp.batch=8", "own.dp.batch: rules differ in optimizer, lr, clip, ema, readout"),
         ("+own.dp.optimizer.lrr=1", "own.dp.optimizer.lrr: .* did you mean lr"),
         ("own.dp.clip=1", r"\+own.dp.clip="),
         ("tune.seed=1 tune.rates=[1]", "tune.seed=1 is a seed of the comparison"),
