@@ -10,7 +10,7 @@ from toolkit.options import TrainingOptions
 from toolkit.plan import rate_check
 from toolkit.plan.rate_check import check_rate, first_curvature, stage_shares
 from toolkit.plan.stability import coupling_of, largest_stable_rate
-from toolkit.schedule import after, catalog
+from toolkit.schedule import RandomDelay, after, catalog
 from toolkit.training import prepare
 from toolkit.training.data import synthetic
 from toolkit.training.lr import Constant
@@ -77,8 +77,9 @@ def test_offers_only_ways_that_are_left():
         lambda: make(1e-4),
         lambda: make(FAR, dampening=0.5),
         lambda: make(FAR, make=torch.optim.AdamW),
+        lambda: make(FAR, catalog.data_parallel(4, delay=RandomDelay(most=900))),
     ],
-    ids=["low rate", "dampening", "AdamW"],
+    ids=["low rate", "dampening", "AdamW", "long delays"],
 )
 def test_keeps_quiet(run):
     assert check_rate(run()) is None

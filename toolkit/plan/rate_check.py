@@ -13,6 +13,7 @@ from toolkit.training import TrainingRun
 _TOLERANCE = 0.1  # of the curvature
 _SECONDS = 3.0  # for a measurement; what is found by then is a lower bound
 _MOST_STEPS = 1000  # at which the schedule of the learning rate is looked up
+_LATEST = 50  # steps of delay; matrices of more take long
 _FAST = 1.25  # growth of deviations in a step; slower growth ends as the curvature falls
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ def _check(run: TrainingRun) -> str | None:
         return None
     batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
     schedule = run.schedule.at(0)
+    if schedule.max_staleness > _LATEST:
+        return None
     n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
     sgd = schedule, options["momentum"], options["nesterov"]
