@@ -14,7 +14,7 @@ _TOLERANCE = 0.1  # of the curvature
 _SECONDS = 3.0  # for a measurement; what is found by then is a lower bound
 _MOST_STEPS = 1000  # at which the schedule of the learning rate is looked up
 _LATEST = 50  # steps of delay; matrices of more take long
-_FAST = 1.25  # growth of deviations in a step; slower growth ends as the curvature falls
+_FAST = 1.4  # growth of deviations in a step; slower growth ends as the curvature falls
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 def check_rate(run: TrainingRun) -> str | None:
     """Return a warning if SGD's highest rate is far from stable at the first weights, or None.
 
-    Far from stable: deviations grow more than 1.25 times a step. A ResNet-8 on digits trains
-    while they grow more slowly, since the curvature soon falls; beyond it loses accuracy under DP,
-    CDP-v1 and CDP-v2.
+    Far from stable: deviations grow more than 1.4 times a step. Slower growth ends by itself as
+    the curvature falls: a ResNet-8 on digits, at constant rates, trained as well at 1.3 times
+    (CDP-v1) and 1.6 (CDP-v2), and worse at 1.6 (CDP-v1), 2.0 (CDP-v2) and 5.5 (DP).
 
     The curvature is first measured on one micro-batch. If that predicts fast growth, it is
     measured on all micro-batches of the first step, with the share of each stage in the steepest
