@@ -217,6 +217,22 @@ def test_keeps_runs_of_other_rules_and_seeds(kept):
     assert found["metrics"][0]["accuracy"] == pytest.approx(50 * (0.2 + float(top1)))
 
 
+def test_a_kept_comparison_grows(tmp_path):
+    """From its result and the runs that ended, without the files of Hydra."""
+    folder, kept = tmp_path / "whole", tmp_path / "kept"
+    complete("compare", folder, *OPTIONS)
+    kept.mkdir()
+    for name in ("result.json", "runs.csv"):
+        (kept / name).write_bytes((folder / name).read_bytes())
+    before = rows(kept / "runs.csv")
+    found = complete("compare", kept, f"resume={kept}", "seeds=2")
+    after = rows(kept / "runs.csv")
+    assert [row for row in after if row["seed"] == "0"] == before
+    assert {row["seed"] for row in after} == {"0", "1"}
+    assert len(found["metrics"]) == 2
+    refused("compare", f"resume={kept}", "seeds=3", "optimizer.lr=0.5", match="optimizer.lr=0.5")
+
+
 def test_refuses_to_resume_other_folders(tmp_path):
     write_options(tmp_path, TINY, "train")
     resume = f"resume={tmp_path}"

@@ -1,6 +1,8 @@
 """``resume=FOLDER`` on a command line: the options of the run or sweep there, and its folder."""
 
+import json
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +61,8 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
 
 def _before(folder: Path) -> tuple[str, list[str], list[str]]:
     """The experiment of a run, its options, and the flag for a folder of its user's own choices."""
+    if not (folder / ".hydra").exists() and (of_result := _of_result(folder)):
+        return of_result
     try:
         found = yaml.load((folder / ".hydra" / "hydra.yaml").read_text(), Loader=_Loader)["hydra"]
         sources: list[dict[str, Any]] = found["runtime"]["config_sources"]
@@ -70,6 +74,16 @@ def _before(folder: Path) -> tuple[str, list[str], list[str]]:
             f"resume={folder} is not the output directory of a run or a sweep: its"
             " .hydra/hydra.yaml has no options"
         ) from error
+
+
+def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
+    """The same of a comparison that was kept, whose result has the command; None without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        command = json.loads((folder / "result.json").read_text())["provenance"]["command"]
+        _, script, *options = shlex.split(command)
+        if Path(script).name == "compare.py":
+            return "compare", options, []
+    return None
 
 
 def snapshot(arguments: Sequence[str]) -> dict[Path, bytes]:

@@ -21,7 +21,7 @@ from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_te
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe
-from toolkit.results.record import Ledger, Row, read_csv, read_yaml
+from toolkit.results.record import RESULT, Ledger, Row, read_csv, read_result, read_yaml
 from toolkit.results.runs import DIGEST
 from toolkit.results.wandb_run import group_of, track, track_schedule
 from toolkit.runtime import World
@@ -192,7 +192,7 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
             run = found.setdefault(key, RuleRun(*key, [], []))
             getattr(run, kept).append(row["note"] if kept == "notes" else row)
     if trained := {rule for rule, _ in [*found, *_saved(folder)]}:
-        old, new = read_yaml(folder / COMPARED), _with_digests(options)
+        old, new = _options_before(folder), _with_digests(options)
         if not isinstance(old.get("rules"), dict):
             raise UserError(
                 f"resume={folder} has runs, but no readable {COMPARED} with their options: start in"
@@ -209,9 +209,16 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     return [run for run in found.values() if len(run.epochs) == options["epochs"]]
 
 
+def _options_before(folder: Path) -> Row:
+    """The options of the runs in ``folder``; of a comparison that was kept, those of its result."""
+    if (folder / COMPARED).exists() or not (folder / RESULT).exists():
+        return read_yaml(folder / COMPARED)
+    return read_result(folder)["provenance"]["config"]
+
+
 def keep_options(folder: Path, options: Options) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
-    content, old = _with_digests(options), read_yaml(folder / COMPARED)
+    content, old = _with_digests(options), _options_before(folder)
     own = {k: v for k, v in (old.get("own") or {}).items() if k not in content["rules"]}
     content["own"] = own | content.get("own", {})
     content["rules"] = (old.get("rules") or {}) | content["rules"]
