@@ -2,13 +2,15 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.meetings import COLLECTIVES
 from tests.schedule.strategies import programs, quick
+from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, catalog
 
@@ -118,15 +120,16 @@ def free_weights_before_use(program, rank, user, data):
     own = program.ranks[rank]
     ends = own[own.index(user) :]
     free = next(i for i in ends if i.action == Action.FREE and i.weights == user.weights)
-    what = "the prediction from version" if user.buffer else "version"
+    what = "the prediction from version" if user.buffer == Buffer.PREDICTION else "version"
     why = f"the rank does not hold {what} {user.version} of stage {user.stage}"
     return before(program, rank, free, user), user, why
 
 
 def read_another(program, rank, op, data):
     wrong = op._replace(version=op.version + data.draw(st.sampled_from([-1, 1, 2])))
-    predicts = ", and to predict from it" if op.buffer else ""
-    why = f"the schedule promises weight version {op.version}{predicts}\n"
+    also = {Buffer.PREDICTION: "predict from it", Buffer.COMPENSATED: "compensate its gradient"}
+    more = f", and to {also[op.buffer]}" if op.buffer else ""
+    why = f"the schedule promises weight version {op.version}{more}\n"
     return put(program, rank, op, wrong), wrong, why
 
 
@@ -263,3 +266,73 @@ def test_the_place_is_marked_in_the_grid(first_step):
     _, *grid = refusal(twice(program, rank, op)).splitlines()
     assert grid[1 + rank].count("[1B1") == 1
     assert "\n".join(grid).count("[") == 1
+
+
+FIELDS = {
+    "tick": st.integers(-1, 60) | st.just(10_000),
+    "action": st.sampled_from(Action),
+    "stage": st.integers(-1, 9) | st.just(10**9),
+    "microbatch": st.none() | st.integers(-1, 9) | st.just(10**9),
+    "step": st.none() | st.integers(-1, 9) | st.just(10**9),
+    "version": st.none() | st.integers(-1, 9) | st.just(10**9),
+    "buffer": st.none() | st.sampled_from(Buffer),
+    "peers": st.lists(st.integers(-1, 9), max_size=3).map(tuple),
+}
+
+
+@given(programs(), st.data())
+@settings(quick, max_examples=more(200, 2000))
+def test_any_change_of_a_field_is_refused(program, data):
+    """Unless only an update, a prediction or a free moves between its neighbours."""
+    rank, own = data.draw(st.sampled_from([*enumerate(program.ranks)]))
+    assume(own)
+    i = data.draw(st.sampled_from(own))
+    field = data.draw(st.sampled_from([*FIELDS]))
+    changed = i._replace(**{field: data.draw(FIELDS[field])})
+    assume(changed != i)
+    try:
+        put(program, rank, i, changed).verify()
+    except UserError:
+        return
+    assert field == "tick"
+    assert i.action in (Action.UPDATE, Action.PREDICT, Action.FREE)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "change", "why"),
+    [
+        (of(Action.RECV), {"tick": 10_000}, "stands after tick 10000"),
+        (of(Action.FORWARD), {"stage": 7}, "no such stage"),
+        (of(Action.FORWARD), {"microbatch": 7}, "no such stage"),
+        (of(Action.FORWARD), {"step": 99}, "no such stage"),
+        (of(Action.SEND), {"peers": ()}, "no such peers"),
+        (of(Action.SEND), {"peers": (0, 1)}, "no such peers"),
+        (of(Action.UPDATE), {"buffer": Buffer.WEIGHTS}, "no instruction of these fields"),
+        (of(Action.PREDICT), {"buffer": None}, "no instruction of these fields"),
+    ],
+)
+def test_a_malformed_instruction_is_named(wanted, change, why):
+    program = catalog.cyclic(3, 1, correction="extrapolate").lower(3)
+    rank, i = find(program, wanted)
+    assert why in refusal(put(program, rank, i, i._replace(**change)), program)
+
+
+def test_an_op_stands_at_its_place_in_the_schedule():
+    program = catalog.cyclic(2).lower(1)
+    i = program.ranks[1][0]
+    assert (i.action, i.tick) == (Action.FORWARD, 2)
+    with pytest.raises(UserError, match="at tick 1, and its op at 2"):
+        put(program, 1, i, i._replace(tick=1)).verify()
+
+
+def test_both_ends_of_a_message_stand_at_one_tick():
+    """Where the receiver's stood later, the sender could wait for ever."""
+    program = catalog.cyclic(3, 1, "per_stage_and_microbatch").lower(2)
+    rank, i, after = next(
+        (rank, i, following.tick)
+        for rank, own in enumerate(program.ranks)
+        for i, following in pairwise(own)
+        if i.action == Action.RECV and following.tick > i.tick
+    )
+    moved = put(program, rank, i, i._replace(tick=after))
+    assert f"at tick {after}, and its peer's at {i.tick}" in refusal(moved, program)

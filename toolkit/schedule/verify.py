@@ -3,7 +3,8 @@
 Linear in the number of instructions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
@@ -25,9 +26,24 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
+_MESSAGES = (Action.SEND, Action.RECV)
+_SUMS = (Action.ALL_REDUCE, Action.REDUCE)
 _CORRECTED: dict[Buffer | None, str] = {
     Buffer.PREDICTION: ", and to predict from it",
     Buffer.COMPENSATED: ", and to compensate its gradient",
+}
+
+
+# The fields that an instruction has: m micro-batch, t step, v version.
+_FORMS: dict[tuple[Action, Buffer | None], str] = {
+    **dict.fromkeys(product(map(Action, Kind), (None, *_CORRECTED)), "mtv"),
+    (Action.UPDATE, None): "tv",
+    (Action.PREDICT, Buffer.PREDICTION): "tv",
+    **dict.fromkeys(product(_MESSAGES, (Buffer.ACTIVATION, Buffer.ACTIVATION_GRADIENT)), "mt"),
+    **dict.fromkeys(product((*_MESSAGES, *_SUMS), (Buffer.GRADIENT,)), "t"),
+    **dict.fromkeys(product((*_MESSAGES, Action.BROADCAST, Action.FREE), (Buffer.WEIGHTS,)), "v"),
+    (Action.FREE, Buffer.ACTIVATION): "mt",
+    (Action.FREE, Buffer.PREDICTION): "tv",
 }
 
 
@@ -48,6 +64,7 @@ class _Rank:
 
 def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
+    _check_forms(program)
     check = _Check(program)
     try:
         with collector_paused():
@@ -63,16 +80,19 @@ def verify(program: "Program") -> None:
         why = f"it waits for ever: {stuck or 'its peers have finished'}"
         raise _error(program, rank, instruction, why) from None
     check.end()
+    _check_ticks(program)
+    for apart in check.apart[:1]:
+        raise _error(program, *apart)
 
 
 def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError:
     """The error at an instruction, with the op that it is or belongs to marked in the grid."""
     mark = None
-    if i.step is not None:
+    if i.step is not None and i.step in program.steps:
         forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
         m = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
         op = Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, m)
-        mark = i.op if i.action.computes else op, max(0, i.step - program.first_step)
+        mark = i.op if i.action.computes else op, i.step - program.first_step
     where = f"rank {rank}, slot {program.slot(i)}, {i}"
     return _marked(f"{where}: {why}", program.schedule, mark)
 
@@ -83,12 +103,61 @@ def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) 
     return UserError(f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}")
 
 
+def _check_forms(program: "Program") -> None:
+    """Refuse what is no instruction of any program on these ranks, stages and steps."""
+    schedule, steps = program.schedule, program.steps
+    microbatches, ranks = range(schedule.n_microbatches), {*range(len(program.ranks))}
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            _, action, stage, m, step, version, buffer, peers = i
+            given = "m" * (m is not None) + "t" * (step is not None) + "v" * (version is not None)
+            if _FORMS.get((action, buffer)) != given:
+                raise _error(program, rank, i, "there is no instruction of these fields")
+            if not (
+                0 <= stage < schedule.n_stages
+                and (m is None or m in microbatches)
+                and (step is None or step in steps)
+            ):
+                raise _error(program, rank, i, "the program has no such stage, micro-batch or step")
+            if action in _MESSAGES:
+                fits = len(peers) == 1 and peers[0] in ranks - {rank}
+            elif action.communicates:
+                fits = rank in peers and len({*peers} & ranks) == len(peers)
+            else:
+                fits = not peers
+            if not fits:
+                raise _error(program, rank, i, "there are no such peers")
+
+
+def _check_ticks(program: "Program") -> None:
+    """Refuse instructions that descend, and ops at other ticks than those of the schedule."""
+    begins = [program.first_step, *program.schedule.changes(program.steps)]
+    spans = pairwise([*begins, program.steps.stop])
+    starts: dict[int | None, tuple[int, Mapping[Op, int]]] = {}
+    for tick, (first, stop) in zip((0, *program.changes), spans, strict=True):
+        timing = program.schedule.at(first).timing
+        for step in range(first, stop):
+            starts[step] = tick + (step - first) * timing.period, timing.starts
+    for rank, instructions in enumerate(program.ranks):
+        now = 0
+        for i in instructions:
+            if i.tick < now:
+                raise _error(program, rank, i, f"it stands after tick {now}")
+            now = i.tick
+            if i.action.computes:
+                begin, of_step = starts[i.step]
+                if now != (due := begin + of_step[i.op]):
+                    raise _error(program, rank, i, f"it is at tick {now}, and its op at {due}")
+
+
 class _Check:
     def __init__(self, program: "Program") -> None:
         self.program = program
         self.schedule = program.schedule
         self.ranks = [_Rank() for _ in program.ranks]
         self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
+        self.met = 0  # the tick of a send, or of a collective's root; replay yields the others next
+        self.apart: list[tuple[int, Instruction, str]] = []  # at other ticks than their peers
         self.in_flight = 0  # the sum of a send, until its receive, which replay yields next
         self.slot = self.schedule.timing.ticks_per_slot
         # (rank, weights) -> the tick after which they ought to be freed
@@ -101,6 +170,10 @@ class _Check:
 
     def step(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
+        if i.action == Action.SEND or i.peers[:1] == (rank,):
+            self.met = i.tick
+        elif i.action.communicates and i.tick != self.met:
+            self.apart.append((rank, i, f"it is at tick {i.tick}, and its peer's at {self.met}"))
         if i.action.computes:
             self._compute(rank, i)
         elif i.action == Action.UPDATE:
