@@ -95,3 +95,17 @@ def test_refuses(placement, message):
     kind = str if isinstance(placement, str) else Assigned
     with pytest.raises(UserError, match=message):
         Schedule("wrong", 2, 2, timing.simultaneous(2, 2), kind(placement))
+
+
+@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
+def test_owners_are_dealt_out_by_what_a_placement_is(make):
+    """Of sharded state, whatever the placement's name: ZeRO by rank orders is ZeRO."""
+    named = make(4, state="sharded", delay=1)
+    table = [[named.rank(j, m) for m in range(4)] for j in range(4)]
+    assigned = Schedule("mine", 4, 4, named.timing, Assigned(table), delay=1, state="sharded")
+    assert assigned.owners == named.owners == (3, 2, 1, 0)
+    programs = [schedule.lower(3).verify() for schedule in (named, assigned)]
+    assert programs[0].peak_weights() == programs[1].peak_weights()
+    orders = ["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"]
+    zero = Schedule.from_rank_orders(orders, state="sharded").lower(2).verify()
+    assert zero.peak_weights() == catalog.data_parallel(2, state="sharded").lower(2).peak_weights()

@@ -54,6 +54,13 @@ class Placement:
         """Number of devices."""
         return max(map(max, self.cycles)) + 1
 
+    @property
+    def has_whole_models(self) -> bool:
+        """Whether a rank runs every stage of its micro-batches, the same ones at every step."""
+        stages = range(len(self.cycles))
+        rows = {tuple(self.rank(j, m) for m in range(self.n_microbatches)) for j in stages}
+        return len(rows) == 1 and all(self.turns(j) == 1 for j in stages)
+
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""
         length = len(self.cycles[stage])

@@ -184,7 +184,7 @@ class Schedule:
         Replicated: the last rank of the stage's chain of gradients. Sharded in data parallelism:
         stages are dealt out evenly, the last to the first rank, which cyclic timing updates first.
         """
-        if self.state == "sharded" and self.layout.name == "per_microbatch":
+        if self.state == "sharded" and self.layout.has_whole_models:
             last = self.n_ranks - 1
             return tuple(last - j * self.n_ranks // self.n_stages for j in range(self.n_stages))
         if self.rings:

@@ -151,10 +151,7 @@ def check_rotated(
     takes, instead = f'chains="{ROTATED}" takes', f'use chains="{IN_ORDER}"'
     if state != "replicated":
         raise UserError(f'{takes} state="replicated": got state={state!r}; {instead}')
-    stages, microbatches = range(len(staleness)), range(layout.n_microbatches)
-    rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
-    fixed = len(rows) == 1 and all(layout.turns(j) == 1 for j in stages)
-    if not fixed or len(set(*rows)) != n_workers:
+    if not layout.has_whole_models or len(layout.ranks(0)) != n_workers:
         raise UserError(
             f"{takes} a rank for each micro-batch, the same at every stage: got placement"
             f' {layout.name!r}; choose placement="per_microbatch", or {instead}'
