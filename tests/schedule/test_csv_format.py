@@ -124,7 +124,7 @@ def test_a_misspelt_cell_is_named(text, message):
     ("orders", "message"),
     [
         (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op"),
-        ("0F0 0B0", "one for each rank: got the text '0F0 0B0'"),
+        ("0F0 0B0", "one for each rank: got '0F0 0B0'"),
         ([[(7, 0, 0)]], r"rank 0, op 0: '\(7, 0, 0\)' is not an op"),
         ([[Op(Kind.FORWARD, 0.5, 0)]], r"rank 0, op 0: '0.5F0' is not an op"),
         ([["0F0", Op(Kind.BACKWARD, 0, -1)]], "rank 0, op 1: '0B-1' is not an op"),

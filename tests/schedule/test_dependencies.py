@@ -17,6 +17,7 @@ from toolkit.runtime.dataflow import in_background
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 from toolkit.schedule.dependencies import needs
 from toolkit.schedule.replay import replay
+from toolkit.schedule.verify import verify_order
 
 
 def written(program):
@@ -136,7 +137,7 @@ def in_any_order(program, chance):
 @quick
 def test_any_order_that_keeps_to_them_is_right(program, seed):
     """Every op reads what is promised, sums are complete, and nothing is left."""
-    in_any_order(program, random.Random(seed)).verify()
+    verify_order(in_any_order(program, random.Random(seed)))
     for rank, order in enumerate(program.ranks):
         for position, found in enumerate(needs(order, rank)):
             assert [*found] == sorted({*found} & {*range(position)})
@@ -146,7 +147,7 @@ def test_any_order_that_keeps_to_them_is_right(program, seed):
 def test_any_order_of_a_method_is_right(schedule):
     """And its instructions meet where replay joins them, which has the keys written out."""
     for seed in range(5):
-        in_any_order(schedule.lower(3), random.Random(seed)).verify()
+        verify_order(in_any_order(schedule.lower(3), random.Random(seed)))
     walk = iter([step for step in replay(schedule.lower(2).ranks) if step[1].action.communicates])
     for rank, first in walk:
         n = 2 if first.action == Action.SEND else len(first.peers)

@@ -25,12 +25,14 @@ from toolkit.schedule.pipeline_orders import as_early_as_possible
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.timing import Timing
 
-_OP = re.compile(rf"(\d+)([{LETTERS}])(\d+)")
-_WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d+)")
+_OP = re.compile(rf"(\d{{1,9}})([{LETTERS}])(\d{{1,9}})")
+_WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d{1,9})")
 
 
 def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
     """One rank's ops, from ops or text."""
+    if not isinstance(order, Sequence):
+        raise UserError(f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {order!r}")
     words = order.split() if isinstance(order, str) else order
     return [_op(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
 
@@ -39,8 +41,8 @@ def _op(word: Op | str, where: str) -> Op:
     text = str(word).strip()
     if not (found := _OP.fullmatch(text)):
         raise UserError(
-            f"{where}: {text!r} is not an op: write stage, kind and micro-batch, such as 0F0, with"
-            " kind one of F, B, I, W"
+            f"{where}: {text[:40]!r} is not an op: write stage, kind and micro-batch, such as 0F0,"
+            " with kind one of F, B, I, W"
         )
     return Op(Kind(LETTERS.index(found[2])), int(found[1]), int(found[3]))
 
@@ -79,12 +81,14 @@ def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | N
 
 def _content(source: str | Path) -> str:
     """The text of a file; a string that looks like text, and names no file, is the text itself."""
-    text = str(source)
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise UserError(f"rank orders are a file's path, or its text: got {source!r}")
+    text = str(source).removeprefix("\ufeff")  # a mark with which spreadsheets begin
     named = text.endswith(".csv") or os.path.isfile(text)
     if not (isinstance(source, Path) or named) and set(text) & {",", "\n"}:
         return text
     try:
-        return Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
+        return Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"{source} cannot be read ({reason}): expected a CSV file") from error

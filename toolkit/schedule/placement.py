@@ -36,6 +36,10 @@ IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
 """
 
 
+MOST_RANKS = 2**17
+"""Most ranks of a placement."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Micro-batches take the ranks ``cycles[stage]`` in turn, continued from step to step."""
@@ -80,9 +84,12 @@ class Assigned(Placement):
     """The rank of ``table[stage][microbatch]``, the same at every step."""
 
     def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
-        if isinstance(table, str) or not table or not all(table):
+        fits = isinstance(table, Sequence) and not isinstance(table, str)
+        if not fits or not table or not all(isinstance(row, Sequence) and row for row in table):
             raise UserError(f"a placement has the ranks of every stage: got {table!r}")
         cycles = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in table)
+        if (last := max(map(max, cycles))) >= MOST_RANKS:
+            raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {last}")
         super().__init__(name, len(cycles[0]), cycles)
 
 

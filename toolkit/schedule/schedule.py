@@ -304,8 +304,8 @@ class Schedule:
             UserError: an op is missing, unknown, repeated or apart from its forward; a rank has
                 nothing to do, or more ops than the period has slots; ranks wait for each other.
         """
-        if isinstance(orders, str):
-            raise UserError(f"orders are a list with one for each rank: got the text {orders!r}")
+        if isinstance(orders, str) or not isinstance(orders, Sequence):
+            raise UserError(f"orders are a list with one for each rank: got {orders!r}")
         parsed = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
         table = _ranks(parsed)
         if period is not None:

@@ -144,12 +144,12 @@ Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
 """An array of NumPy or torch is taken, too."""
 
 
-def plain(delay: Delay) -> Any:
-    """``delay`` with arrays and lists as tuples of numbers."""
+def plain(delay: Delay, depth: int = 2) -> Any:
+    """``delay`` with arrays and lists as tuples of numbers, ``depth`` of them within each other."""
     if hasattr(delay, "tolist"):
         delay = delay.tolist()
-    if isinstance(delay, Sequence) and not isinstance(delay, str):
-        return tuple(map(plain, delay))
+    if isinstance(delay, Sequence) and not isinstance(delay, str) and depth:
+        return tuple(plain(row, depth - 1) for row in delay)
     return delay
 
 

@@ -39,6 +39,8 @@ class Timing:
         for name in ("period", "ticks_per_slot"):
             ticks = whole(getattr(self, name), f"{name} of a timing, in ticks,", 1)
             object.__setattr__(self, name, ticks)
+        if not isinstance(self.starts, Mapping):
+            raise UserError(f"a timing maps ops to their starts: got {self.starts!r}")
         for op, start in self.starts.items():
             if not isinstance(op, Op):
                 raise UserError(f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}")

@@ -11,8 +11,8 @@ from toolkit.schedule.placement import IN_ORDER, ROTATED, Placement, share_ends
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, Staleness, freshest
 from toolkit.schedule.timing import Timing
 
-MOST = 2**20
-"""Most forwards of a training step; more take minutes and gigabytes to lower."""
+MOST = 2**17
+"""Most forwards of a training step; more take minutes and gigabytes."""
 
 _COMPLETE = (
     {Kind.FORWARD, Kind.BACKWARD},

@@ -64,6 +64,14 @@ class _Rank:
 
 def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
+    apart = verify_order(program)
+    _check_ticks(program)
+    for rank, instruction, why in apart[:1]:
+        raise _error(program, rank, instruction, why)
+
+
+def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
+    """Verify all but the ticks; return the messages whose ends stand at different ones, and why."""
     _check_forms(program)
     check = _Check(program)
     try:
@@ -80,9 +88,7 @@ def verify(program: "Program") -> None:
         why = f"it waits for ever: {stuck or 'its peers have finished'}"
         raise _error(program, rank, instruction, why) from None
     check.end()
-    _check_ticks(program)
-    for apart in check.apart[:1]:
-        raise _error(program, *apart)
+    return check.apart
 
 
 def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError:
