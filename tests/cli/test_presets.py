@@ -8,7 +8,7 @@ from tests.experiments.command import EXPERIMENTS
 from toolkit.cli import build_schedule, schema
 from toolkit.cli.build import rule_config
 from toolkit.cli.help import choices, groups
-from toolkit.schedule import RandomDelay, catalog
+from toolkit.schedule import Correction, RandomDelay, after, catalog
 
 CONF = EXPERIMENTS.parent / "conf"
 PRESETS = choices([CONF], "experiment")
@@ -119,6 +119,14 @@ def test_settings_of_the_paper(preset, model, data, batch, epochs, lr, gamma, we
         (["schedule=dp", "schedule.accumulate=2"], catalog.data_parallel(4, accumulate=2)),
         (["schedule.accumulate=3"], catalog.cyclic(4, accumulate=3)),
         (["schedule.correction=extrapolate"], catalog.cyclic(4, correction="extrapolate")),
+        (
+            ["schedule.correction={kind: compensate, strength: 0.5}"],
+            catalog.cyclic(4, correction=Correction("compensate", 0.5)),
+        ),
+        (
+            ["schedule.phases=[{schedule: dp, steps: 3}]"],
+            after([(catalog.data_parallel(4), 3)], catalog.cyclic(4)),
+        ),
         (
             ["schedule=pipedream_2bw", "schedule.correction=extrapolate"],
             catalog.pipedream_2bw(4, 4, correction="extrapolate"),
