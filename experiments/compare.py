@@ -137,7 +137,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
             continue
         warned, found.unwritten = found.unwritten, try_keep_runs(folder, runs)
         if found.unwritten not in ("", warned):
-            print(f"warning: {found.unwritten}; training goes on", file=sys.stderr)
+            print(f"warning: {found.unwritten}; training continues", file=sys.stderr)
     found.runs = select_runs(options, runs)
     return found
 

@@ -48,7 +48,7 @@ def test_page_has_every_result():
 
 
 def test_origin_says_how_rates_were_chosen(results, tmp_path, monkeypatch):
-    """Rules whose schedules share a name are told apart, by tables of rates and without."""
+    """Schedules that share a name are labelled by their rules, in tables of rates and others."""
     result = json.loads((RESULTS / "digits" / "result.json").read_text())
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     (tmp_path / "mine").mkdir()

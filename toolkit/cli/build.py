@@ -138,7 +138,7 @@ def build_schedule(config: DictConfig) -> Schedule:
                 " accumulate belong to named methods, period to files: leave one of them out"
             )
     if file is not None:
-        free = {name: options[name] for name in ("state",) if name in options}
+        free = {"state": options["state"]} if "state" in options else {}
         path = Path(file)
         found = Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
         return with_phases(found, phases)

@@ -282,7 +282,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
     try:
         if file := options.get("file"):
             free: dict[str, Any] = catalog.from_mappings(arguments)
-            free |= {k: arguments[k] for k in ("state",) if k in arguments}
+            free |= {"state": arguments["state"]} if "state" in arguments else {}
             path = Path(file)
             found = Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
             return catalog.with_phases(found, arguments.get("phases") or ())
