@@ -211,6 +211,32 @@ def test_other_errors_are_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+def test_a_rank_that_fails_late_leaves_the_report_to_the_one_that_has_left():
+    """Two ranks find one mistake: the lock of the first ends with its process."""
+    program = """
+import sys
+from toolkit.runtime.process_group.watch import Watch
+from torch.distributed import TCPStore
+store = TCPStore("localhost", int(sys.argv[2]), is_master=False)
+here = Watch(store, int(sys.argv[1]), 2, 60.0)
+here.start()
+print("started", flush=True)
+sys.stdin.readline()
+here.fail("the mistake")
+"""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", program]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store.port)], text=True, **pipes)
+        for rank in range(2)
+    ]
+    assert [rank.stdout.readline() for rank in ranks] == ["started\n"] * 2
+    reports = [rank.communicate("\n", timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [EXIT_FAILED] * 2
+    assert reports == ["\nerror: the mistake\n", ""]
+
+
 BLOCKED = """\
 threading.Timer(0.5, os.kill, [os.getpid(), signal.{}]).start()
 with here.waiting("a sum", [1]):

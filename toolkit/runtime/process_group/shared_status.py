@@ -132,7 +132,7 @@ class SharedStatus:
                 return Record.decode(self._memory[start : self._memory.find(b"\0", start)])
 
     def lock(self) -> bool:
-        """Return whether this process is the first to lock the memory, for good."""
+        """Return whether no other process has locked the memory; its lock ends with it."""
         with contextlib.suppress(OSError):
             if self.fd >= 0:  # or the memory is this process's own
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

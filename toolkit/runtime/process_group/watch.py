@@ -294,10 +294,11 @@ class Watch:
         first = local[min(local)][1].lock()
         if first and self._peers.remote:
             first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
+        self._see()  # a rank that has left has announced, and its lock ends with its process
         end = time.monotonic() + _LINGER
         while not first and time.monotonic() < end:
-            self._see()
             time.sleep(_HURRY)
+            self._see()
         if first:
             with contextlib.suppress(Exception):  # standard error may be closed
                 announce(found.message)
