@@ -42,7 +42,7 @@ def rules(n: int) -> list[Schedule]:
     cyclic, dp = catalog.cyclic, catalog.data_parallel
     kinds = ("none", "extrapolate")
     delayed = [cyclic(n, d, correction=kind) for d in (1, "freshest") for kind in kinds]
-    return [dp(n), *delayed, dp(n, delay=2)]
+    return [dp(n), *delayed, *(dp(n, delay=late) for late in (2, 4))]
 
 
 def measured_rates(models: str, n: int, seed: int) -> Iterator[Row]:
