@@ -5,14 +5,10 @@ from math import inf, nan
 
 import pytest
 from hydra.utils import instantiate
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.cli.test_presets import CONF
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, simulate, unit_costs
-from toolkit.cost import hardware as ports
-from toolkit.cost.hardware import Port, reserve
 from toolkit.errors import UserError
 from toolkit.model.analysis import Work
 from toolkit.notebook import settings
@@ -115,40 +111,3 @@ def test_a_hardware_file_must_be_complete(monkeypatch, tmp_path):
 def test_rejects_what_is_not_a_hardware(given):
     with pytest.raises(UserError, match=repr(given)):
         simulate(catalog.cyclic(2).lower(1), unit_costs(2), given)
-
-
-# Ports: no two messages at once, each as early as it can be
-
-
-def taken(*stretches):
-    port = Port()
-    for start, end in stretches:
-        port.take(start, end)
-    return port
-
-
-def test_two_ports_meet_where_both_are_free():
-    one, other = taken((0, 2), (5, 6)), taken((2, 3), (6, 9))
-    assert reserve([one, other], 0, 2) == 3
-    assert reserve([one, other], 0, 3) == 9
-    assert reserve([one, other], 9.5, 1) == 12  # the stretch from 9 to 12 is taken
-    assert one.free_from(10, 1) == other.free_from(10, 1) == 13
-    assert reserve([one, other], 1, 0) == 1  # 0 seconds need no port
-
-
-def test_what_is_long_ago_counts_as_busy(monkeypatch):
-    monkeypatch.setattr(ports, "_KEPT", 2)
-    port = taken(*((10 * k, 10 * k + 1) for k in range(5)))
-    assert port.free_from(0, 1) == 11  # between the two oldest of those remembered
-    assert port.free_from(12, 10) == 41
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=30))
-def test_never_two_at_once_and_never_later_than_need_be(messages):
-    port, busy = Port(), set()
-    for ready, seconds in messages:
-        start = port.free_from(ready, seconds)
-        wanted = (t for t in range(ready, 400) if busy.isdisjoint(range(t, t + seconds)))
-        assert start == next(wanted)
-        port.take(start, start + seconds)
-        busy |= set(range(start, start + seconds))

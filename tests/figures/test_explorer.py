@@ -228,7 +228,7 @@ def test_the_step_time_is_that_of_the_steady_state(placement):
     assert predict(analysis, unit_costs(8), UNIT).step_time == max(16, busy)
 
 
-@pytest.mark.parametrize(("n", "bandwidth"), [(4, 0.5), (6, 2.0)])
+@pytest.mark.parametrize(("n", "bandwidth"), [(4, 0.25), (6, 0.25)])
 def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     """They are not as long as those of a long training."""
     analysis = analyse(Choice("zero_cdp_v1", n, n), 1)
@@ -237,7 +237,7 @@ def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     found = predict(analysis, costs, slow).step_time
     long = simulate(analysis.schedule.lower(60), costs, slow).step_time
     assert found == pytest.approx(long, 0.02)
-    assert simulate(analysis.schedule.lower(3), costs, slow).step_time > 1.2 * found
+    assert simulate(analysis.schedule.lower(3), costs, slow).step_time > 1.15 * found
 
 
 def test_widgets_load_with_the_explorer_only():

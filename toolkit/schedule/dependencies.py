@@ -27,8 +27,14 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
     A sum of gradients is used when all parts before have been added; a received part is added when
     the sum is used. A weight version is freed after its last use, and comes again only after that.
     """
-    found = _Needs(rank)
-    return [tuple(sorted(found.waits_for(p, i))) for p, i in enumerate(instructions)]
+    return [tuple(sorted(found)) for found in unsorted_needs(instructions, rank)]
+
+
+def unsorted_needs(instructions: Sequence[Instruction], rank: int) -> Iterator[list[int]]:
+    """Yield the positions of :func:`needs` in any order."""
+    waits = _Needs(rank)
+    for position, i in enumerate(instructions):
+        yield _DO[i.action](waits, position, i)
 
 
 class _Needs:
@@ -38,66 +44,75 @@ class _Needs:
         self.rank = rank
         self.made: dict[tuple, int] = {}  # weights and boundaries
         self.freed: dict[tuple, int] = {}  # weights
-        self.uses: defaultdict[tuple, set[int]] = defaultdict(set)  # of weights
-        self.parts: defaultdict[tuple, set[int]] = defaultdict(set)  # of sums
-        self.kept: defaultdict[tuple, set[int]] = defaultdict(set)  # ops on a micro-batch
+        self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
+        self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
+        self.kept: defaultdict[tuple, list[int]] = defaultdict(list)  # ops on a micro-batch
 
-    def waits_for(self, position: int, i: Instruction) -> set[int]:
-        if i.action.computes:
-            return self._computes(position, i)
-        if i.action.communicates:
-            return self._communicates(position, i)
-        if i.action == Action.UPDATE:
-            found = self.parts.pop((i.stage, i.step), set())
-            if i.step is not None:  # it begins with the version before
-                found |= self._uses(position, (i.stage, i.step))
-            self.made[i.stage, i.version] = position
-            return found
-        if i.action == Action.PREDICT:
-            self.made[i.weights] = position
-            return set().union(*(self._uses(position, weights) for weights in i.reads))
-        if i.buffer == Buffer.ACTIVATION:
-            return self.kept.pop((i.stage, i.microbatch, i.step), set())
-        self.freed[i.weights] = position
-        return self.uses.pop(i.weights, set()) | self._takes(i.weights)
-
-    def _computes(self, position: int, i: Instruction) -> set[int]:
-        key = (i.stage, i.microbatch, i.step)
-        found = self.kept[key].union(*(self._uses(position, weights) for weights in i.reads))
-        if i.action == Action.FORWARD:
-            found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
-            self.made[(Buffer.ACTIVATION, *key)] = position
-        elif i.action != Action.BACKWARD_WEIGHT:
-            later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-            found |= self._takes(later)
-            self.made[(Buffer.ACTIVATION_GRADIENT, *key)] = position
-        self.kept[key].add(position)
-        if i.action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
-            self.parts[i.stage, i.step].add(position)
+    def op(self, position: int, i: Instruction) -> list[int]:
+        _, action, j, m, step, *_ = i
+        kept = self.kept[j, m, step]
+        found = [*kept]
+        kept.append(position)
+        for weights in i.reads:
+            found += self._use(position, weights)
+        if action == Action.FORWARD:
+            found += self._take((Buffer.ACTIVATION, j - 1, m, step))
+            self.made[Buffer.ACTIVATION, j, m, step] = position
+        elif action != Action.BACKWARD_WEIGHT:
+            found += self._take((Buffer.ACTIVATION_GRADIENT, j + 1, m, step))
+            self.made[Buffer.ACTIVATION_GRADIENT, j, m, step] = position
+        if action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
+            self.parts[j, step].append(position)
         return found
 
-    def _communicates(self, position: int, i: Instruction) -> set[int]:
+    def update(self, position: int, i: Instruction) -> list[int]:
+        found = self.parts.pop((i.stage, i.step), [])
+        if i.step is not None:  # it begins with the version before
+            found += self._use(position, (i.stage, i.step))
+        self.made[i.stage, i.version] = position
+        return found
+
+    def predict(self, position: int, i: Instruction) -> list[int]:
+        self.made[i.weights] = position
+        return [made for weights in i.reads for made in self._use(position, weights)]
+
+    def free(self, position: int, i: Instruction) -> list[int]:
+        if i.buffer == Buffer.ACTIVATION:
+            return self.kept.pop((i.stage, i.microbatch, i.step), [])
+        self.freed[i.weights] = position
+        return self.uses.pop(i.weights, []) + self._take(i.weights)
+
+    def communicate(self, position: int, i: Instruction) -> list[int]:
         if i.buffer == Buffer.WEIGHTS:
             if not i.leaves(self.rank):
-                return self._uses(position, i.weights)
+                return self._use(position, i.weights)
             self.made[i.weights] = position
-            return {self.freed[i.weights]} if i.weights in self.freed else set()
+            return [self.freed[i.weights]] if i.weights in self.freed else []
         if i.buffer == Buffer.GRADIENT:
-            gives = i.action != Action.RECV
-            found = self.parts.pop((i.stage, i.step), set()) if gives else set()
+            key = i.stage, i.step
+            found = [] if i.action == Action.RECV else self.parts.pop(key, [])
             if i.leaves(self.rank):
-                self.parts[i.stage, i.step].add(position)
+                self.parts[key].append(position)
             return found
         boundary = (i.buffer, i.stage, i.microbatch, i.step)
         if i.action == Action.SEND:
-            return self._takes(boundary)
+            return self._take(boundary)
         self.made[boundary] = position
-        return set()
+        return []
 
-    def _uses(self, position: int, key: tuple) -> set[int]:
-        self.uses[key].add(position)
-        return {self.made[key]} if key in self.made else set()
+    def _use(self, position: int, key: tuple) -> list[int]:
+        self.uses[key].append(position)
+        return [self.made[key]] if key in self.made else []
 
-    def _takes(self, key: tuple) -> set[int]:
+    def _take(self, key: tuple) -> list[int]:
         """The position that made a buffer; empty if it existed before the program."""
-        return {self.made.pop(key)} if key in self.made else set()
+        return [self.made.pop(key)] if key in self.made else []
+
+
+_DO = [
+    *[_Needs.op] * len(Kind),
+    _Needs.update,
+    _Needs.predict,
+    *[_Needs.communicate] * (Action.FREE - Action.SEND),
+    _Needs.free,
+]

@@ -5,7 +5,7 @@ Linear in the number of instructions.
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
@@ -35,7 +35,7 @@ _CORRECTED: dict[Buffer | None, str] = {
 
 
 # The fields that an instruction has: m micro-batch, t step, v version.
-_FORMS: dict[tuple[Action, Buffer | None], str] = {
+_FIELDS: dict[tuple[Action, Buffer | None], str] = {
     **dict.fromkeys(product(map(Action, Kind), (None, *_CORRECTED)), "mtv"),
     (Action.UPDATE, None): "tv",
     (Action.PREDICT, Buffer.PREDICTION): "tv",
@@ -45,6 +45,7 @@ _FORMS: dict[tuple[Action, Buffer | None], str] = {
     (Action.FREE, Buffer.ACTIVATION): "mt",
     (Action.FREE, Buffer.PREDICTION): "tv",
 }
+_FORMS = {form: tuple(letter in fields for letter in "mtv") for form, fields in _FIELDS.items()}
 
 
 class _RefusedError(Exception):
@@ -112,11 +113,11 @@ def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) 
 def _check_forms(program: "Program") -> None:
     """Refuse what is no instruction of any program on these ranks, stages and steps."""
     schedule, steps = program.schedule, program.steps
-    microbatches, ranks = range(schedule.n_microbatches), {*range(len(program.ranks))}
+    microbatches, ranks = range(schedule.n_microbatches), range(len(program.ranks))
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             _, action, stage, m, step, version, buffer, peers = i
-            given = "m" * (m is not None) + "t" * (step is not None) + "v" * (version is not None)
+            given = m is not None, step is not None, version is not None
             if _FORMS.get((action, buffer)) != given:
                 raise _error(program, rank, i, "there is no instruction of these fields")
             if not (
@@ -126,9 +127,9 @@ def _check_forms(program: "Program") -> None:
             ):
                 raise _error(program, rank, i, "the program has no such stage, micro-batch or step")
             if action in _MESSAGES:
-                fits = len(peers) == 1 and peers[0] in ranks - {rank}
+                fits = len(peers) == 1 and peers[0] != rank and peers[0] in ranks
             elif action.communicates:
-                fits = rank in peers and len({*peers} & ranks) == len(peers)
+                fits = rank in peers and len({*peers}.intersection(ranks)) == len(peers)
             else:
                 fits = not peers
             if not fits:
@@ -139,7 +140,7 @@ def _check_ticks(program: "Program") -> None:
     """Refuse instructions that descend, and ops at other ticks than those of the schedule."""
     begins = [program.first_step, *program.schedule.changes(program.steps)]
     spans = pairwise([*begins, program.steps.stop])
-    starts: dict[int | None, tuple[int, Mapping[Op, int]]] = {}
+    starts: dict[int | None, tuple[int, Mapping[Any, int]]] = {}  # fields of an op equal it
     for tick, (first, stop) in zip((0, *program.changes), spans, strict=True):
         timing = program.schedule.at(first).timing
         for step in range(first, stop):
@@ -152,7 +153,7 @@ def _check_ticks(program: "Program") -> None:
             now = i.tick
             if i.action.computes:
                 begin, of_step = starts[i.step]
-                if now != (due := begin + of_step[i.op]):
+                if now != (due := begin + of_step[i[1:4]]):
                     raise _error(program, rank, i, f"it is at tick {now}, and its op at {due}")
 
 

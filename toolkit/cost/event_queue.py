@@ -1,0 +1,183 @@
+"""The instructions of a program in order of time, each when it has what it waits for.
+
+An instruction waits for those whose results it uses, as in the runtime: see
+:func:`toolkit.schedule.dependencies.needs`. The ops of a rank keep the order of its program, and so
+do its collectives. A message waits until its receiver expects it and both ranks are within the
+schedule's lookahead. Then it takes its ports as soon as all of them idle; of messages that want
+the same, the first in the program goes first.
+
+Ops, and what needs no port, may be handled before others that begin earlier: they have nothing to
+share. Messages are handled in order of time.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from toolkit.schedule import Action, Instruction, Program
+from toolkit.schedule.dependencies import unsorted_needs
+
+Ports = tuple[int, ...]
+
+Begin = Callable[[int, int, Instruction, float], None]
+
+_COMMUNICATES = frozenset(action for action in Action if action.communicates)
+_IN_ORDER = [action.computes or action == Action.PREDICT for action in Action]
+
+
+class _Event(NamedTuple):
+    """Ports are wanted, and ``then`` gets when they are taken; or they are free again."""
+
+    when: float
+    tick: int
+    number: int
+    ports: Ports
+    seconds: float
+    then: Callable[[float], None] | None
+
+
+class EventQueue:
+    """What each instruction waits for; which ports are busy.
+
+    Instructions have numbers, rank by rank; a send stands for its receive, too, and the root's
+    instruction for all of a collective.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._instructions = [i for order in program.ranks for i in order]
+        self._ranks = [rank for rank, order in enumerate(program.ranks) for _ in order]
+        self._lacking = [0] * len(self._instructions)
+        self._ready = [0.0] * len(self._instructions)
+        self._users: list[list[int]] = [[] for _ in self._instructions]
+        number = self._numbers()
+        self._link(program, number)
+        nothing = (g for g, lacking in enumerate(self._lacking) if not lacking)
+        self._open = [g for g in nothing if number[g] == g]
+        self._events: list[_Event] = []
+        self._busy: set[int] = set()
+        self._waiting: defaultdict[Ports, list[tuple[int, int, _Event]]] = defaultdict(list)
+        self._wanted: defaultdict[int, set[Ports]] = defaultdict(set)
+
+    def _numbers(self) -> list[int]:
+        """The number of what stands for each instruction."""
+        number = [*range(len(self._instructions))]
+        sends: defaultdict[tuple, list[int]] = defaultdict(list)
+        receives: defaultdict[tuple, list[int]] = defaultdict(list)
+        collectives: defaultdict[tuple, list[int]] = defaultdict(list)
+        for g, (rank, i) in enumerate(zip(self._ranks, self._instructions, strict=True)):
+            if i.action == Action.SEND:
+                sends[rank, i.peers[0]].append(g)
+            elif i.action == Action.RECV:
+                receives[i.peers[0], rank].append(g)
+            elif i.action in _COMMUNICATES:
+                collectives[i[1:]].append(g)
+        # Messages from one rank to another have the same order on both, as have collectives.
+        for pair, received in receives.items():
+            for g, send in zip(received, sends[pair], strict=True):
+                number[g] = send
+        for found in collectives.values():
+            peers = self._instructions[found[0]].peers
+            times, root = len(found) // len(peers), sorted(peers).index(peers[0])
+            for k in range(times):
+                for g in found[k::times]:
+                    number[g] = found[k + root * times]
+        return number
+
+    def _link(self, program: Program, number: list[int]) -> None:
+        """Find what each instruction waits for."""
+        lacking, users, ahead = self._lacking, self._users, program.schedule.lookahead
+        first = 0
+        for rank, order in enumerate(program.ranks):
+            in_order = [_IN_ORDER[i.action] for i in order]
+            ops = [p for p, i in enumerate(order) if i.action <= Action.BACKWARD_WEIGHT]
+            before = collective = -1
+            passed = 0  # ops further back than the lookahead
+            for p, (i, found) in enumerate(zip(order, unsorted_needs(order, rank), strict=True)):
+                waits, last = [], -1
+                for q in found:
+                    if not in_order[q]:
+                        waits.append(q)
+                    elif q > last:  # of ops the last is enough
+                        last = q
+                if in_order[p]:
+                    last, before = before, p
+                elif i.action in _COMMUNICATES:
+                    opens = i.tick - ahead
+                    while passed < len(ops) and order[ops[passed]].tick < opens:
+                        passed += 1
+                    if passed and ops[passed - 1] > last:
+                        last = ops[passed - 1]
+                    if i.action > Action.RECV:
+                        if collective >= 0:
+                            waits.append(collective)
+                        collective = p
+                if last >= 0:
+                    waits.append(last)
+                g = number[first + p]
+                lacking[g] += len(waits)
+                for q in waits:
+                    users[number[first + q]].append(g)
+            first += len(order)
+
+    def run(self, begin: Mapping[Action, Begin], until: float, since: float) -> None:
+        """Carry out what stands before the tick ``until``, from ``since`` seconds on.
+
+        ``begin[action]`` gets the number of an instruction, its rank, itself and when it may begin.
+        It says when it ends (:meth:`end`), or what ports it takes (:meth:`occupy`).
+        """
+        later = []
+        while self._open or self._events:
+            while self._open:
+                g = self._open.pop()
+                i = self._instructions[g]
+                if i.tick >= until:
+                    later.append(g)
+                else:
+                    begin[i.action](g, self._ranks[g], i, max(since, self._ready[g]))
+            if self._events:
+                self._serve()
+        self._open = later
+
+    def _serve(self) -> None:
+        """Free and take ports at the next moment at which something happens."""
+        now = self._events[0].when
+        wanted: set[Ports] = set()
+        while self._events and self._events[0].when == now:
+            event = heappop(self._events)
+            if event.then is None:
+                self._busy.difference_update(event.ports)
+                for port in event.ports:
+                    wanted |= self._wanted[port]
+            else:
+                heappush(self._waiting[event.ports], (event.tick, event.number, event))
+                for port in event.ports:
+                    self._wanted[port].add(event.ports)
+                wanted.add(event.ports)
+        for *_, event in sorted(queue[0] for ports in wanted if (queue := self._waiting[ports])):
+            if event.then is not None and self._busy.isdisjoint(event.ports):
+                heappop(self._waiting[event.ports])
+                self._busy.update(event.ports)
+                end = now + event.seconds
+                heappush(self._events, event._replace(when=end, tick=-1, then=None))
+                event.then(now)
+
+    def occupy(
+        self, g: int, ready: float, ports: Ports, seconds: float, then: Callable[[float], None]
+    ) -> None:
+        """Take ``ports`` for ``seconds`` as soon as all idle; ``then`` gets when that is."""
+        if seconds == 0:  # needs no port
+            then(ready)
+        else:
+            tick = self._instructions[g].tick
+            heappush(self._events, _Event(ready, tick, g, ports, seconds, then))
+
+    def end(self, g: int, when: float) -> None:
+        """Let begin what waited for an instruction, and for nothing else."""
+        ready, lacking = self._ready, self._lacking
+        for user in self._users[g]:
+            if ready[user] < when:
+                ready[user] = when
+            lacking[user] -= 1
+            if not lacking[user]:
+                self._open.append(user)
