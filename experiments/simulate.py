@@ -7,8 +7,12 @@ More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.per
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -19,9 +23,11 @@ from toolkit.errors import UserError
 from toolkit.format import GIB, MB
 
 if TYPE_CHECKING:
-    from toolkit.cost import Costs
+    from toolkit.cost import Costs, Timeline
+    from toolkit.schedule import Schedule
 
 _MOST_RANKS = 16  # that are printed
+_WORTH = 0.03  # share of a step that other messages have to save
 
 
 @entry_point("simulate")
@@ -51,23 +57,27 @@ def main(config: DictConfig) -> None:
         model = build_model(config.model, form)
 
     @cache  # stages are timed once
-    def costs_of(n_stages: int) -> "Costs":
-        stages = partition(model, n_stages, example, config.partition)
+    def costs_of(n_stages: int, by: Any = None) -> "Costs":
+        stages = partition(model, n_stages, example, by or config.partition)
         costs = profile(stages, example, precision=config.precision)
         return recomputing(costs, config.checkpoint)
 
+    def predict(schedule: "Schedule", by: Any = None, steps: int | None = None) -> "Timeline":
+        costs = costs_of(schedule.n_stages, by)
+        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
+        program = schedule.lower(steps or steps_to_time(schedule)).verify()
+        return simulate(program, costs, hardware, state)
+
     folder = output_folder()
+    notes: list[str] = []
     predicted, rows, ranks = [], [], []
     for k, (name, schedule) in enumerate(schedules.items()):
-        costs = costs_of(schedule.n_stages)
-        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline = simulate(program, costs, hardware, state)
+        timeline = predict(schedule)
         samples = config.batch * schedule.n_microbatches
         rows.append({"schedule": name} | summary(timeline, samples, hardware))
         ranks += by_rank(name, timeline)
-        drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
-        predicted.append(replace(drawn, name=name))
+        notes += faster(schedule, timeline.step_time, predict, config)
+        predicted.append(replace(predict(schedule, steps=config.steps), name=name))
         predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
         predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     figures = save(timelines(predicted), folder / "timeline")
@@ -85,7 +95,29 @@ def main(config: DictConfig) -> None:
         found = ", ".join(f"{name} {j} and {n}" for name, (j, n) in sizes.items())
         hint = "stages={} microbatches={}".format(*next(iter(sizes.values())))
         print(f"\nnote: stages and micro-batches differ ({found}); {hint} gives those of the first")
+    for note in notes:
+        print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def faster(
+    schedule: Any, seconds: float, predict: Callable[..., "Timeline"], config: DictConfig
+) -> Iterator[str]:
+    """A sentence if workers with late weights take less time with other chains or stages."""
+    from toolkit.schedule import CHAINS
+
+    late = schedule.max_staleness > 0 and schedule.layout.has_whole_models
+    if not late or schedule.final is not schedule:
+        return
+    cuts = (None,) if config.measured else (None, "parameters")  # stages are timed once
+    found: dict[tuple[str, str | None], float] = {(schedule.chains, None): seconds}
+    for chains, by in product(CHAINS, cuts):
+        with suppress(UserError):  # the schedule or the model does not allow it
+            found[chains, by] = predict(replace(schedule, chains=chains), by).step_time
+    (chains, by), best = min(found.items(), key=itemgetter(1))
+    if best < (1 - _WORTH) * seconds:
+        options = f"chains={chains}" + (f" and partition={by}" if by else "")
+        yield f"{schedule.name} takes {best * 1e3:.3f} ms a step with {options}"
 
 
 def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:

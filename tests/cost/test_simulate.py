@@ -200,6 +200,22 @@ def test_an_all_reduce_is_a_ring(n):
     assert timeline.bytes_sent() == pytest.approx([2 * (n - 1) / n * 20] * n)
 
 
+@pytest.mark.parametrize("n", [4, 8])
+def test_where_links_are_slow_late_weights_are_faster(n):
+    """All parameters cross a link in the time of a step. Rotated, ranks send 2(n-1)/n of them."""
+    costs = [StageCost(1.0, 2.0, parameter_bytes=1.0)] * n
+    machine = replace(UNIT, link_bandwidth=1 / 3)
+
+    def step(schedule):
+        program = schedule.lower(steps_to_time(schedule)).verify()
+        return simulate(program, costs, machine).step_time
+
+    bound = 2 * (n - 1) / n * 3 * n
+    assert step(catalog.cyclic(n, 1, chains="rotated")) == pytest.approx(bound, rel=0.02)
+    assert step(catalog.cyclic(n, 1)) == pytest.approx(2 * 3 * n, rel=0.02)  # twice through a port
+    assert bound < 0.85 * step(catalog.data_parallel(n))
+
+
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_broadcasts_and_reductions_are_trees(n):
     stage = replace(FIRST, parameter_bytes=6.0)

@@ -1,6 +1,7 @@
 """memory, communication, pipelines and simulate end to end: what they print, write and refuse."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -155,6 +156,20 @@ def test_simulate_several_schedules(tmp_path):
     assert [row["schedule"] for row in found] == ["DP", "CDP-v2"]
     ranks = [(row["schedule"], row["rank"]) for row in rows(tmp_path / "ranks.csv")]
     assert ranks == [(name, rank) for name in ("DP", "CDP-v2") for rank in "01"]
+
+
+def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
+    """Half of ResNet-8 is in its last stage, whose whole messages the others wait for."""
+    options = (*SMALL, "stages=4", "microbatches=4", "hardware.link_latency=0")
+    options += ("hardware.link_bandwidth=1e8",)
+    out = succeeded("simulate", tmp_path / "a", *options, "schedule=cdp_v1")
+    note = re.search(r"note: CDP-v1 takes (\S+) ms a step with (chains=rotated) and (\S+)", out)
+    better = (f"schedule.{note[2]}", note[3], "schedule=cdp_v1")
+    (row,) = complete("simulate", tmp_path / "b", *options, *better)["metrics"]
+    assert row["ms a step"] == float(note[1])
+    (before,) = rows(tmp_path / "a" / "simulation.csv")
+    assert row["ms a step"] < 0.9 * float(before["ms a step"])
+    assert "note:" not in succeeded("simulate", tmp_path / "c", *options, "schedule=dp")
 
 
 def test_simulate_warns_of_different_sizes(tmp_path):

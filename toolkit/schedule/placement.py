@@ -31,8 +31,9 @@ IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
     as they finish, but beginning with the j-th rank for stage j. New weights travel round the same
     ring, so that each rank sends to one neighbour only. If the stages are a multiple of the N
     ranks, every rank sends 2(N-1)/N models a step and makes the same number of updates. In return
-    ranks hold gradients longer, and up to N-1 messages of a stage follow its last backward. It
-    needs replicated state, a rank for each micro-batch, and a delay that leaves weights time.
+    ranks hold gradients longer, and up to N-1 messages of a stage follow its last backward; where
+    links are slow, stages should therefore have equal parameters. It needs replicated state, a rank
+    for each micro-batch, and a delay that leaves weights time.
 """
 
 
