@@ -142,6 +142,19 @@ def test_a_port_is_not_kept_for_a_message_that_is_not_ready():
     assert op.end == message.start == 25.5
 
 
+def test_what_an_op_waits_for_goes_before_a_reduction():
+    """The slower rank ends its backward last, and both are ready at once; the other is the root."""
+    program = catalog.data_parallel(2, "per_stage_and_microbatch").lower(1).verify()
+    roots = {i.peers[0] for order in program.ranks for i in order if i.action == Action.ALL_REDUCE}
+    machine = replace(UNIT, link_bandwidth=1, speeds=[1.0 + (rank in roots) for rank in range(4)])
+    costs = [StageCost(1.0, 1.0, input_bytes=1.0, parameter_bytes=5.0)] * 2
+    timeline = simulate(program, costs, machine)
+    (reduced,) = {s.start for s in timeline.spans if (s.name, s.stage) == ("all-reduce", 1)}
+    passed_on = {(s.start, s.end) for s in timeline.spans if s.name == "activation gradient"}
+    assert passed_on == {(1.5, 2.5), (3, 4)}
+    assert reduced == 4
+
+
 LANES = {Action.SEND: "send", Action.RECV: "receive"}
 
 

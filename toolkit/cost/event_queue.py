@@ -4,7 +4,7 @@ An instruction waits for those whose results it uses, as in the runtime: see
 :func:`toolkit.schedule.dependencies.needs`. The ops of a rank keep the order of its program, and so
 do its collectives. A message waits until its receiver expects it and both ranks are within the
 schedule's lookahead. Then it takes its ports as soon as all of them idle; of messages that want
-the same, the first in the program goes first.
+the same, the first in the program goes first: by tick, then what ops wait for, gradients, weights.
 
 Ops, and what needs no port, may be handled before others that begin earlier: they have nothing to
 share. Messages are handled in order of time.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from toolkit.schedule import Action, Instruction, Program
+from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
 
 Ports = tuple[int, ...]
@@ -31,6 +31,7 @@ class _Event(NamedTuple):
 
     when: float
     tick: int
+    kind: int
     number: int
     ports: Ports
     seconds: float
@@ -56,7 +57,7 @@ class EventQueue:
         self._open = [g for g in nothing if number[g] == g]
         self._events: list[_Event] = []
         self._busy: set[int] = set()
-        self._waiting: defaultdict[Ports, list[tuple[int, int, _Event]]] = defaultdict(list)
+        self._waiting: defaultdict[Ports, list[tuple[int, int, int, _Event]]] = defaultdict(list)
         self._wanted: defaultdict[int, set[Ports]] = defaultdict(set)
 
     def _numbers(self) -> list[int]:
@@ -150,7 +151,7 @@ class EventQueue:
                 for port in event.ports:
                     wanted |= self._wanted[port]
             else:
-                heappush(self._waiting[event.ports], (event.tick, event.number, event))
+                heappush(self._waiting[event.ports], (*event[1:4], event))
                 for port in event.ports:
                     self._wanted[port].add(event.ports)
                 wanted.add(event.ports)
@@ -169,8 +170,9 @@ class EventQueue:
         if seconds == 0:  # needs no port
             then(ready)
         else:
-            tick = self._instructions[g].tick
-            heappush(self._events, _Event(ready, tick, g, ports, seconds, then))
+            i = self._instructions[g]
+            kind = Buffer.ACTIVATION if i.buffer is None else i.buffer
+            heappush(self._events, _Event(ready, i.tick, kind, g, ports, seconds, then))
 
     def end(self, g: int, when: float) -> None:
         """Let begin what waited for an instruction, and for nothing else."""
