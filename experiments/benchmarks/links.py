@@ -4,15 +4,20 @@ Ranks are processes of this machine in network namespaces, their links limited b
 is the time of a training step without any message, M that in which all parameters go from one rank
 to another: links are set to ratios of M to C. In every round all methods train on each link, in
 random order; medians over rounds are quoted, and ratios to DDP. Linux, as root.
+
+Stages sleep for the time that a device would compute, so that a few cores carry many ranks, and the
+simulator predicts each step time; or a network is computed. A run given the ``hydra.run.dir`` of an
+earlier one continues it.
 """
 
+import json
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -27,10 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks import network
+from benchmarks import network, slept
 from benchmarks.network import Array, Traffic
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
+from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
@@ -47,7 +53,7 @@ Train = Callable[[int], Iterator[object]]
 Times = list[list[float]]
 """Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
 
-_COMPUTES = 5  # runs without messages; their median counts
+_COMPUTES = 3  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
 _HALF = {"compression": "bf16"}
 _PACED = {"pacing": True, "chunk_mb": 0.25}
@@ -72,6 +78,9 @@ METHODS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
 COMPUTE = "compute"
 """The same computation without any message: a lower bound, not a method."""
 ALL = (COMPUTE, *METHODS)
+SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2")
+"""What is compared, unless given, if stages sleep."""
+_BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class Link:
     mbit: float | None  # a second, of the limit
     compute: float  # C: seconds of a step without messages
     one_way: float  # M: seconds in which all parameters go from one rank to another
+    latency: float = 0.0  # seconds of a message of a byte
 
     @property
     def name(self) -> str:
@@ -97,12 +107,21 @@ def images_of(task: Task) -> tuple[Tensor, Tensor]:
     """Random images of all workers, and their classes."""
     torch.manual_seed(task.seed)
     n, size = task.workers * task.batch, task.image_size
-    return torch.randn(n, 3, size, size), torch.randint(10, (n,))
+    classes = torch.randint(10, (n,))
+    if task.sleep:
+        return torch.randn(n, slept.FEATURES), classes
+    return torch.randn(n, 3, size, size), classes
 
 
 def fresh_model(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
+    if task.sleep:
+        return slept.model(task.stages, task.megabytes, task.sleep)
     return build(task.model, 10, task.image_size)
+
+
+def methods_of(task: Task) -> tuple[str, ...]:
+    return tuple(task.methods) or (SLEPT if task.sleep else ALL)
 
 
 def schedule_of(task: Task, method: str) -> Schedule:
@@ -121,10 +140,41 @@ def make(task: Task, method: str, world: World) -> Train:
         mine = (whole.chunk(task.workers)[world.rank] for whole in (images, classes))
         return _plain(model, *mine)
     runtime, _, options = METHODS[method]
-    stages = partition(model, task.stages, images[: task.batch], by=task.partition)
+    if task.sleep:
+        stages = slept.cut(model, task.stages)
+    else:
+        stages = partition(model, task.stages, images[: task.batch], by=task.partition)
+    if task.sleep and runtime is DDP:
+        # Half a stage less than a bucket's stages: the last of them fills it.
+        filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
+        options = options | {"bucket_mb": filled / 2**20}
     schedule = schedule_of(task, method)
     made = runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
     return lambda n_steps: made.run([(images, classes)] * n_steps)
+
+
+def _in_bucket(task: Task) -> int:
+    """Stages in a bucket of DDP, if they sleep."""
+    return -(-task.stages // _BUCKETS)
+
+
+def predicted(task: Task, link: Link, method: str) -> float:
+    """Seconds of a step by the simulator, for stages that sleep.
+
+    Of the same steps as those measured: messages may still pile up in them.
+    """
+    n_bytes = 1e6 * task.megabytes
+    bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
+    hardware = Hardware("measured", inf, inf, bandwidth, link.latency)
+    costs = slept.costs(task.stages, task.megabytes, link.compute)
+    schedule = schedule_of(task, method)
+    runtime = METHODS[method][0]
+    if runtime is DDP:
+        costs = slept.merged(costs, _in_bucket(task))
+        schedule = catalog.data_parallel(task.workers, n_stages=len(costs))
+    elif runtime is DelayedAllReduce:
+        schedule = catalog.data_parallel(task.workers, delay=1, n_stages=task.stages)
+    return step_time(slept.predicted_times(schedule, costs, hardware, task.steps), task.skip)
 
 
 def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
@@ -181,8 +231,8 @@ def train_all(net: network.Network, task: Task) -> None:
         return moments[1] - moments[0]
 
     n_bytes = sum(4 * parameter.numel() for parameter in fresh_model(task).parameters())
-    links = calibrate(task, n_bytes, shape, train, send)
-    methods = list(task.methods or ALL)
+    links = task.links or calibrate(task, n_bytes, shape, train, send)
+    methods = methods_of(task)
     if rank == 0:
         report(links)
     for number in range(task.rounds):
@@ -190,6 +240,8 @@ def train_all(net: network.Network, task: Task) -> None:
             shape(None if link.mbit is None else 1e6 * link.mbit)
             chance = random.Random(f"{task.seed} {number} {link.name}")
             for method in chance.sample(methods, len(methods)):
+                if (link.ratio, number, method) in task.done:
+                    continue
                 times = train(method)
                 if rank == 0:
                     report((link, number, method, times))
@@ -209,8 +261,10 @@ def calibrate(
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
         shape(rate)
         one_way = median(send(n_bytes) for _ in range(_SENDS))
+        # The least: the others also wait for a core.
+        latency = min(send(1) for _ in range(_SENDS))
         mbit = None if rate is None else rate / 1e6
-        links.append(Link(task.workers, ratio, mbit, compute, one_way))
+        links.append(Link(task.workers, ratio, mbit, compute, one_way, latency))
     return links
 
 
@@ -225,7 +279,7 @@ _DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
 _DRAWN_AT = (1.0, 0.0)  # ... at these ratios
 _DIGITS = {
     "step (s)": 4, "min": 4, "max": 4, "M/C": 3, "/ DDP": 3, "/ tuned": 3, "least": 3, "paired": 3,
-    "most": 3, "peak/mean": 2, "MB sent": 2,
+    "most": 3, "peak/mean": 2, "MB sent": 2, "predicted (s)": 4, "error (%)": 1,
 }  # fmt: skip
 
 Row = dict[str, Any]
@@ -251,28 +305,70 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """A row for each number of workers, link and method."""
     check(config, device)
     folder = output_folder()
-    runs: list[Run] = []
-    links: list[Link] = []
+    options: Any = OmegaConf.to_container(config)
+    options["seed"] = seed
+    links, runs = earlier(folder, options)
+    tasks = []
     for workers in config.workers:
-        options: Any = OmegaConf.to_container(config)
-        train(Task(**options | {"workers": workers, "seed": seed}), folder, links, runs)
+        here = [link for link in links if link.workers == workers]
+        done = {(run.ratio, run.round, run.method) for run in runs if run.workers == workers}
+        tasks.append(Task(**options | {"workers": workers, "links": here, "done": done}))
+        train(tasks[-1], folder, links, runs)
     print(f"\n{format_table([{'link': link.name, **asdict(link)} for link in links])}")
-    return table(runs, links)
+    rows = table(runs, links)
+    if config.sleep:
+        add_predictions(rows, tasks, links)
+    return rows
+
+
+def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run]]:
+    """What a run with the same ``options`` has left in ``folder``."""
+    path, text = folder / "options.json", json.dumps(options, indent=1)
+    if not path.exists():
+        path.write_text(text)
+    if path.read_text() != text:
+        raise UserError(f"{folder} is of other options than these: choose another hydra.run.dir")
+    return _read(Link, folder / "links.csv"), _read(Run, folder / "runs.csv")
+
+
+def _read(kind: Any, path: Path) -> list[Any]:
+    if not path.exists():
+        return []
+    found = pd.read_csv(path).astype(object)
+    return [kind(**row) for row in found.where(found.notna(), None).to_dict("records")]
+
+
+def add_predictions(rows: list[Row], tasks: Sequence[Task], links: Sequence[Link]) -> None:
+    """Add to each row the simulator's step time and its error, and print how many are near."""
+    by_size = {task.workers: task for task in tasks}
+    at = {(link.workers, link.name): link for link in links}
+    near = []
+    for row in rows:
+        if row["method"] == COMPUTE:
+            continue
+        place = row["workers"], row["link"]
+        seconds = predicted(by_size[row["workers"]], at[place], row["method"])
+        error = 100 * (seconds / row["step (s)"] - 1)
+        near.append(abs(error) <= 5)
+        row |= {"predicted (s)": round(seconds, 4), "error (%)": round(error, 1)}
+    print(f"\npredicted within 5 % of measured: {sum(near)} of {len(near)} step times")
 
 
 def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
     """Train one number of workers; add to ``links`` and ``runs``, write them and a figure."""
     curves: Curves = {}
-    n_runs = task.rounds * len(task.ratios) * len(task.methods or ALL)
+    n_runs = task.rounds * len(task.ratios) * len(methods_of(task))
+    if n_runs == len(task.done):
+        return
     with (
-        tqdm(total=n_runs, unit="run", leave=False) as bar,
+        tqdm(total=n_runs, initial=len(task.done), unit="run", leave=False) as bar,
         network.network(task.workers) as net,
         closing(Traffic(net)) as traffic,
     ):
 
         def take(_: int, found: Any) -> None:
             if isinstance(found, list):
-                links.extend(found)
+                links.extend(link for link in found if link not in links)
                 write_csv(folder / "links.csv", [asdict(link) for link in links])
                 return
             done, curve = measured(task, traffic, *found)
@@ -313,6 +409,8 @@ def check(config: DictConfig, device: torch.device) -> None:
         ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
         ("ratios", min(config.ratios, default=-1) >= 0, "are of M to C, 0 for no limit"),
         ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
+        ("sleep", 0 <= config.sleep < inf, "is the seconds of a step, or 0 to compute"),
+        ("megabytes", 0 < config.megabytes < inf, "is above 0"),
         *(
             (name, len({*config[name]}) == len(config[name]), "are different")
             for name in ("workers", "ratios", "methods")

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,7 +48,56 @@ def test_sampler_reads_what_ports_have_received(bench):
 
 def task(**changes):
     usual = {"workers": 2, "model": "resnet8", "image_size": 8, "batch": 2, "stages": 3, "seed": 3}
-    return SimpleNamespace(**usual | {"ratios": [1], "skip": 1} | changes)
+    return SimpleNamespace(**usual | {"ratios": [1], "skip": 1, "sleep": 0.0} | changes)
+
+
+def asleep(**changes):
+    """Eight stages of 0.5 MB, which take 0.1 s for a forward and 0.2 s for a backward."""
+    return task(**{"stages": 8, "sleep": 2.4, "megabytes": 4.0, "steps": 4, "batch": 1} | changes)
+
+
+def test_stages_sleep_for_their_seconds_and_have_gradients(bench):
+    model = bench.fresh_model(asleep(stages=2, sleep=6.0, megabytes=0.8))
+    inputs, classes = bench.images_of(asleep())
+    with mock.patch("time.sleep") as sleep:
+        outputs = bench.slept.cut(model, 2).modules[0](inputs)[0]
+        torch.nn.functional.cross_entropy(outputs, classes).backward()
+    assert [call.args for call in sleep.call_args_list] == [(1.0,), (2.0,)]
+    assert model[0].weight.grad.shape == (100_000,)
+    torch.testing.assert_close(outputs, inputs + model[0].weight.mean())
+
+
+def test_ddp_is_predicted_to_send_buckets_during_the_backward(bench):
+    """Four buckets of 1 MB: 0.5 s each at 2 MB/s, a bucket every 0.4 s, the first 0.4 s late."""
+    at = bench.Link(2, 1.0, 16.0, 2.4, 2.0)
+    assert bench.predicted(asleep(), at, "DDP") == pytest.approx(0.8 + 0.4 + 4 * 0.5)
+    assert bench.predicted(asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP") == pytest.approx(
+        2.4
+    )
+
+
+@pytest.mark.parametrize("method", ["delayed all-reduce", "CDP-v1"])
+def test_delays_hide_messages_that_are_short(bench, method):
+    at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
+    assert bench.predicted(asleep(), at, method) == pytest.approx(2.4)
+
+
+def test_rows_get_predictions(bench, capsys):
+    at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
+    rows = bench.table([ran(bench, "CDP-v1", 2.5, ratio=0.25)], [at])
+    bench.add_predictions(rows, [asleep()], [at])
+    assert (rows[0]["predicted (s)"], rows[0]["error (%)"]) == (pytest.approx(2.4), -4.0)
+    assert "within 5 % of measured: 1 of 1" in capsys.readouterr().out
+
+
+def test_a_folder_is_continued_with_the_same_options_only(bench, tmp_path):
+    assert bench.earlier(tmp_path, {"steps": 8}) == ([], [])
+    links, runs = [link(bench), bench.Link(2, 0.0, None, 1.0, 0.1)], [ran(bench, "DDP", 2.0)]
+    bench.write_csv(tmp_path / "links.csv", [asdict(each) for each in links])
+    bench.write_csv(tmp_path / "runs.csv", [asdict(each) for each in runs])
+    assert bench.earlier(tmp_path, {"steps": 8}) == (links, runs)
+    with pytest.raises(UserError, match="choose another"):
+        bench.earlier(tmp_path, {"steps": 9})
 
 
 @pytest.mark.parametrize(
@@ -140,6 +191,8 @@ def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
         ({"methods": ["DDP", "FSDP"]}, "bench.methods .* 'FSDP'"),
         ({"methods": ["DDP", "DDP"]}, "bench.methods .*'DDP', 'DDP'"),
         ({"ratios": [1, -1]}, "bench.ratios .* -1"),
+        ({"sleep": -1.0}, "bench.sleep .* -1"),
+        ({"megabytes": 0.0}, "bench.megabytes .* 0"),
         ({"ratios": []}, r"bench.ratios .*\[\]"),
         ({"workers": [2, 2]}, r"bench.workers .*\[2, 2\]"),
         ({"workers": [1]}, "ranks: got 1$"),
@@ -169,7 +222,15 @@ def test_network_is_removed_after_an_exception(bench):
 @thorough
 @needs_root
 def test_a_small_one(tmp_path):
-    small = ("workers=[2]", "ratios=[1,0]", "rounds=1", "steps=4", "skip=1", "model=resnet8")
+    small = (
+        "workers=[2]",
+        "ratios=[1,0]",
+        "rounds=1",
+        "steps=4",
+        "skip=1",
+        "sleep=0",
+        "model=resnet8",
+    )
     more = ("image_size=8", "batch=2", "stages=3", "methods=[DDP,CDP-v1]", "timeout=60")
     options = [f"bench.{option}" for option in (*small, *more)]
     found = complete("bench", tmp_path, "bench=links", *options, "device=cpu")["metrics"]

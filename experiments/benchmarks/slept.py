@@ -1,0 +1,118 @@
+"""A model whose stages sleep for the time that a device would compute, and what it costs.
+
+Its parameters, gradients, updates and messages are real, so that many ranks train on few cores.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from toolkit.cost import Hardware, StageCost, simulate
+from toolkit.cost.timeline import COMPUTE
+from toolkit.format import MB
+from toolkit.model import Stages, partition
+from toolkit.schedule import Schedule
+
+FEATURES = 10  # of a sample, and classes
+BACKWARD = 2.0  # time of a backward by that of a forward
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, whose forward and backward sleep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        if not isinstance(x, FakeTensor) and x.device.type != "meta":
+            time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not isinstance(gradient, FakeTensor) and gradient.device.type != "meta":
+            time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def slept(x: Tensor, forward: float, backward: float) -> Tensor:
+    """Return ``x`` after ``forward`` seconds; its backward takes ``backward`` seconds."""
+    found: Tensor = _Sleep.apply(x, forward, backward)
+    return found
+
+
+fx.wrap("slept")  # one operation of a traced graph
+
+
+class Sleeper(nn.Module):
+    """Adds the mean of ``n`` parameters to its input, after a sleep.
+
+    In the backward the sleep comes first: the gradient is there at its end.
+    """
+
+    def __init__(self, n: int, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n))
+        self.seconds = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[b, FEATURES]`` to the same shape."""
+        return slept(x + self.weight.mean(), *self.seconds)
+
+
+def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
+    """Return equal stages of ``megabytes`` in all, which sleep ``seconds`` in a training step."""
+    forward = seconds / n_stages / (1 + BACKWARD)
+    n = round(megabytes * MB / 4 / n_stages)
+    return nn.Sequential(*(Sleeper(n, forward, BACKWARD * forward) for _ in range(n_stages)))
+
+
+def cut(made: nn.Module, n_stages: int) -> Stages:
+    """Cut a :func:`model` into its stages."""
+    return partition(
+        made, n_stages, torch.zeros(1, FEATURES), by=list(map(str, range(1, n_stages)))
+    )
+
+
+def costs(stages: int, megabytes: float, seconds: float) -> tuple[StageCost, ...]:
+    """Return the costs of a :func:`model` of a sample a micro-batch."""
+    forward, n_bytes = seconds / stages / (1 + BACKWARD), 4.0 * FEATURES
+    cost = StageCost(
+        0.0,
+        0.0,
+        input_bytes=n_bytes,
+        output_bytes=n_bytes,
+        parameter_bytes=megabytes * MB / stages,
+        forward_seconds=forward,
+        backward_seconds=BACKWARD * forward,
+    )
+    return (cost,) * stages
+
+
+def merged(costs: tuple[StageCost, ...], together: int) -> tuple[StageCost, ...]:
+    """Return the costs of a cut in which every ``together`` stages are one."""
+    groups = [costs[k : k + together] for k in range(0, len(costs), together)]
+    return tuple(
+        replace(
+            group[0],
+            parameter_bytes=sum(cost.parameter_bytes for cost in group),
+            forward_seconds=sum(cost.forward_seconds or 0.0 for cost in group),
+            backward_seconds=sum(cost.backward_seconds or 0.0 for cost in group),
+        )
+        for group in groups
+    )
+
+
+def predicted_times(
+    schedule: Schedule, costs: tuple[StageCost, ...], hardware: Hardware, steps: int
+) -> list[list[float]]:
+    """Return of each rank when the simulator ends the last op of each of ``steps``."""
+    timeline = simulate(schedule.lower(steps).verify(), costs, hardware)
+    ends = [[0.0] * steps for _ in range(timeline.n_ranks)]
+    for span in timeline.spans:
+        if span.lane == COMPUTE and span.step is not None:
+            ends[span.rank][span.step] = max(ends[span.rank][span.step], span.end)
+    return ends
