@@ -135,7 +135,8 @@ class EventQueue:
                 if i.tick >= until:
                     later.append(g)
                 else:
-                    begin[i.action](g, self._ranks[g], i, max(since, self._ready[g]))
+                    ready = self._ready[g]
+                    begin[i.action](g, self._ranks[g], i, ready if ready > since else since)
             if self._events:
                 self._serve()
         self._open = later
@@ -155,9 +156,12 @@ class EventQueue:
                 for port in event.ports:
                     self._wanted[port].add(event.ports)
                 wanted.add(event.ports)
-        for *_, event in sorted(queue[0] for ports in wanted if (queue := self._waiting[ports])):
+        for *_, event in sorted(self._waiting[ports][0] for ports in wanted):
             if event.then is not None and self._busy.isdisjoint(event.ports):
                 heappop(self._waiting[event.ports])
+                if not self._waiting[event.ports]:
+                    for port in event.ports:
+                        self._wanted[port].discard(event.ports)
                 self._busy.update(event.ports)
                 end = now + event.seconds
                 heappush(self._events, event._replace(when=end, tick=-1, then=None))

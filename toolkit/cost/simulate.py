@@ -110,6 +110,12 @@ class _Simulation:
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.working = [cost.working_bytes for cost in costs]
+        self.moved: dict[Buffer | None, list[float]] = {
+            Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
+            Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
+            Buffer.GRADIENT: [cost.gradient_bytes for cost in costs],
+            Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
+        }
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         self.moved_by_update = [c.update_bytes(s) for c, s in zip(costs, states, strict=True)]
         self.since = program.first_step  # the first step of the schedule that runs
@@ -187,11 +193,13 @@ class _Simulation:
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
             arrived = self.boundaries.pop(after)
-            self._work(rank, arrived, start, self.costs[stage + 1].input_gradient_bytes)
+            self._work(rank, arrived, start, self.moved[Buffer.ACTIVATION_GRADIENT][stage + 1])
         end = start + self.seconds[stage][action] / self.speeds[rank]
         self.computed[rank] = end
-        self._record(i, start, end, (rank, COMPUTE, 0.0, None))
-        self._work(rank, start, end, self.working[stage][action != Action.FORWARD])
+        what = (self.names[i[1:4]], *key, 0.0, None, i.tick // self.slot)
+        self.spans.append(_new(Span, (rank, COMPUTE, start, end, *what)))
+        if working := self.working[stage][action != Action.FORWARD]:
+            self._work(rank, start, end, working)
         if action == Action.FORWARD:
             self.boundaries[Buffer.ACTIVATION, *key] = end
             self._hold(start, rank, ACTIVATIONS, cost.kept_bytes)
@@ -233,7 +241,7 @@ class _Simulation:
 
     def _move(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         """Take the ports of a message, or of a collective."""
-        n_bytes, n_ranks = self._bytes(i), len(self.program.ranks)
+        n_bytes, n_ranks = self.moved[i.buffer][i.stage], len(self.program.ranks)
         if i.action == Action.SEND:
             ports: Ports = (rank, n_ranks + i.peers[0])
             seconds = self.hardware.message(n_bytes)
@@ -292,26 +300,13 @@ class _Simulation:
                 self._hold(when, rank, INPUTS, -inputs)
         self.events.end(g, when)
 
-    def _bytes(self, i: Instruction) -> float:
-        """Bytes of what an instruction moves."""
-        cost = self.costs[i.stage]
-        match i.buffer:
-            case Buffer.WEIGHTS:
-                return cost.parameter_bytes
-            case Buffer.GRADIENT:
-                return cost.gradient_bytes
-            case Buffer.ACTIVATION:
-                return cost.output_bytes
-        return cost.input_gradient_bytes
-
     def _moving(self, rank: int, n_bytes: float) -> float:
         """Seconds to move bytes between a rank and its memory."""
         return n_bytes / self.hardware.memory_bandwidth / self.hardware.speed(rank)
 
     def _record(self, i: Instruction, start: float, end: float, *ports: _Use) -> None:
         """Add a span for each rank and lane in ``ports``, with the bytes and their other end."""
-        name = self.names.get(i[1:4]) or i.label
-        what, slot = (name, i.stage, i.microbatch, i.of_step), i.tick // self.slot
+        what, slot = (i.label, i.stage, i.microbatch, i.of_step), i.tick // self.slot
         for rank, lane, n_bytes, peer in ports:
             span = (rank, lane, start, end, *what, n_bytes, peer, slot)
             self.spans.append(_new(Span, span))

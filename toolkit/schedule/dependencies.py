@@ -49,11 +49,11 @@ class _Needs:
         self.kept: defaultdict[tuple, list[int]] = defaultdict(list)  # ops on a micro-batch
 
     def op(self, position: int, i: Instruction) -> list[int]:
-        _, action, j, m, step, *_ = i
+        _, action, j, m, step, version, buffer, _ = i
         kept = self.kept[j, m, step]
         found = [*kept]
         kept.append(position)
-        for weights in i.reads:
+        for weights in ((j, version),) if buffer is None else i.reads:
             found += self._use(position, weights)
         if action == Action.FORWARD:
             found += self._take((Buffer.ACTIVATION, j - 1, m, step))
