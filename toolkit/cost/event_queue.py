@@ -164,7 +164,7 @@ class EventQueue:
                         self._wanted[port].discard(event.ports)
                 self._busy.update(event.ports)
                 end = now + event.seconds
-                heappush(self._events, event._replace(when=end, tick=-1, then=None))
+                heappush(self._events, _Event(end, -1, 0, event.number, event.ports, 0.0, None))
                 event.then(now)
 
     def occupy(
