@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from statistics import mean
@@ -73,11 +74,13 @@ def main(config: DictConfig) -> Ended:
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start, folder = time.perf_counter(), output_folder()
+    load = cache(partial(build.load_samples, config.data))
+    build.settle_delays(config, lambda: load().form)
     rules = {name: build.build_schedule(rule) for name, rule in config.rules.items()}
     world = build.join_world(config, next(iter(rules.values())))
     options = build.plain(config)
     TrackingOptions(**options["tracking"])  # refuses a wrong one before the first run
-    samples = build.load_samples(config.data)
+    samples = load()
     by, tuning = samples.form.metric, list[dict[str, Any]]()
     warnings = different_batches(rules, config.batch)
     for note in warnings if is_rank_zero() else ():

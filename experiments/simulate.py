@@ -34,7 +34,14 @@ _WORTH = 0.03  # share of a step that other messages have to save
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.cli import analysed_form, build_hardware, build_model, build_schedules, model_name
+    from toolkit.cli import (
+        analysed_form,
+        build_hardware,
+        build_model,
+        build_schedules,
+        model_name,
+        settle_delays,
+    )
     from toolkit.cost import profile, recomputing, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
@@ -48,10 +55,11 @@ def main(config: DictConfig) -> None:
     check_counts(config, "batch", "steps")
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+    form = analysed_form(config)
+    settle_delays(config, lambda: form)
     schedules = build_schedules(config)
     hardware = build_hardware(config.hardware)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    form = analysed_form(config)
     example = form.example(config.batch, device)
     with torch.device(device):
         model = build_model(config.model, form)
@@ -74,7 +82,8 @@ def main(config: DictConfig) -> None:
     for k, (name, schedule) in enumerate(schedules.items()):
         timeline = predict(schedule)
         samples = config.batch * schedule.n_microbatches
-        rows.append({"schedule": name} | summary(timeline, samples, hardware))
+        row = {"schedule": name} | summary(timeline, samples, hardware)
+        rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
         ranks += by_rank(name, timeline)
         notes += faster(schedule, timeline.step_time, predict, config)
         predicted.append(replace(predict(schedule, steps=config.steps), name=name))

@@ -172,6 +172,17 @@ def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     assert "note:" not in succeeded("simulate", tmp_path / "c", *options, "schedule=dp")
 
 
+def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
+    options = (*SMALL, "stages=4", "microbatches=4", "partition=parameters")
+    options += ("hardware.link_latency=0", "hardware.link_bandwidth=1e8")
+    also = ("+schedule@also.late=cdp_v1", "also.late.chains=rotated")
+    own = ("schedule.chains=rotated", "schedule.delay={within: 0.3}")
+    found = complete("simulate", tmp_path, *options, *also, *own)["metrics"]
+    affordable, late = (row["ms a step"] for row in found)
+    assert affordable <= 1.3 * late
+    assert 0.375 < found[0]["mean staleness"] < found[1]["mean staleness"] == 1
+
+
 def test_simulate_warns_of_different_sizes(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     options = (f"schedule.file={tmp_path / 'mine.csv'}", "+schedule@also.dp=dp")

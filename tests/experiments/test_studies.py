@@ -93,3 +93,19 @@ ema=2 | ema: got 2.0
 @pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
 def test_train_refuses(arguments, pattern):
     refused("train", *TINY, *arguments, match=pattern)
+
+
+def test_the_affordable_delay_is_a_matrix_in_the_record_and_resumes(tmp_path):
+    options = (*TINY, "stages=2", "workers=2", "schedule.delay=affordable", "save.epochs=1")
+    refused("train", *options, f"hydra.run.dir={tmp_path}", match="hardware=ethernet_10")
+    folder = tmp_path / "run"
+    found = complete("train", folder, *options, "hardware=h200_nvlink", "hardware.link_latency=0")
+    used = found["provenance"]["config"]["schedule"]["delay"]
+    assert [[type(steps) for steps in row] for row in used] == [[int] * 2] * 2
+    again = complete("train", folder, f"resume={folder}", "epochs=2")
+    assert again["provenance"]["config"]["schedule"]["delay"] == used
+    rules = ("~rules.cdp_v1", "rules.cdp_v2.delay=affordable", "hardware=ethernet_10", "seeds=1")
+    compared = complete("compare", tmp_path / "compare", *TINY, "stages=2", "workers=2", *rules)
+    (rule,) = (row for row in compared["metrics"] if row["rule"] == "cdp_v2")
+    delay = compared["provenance"]["config"]["rules"]["cdp_v2"]["delay"]
+    assert rule["staleness_mean"] == sum(map(sum, delay)) / 4

@@ -9,6 +9,7 @@ from toolkit.cli.build import (
     build_schedules,
     load_samples,
     model_name,
+    settle_delays,
 )
 from toolkit.cli.command import Ended, entry_point, output_folder, settings
 from toolkit.options import STOPPED
@@ -29,4 +30,5 @@ __all__ = [
     "model_name",
     "output_folder",
     "settings",
+    "settle_delays",
 ]

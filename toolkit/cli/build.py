@@ -2,8 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from toolkit.training.data import SampleSet
 
 _JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
+_AFFORDABLE = "affordable"  # a delay; {within: 0.1} is one that may cost a tenth of a step
 _OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
 
 
@@ -59,10 +61,12 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
 
     check_counts(config, "stages", "microbatches")
     options = training_options(config)
+    load = cache(lambda: load_samples(config.data) if samples is None else samples)
+    settle_delays(config, lambda: load().form)
     schedule = build_schedule(config.schedule)
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
     world = join_world(config, schedule)
-    samples = load_samples(config.data) if samples is None else samples
+    samples = load()
     lr = _made(config.lr, "lr", "toolkit.training.lr.Constant")
     # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
     how = {"_partial_": True, "_convert_": "all"}
@@ -150,6 +154,51 @@ def build_schedule(config: DictConfig) -> Schedule:
             " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
         )
     return with_phases(schedule, phases)
+
+
+def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
+    """Write into ``config`` the delays that its schedules can afford, as matrices.
+
+    Args:
+        config: options of an experiment; those of a schedule with ``delay: affordable``, or
+            ``delay: {within: SHARE}``, change.
+        form: returns the form of the samples; called if a schedule asks for such a delay.
+
+    Raises:
+        UserError: no hardware is chosen, or the model cannot be analysed.
+    """
+    chosen = [config.get("schedule")]
+    chosen += [rule for group in ("rules", "also") for rule in (config.get(group) or {}).values()]
+    asked: list[tuple[DictConfig, dict[str, Any]]] = []
+    for options in chosen:
+        delay: Any = options.get("delay") if isinstance(options, DictConfig) else None
+        if delay == _AFFORDABLE or (isinstance(delay, DictConfig) and [*delay] == ["within"]):
+            asked.append((options, {} if delay == _AFFORDABLE else plain(delay)))
+    if not asked:
+        return
+    if config.get("hardware") is None:
+        raise UserError(
+            "schedule.delay=affordable depends on the machine: choose one, as in"
+            " hardware=ethernet_10; conf/hardware has more"
+        )
+    import torch
+
+    from toolkit.cost import affordable_delay, profile, recomputing
+    from toolkit.model import partition
+
+    samples, hardware = form(), build_hardware(config.hardware)
+    example = samples.example(config.batch, torch.device("meta"))
+    with torch.device("meta"):
+        model = build_model(config.model, samples)
+    for options, within in asked:
+        options.delay = 1
+        schedule = build_schedule(options).final
+        stages = partition(model, schedule.n_stages, example, config.partition)
+        costs = profile(stages, example, precision=config.precision)
+        costs = recomputing(costs, config.checkpoint)
+        state = [config.get("optimizer_words", 1.0) * cost.parameter_bytes for cost in costs]
+        found = affordable_delay(schedule, costs, hardware, optimizer_bytes=state, **within)
+        options.delay = [[*row] for row in found]
 
 
 def build_schedules(config: DictConfig) -> dict[str, Schedule]:

@@ -60,7 +60,13 @@ def train_rules(
         UserError: the options are those of another experiment, or ask for tuned rates, or there are
             no seeds.
     """
-    from toolkit.cli.build import build_run, build_schedule, load_samples, rule_config
+    from toolkit.cli.build import (
+        build_run,
+        build_schedule,
+        load_samples,
+        rule_config,
+        settle_delays,
+    )
     from toolkit.results.comparison import seeds_of
     from toolkit.results.record import per_cent
 
@@ -76,6 +82,7 @@ def train_rules(
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = load_samples(config.data)
+    settle_delays(config, lambda: images.form)
     called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []
