@@ -125,6 +125,16 @@ def _links(result: Result) -> Rows:
     return list(shown.values())
 
 
+def _slept_links(result: Result) -> Rows:
+    """A row a method: step times by that of DDP, and the simulator's error."""
+    shown: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in result["metrics"]:
+        key = (row["workers"], row["method"])
+        found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
+        found[row["link"]] = f"{row['/ DDP']:.2f} ({row['error (%)']:+.1f} %)"
+    return list(shown.values())
+
+
 def _limits(row: dict[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items() if k != "kind"}
 
@@ -161,6 +171,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("pipelines", _each(cells.pipeline_cells)),
     ("stability_limits", _each(_limits)),
     ("stability", _stable_rates),
+    ("bench_links_slept", _slept_links),
     ("bench_links", _links),
     ("bench", _each(_bench)),
     ("", _each(_compared)),
