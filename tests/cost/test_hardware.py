@@ -44,10 +44,25 @@ def test_messages_and_collectives(n_ranks, tree):
     """A ring is 2(n-1) rounds of 12/n bytes."""
     assert (MACHINE.message(0), MACHINE.message(8)) == (0.5, 2.5)
     ring = 2 * (n_ranks - 1) * (0.5 + 12 / n_ranks / 4)
-    assert MACHINE.collective(Action.ALL_REDUCE, 12, n_ranks) == ring
+    assert MACHINE.collective(Action.ALL_REDUCE, 12, range(n_ranks)) == ring
     for action in (Action.BROADCAST, Action.REDUCE):
-        assert MACHINE.collective(action, 12, n_ranks) == tree * (0.5 + 12 / 4)
-        assert UNIT.message(10**9) == UNIT.collective(action, 10**9, n_ranks) == 0
+        assert MACHINE.collective(action, 12, range(n_ranks)) == tree * (0.5 + 12 / 4)
+        assert UNIT.message(10**9) == UNIT.collective(action, 10**9, range(n_ranks)) == 0
+
+
+def test_machines_of_several_ranks():
+    """Links of 4 bytes/s after 0.5 s between machines, of 8 bytes/s within them."""
+    pairs = replace(MACHINE, ranks_per_machine=2, local_bandwidth=8.0)
+    assert [pairs.machine(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert (pairs.message(8, local=True), pairs.message(8)) == (1.0, 2.5)
+    within, between = 2 * (6 / 8), 2 * (0.5 + 6 / 4)  # two rounds of a half each
+    assert pairs.collective(Action.ALL_REDUCE, 12, range(2)) == within
+    assert pairs.collective(Action.ALL_REDUCE, 12, (0, 2)) == between
+    assert pairs.collective(Action.ALL_REDUCE, 12, range(4)) == within + between
+    assert pairs.collective(Action.REDUCE, 12, range(4)) == 12 / 8 + (0.5 + 12 / 4)
+    for odd in ({"ranks_per_machine": 2}, {"local_bandwidth": 1.0}):
+        with pytest.raises(UserError, match=r"ranks_per_machine.*local_bandwidth"):
+            replace(MACHINE, **odd)
 
 
 def test_ranks_are_alike_unless_given():

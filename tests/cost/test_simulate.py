@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate, unit_costs
-from toolkit.cost.timeline import INPUTS
+from toolkit.cost.timeline import INPUTS, RECEIVE, SEND
 from toolkit.errors import UserError
 from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, paper_table
 from toolkit.schedule.dependencies import needs
@@ -205,7 +205,7 @@ def messages(program, timeline):
 def test_an_all_reduce_is_a_ring(n):
     """Stage 1's overlaps with the backward of stage 0; stage 0's waits for the port."""
     timeline = simulate(catalog.data_parallel(n, n_stages=2).lower(1), (FIRST, SECOND), SLOW)
-    late, early = (SLOW.collective(Action.ALL_REDUCE, size, n) for size in (8, 12))
+    late, early = (SLOW.collective(Action.ALL_REDUCE, size, range(n)) for size in (8, 12))
     reduced = [(s.stage, s.start, s.end) for s in timeline.spans if s.name == "all-reduce"]
     ready = max(8, 5 + early)
     assert set(reduced) == {(1, 5, 5 + early), (0, ready, ready + late)}
@@ -234,7 +234,7 @@ def test_broadcasts_and_reductions_are_trees(n):
     stage = replace(FIRST, parameter_bytes=6.0)
     program = catalog.data_parallel(n, state="sharded", n_stages=1).lower(1)
     timeline = simulate(program, [stage], SLOW)
-    tree = SLOW.collective(Action.REDUCE, 6, n)
+    tree = SLOW.collective(Action.REDUCE, 6, range(n))
     (owner,) = {s.rank for s in timeline.spans if s.lane == "compute" and s.start == 0}
     assert when(timeline, "send", "receive")[f"{owner} broadcast"] == (0, tree)
     starts = {s.rank: s.start for s in timeline.spans if s.lane == "compute" and "F" in s.name}
@@ -577,3 +577,29 @@ def test_rejects_what_does_not_match_the_program(arguments, value):
     with pytest.raises(UserError, match=value):
         simulate(*arguments)
     simulate(PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0,) * 4))  # more ranks than needed
+
+
+def test_two_machines_take_less_time_in_two_groups_than_in_one_or_four():
+    """All parameters cross the one port of a machine in the time of a step."""
+    machines = replace(UNIT, link_bandwidth=1 / 2, ranks_per_machine=2, local_bandwidth=1e3)
+    plans = catalog.cyclic(4, groups=2), catalog.data_parallel(4), catalog.cyclic(4)
+    grouped, *others = (
+        simulate(plan.lower(steps_to_time(plan)).verify(), unit_costs(4), machines).step_time
+        for plan in plans
+    )
+    assert grouped < 0.8 * min(others)
+
+
+def test_ranks_of_a_machine_share_its_port():
+    schedule = catalog.cyclic(4, 1, groups=2)
+    machines = replace(UNIT, link_bandwidth=0.1, ranks_per_machine=2, local_bandwidth=1e3)
+    line = simulate(schedule.lower(6).verify(), unit_costs(4), machines)
+    for lane in (SEND, RECEIVE):
+        remote = [
+            (span.rank // 2, span.start, span.end)
+            for span in line.spans
+            if span.lane == lane and span.rank // 2 != span.peer // 2
+        ]
+        for machine in range(2):
+            times = sorted(when for at, *when in remote if at == machine)
+            assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(times))

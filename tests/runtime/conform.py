@@ -62,6 +62,9 @@ def schedules(n_ranks):
     yield catalog.v_half(2 * n, n)
     yield catalog.pipedream_2bw(n, n + 1)
     if n == 4:
+        yield catalog.cyclic(4, groups=2)
+        yield catalog.cyclic(4, 1, groups=2, chains="rotated")
+        yield catalog.cyclic(4, state="sharded", groups=2)
         yield catalog.data_parallel(2, "per_stage_and_microbatch")
         gpipe = catalog.gpipe(4, 3)
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 _JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
 _AFFORDABLE = "affordable"  # a delay; {within: 0.1} is one that may cost a tenth of a step
-_OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
+_OF_METHODS = {
+    "placement": "per_microbatch",
+    "chains": "in_order",
+    "accumulate": 1,
+    "groups": None,
+}
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -138,8 +143,8 @@ def build_schedule(config: DictConfig) -> Schedule:
     for name, value in (options | {"period": period}).items():
         if value != usual.get(name, value):
             raise UserError(
-                f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains and"
-                " accumulate belong to named methods, period to files: leave one of them out"
+                f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains,"
+                " accumulate and groups belong to named methods, period to files: leave one out"
             )
     if file is not None:
         free = {"state": options["state"]} if "state" in options else {}

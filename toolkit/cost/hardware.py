@@ -1,5 +1,6 @@
 """Machines: the few numbers that predict compute, memory traffic and messages."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,30 +10,36 @@ from typing import Any
 
 import yaml
 
-from toolkit.errors import UserError, suggest
+from toolkit.errors import UserError, suggest, whole
 from toolkit.files import conf
 from toolkit.model.analysis import Work
 from toolkit.schedule import Action
 from toolkit.schedule.program import rounds
 
+_LATENCIES = "link_latency", "local_latency"
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """Ranks with one full-duplex port each, equal except for ``speeds`` and ``memories``.
+    """Machines with one full-duplex port each, ranks equal except for ``speeds`` and ``memories``.
 
     Args:
         name: label in tables and figures.
         flops: floating-point operations per second of a rank.
         memory_bandwidth: bytes per second between a rank and its memory.
-        link_bandwidth: bytes per second through a rank's port, in each direction.
+        link_bandwidth: bytes per second through a machine's port, in each direction.
         link_latency: seconds from the start of a message to its first byte.
         memory: bytes of a rank's memory.
         speeds: per rank, multiples of ``flops`` and ``memory_bandwidth``; empty: all 1.
         memories: per rank, bytes of memory; empty: all ``memory``.
         flops_in_16_bits: operations per second on 16-bit numbers; None: ``flops``.
+        ranks_per_machine: consecutive ranks that share a machine, and its one port to others.
+        local_bandwidth: bytes per second of a rank's port within its machine, in each direction.
+        local_latency: as ``link_latency``, within a machine.
 
     Raises:
-        UserError: a number is not positive (``link_latency`` may be 0).
+        UserError: a number is not positive (latencies may be 0), or only some of the three
+            numbers of a machine are given.
     """
 
     name: str
@@ -44,19 +51,30 @@ class Hardware:
     speeds: Sequence[float] = ()
     memories: Sequence[float] = ()
     flops_in_16_bits: float | None = None
+    ranks_per_machine: int = 1
+    local_bandwidth: float | None = None
+    local_latency: float = 0.0
 
     def __post_init__(self) -> None:
         fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
-        positive = vars(self) | {"flops_in_16_bits": fast}
+        whole(self.ranks_per_machine, "hardware.ranks_per_machine", 1)
+        if (self.local_bandwidth is None) != (self.ranks_per_machine == 1):
+            raise UserError(
+                "hardware.ranks_per_machine above 1 and hardware.local_bandwidth go together: got"
+                f" {self.ranks_per_machine} and {self.local_bandwidth}"
+            )
+        local = self.local_bandwidth or self.link_bandwidth
+        positive = vars(self) | {"flops_in_16_bits": fast, "local_bandwidth": local}
         for name in ("speeds", "memories"):
             positive |= {f"{name}[{k}]": value for k, value in enumerate(positive.pop(name))}
         for name, value in positive.items():
             numeric = isinstance(value, float | int) and value > 0
-            if not numeric and name not in ("name", "link_latency"):
+            if not numeric and name not in ("name", *_LATENCIES):
                 raise UserError(f"hardware.{name} is a positive number: got {value!r}")
-        latency = self.link_latency
-        if not (isinstance(latency, float | int) and 0 <= latency < inf):
-            raise UserError(f"hardware.link_latency is 0 or more seconds: got {latency!r}")
+        for name in _LATENCIES:
+            latency = getattr(self, name)
+            if not (isinstance(latency, float | int) and 0 <= latency < inf):
+                raise UserError(f"hardware.{name} is 0 or more seconds: got {latency!r}")
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
@@ -83,21 +101,33 @@ class Hardware:
         flops = self.flops_in_16_bits if work.in_16_bits else None
         return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
 
-    def message(self, n_bytes: float) -> float:
-        """Return the seconds of a point-to-point message."""
+    def machine(self, rank: int) -> int:
+        """The machine of ``rank``."""
+        return rank // self.ranks_per_machine
+
+    def message(self, n_bytes: float, *, local: bool = False) -> float:
+        """Return the seconds of a message between machines, or within one."""
+        if local and self.local_bandwidth is not None:
+            return self.local_latency + n_bytes / self.local_bandwidth
         return self.link_latency + n_bytes / self.link_bandwidth
 
-    def collective(self, action: Action, n_bytes: float, n_ranks: int) -> float:
+    def collective(self, action: Action, n_bytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds of a ring all-reduce, or a broadcast or reduction over a tree.
 
+        A collective of several machines takes its time within them, and that between them.
+
         Args:
-            action: the ring takes 2(n-1) rounds of 1/n of the bytes, a binomial tree log2(n) of
-                all, rounded up.
+            action: the ring of n takes 2(n-1) rounds of 1/n of the bytes, a binomial tree log2(n)
+                of all, rounded up.
             n_bytes: of the tensor on each rank.
-            n_ranks: n.
+            ranks: those that take part.
         """
-        part = n_bytes / n_ranks if action == Action.ALL_REDUCE else n_bytes
-        return rounds(action, n_ranks) * self.message(part)
+        members = Counter(map(self.machine, ranks))
+        seconds = 0.0
+        for n, local in ((max(members.values()), True), (len(members), False)):
+            part = n_bytes / n if action == Action.ALL_REDUCE else n_bytes
+            seconds += rounds(action, n) * self.message(part, local=local)
+        return seconds
 
 
 def check_hardware(hardware: Hardware | None) -> Hardware:

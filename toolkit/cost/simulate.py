@@ -1,12 +1,12 @@
 """Predict when every instruction of a program runs, from stage costs and hardware.
 
-Time: each rank has a compute lane, an optimizer and a full-duplex port that work in parallel. Ops
-run in program order, each when the previous op has ended and its inputs have arrived. A weight
-prediction runs before the op that reads it; a stage updates when its gradient is complete. A
-message starts when its content is ready, both ports are free and both ranks are within the
-schedule's lookahead; of those that can start, the first in the program does. A collective takes
-both ports of all its ranks, in program order. Only a rank that begins with stage 0 waits for a
-clock, so that workers keep their stagger.
+Time: each rank has a compute lane, an optimizer and a full-duplex port that work in parallel; ranks
+of a machine share its port to others. Ops run in program order, each when the previous op has ended
+and its inputs have arrived. A weight prediction runs before the op that reads it; a stage updates
+when its gradient is complete. A message starts when its content is ready, both ports are free and
+both ranks are within the schedule's lookahead; of those that can start, the first in the program
+does. A collective takes both ports of all its ranks, in program order. Only a rank that begins with
+stage 0 waits for a clock, so that workers keep their stagger.
 
 Memory: weights, activations, gradients, optimizer state if given, stage inputs from arrival to
 backward, and workspace of running ops and of values between stages. What BACKWARD_INPUT leaves for
@@ -102,13 +102,16 @@ class _Simulation:
         self.program, self.costs, self.hardware = program, costs, hardware
         self.events = EventQueue(program)
         self.slot = schedule.timing.ticks_per_slot
-        self.names: dict[tuple, str] = {op: str(op) for op in schedule.timing.starts}
+        begins = program.first_step, *schedule.changes(program.steps)
+        ops = (op for step in begins for op in schedule.at(step).timing.starts)
+        self.names: dict[tuple, str] = {op: str(op) for op in ops}
         self.spans: list[Span] = []
         self.changes: list[Change] = []
         self.step_ends: dict[int, float] = {}
         # Of each stage
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
+        self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
         self.working = [cost.working_bytes for cost in costs]
         self.moved: dict[Buffer | None, list[float]] = {
             Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
@@ -241,14 +244,22 @@ class _Simulation:
 
     def _move(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         """Take the ports of a message, or of a collective."""
-        n_bytes, n_ranks = self.moved[i.buffer][i.stage], len(self.program.ranks)
+        n_bytes, n, machines = self.moved[i.buffer][i.stage], len(self.machines), self.machines
         if i.action == Action.SEND:
-            ports: Ports = (rank, n_ranks + i.peers[0])
-            seconds = self.hardware.message(n_bytes)
+            here, there = machines[rank], machines[i.peers[0]]
+            local = here == there
+            # Ports within machines and, further on, between them; those that send come first.
+            ports: Ports = (rank, n + i.peers[0]) if local else (2 * n + here, 3 * n + there)
+            seconds = self.hardware.message(n_bytes, local=local)
             begin = partial(self._send, g, rank, i, n_bytes, seconds)
         else:
-            ports = (*i.peers, *(n_ranks + peer for peer in i.peers))
-            seconds = self.hardware.collective(i.action, n_bytes, len(i.peers))
+            ports = (*i.peers, *(n + peer for peer in i.peers))
+            if len(met := {machines[peer] for peer in i.peers}) > 1:
+                ports += (
+                    *(2 * n + machine for machine in met),
+                    *(3 * n + machine for machine in met),
+                )
+            seconds = self.hardware.collective(i.action, n_bytes, i.peers)
             begin = partial(self._collective, g, rank, i, n_bytes, seconds)
         self.events.occupy(g, ready, ports, seconds, begin)
 

@@ -62,6 +62,7 @@ def cyclic(
     n_stages: int | None = None,
     chains: str = IN_ORDER,
     accumulate: int = 1,
+    groups: int | None = None,
     correction: str | Correction = "none",
 ) -> Schedule:
     """Cyclic data parallelism: ``n`` workers staggered uniformly. Source: arXiv 2403.08837.
@@ -75,14 +76,21 @@ def cyclic(
         n_stages: stages of the model, ``n`` unless given.
         chains: ``in_order``, or ``rotated``; see :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: as in :func:`data_parallel`.
+        groups: divides ``n``; workers of a group start together, and groups are staggered. Sums and
+            weights pass through a group within a slot, over its fast links if a machine is a
+            group. None: every worker is a group; 1: all start at once, as in DP.
         correction: as in :func:`data_parallel`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
+    if groups is not None and (whole(groups, "groups", 1) > n or n % groups):
+        divisors = ", ".join(str(g) for g in range(1, n + 1) if n % g == 0)
+        raise UserError(f"groups divides the {n} workers: got {groups}; choose one of {divisors}")
     late = _late(delay, s, k * n)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name(f"CDP{rule}{rotated}", state, correction, k)
-    when = timing.cyclic(s, n, k)
+    grouped = "" if groups in (None, n) else f" {groups} group{'s' * (groups != 1)}"
+    name = _name(f"CDP{rule}{rotated}{grouped}", state, correction, k)
+    when = timing.cyclic(s, n, k, groups)
     return Schedule(name, s, k * n, when, placement, delay, state, chains, k, correction)
 
 

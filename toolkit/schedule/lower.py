@@ -10,8 +10,9 @@ Everything inferred follows from six rules.
    or round the stage's ring if chains are rotated, and ends at the stage's owner.
 3. *Updates.* The owner updates; after an all-reduce every rank does, from the same sum.
 4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
-   need it, or round the ring. Where the state is sharded a rank keeps it for one op only and hands
-   it on after that; ranks that need it at the same moment get it by a broadcast from the owner.
+   need it, or round the ring; among those that need it when the owner does, from the owner on.
+   Where the state is sharded a rank keeps it for one op only and hands it on after that; ranks that
+   need it at the same moment get it by a broadcast from the owner.
 5. *Corrections.* Where late weights are predicted, a rank does so before the first forward that
    reads them, from the version that is there and the one before it. Where their gradients are
    compensated, the backward reads the weights of its step, too.
@@ -212,7 +213,11 @@ class _Lowering:
             first.setdefault(read.rank, read)
         until = dict.fromkeys(made.ranks, made.tick)
         targets = [rank for rank in self._receivers(j, first) if rank not in until]
-        hops = [*pairwise([self.owner[j], *targets])]
+        owner, together = self.owner[j], list[int]()
+        if owner in first and not self.rings:  # ranks of its group get it from the owner
+            together = [rank for rank in targets if first[rank].start == first[owner].start]
+        others = [rank for rank in targets if rank not in together]
+        hops = [*pairwise([owner, *others]), *pairwise([owner, *together])]
         # Handed on after the source's first op with it, or a slot before the target's.
         starts = [[first.get(rank, reads[-1]).start for rank in hop] for hop in hops]
         due = [min(here + self.slot, there - self.slot) for here, there in starts]

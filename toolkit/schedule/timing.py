@@ -90,16 +90,17 @@ def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     return Timing(starts, length * accumulate)
 
 
-def cyclic(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
+def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | None = None) -> Timing:
     """Workers staggered uniformly over 2S slots: m starts 2S/n * m slots after the first.
 
     With k micro-batches each, the formula stays, and the period is 2Sk. Source: arXiv 2403.08837,
-    section 3, where S = M = N and the stagger is two slots.
+    section 3, where S = M = N and the stagger is two slots. In g ``groups`` the n/g workers of each
+    start together, and groups 2S/g slots after one another.
     """
-    length = 2 * n_stages
-    tick = n_workers // gcd(length, n_workers)
-    stagger = length * tick // n_workers
-    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m * stagger, tick)
+    length, groups = 2 * n_stages, groups or n_workers
+    size, tick = n_workers // groups, groups // gcd(length, groups)
+    stagger = length * tick // groups
+    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // size * stagger, tick)
     return Timing(starts, length * tick * accumulate, tick)
 
 
