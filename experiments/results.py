@@ -135,6 +135,20 @@ def _slept_links(result: Result) -> Rows:
     return list(shown.values())
 
 
+def _simulated(result: Result) -> Rows:
+    """A row a schedule: its step time, and that time over the first's."""
+    first = result["metrics"][0]["ms a step"]
+    return [
+        {
+            "schedule": row["schedule"],
+            "ms a step": f"{row['ms a step']:.1f}",
+            "of the first": f"{row['ms a step'] / first:.2f}",
+            "mean staleness": f"{row['mean staleness']:.2f}",
+        }
+        for row in result["metrics"]
+    ]
+
+
 def _limits(row: dict[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items() if k != "kind"}
 
@@ -169,6 +183,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication_measured", _each(measured)),
     ("communication", _each(counted)),
     ("pipelines", _each(cells.pipeline_cells)),
+    ("simulated", _simulated),
     ("stability_limits", _each(_limits)),
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),
