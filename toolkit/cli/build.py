@@ -66,7 +66,7 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
 
     check_counts(config, "stages", "microbatches")
     options = training_options(config)
-    load = cache(lambda: load_samples(config.data) if samples is None else samples)
+    load = cache(lambda: samples or load_samples(config.data))
     settle_delays(config, lambda: load().form)
     schedule = build_schedule(config.schedule)
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
@@ -181,7 +181,7 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
             asked.append((options, {} if delay == _AFFORDABLE else plain(delay)))
     if not asked:
         return
-    if config.get("hardware") is None:
+    if not config.get("hardware"):
         raise UserError(
             "schedule.delay=affordable depends on the machine: choose one, as in"
             " hardware=ethernet_10; conf/hardware has more"

@@ -23,11 +23,12 @@ Ports = tuple[int, ...]
 Begin = Callable[[int, int, Instruction, float], None]
 
 _COMMUNICATES = frozenset(action for action in Action if action.communicates)
+_FREES = -1  # the tick of an event that frees ports: it comes before others of its time
 _IN_ORDER = [action.computes or action == Action.PREDICT for action in Action]
 
 
 class _Event(NamedTuple):
-    """Ports are wanted, and ``then`` gets when they are taken; or they are free again."""
+    """Ports are wanted, and ``then`` gets when they are taken; or, at _FREES, free again."""
 
     when: float
     tick: int
@@ -35,7 +36,7 @@ class _Event(NamedTuple):
     number: int
     ports: Ports
     seconds: float
-    then: Callable[[float], None] | None
+    then: Callable[[float], None]
 
 
 class EventQueue:
@@ -147,7 +148,7 @@ class EventQueue:
         wanted: set[Ports] = set()
         while self._events and self._events[0].when == now:
             event = heappop(self._events)
-            if event.then is None:
+            if event.tick == _FREES:
                 self._busy.difference_update(event.ports)
                 for port in event.ports:
                     wanted |= self._wanted[port]
@@ -157,14 +158,14 @@ class EventQueue:
                     self._wanted[port].add(event.ports)
                 wanted.add(event.ports)
         for *_, event in sorted(self._waiting[ports][0] for ports in wanted):
-            if event.then is not None and self._busy.isdisjoint(event.ports):
+            if self._busy.isdisjoint(event.ports):
                 heappop(self._waiting[event.ports])
                 if not self._waiting[event.ports]:
                     for port in event.ports:
                         self._wanted[port].discard(event.ports)
                 self._busy.update(event.ports)
                 end = now + event.seconds
-                heappush(self._events, _Event(end, -1, 0, event.number, event.ports, 0.0, None))
+                heappush(self._events, event._replace(when=end, tick=_FREES))
                 event.then(now)
 
     def occupy(
@@ -175,7 +176,7 @@ class EventQueue:
             then(ready)
         else:
             i = self._instructions[g]
-            kind = Buffer.ACTIVATION if i.buffer is None else i.buffer
+            kind = i.buffer or Buffer.ACTIVATION
             heappush(self._events, _Event(ready, i.tick, kind, g, ports, seconds, then))
 
     def end(self, g: int, when: float) -> None:

@@ -38,8 +38,8 @@ class Hardware:
         local_latency: as ``link_latency``, within a machine.
 
     Raises:
-        UserError: a number is not positive (latencies may be 0), or only some of the three
-            numbers of a machine are given.
+        UserError: a number is not positive (latencies may be 0), or only one of
+            ``ranks_per_machine`` and ``local_bandwidth`` is given.
     """
 
     name: str
@@ -52,19 +52,13 @@ class Hardware:
     memories: Sequence[float] = ()
     flops_in_16_bits: float | None = None
     ranks_per_machine: int = 1
-    local_bandwidth: float | None = None
+    local_bandwidth: float = inf
     local_latency: float = 0.0
 
     def __post_init__(self) -> None:
         fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
         whole(self.ranks_per_machine, "hardware.ranks_per_machine", 1)
-        if (self.local_bandwidth is None) != (self.ranks_per_machine == 1):
-            raise UserError(
-                "hardware.ranks_per_machine above 1 and hardware.local_bandwidth go together: got"
-                f" {self.ranks_per_machine} and {self.local_bandwidth}"
-            )
-        local = self.local_bandwidth or self.link_bandwidth
-        positive = vars(self) | {"flops_in_16_bits": fast, "local_bandwidth": local}
+        positive = vars(self) | {"flops_in_16_bits": fast}
         for name in ("speeds", "memories"):
             positive |= {f"{name}[{k}]": value for k, value in enumerate(positive.pop(name))}
         for name, value in positive.items():
@@ -75,6 +69,11 @@ class Hardware:
             latency = getattr(self, name)
             if not (isinstance(latency, float | int) and 0 <= latency < inf):
                 raise UserError(f"hardware.{name} is 0 or more seconds: got {latency!r}")
+        if (self.ranks_per_machine > 1) != (self.local_bandwidth < inf):
+            raise UserError(
+                "hardware.ranks_per_machine above 1 and hardware.local_bandwidth go together: got"
+                f" {self.ranks_per_machine} and {self.local_bandwidth}"
+            )
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
@@ -107,7 +106,7 @@ class Hardware:
 
     def message(self, n_bytes: float, *, local: bool = False) -> float:
         """Return the seconds of a message between machines, or within one."""
-        if local and self.local_bandwidth is not None:
+        if local:
             return self.local_latency + n_bytes / self.local_bandwidth
         return self.link_latency + n_bytes / self.link_bandwidth
 

@@ -60,13 +60,7 @@ def train_rules(
         UserError: the options are those of another experiment, or ask for tuned rates, or there are
             no seeds.
     """
-    from toolkit.cli.build import (
-        build_run,
-        build_schedule,
-        load_samples,
-        rule_config,
-        settle_delays,
-    )
+    from toolkit.cli import build
     from toolkit.results.comparison import seeds_of
     from toolkit.results.record import per_cent
 
@@ -81,14 +75,14 @@ def train_rules(
         seeds = seeds_of(config)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
-    images = load_samples(config.data)
-    settle_delays(config, lambda: images.form)
-    called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
+    images = build.load_samples(config.data)
+    build.settle_delays(config, lambda: images.form)
+    called = labels({name: build.build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []
     for k, (seed, name) in enumerate(runs):
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
-        for epoch in build_run(rule_config(config, name, seed), images).run_to_end():
+        for epoch in build.build_run(build.rule_config(config, name, seed), images).run_to_end():
             numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)

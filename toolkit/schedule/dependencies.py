@@ -53,7 +53,7 @@ class _Needs:
         kept = self.kept[j, m, step]
         found = [*kept]
         kept.append(position)
-        for weights in ((j, version),) if buffer is None else i.reads:
+        for weights in i.reads if buffer else ((j, version),):
             found += self._use(position, weights)
         if action == Action.FORWARD:
             found += self._take((Buffer.ACTIVATION, j - 1, m, step))
