@@ -1,9 +1,10 @@
 """Cyclic data parallelism on links of limited bandwidth, against DDP and its relatives.
 
-Ranks are processes of this machine in network namespaces, their links limited by token buckets. C
-is the time of a training step without any message, M that in which all parameters go from one rank
-to another: links are set to ratios of M to C. In every round all methods train on each link, in
-random order; medians over rounds are quoted, and ratios to DDP. Linux, as root.
+Ranks are processes of this machine, a namespace stands for a machine, and token buckets limit what
+goes from one to another. C is the time of a training step without any message, M that in which all
+parameters go from one machine to another: links are set to ratios of M to C. In every round all
+methods train on each link, in random order; medians over rounds are quoted, and ratios to DDP.
+Linux, as root.
 
 Stages sleep for the time that a device would compute, so that a few cores carry many ranks, and the
 simulator predicts each step time; or a network is computed. A run given the ``hydra.run.dir`` of an
@@ -14,13 +15,12 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import inf, isnan
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,170 +28,35 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks import network, slept
+from benchmarks import network
+from benchmarks.link_methods import (
+    AFFORDABLE,
+    ALL,
+    COMPUTE,
+    Link,
+    Task,
+    Times,
+    Train,
+    fresh_model,
+    link_name,
+    make,
+    methods_of,
+    predicted,
+    step_time,
+)
 from benchmarks.network import Array, Traffic
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.format import table as format_table
-from toolkit.model import build, partition
-from toolkit.runtime import Distributed, World, join, launch, report
-from toolkit.runtime.baselines import DDP, DelayedAllReduce
-from toolkit.schedule import Schedule, catalog
-
-Task = SimpleNamespace
-"""What every method trains: the options of the benchmark, and ``workers`` and ``seed``."""
-Train = Callable[[int], Iterator[object]]
-"""Trains a number of steps, and yields at the end of each."""
-Times = list[list[float]]
-"""Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
+from toolkit.runtime import join, launch, report
 
 _COMPUTES = 3  # runs without messages; their median counts
 _SENDS = 3  # of all parameters; their median counts
-_HALF = {"compression": "bf16"}
-_PACED = {"pacing": True, "chunk_mb": 0.25}
-METHODS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
-    "DDP": (DDP, 0, {}),
-    "DDP tuned": (DDP, 0, {"bucket_mb": 4.0, "bucket_view": True}),
-    "DDP 16-bit": (DDP, 0, _HALF),
-    "delayed all-reduce": (DelayedAllReduce, 1, {}),
-    "delayed all-reduce 16-bit": (DelayedAllReduce, 1, _HALF),
-    **{
-        f"{name}{suffix}": (Distributed, delay, options)
-        for name, delay in (("CDP-v1", 1), ("CDP-v2", "freshest"))
-        for suffix, options in (
-            ("", {}),
-            (" 16-bit", _HALF),
-            (" paced", _PACED),
-            (" 16-bit paced", _HALF | _PACED),
-        )
-    },
-}
-"""Of each method the runtime, the delay of its weights, and the runtime's options."""
-COMPUTE = "compute"
-"""The same computation without any message: a lower bound, not a method."""
-ALL = (COMPUTE, *METHODS)
-SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2")
-"""What is compared, unless given, if stages sleep."""
-_BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB
-
-
-@dataclass(frozen=True)
-class Link:
-    """One setting of the links."""
-
-    workers: int
-    ratio: float  # of M to C that was asked for; 0: no limit
-    mbit: float | None  # a second, of the limit
-    compute: float  # C: seconds of a step without messages
-    one_way: float  # M: seconds in which all parameters go from one rank to another
-    latency: float = 0.0  # seconds of a message of a byte
-
-    @property
-    def name(self) -> str:
-        return link_name(self.ratio)
-
-
-def link_name(ratio: float) -> str:
-    return "unshaped" if ratio == 0 else f"M = {'' if ratio == 1 else f'{ratio:g} '}C"
-
-
-def images_of(task: Task) -> tuple[Tensor, Tensor]:
-    """Random images of all workers, and their classes."""
-    torch.manual_seed(task.seed)
-    n, size = task.workers * task.batch, task.image_size
-    classes = torch.randint(10, (n,))
-    if task.sleep:
-        return torch.randn(n, slept.FEATURES), classes
-    return torch.randn(n, 3, size, size), classes
-
-
-def fresh_model(task: Task) -> nn.Module:
-    torch.manual_seed(task.seed)
-    if task.sleep:
-        return slept.model(task.stages, task.megabytes, task.sleep)
-    return build(task.model, 10, task.image_size)
-
-
-def methods_of(task: Task) -> tuple[str, ...]:
-    return tuple(task.methods) or (SLEPT if task.sleep else ALL)
-
-
-def schedule_of(task: Task, method: str) -> Schedule:
-    runtime, delay, _ = METHODS[method]
-    if delay == 0:
-        return catalog.data_parallel(task.workers, n_stages=task.stages)
-    chains = "rotated" if runtime is Distributed and delay == 1 else "in_order"
-    return catalog.cyclic(task.workers, delay, n_stages=task.stages, chains=chains)
-
-
-def make(task: Task, method: str, world: World) -> Train:
-    """Make a method, ready to train from the first weights on. Every rank calls it."""
-    images, classes = images_of(task)
-    model = fresh_model(task)
-    if method == COMPUTE:
-        mine = (whole.chunk(task.workers)[world.rank] for whole in (images, classes))
-        return _plain(model, *mine)
-    runtime, _, options = METHODS[method]
-    if task.sleep:
-        stages = slept.cut(model, task.stages)
-    else:
-        stages = partition(model, task.stages, images[: task.batch], by=task.partition)
-    if task.sleep and runtime is DDP:
-        # Half a stage less than a bucket's stages: the last of them fills it.
-        filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
-        options = options | {"bucket_mb": filled / 2**20}
-    schedule = schedule_of(task, method)
-    made = runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
-    return lambda n_steps: made.run([(images, classes)] * n_steps)
-
-
-def _in_bucket(task: Task) -> int:
-    """Stages in a bucket of DDP, if they sleep."""
-    return -(-task.stages // _BUCKETS)
-
-
-def predicted(task: Task, link: Link, method: str) -> float:
-    """Seconds of a step by the simulator, for stages that sleep.
-
-    Of the same steps as those measured: messages may still pile up in them.
-    """
-    n_bytes = 1e6 * task.megabytes
-    bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
-    hardware = Hardware("measured", inf, inf, bandwidth, link.latency)
-    costs = slept.costs(task.stages, task.megabytes, link.compute)
-    schedule = schedule_of(task, method)
-    runtime = METHODS[method][0]
-    if runtime is DDP:
-        costs = slept.merged(costs, _in_bucket(task))
-        schedule = catalog.data_parallel(task.workers, n_stages=len(costs))
-    elif runtime is DelayedAllReduce:
-        schedule = catalog.data_parallel(task.workers, delay=1, n_stages=task.stages)
-    return step_time(slept.predicted_times(schedule, costs, hardware, task.steps), task.skip)
-
-
-def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
-    optimizer = _sgd(model.parameters())
-
-    def train(n_steps: int) -> Iterator[None]:
-        for _ in range(n_steps):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), classes).backward()
-            optimizer.step()
-            yield
-
-    return train
-
-
-def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def train_all(net: network.Network, task: Task) -> None:
@@ -200,35 +65,36 @@ def train_all(net: network.Network, task: Task) -> None:
     Rank 0 reports the links, then of each run its link, round, method, and :data:`Times`.
     """
     rank = int(os.environ["RANK"])
-    network.enter(net.ranks[rank])
+    network.enter(net.machines[rank // task.ranks_per_machine])
     # The store of ``launch`` cannot be reached from here, so rank 0 has another.
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500"}
     os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
     torch.set_num_threads(1)
     world = join(device="cpu", timeout=task.timeout)
-    made: dict[str, Train] = {}
+    made: dict[tuple[str, Link | None], Train] = {}
 
     def shape(rate: float | None) -> None:
         if rank == 0:
             net.shape(rate)
         world.barrier()
 
-    def train(method: str) -> Times:
-        if method not in made:
-            made[method] = make(task, method, world)
+    def train(method: str, link: Link | None = None) -> Times:
+        key = method, link if method == AFFORDABLE else None
+        if key not in made:
+            made[key] = make(task, method, link, world)
         world.barrier()
-        return world.gather([time.monotonic() for _ in made[method](task.steps)])
+        return world.gather([time.monotonic() for _ in made[key](task.steps)])
 
-    def send(n_bytes: int) -> float:
-        """Seconds from rank 0 to rank 1."""
+    def send(n_bytes: int, target: int) -> float:
+        """Seconds from rank 0 to another."""
         content = torch.zeros(n_bytes, dtype=torch.uint8)
         world.barrier()
         begin = time.monotonic()
-        if rank < 2:
-            dist.recv(content, 0) if rank else dist.send(content, 1)
+        if rank in (0, target):
+            dist.recv(content, 0) if rank else dist.send(content, target)
         moments = world.gather(time.monotonic() if rank else begin)
-        return moments[1] - moments[0]
+        return moments[target] - moments[0]
 
     n_bytes = sum(4 * parameter.numel() for parameter in fresh_model(task).parameters())
     links = task.links or calibrate(task, n_bytes, shape, train, send)
@@ -242,7 +108,7 @@ def train_all(net: network.Network, task: Task) -> None:
             for method in chance.sample(methods, len(methods)):
                 if (link.ratio, number, method) in task.done:
                     continue
-                times = train(method)
+                times = train(method, link)
                 if rank == 0:
                     report((link, number, method, times))
 
@@ -252,25 +118,21 @@ def calibrate(
     n_bytes: int,
     shape: Callable[[float | None], object],
     train: Callable[[str], Times],
-    send: Callable[[int], float],
+    send: Callable[[int, int], float],
 ) -> list[Link]:
     """Measure C, limit the links so that M is a multiple of it, and measure M."""
     compute = median(step_time(train(COMPUTE), task.skip) for _ in range(_COMPUTES))
-    links = []
+    links, other = [], task.ranks_per_machine
+    local = median(send(n_bytes, 1) for _ in range(_SENDS)) if other > 1 else 0.0
     for ratio in task.ratios:
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
         shape(rate)
-        one_way = median(send(n_bytes) for _ in range(_SENDS))
+        one_way = median(send(n_bytes, other) for _ in range(_SENDS))
         # The least: the others also wait for a core.
-        latency = min(send(1) for _ in range(_SENDS))
+        latency = min(send(1, other) for _ in range(_SENDS))
         mbit = None if rate is None else rate / 1e6
-        links.append(Link(task.workers, ratio, mbit, compute, one_way, latency))
+        links.append(Link(task.workers, ratio, mbit, compute, one_way, latency, local))
     return links
-
-
-def step_time(times: Times, skip: int) -> float:
-    """Seconds of a step of the slowest rank, from the end of step ``skip`` (from 0) on."""
-    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times)
 
 
 # The network and the table, from outside
@@ -298,7 +160,7 @@ class Run:
     method: str
     seconds: float  # of a step
     peak_over_mean: float  # of all ranks' traffic together
-    mb_sent: float  # by a rank in a step
+    mb_sent: float  # by a rank in a step, to other machines
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
@@ -362,7 +224,7 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
         return
     with (
         tqdm(total=n_runs, initial=len(task.done), unit="run", leave=False) as bar,
-        network.network(task.workers) as net,
+        network.network(task.workers // task.ranks_per_machine) as net,
         closing(Traffic(net)) as traffic,
     ):
 
@@ -392,7 +254,8 @@ def measured(
     moments, sent = traffic.samples(start, end)
     windows = network.in_windows(moments, sent, start, end)
     sums = np.array([np.interp((start, end), moments, of_rank) for of_rank in sent.T])
-    mb_sent = float((sums[:, 1] - sums[:, 0]).mean()) / (task.steps - 1 - task.skip) / 1e6
+    sent_by_all = float((sums[:, 1] - sums[:, 0]).sum())
+    mb_sent = sent_by_all / task.workers / (task.steps - 1 - task.skip) / 1e6
     peak = network.peak_over_mean(windows)
     shown = windows[: round(2 * seconds / network.WINDOW)].sum(axis=1)
     done = Run(link.workers, link.ratio, number, method, seconds, peak, mb_sent)
@@ -403,7 +266,9 @@ def check(config: DictConfig, device: torch.device) -> None:
     """Refuse what cannot be measured, or not here."""
     if device.type != "cpu":
         raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
-    check_counts(config, "workers", "image_size", "batch", "stages", "rounds", of="bench.")
+    counts = ("workers", "image_size", "batch", "stages", "rounds", "ranks_per_machine")
+    check_counts(config, *counts, of="bench.")
+    per = config.ranks_per_machine
     for name, holds, rule in (
         ("skip", config.skip >= 0, "is 0 or more"),
         ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
@@ -411,6 +276,8 @@ def check(config: DictConfig, device: torch.device) -> None:
         ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
         ("sleep", 0 <= config.sleep < inf, "is the seconds of a step, or 0 to compute"),
         ("megabytes", 0 < config.megabytes < inf, "is above 0"),
+        ("sleep", config.sleep or AFFORDABLE not in config.methods, f"is 0: no {AFFORDABLE}"),
+        ("ranks_per_machine", not any(n % per for n in config.workers), "divides bench.workers"),
         *(
             (name, len({*config[name]}) == len(config[name]), "are different")
             for name in ("workers", "ratios", "methods")
@@ -419,7 +286,7 @@ def check(config: DictConfig, device: torch.device) -> None:
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")
     for workers in config.workers:
-        network.check(workers)
+        network.check(workers // per)
 
 
 def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:

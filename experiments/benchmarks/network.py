@@ -1,7 +1,7 @@
-"""A small network on one machine: a namespace a rank, links of limited rate, sampled traffic.
+"""A small network on one machine: namespaces as machines, links of limited rate, sampled traffic.
 
-Every rank has a namespace with one interface. Its other end is a port of a bridge in a further
-namespace, the hub. A token bucket on both ends limits what the rank sends and receives.
+Every machine is a namespace with one interface. Its other end is a port of a bridge in a further
+namespace, the hub. A token bucket on both ends limits what the machine sends and receives.
 Linux only, as root, with ip and tc of iproute2.
 """
 
@@ -31,13 +31,13 @@ _HUB = """\
 ip netns add {hub}
 ip -n {hub} link add bridge type bridge
 ip -n {hub} link set bridge up"""
-# No IPv6 address, so that there is one way to each rank. A fixed congestion control: bbr, for one,
-# stops to probe every ten seconds.
-_RANK = """\
+# No IPv6 address, so that there is one way to each machine. A fixed congestion control: bbr, for
+# one, stops to probe every ten seconds.
+_MACHINE = """\
 ip netns add {name}
 ip -n {name} link set lo up
-ip -n {hub} link add port{rank} type veth peer name eth0 netns {name}
-ip -n {hub} link set port{rank} master bridge up
+ip -n {hub} link add port{n} type veth peer name eth0 netns {name}
+ip -n {hub} link set port{n} master bridge up
 ip -n {name} link set eth0 addrgenmode none up
 ip -n {name} address add {own}/24 dev eth0
 ip -n {name} route change 10.77.0.0/24 dev eth0 src {own} proto kernel scope link congctl cubic"""
@@ -47,15 +47,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Network:
-    """Names of the namespaces of ``ranks`` on a switch, the ``hub``; made by :func:`network`."""
+    """Names of the namespaces of ``machines`` on a switch, the ``hub``; made by :func:`network`."""
 
-    ranks: tuple[str, ...]
+    machines: tuple[str, ...]
     hub: str
 
     def shape(self, rate: float | None) -> None:
-        """Limit what every rank sends and receives to ``rate`` bits a second; None: no limit."""
-        for rank, name in enumerate(self.ranks):
-            for namespace, device in ((name, INTERFACE), (self.hub, f"port{rank}")):
+        """Limit what every machine sends and receives to ``rate`` bits a second; None: no limit."""
+        for n, name in enumerate(self.machines):
+            for namespace, device in ((name, INTERFACE), (self.hub, f"port{n}")):
                 qdisc = f"tc -n {namespace} qdisc"
                 if rate is not None:
                     limit = f"tbf rate {round(rate)}bit burst {_BURST}b limit {_LIMIT}b"
@@ -65,7 +65,7 @@ class Network:
 
 
 class Traffic:
-    """A thread that samples the bytes that each rank of ``net`` has sent, until it is closed."""
+    """A thread that samples the bytes that each machine of ``net`` has sent, until it is closed."""
 
     def __init__(self, net: Network) -> None:
         self._net, self._closed = net, threading.Event()
@@ -79,14 +79,14 @@ class Traffic:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._closed.wait(_INTERVAL):
             counters = Path("/proc/thread-self/net/dev").read_bytes()
-            self._found.append((time.monotonic(), received(counters, len(self._net.ranks))))
+            self._found.append((time.monotonic(), received(counters, len(self._net.machines))))
 
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
 
     def samples(self, start: float, end: float) -> tuple[Array, Array]:
-        """Return moments, and bytes ``[samples, ranks]`` sent by then; drop those before."""
+        """Return moments, and bytes ``[samples, machines]`` sent by then; drop those before."""
         while not self._found or self._found[-1][0] <= end:
             if not self._thread.is_alive():
                 raise RuntimeError("the thread that samples the traffic has ended")
@@ -97,8 +97,8 @@ class Traffic:
         return np.array(moments), np.array(sent, float)
 
 
-def address(rank: int) -> str:
-    return f"10.77.0.{rank + 1}"  # of separate namespaces: no other network can collide with it
+def address(machine: int) -> str:
+    return f"10.77.0.{machine + 1}"  # of separate namespaces: no other network can collide with it
 
 
 def enter(namespace: str) -> None:
@@ -109,15 +109,15 @@ def enter(namespace: str) -> None:
 
 
 @contextmanager
-def network(n: int) -> Iterator[Network]:
-    """Build a network of ``n`` ranks without limit; remove it at the end of the block."""
-    check(n)
-    names = [f"cdp-{os.getpid()}-{name}" for name in (*range(n), "hub")]
+def network(size: int) -> Iterator[Network]:
+    """Build a network of ``size`` machines without limit; remove it at the end of the block."""
+    check(size)
+    names = [f"cdp-{os.getpid()}-{name}" for name in (*range(size), "hub")]
     made = Network(tuple(names[:-1]), names[-1])
     try:
         commands = [_HUB.format(hub=made.hub)]
-        for rank, name in enumerate(made.ranks):
-            commands.append(_RANK.format(hub=made.hub, name=name, rank=rank, own=address(rank)))
+        for n, name in enumerate(made.machines):
+            commands.append(_MACHINE.format(hub=made.hub, name=name, n=n, own=address(n)))
         for command in "\n".join(commands).splitlines():
             _run(command)
         made.shape(1e9)  # a kernel without token buckets fails here, not in the first run
@@ -131,7 +131,7 @@ def network(n: int) -> Iterator[Network]:
 def check(n: int) -> None:
     """Refuse a network that cannot be built here."""
     if not 2 <= n <= 250:
-        raise UserError(f"a network has 2 to 250 ranks: got {n}")
+        raise UserError(f"a network has 2 to 250 machines: got {n}")
     if sys.platform != "linux" or os.geteuid() != 0:
         raise UserError("only root makes network namespaces, on Linux: use sudo")
 
@@ -152,13 +152,13 @@ def received(counters: bytes, n_ports: int) -> list[int]:
 
 
 def in_windows(moments: Array, sent: Array, start: float, end: float) -> Array:
-    """Bytes ``[windows, ranks]`` sent in each whole window; between samples they come evenly."""
+    """Bytes ``[windows, machines]`` sent in each whole window; between samples they come evenly."""
     edges = start + WINDOW * np.arange(int((end - start) / WINDOW + 1e-6) + 1)
     so_far = [np.interp(edges, moments, of_rank) for of_rank in sent.T]
     return np.diff(np.stack(so_far, axis=1), axis=0)
 
 
 def peak_over_mean(windows: Array) -> float:
-    """The fullest window by the mean one, of all ranks together; NaN without traffic."""
+    """The fullest window by the mean one, of all machines together; NaN without traffic."""
     series = windows.sum(axis=1)
     return float(series.max() / series.mean()) if series.any() else float("nan")

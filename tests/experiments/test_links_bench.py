@@ -6,8 +6,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.experiments.command import assert_figures, complete, rows
+from tests.experiments.test_link_methods import asleep, task
 from tests.thorough import thorough
 from toolkit.cli import settings
 from toolkit.errors import UserError
@@ -46,42 +45,6 @@ def test_sampler_reads_what_ports_have_received(bench):
     assert bench.network.received(counters, 2) == [89, 123]
 
 
-def task(**changes):
-    usual = {"workers": 2, "model": "resnet8", "image_size": 8, "batch": 2, "stages": 3, "seed": 3}
-    return SimpleNamespace(**usual | {"ratios": [1], "skip": 1, "sleep": 0.0} | changes)
-
-
-def asleep(**changes):
-    """Eight stages of 0.5 MB, which take 0.1 s for a forward and 0.2 s for a backward."""
-    return task(**{"stages": 8, "sleep": 2.4, "megabytes": 4.0, "steps": 4, "batch": 1} | changes)
-
-
-def test_stages_sleep_for_their_seconds_and_have_gradients(bench):
-    model = bench.fresh_model(asleep(stages=2, sleep=6.0, megabytes=0.8))
-    inputs, classes = bench.images_of(asleep())
-    with mock.patch("time.sleep") as sleep:
-        outputs = bench.slept.cut(model, 2).modules[0](inputs)[0]
-        torch.nn.functional.cross_entropy(outputs, classes).backward()
-    assert [call.args for call in sleep.call_args_list] == [(1.0,), (2.0,)]
-    assert model[0].weight.grad.shape == (100_000,)
-    torch.testing.assert_close(outputs, inputs + model[0].weight.mean())
-
-
-def test_ddp_is_predicted_to_send_buckets_during_the_backward(bench):
-    """Four buckets of 1 MB: 0.5 s each at 2 MB/s, a bucket every 0.4 s, the first 0.4 s late."""
-    at = bench.Link(2, 1.0, 16.0, 2.4, 2.0)
-    assert bench.predicted(asleep(), at, "DDP") == pytest.approx(0.8 + 0.4 + 4 * 0.5)
-    assert bench.predicted(asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP") == pytest.approx(
-        2.4
-    )
-
-
-@pytest.mark.parametrize("method", ["delayed all-reduce", "CDP-v1"])
-def test_delays_hide_messages_that_are_short(bench, method):
-    at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
-    assert bench.predicted(asleep(), at, method) == pytest.approx(2.4)
-
-
 def test_rows_get_predictions(bench, capsys):
     at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
     rows = bench.table([ran(bench, "CDP-v1", 2.5, ratio=0.25)], [at])
@@ -100,32 +63,12 @@ def test_a_folder_is_continued_with_the_same_options_only(bench, tmp_path):
         bench.earlier(tmp_path, {"steps": 9})
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "staleness"), [("DDP", "DP", {0}), ("CDP-v1", "CDP-v1 rotated", {1})]
-)
-def test_schedules(bench, method, name, staleness):
-    schedule = bench.schedule_of(task(), method)
-    assert (schedule.name, schedule.n_stages, schedule.n_microbatches) == (name, 3, 2)
-    assert {late for stage in schedule.staleness for late in stage} == staleness
-
-
-def test_methods_begin_with_the_same_weights_and_images(bench):
-    first, again = (
-        [bench.fresh_model(task()).state_dict(), bench.images_of(task())] for _ in range(2)
-    )
-    torch.testing.assert_close(first, again, rtol=0, atol=0)
-    assert first[1][0].shape == (4, 3, 8, 8)
-
-
-def test_step_time_is_of_the_slowest_rank_after_the_first_steps(bench):
-    assert bench.step_time([[0, 5, 6, 7, 8], [0, 1, 2, 4, 8]], skip=1) == 7 / 3
-
-
 def test_rates_follow_from_the_time_of_computing(bench):
     """On links that carry a tenth less than their rate, after a computation of two seconds."""
     rates, steps = [], [[0, 9, 11, 13, 15.0], [0, 9, 10, 11, 12.0]]
 
-    def send(n_bytes):
+    def send(n_bytes, target):
+        assert target == 1
         return 0.01 if rates[-1] is None else 8 * n_bytes / (0.9 * rates[-1])
 
     half, free = bench.calibrate(
@@ -195,7 +138,9 @@ def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
         ({"megabytes": 0.0}, "bench.megabytes .* 0"),
         ({"ratios": []}, r"bench.ratios .*\[\]"),
         ({"workers": [2, 2]}, r"bench.workers .*\[2, 2\]"),
-        ({"workers": [1]}, "ranks: got 1$"),
+        ({"workers": [1]}, "machines: got 1$"),
+        ({"workers": [4, 3], "ranks_per_machine": 2}, "bench.ranks_per_machine .* got 2"),
+        ({"sleep": 0.0, "methods": ["affordable delay"]}, "bench.sleep is 0"),
     ],
 )
 def test_refuses(bench, changes, value):
@@ -214,9 +159,9 @@ def namespaces():
 @needs_root
 def test_network_is_removed_after_an_exception(bench):
     with suppress(ZeroDivisionError), bench.network.network(2) as net:
-        assert {*net.ranks, net.hub} <= namespaces()
+        assert {*net.machines, net.hub} <= namespaces()
         raise ZeroDivisionError
-    assert not {*net.ranks, net.hub} & namespaces()
+    assert not {*net.machines, net.hub} & namespaces()
 
 
 @thorough

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, drawing
 
 _FAMILIES = {  # from top to bottom
-    "DDP": BLACK, "delayed": ORANGE, "CDP-v1": BLUE, "CDP-v2": GREEN, "compute": "#777777",
+    "DDP": BLACK, "delayed": ORANGE, "CDP-v1": BLUE, "CDP-v2": GREEN, "affordable": VERMILION,
+    "groups": PURPLE, "compute": "#777777",
 }  # fmt: skip
 
 Rows = Sequence[Mapping[str, Any]]

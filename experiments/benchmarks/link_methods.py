@@ -1,0 +1,211 @@
+"""Methods that the benchmark of links compares: their schedules, trainings and predicted times."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import slept
+from toolkit.cost import Hardware, affordable_delay
+from toolkit.model import build, partition
+from toolkit.runtime import Distributed, World
+from toolkit.runtime.baselines import DDP, DelayedAllReduce
+from toolkit.schedule import Schedule, catalog
+
+Task = SimpleNamespace
+"""What every method trains: the options of the benchmark, and ``workers`` and ``seed``."""
+Train = Callable[[int], Iterator[object]]
+"""Trains a number of steps, and yields at the end of each."""
+Times = list[list[float]]
+"""Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the workers train."""
+
+    runtime: Callable[..., Any]
+    delay: Any = 0  # of the weights; without it workers start together
+    options: dict[str, Any] = field(default_factory=dict)  # of the runtime
+    together: int = 1  # workers of a group
+
+
+_WITHIN = 0.1  # share of a step that fresher weights may cost
+AFFORDABLE = "affordable delay"
+_HALF = {"compression": "bf16"}
+_PACED = {"pacing": True, "chunk_mb": 0.25}
+METHODS = {
+    "DDP": Method(DDP),
+    "DDP tuned": Method(DDP, options={"bucket_mb": 4.0, "bucket_view": True}),
+    "DDP 16-bit": Method(DDP, options=_HALF),
+    "delayed all-reduce": Method(DelayedAllReduce, 1),
+    "delayed all-reduce 16-bit": Method(DelayedAllReduce, 1, _HALF),
+    **{
+        f"{name}{suffix}": Method(Distributed, delay, options)
+        for name, delay in (("CDP-v1", 1), ("CDP-v2", "freshest"))
+        for suffix, options in (
+            ("", {}),
+            (" 16-bit", _HALF),
+            (" paced", _PACED),
+            (" 16-bit paced", _HALF | _PACED),
+        )
+    },
+    AFFORDABLE: Method(Distributed, AFFORDABLE),
+    "groups of 2": Method(Distributed, "freshest", together=2),
+}
+COMPUTE = "compute"
+"""The same computation without any message: a lower bound, not a method."""
+ALL = (COMPUTE, *METHODS)
+SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2", AFFORDABLE, "groups of 2")
+"""What is compared, unless given, if stages sleep."""
+_BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB
+
+
+@dataclass(frozen=True)
+class Link:
+    """One setting of the links."""
+
+    workers: int
+    ratio: float  # of M to C that was asked for; 0: no limit
+    mbit: float | None  # a second, of the limit
+    compute: float  # C: seconds of a step without messages
+    one_way: float  # M: seconds in which all parameters go from one machine to another
+    latency: float = 0.0  # seconds of a message of a byte
+    local: float = 0.0  # seconds in which all parameters go from rank to rank within a machine
+
+    @property
+    def name(self) -> str:
+        return link_name(self.ratio)
+
+
+def link_name(ratio: float) -> str:
+    return "unshaped" if ratio == 0 else f"M = {'' if ratio == 1 else f'{ratio:g} '}C"
+
+
+def images_of(task: Task) -> tuple[Tensor, Tensor]:
+    """Random images of all workers, and their classes."""
+    torch.manual_seed(task.seed)
+    n, size = task.workers * task.batch, task.image_size
+    classes = torch.randint(10, (n,))
+    if task.sleep:
+        return torch.randn(n, slept.FEATURES), classes
+    return torch.randn(n, 3, size, size), classes
+
+
+def fresh_model(task: Task) -> nn.Module:
+    torch.manual_seed(task.seed)
+    if task.sleep:
+        return slept.model(task.stages, task.megabytes, task.sleep)
+    return build(task.model, 10, task.image_size)
+
+
+def methods_of(task: Task) -> tuple[str, ...]:
+    usual = SLEPT if task.sleep else tuple(name for name in ALL if name != AFFORDABLE)
+    return tuple(task.methods) or usual
+
+
+def schedule_of(task: Task, name: str, link: Link | None = None) -> Schedule:
+    """Return the schedule of a method; the link decides which delay is affordable."""
+    method, n, s = METHODS[name], task.workers, task.stages
+    if method.delay == 0:
+        return catalog.data_parallel(n, n_stages=s)
+    if method.delay == AFFORDABLE:
+        assert link
+        return _affordable(n, s, task.megabytes, hardware_of(task, link), link.compute)
+    chains = "rotated" if method.runtime is Distributed and method.delay == 1 else "in_order"
+    groups = -(-n // method.together)
+    return catalog.cyclic(n, method.delay, n_stages=s, chains=chains, groups=groups)
+
+
+@cache  # it takes seconds
+def _affordable(
+    n: int, n_stages: int, megabytes: float, hardware: Hardware, seconds: float
+) -> Schedule:
+    late = catalog.cyclic(n, 1, n_stages=n_stages, chains="rotated")
+    costs = slept.costs(n_stages, megabytes, seconds)
+    return replace(late, delay=affordable_delay(late, costs, hardware, within=_WITHIN))
+
+
+def make(task: Task, name: str, link: Link | None, world: World) -> Train:
+    """Make a method, ready to train from the first weights on. Every rank calls it."""
+    images, classes = images_of(task)
+    model = fresh_model(task)
+    if name == COMPUTE:
+        mine = (whole.chunk(task.workers)[world.rank] for whole in (images, classes))
+        return _plain(model, *mine)
+    method = METHODS[name]
+    options = method.options
+    if task.sleep:
+        stages = slept.cut(model, task.stages)
+    else:
+        stages = partition(model, task.stages, images[: task.batch], by=task.partition)
+    if task.sleep and method.runtime is DDP:
+        # Half a stage less than a bucket's stages: the last of them fills it.
+        filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
+        options = options | {"bucket_mb": filled / 2**20}
+    schedule = world.gather(None if world.rank else schedule_of(task, name, link))[0]
+    made = method.runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
+    return lambda n_steps: made.run([(images, classes)] * n_steps)
+
+
+def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
+    optimizer = _sgd(model.parameters())
+
+    def train(n_steps: int) -> Iterator[None]:
+        for _ in range(n_steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), classes).backward()
+            optimizer.step()
+            yield
+
+    return train
+
+
+def _sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _in_bucket(task: Task) -> int:
+    """Stages in a bucket of DDP, if they sleep."""
+    return -(-task.stages // _BUCKETS)
+
+
+def hardware_of(task: Task, link: Link) -> Hardware:
+    """Return the machines that were measured."""
+    n_bytes = 1e6 * task.megabytes
+    bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
+    found = Hardware("measured", inf, inf, bandwidth, link.latency)
+    per = task.ranks_per_machine
+    if per == 1:
+        return found
+    return replace(found, ranks_per_machine=per, local_bandwidth=n_bytes / link.local)
+
+
+def predicted(task: Task, link: Link, name: str) -> float:
+    """Seconds of a step by the simulator, for stages that sleep.
+
+    Of the same steps as those measured: messages may still pile up in them.
+    """
+    hardware = hardware_of(task, link)
+    costs = slept.costs(task.stages, task.megabytes, link.compute)
+    schedule = schedule_of(task, name, link)
+    runtime = METHODS[name].runtime
+    if runtime is not Distributed:  # gloo has one ring of all ranks, and knows no machines
+        hardware = replace(hardware, ranks_per_machine=1, local_bandwidth=inf)
+    if runtime is DDP:
+        costs = slept.merged(costs, _in_bucket(task))
+        schedule = catalog.data_parallel(task.workers, n_stages=len(costs))
+    elif runtime is DelayedAllReduce:
+        schedule = catalog.data_parallel(task.workers, delay=1, n_stages=task.stages)
+    return step_time(slept.predicted_times(schedule, costs, hardware, task.steps), task.skip)
+
+
+def step_time(times: Times, skip: int) -> float:
+    """Seconds of a step of the slowest rank, from the end of step ``skip`` (from 0) on."""
+    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times)

@@ -1,0 +1,104 @@
+"""Methods that the benchmark of links compares: schedules, trainings and predicted times."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from toolkit.errors import UserError
+
+
+@pytest.fixture
+def bench(benchmark):
+    return benchmark("link_methods")
+
+
+def task(**changes):
+    usual = {"workers": 2, "model": "resnet8", "image_size": 8, "batch": 2, "stages": 3, "seed": 3}
+    usual["ranks_per_machine"] = 1
+    return SimpleNamespace(**usual | {"ratios": [1], "skip": 1, "sleep": 0.0} | changes)
+
+
+def asleep(**changes):
+    """Eight stages of 0.5 MB, which take 0.1 s for a forward and 0.2 s for a backward."""
+    return task(**{"stages": 8, "sleep": 2.4, "megabytes": 4.0, "steps": 4, "batch": 1} | changes)
+
+
+def test_stages_sleep_for_their_seconds_and_have_gradients(bench):
+    model = bench.fresh_model(asleep(stages=2, sleep=6.0, megabytes=0.8))
+    inputs, classes = bench.images_of(asleep())
+    with mock.patch("time.sleep") as sleep:
+        outputs = bench.slept.cut(model, 2).modules[0](inputs)[0]
+        torch.nn.functional.cross_entropy(outputs, classes).backward()
+    assert [call.args for call in sleep.call_args_list] == [(1.0,), (2.0,)]
+    assert model[0].weight.grad.shape == (100_000,)
+    torch.testing.assert_close(outputs, inputs + model[0].weight.mean())
+
+
+def test_ddp_is_predicted_to_send_buckets_during_the_backward(bench):
+    """Four buckets of 1 MB: 0.5 s each at 2 MB/s, a bucket every 0.4 s, the first 0.4 s late."""
+    at = bench.Link(2, 1.0, 16.0, 2.4, 2.0)
+    assert bench.predicted(asleep(), at, "DDP") == pytest.approx(0.8 + 0.4 + 4 * 0.5)
+    assert bench.predicted(asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP") == pytest.approx(
+        2.4
+    )
+
+
+@pytest.mark.parametrize("method", ["delayed all-reduce", "CDP-v1"])
+def test_delays_hide_messages_that_are_short(bench, method):
+    at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
+    assert bench.predicted(asleep(), at, method) == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "staleness"),
+    [
+        ("DDP", "DP", {0}),
+        ("CDP-v1", "CDP-v1 rotated", {1}),
+        ("CDP-v2", "CDP-v2", {0, 1}),
+        ("groups of 2", "CDP-v2 2 groups", {0, 1}),
+    ],
+)
+def test_schedules(bench, method, name, staleness):
+    schedule = bench.schedule_of(task(workers=4), method)
+    assert (schedule.name, schedule.n_stages, schedule.n_microbatches) == (name, 3, 4)
+    assert {late for stage in schedule.staleness for late in stage} == staleness
+
+
+def test_two_workers_are_one_group_and_three_none(bench):
+    assert bench.schedule_of(task(), "groups of 2").max_staleness == 0
+    with pytest.raises(UserError, match="divides the 3 workers"):
+        bench.schedule_of(task(workers=3), "groups of 2")
+
+
+def test_slower_links_afford_staler_weights(bench):
+    late = [
+        bench.schedule_of(asleep(workers=4), bench.AFFORDABLE, at)
+        for ratio in (0.1, 1.0, 3.0)
+        for at in [bench.Link(4, ratio, None, 2.4, 2.4 * ratio)]
+    ]
+    assert {schedule.chains for schedule in late} == {"rotated"}
+    means = [schedule.mean_staleness for schedule in late]
+    assert means[0] < means[1] < means[2] <= 1
+
+
+def test_only_cdp_is_predicted_to_know_machines(bench):
+    """Two machines of two: groups send half of what four machines would."""
+    at = bench.Link(4, 1.0, 16.0, 2.4, 2.4, local=0.024)
+    together = asleep(workers=4, ranks_per_machine=2)
+    for method, saves in (("DDP", False), ("delayed all-reduce", False), ("groups of 2", True)):
+        alone = bench.predicted(asleep(workers=4), at, method)
+        assert (bench.predicted(together, at, method) < 0.7 * alone) == saves
+
+
+def test_methods_begin_with_the_same_weights_and_images(bench):
+    first, again = (
+        [bench.fresh_model(task()).state_dict(), bench.images_of(task())] for _ in range(2)
+    )
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert first[1][0].shape == (4, 3, 8, 8)
+
+
+def test_step_time_is_of_the_slowest_rank_after_the_first_steps(bench):
+    assert bench.step_time([[0, 5, 6, 7, 8], [0, 1, 2, 4, 8]], skip=1) == 7 / 3
