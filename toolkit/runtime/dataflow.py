@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from math import inf
 
 from toolkit.schedule import Action, Buffer, Instruction
 from toolkit.schedule.dependencies import needs
@@ -25,30 +26,70 @@ def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
     return ("collective",) if i.action.communicates else None
 
 
+def last_step(i: Instruction) -> int:
+    """The last training step whose gradients, or whose forward, an instruction follows from."""
+    if i.step is not None:
+        return i.step
+    assert i.version is not None
+    return i.version - 1
+
+
 class Dataflow:
     """The instructions of a rank, by their positions in its program.
 
     An instruction in the background can begin when it is open, what it needs has ended, and the
     earlier ones of its queue have begun. ``ordered``: all messages to a rank are one queue.
+
+    With a ``limit`` only what follows from training steps up to it can begin, see
+    :func:`last_step`, and messages of earlier steps do not queue behind those of later ones.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], rank: int, *, ordered: bool) -> None:
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        rank: int,
+        *,
+        ordered: bool,
+        limit: float = inf,
+    ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
         self.n_left = len(instructions)  # that have not ended
         self.ended = bytearray(len(instructions))
         self._lacking = list(map(len, self.needs))
         self._users: list[list[int]] = [[] for _ in instructions]
+        self._limit = limit
+        self._held: defaultdict[int, list[int]] = defaultdict(list)  # by step, beyond the limit
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
         self._queue_of: dict[int, deque[int]] = {}
-        for position, i in enumerate(instructions):
-            for needed in self.needs[position]:
-                self._users[needed].append(position)
+        for position, needed in enumerate(self.needs):
+            for p in needed:
+                self._users[p].append(position)
+        order = range(len(instructions))
+        for position in order if limit == inf else sorted(order, key=self._step):
+            i = instructions[position]
             if (name := queue_of(i, ordered=ordered)) is not None:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)
+
+    def raise_limit(self, step: int) -> None:
+        """Allow what follows from training steps up to ``step`` to begin."""
+        self._limit = max(self._limit, step)
+        for held in [step for step in self._held if step <= self._limit]:
+            for position in self._held.pop(held):
+                heappush(self._ready, position)
+
+    def up_to_limit(self) -> list[bool]:
+        """Return for each position whether it can end if no later training step begins."""
+        found: list[bool] = []
+        for position, needed in enumerate(self.needs):
+            found.append(self._step(position) <= self._limit and all(found[p] for p in needed))
+        return found
+
+    def _step(self, position: int) -> int:
+        return last_step(self.instructions[position])
 
     def open(self, end: int) -> None:
         """Allow instructions in the background before position ``end`` to begin."""
@@ -106,4 +147,7 @@ class Dataflow:
             and self._lacking[position] == 0
             and (queue is None or (bool(queue) and queue[0] == position))
         ):
-            heappush(self._ready, position)
+            if (step := self._step(position)) > self._limit:
+                self._held[step].append(position)
+            else:
+                heappush(self._ready, position)

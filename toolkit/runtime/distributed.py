@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_l
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
-from toolkit.runtime.rank import Rank
+from toolkit.runtime.rank import Feed, Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import part_of
+from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
 from toolkit.runtime.weight_store import WeightStore
 from toolkit.schedule import Program, Schedule
@@ -102,20 +103,29 @@ class Distributed(OnRanks):
         feed.skip_to(self.steps_done)
 
     def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
-        self.world.make_groups(*groups_and_pairs(program, self.per_machine))
-        held = self._weight_store.share(messages, program.first_step)
-        runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
-        rank = Rank(program, runners, updaters, self._weight_store.versions, self._loss, feed)
-        rank.weights = held
+        rank = self._begin(program, feed, messages, self._loss)
         meter = self._meter if self.n_recorded < self.record else None
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
-        yield from Executor(rank, messages, program, meter, overlap=self.overlap).run()
+        order = program.ranks[self.rank]
+        last = {i.step: p for p, i in enumerate(order) if i.action.computes}
+        executor = Executor(rank, messages, program, meter, overlap=self.overlap)
+        for i in executor.run({*last.values()}):
+            yield feed.result(cast(int, i.step))
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
+
+    def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
+        """This rank's memory as ``program`` begins."""
+        self.world.make_groups(*groups_and_pairs(program, self.per_machine))
+        held = self._weight_store.share(messages, program.first_step)
+        runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
+        rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
+        rank.weights = held
+        return rank
 
     def _adopt(self, schedule: Schedule) -> None:
         self._weight_store.collect()

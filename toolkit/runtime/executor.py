@@ -8,16 +8,17 @@ not wait for this rank.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
+from math import inf
 from queue import SimpleQueue
 
 import torch
 
-from toolkit.runtime.dataflow import Dataflow, in_background, queue_of
+from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.measurements import Meter
-from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
@@ -31,7 +32,8 @@ class Executor:
     """Carries out the instructions of one rank.
 
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
-    program exactly.
+    program exactly. With ``stepwise`` a training step begins with its first op and not before, and
+    :meth:`end_here` can end the program after any step, if all ranks do.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Executor:
         meter: Meter | None,
         *,
         overlap: bool,
+        stepwise: bool = False,
     ) -> None:
         self._rank, self._messages, self._meter = rank, messages, meter
         self._world, self._watch = messages.world, messages.world.watch
@@ -52,7 +55,9 @@ class Executor:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         # NCCL has no tags: messages between two ranks match by order alone.
-        self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
+        limit = program.first_step - 1 if stepwise else inf
+        self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered, limit=limit)
+        self._stepwise, self._ending = stepwise, False
         self._overlap = overlap
         self._ahead = program.schedule.lookahead
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
@@ -65,21 +70,31 @@ class Executor:
         self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
 
-    def run(self) -> Iterator[StepResult]:
-        """Carry out the program; yield the result of each training step after its last op."""
+    def end_here(self) -> None:
+        """Let :meth:`run`, when it goes on, end with the training steps that have begun."""
+        self._ending = True
+
+    def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
+        """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
         last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
-        ends = {p: step for step, p in last.items() if step is not None}
         thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
         thread.start()
+        included: Sequence[bool] = ()
         try:
             for position, i in enumerate(self._order):
+                if self._ending:
+                    included = included or self._flow.up_to_limit()
+                    if not included[position]:
+                        continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
-                if position in ends:
-                    if self._messages.pacer is not None:
-                        self._messages.pacer.end_step()
-                    yield self._rank.feed.result(ends[position])
-            self._finish()
+                if self._messages.pacer is not None and last.get(i.step) == position:
+                    self._messages.pacer.end_step()
+                if position in pauses:
+                    if self._stepwise:  # the caller may be at work for long
+                        self._open_until(self._next_op(position).tick)
+                    yield i
+            self._finish(included)
         finally:
             with self._changed:
                 self._closed = True
@@ -95,12 +110,12 @@ class Executor:
     def _perform(self, position: int, i: Instruction) -> None:
         """Carry out an instruction on the main thread, or wait for it."""
         with self._changed:
-            if self._overlap:
-                # Look ahead only as far as needed: a receive begun early takes memory.
-                self._flow.open_until(i.tick + self._ahead)
-            else:
+            if i.action.computes:
+                self._flow.raise_limit(last_step(i))
+            if not self._overlap:
                 self._flow.open(position + 1)
-            self._changed.notify_all()
+                self._changed.notify_all()
+        self._open_until(i.tick)
         self._turn.before(i)
         self._watch.at(i, i.step, i.peers)
         if in_background(i):
@@ -114,13 +129,27 @@ class Executor:
             self._marks[position] = end
         self._end(position)
 
-    def _finish(self) -> None:
-        """Wait until everything has been done, received and sent."""
+    def _open_until(self, tick: int) -> None:
+        """Let the background begin what an op at ``tick`` may use."""
+        if self._overlap:
+            with self._changed:
+                # Look ahead only as far as needed: a receive begun early takes memory.
+                self._flow.open_until(tick + self._ahead)
+                self._changed.notify_all()
+
+    def _next_op(self, position: int) -> Instruction:
+        """The op after ``position``, or the last instruction."""
+        later = islice(self._order, position + 1, None)
+        return next((i for i in later if i.action.computes), self._order[-1])
+
+    def _finish(self, included: Sequence[bool]) -> None:
+        """Wait until everything, or what is ``included``, has been done, received and sent."""
+        n_excluded = len(included) - sum(included)
         self._turn.finish()
         with self._changed:
             self._flow.open(len(self._order))
             self._changed.notify_all()
-        self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
+        self._await(lambda: self._flow.n_left == n_excluded, lambda: self._missing(included))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
@@ -142,6 +171,11 @@ class Executor:
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error
+
+    def _missing(self, included: Sequence[bool]) -> int:
+        """The first position that has not ended."""
+        ended = self._flow.ended
+        return next(p for p, done in enumerate(ended) if not done and (not included or included[p]))
 
     def _compute(self, i: Instruction) -> int:
         self._rank.execute(i)

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.microbatches import MicrobatchQueue
 from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
     StageRunner,
@@ -59,12 +59,25 @@ class SavedForward:
         return found
 
 
+class Feed(Protocol):
+    """Micro-batches, and who takes their results."""
+
+    def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
+        """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
+        ...
+
+    def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
+        """Take the results of a micro-batch."""
+        ...
+
+
 class Rank:
     """The memory of one rank; each dictionary entry is one buffer of the program.
 
     ``versions[stage]`` follows the weights of a stage that it owns, as long as this or a later
     program reads them. ``watching`` is a context of each forward, from its weights, inputs and
-    buffers.
+    buffers. Without ``loss`` the caller takes the last stage's outputs from :meth:`take_outputs`,
+    and gives their gradients to :meth:`give_gradients` before the backward.
     """
 
     def __init__(
@@ -73,8 +86,8 @@ class Rank:
         runners: Mapping[int, StageRunner],
         updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
-        loss: Loss,
-        feed: MicrobatchQueue,
+        loss: Loss | None,
+        feed: Feed,
         watching: Watching | None = None,
     ) -> None:
         self.schedule = schedule = program.schedule
@@ -99,6 +112,15 @@ class Rank:
         if i.buffer == Buffer.GRADIENT:
             return self.sums.pop((i.stage, i.step))
         return self.boundaries.pop((i.buffer, i.stage, i.microbatch, i.step))
+
+    def take_outputs(self, i: Instruction) -> Values:
+        """Take what the last stage's forward ``i`` has computed, detached."""
+        outputs = self.boundaries.pop((Buffer.ACTIVATION, i.stage, i.microbatch, i.step))
+        return cast(Values, outputs)
+
+    def give_gradients(self, i: Instruction, gradients: Gradients) -> None:
+        """Give the gradients of the outputs of ``i``, of the loss divided by the micro-batches."""
+        self._give_input_gradients(i._replace(stage=i.stage + 1), gradients)
 
     def take(self, i: Instruction, payload: Payload) -> None:
         """Take over what ``i`` received from another rank; a sum of gradients is added."""
@@ -125,7 +147,7 @@ class Rank:
             outputs = runner.forward(weights, inputs, (m,), step)
         self.sums[i.stage, step].add(runner.take_statistics())
         gradients: Gradients = ()
-        if i.stage == self.last_stage:
+        if i.stage == self.last_stage and self.loss is not None:
             _, targets = self.feed.microbatch(step, m)
             loss = self.loss(outputs[0], targets)
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
@@ -139,7 +161,7 @@ class Rank:
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
         kept = self.kept[i.stage, i.microbatch, i.step]
-        if i.stage < self.last_stage:
+        if i.stage < self.last_stage or self.loss is None:
             later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
             kept.gradients = self.boundaries.pop(later)
         return kept
@@ -199,11 +221,11 @@ class Rank:
             return
         del self.weights[i.weights]
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
-            version = _int(i.version)
-            # The next program may read a version that this one is done with.
-            if version < self.schedule.oldest_version(i.stage, self.next_step):
-                # With a default: a version can be received, and so freed, more than once.
-                self.versions[i.stage].pop(version, None)
+            # The next program may read versions that this one is done with.
+            oldest = self.schedule.oldest_version(i.stage, self.next_step)
+            known = self.versions[i.stage]
+            for version in [v for v in known if v < oldest]:
+                del known[version]
 
 
 _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
