@@ -1,15 +1,20 @@
 """A run's learning rates, smoothed loss and optimizer options, also after it is resumed."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.training.test_run_with_checkpoints import built, stopped, weights
 from toolkit.errors import UserError
+from toolkit.options import TrainingOptions
 from toolkit.runtime.updater import Updater
-from toolkit.training import evaluate, run_with_checkpoints
+from toolkit.schedule import catalog
+from toolkit.training import evaluate, prepare, run_with_checkpoints
+from toolkit.training.data import synthetic
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -93,3 +98,26 @@ def test_the_training_loss_is_smoothed_and_the_test_loss_is_not():
 def test_label_smoothing_out_of_range_is_refused(value):
     with pytest.raises(UserError, match=f"label_smoothing.*{float(value)}"):
         built(f"label_smoothing={value}")
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(192, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.last(x - x.mean(0))
+
+
+def test_a_model_that_mixes_samples_is_refused():
+    with pytest.raises(UserError, match=r"Centred mixes .* return self.last\(x - x.mean\(0\)\)"):
+        prepare(
+            TrainingOptions(batch=4, device="cpu"),
+            model=Centred(),
+            samples=synthetic(n_train=16, n_test=8, n_classes=4, image_size=8),
+            schedule=catalog.cyclic(2),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+        )

@@ -1,6 +1,7 @@
 """Models, and their partition into contiguous stages."""
 
 from toolkit.model.gpt import gpt
+from toolkit.model.independence import check_independent
 from toolkit.model.input_spec import Images, InputSpec, Sequences
 from toolkit.model.partition import MEASURES, Boundary, Stages, partition
 from toolkit.model.zoo import MODELS, build
@@ -14,6 +15,7 @@ __all__ = [
     "Sequences",
     "Stages",
     "build",
+    "check_independent",
     "gpt",
     "partition",
 ]

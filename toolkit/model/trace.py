@@ -252,6 +252,7 @@ class _UntraceableError(UserError):
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer may be sliced by a traced size
+    record_stack_traces = True  # for the lines that errors name
 
     def __init__(self, model: nn.Module, n_inputs: int) -> None:
         super().__init__()
@@ -311,16 +312,16 @@ def _sees_input(node: fx.Node) -> bool:
 @contextmanager
 def _seeing_draws() -> Iterator[None]:
     """Reject random draws that the graph would freeze."""
-    before = _generators()
+    before = generator_states()
     yield
-    if before != _generators():
+    if before != generator_states():
         raise _UntraceableError(
             "draws random numbers in its forward that do not depend on its input, and its graph"
             " would draw them once: use torch.randn_like(x), or a function marked by torch.fx.wrap"
         )
 
 
-def _generators() -> bytes:
+def generator_states() -> bytes:
     """Return the states of the generators that a forward may use."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     tensors = [state.numpy(force=True) for state in (torch.get_rng_state(), *devices)]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError, first_line
-from toolkit.model import partition
+from toolkit.model import check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.base import Runtime
@@ -147,6 +147,7 @@ def prepare(
             f" for {options.batch} {form.samples}: set its size, as by"
             f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
+    check_independent(stages, form.example(4))
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
     for what, found, method, such in (
