@@ -184,6 +184,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("pipelines", _each(cells.pipeline_cells)),
     ("simulated", _simulated),
+    ("situations", _each(cells.situation_cells)),
     ("stability_limits", _each(_limits)),
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),

@@ -60,6 +60,12 @@ PIPELINE = {
     "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
     "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
 }  # fmt: skip
+SITUATION = {
+    "situation": "model parallelism", "workers": 8, "ratio": 0.5, "devices_dp": 64, "devices": 36,
+    "activations_dp": 0.125, "activations": 0.125, "cdp_v1_time": 0.774, "cdp_v1_staleness": 1.0,
+    "cdp_v2_time": 0.919, "cdp_v2_staleness": 0.4375, "affordable_time": 0.85,
+    "affordable_staleness": 0.45,
+}  # fmt: skip
 RANK = {
     "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
     "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
@@ -94,6 +100,11 @@ RANK = {
             "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A",
             "idle": "46.7%", "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)",
             "flush": "yes",
+        }),
+        (form.situation_cells(SITUATION), {
+            "situation": "model parallelism", "workers": 8, "M/C": "0.5", "devices": "64 → 36",
+            "activations": "0.125", "CDP-v1": "0.77 (1.00)", "CDP-v2": "0.92 (0.44)",
+            "affordable": "0.85 (0.45)",
         }),
         (form.rank_cells(RANK), {
             "rank": 1, "peak activations (MB)": "4.863", "peak weights (MB)": "0.001",

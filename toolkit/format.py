@@ -163,6 +163,18 @@ def pipeline_cells(row: Row) -> Cells:
     }
 
 
+def situation_cells(row: Row) -> Cells:
+    """Return what :func:`toolkit.cost.situations.assess` found; times are by that of DP."""
+    cells = {"situation": row["situation"], "workers": row["workers"]}
+    cells["M/C"] = f"{row['ratio']:g}"
+    for name in ("devices", "activations"):
+        of_dp, of_cdp = (f"{row[key]:.4g}" for key in (f"{name}_dp", name))
+        cells[name] = of_dp if of_dp == of_cdp else f"{of_dp} → {of_cdp}"
+    for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
+        cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
+    return cells
+
+
 def rank_cells(row: Row) -> Cells:
     """Return a rank's peak memory and traffic over the recorded steps."""
     held = {

@@ -118,6 +118,16 @@ def test_pipelines_of_one_number_of_microbatches(tmp_path):
     assert {row["idle"] for row in rows(tmp_path / "pipelines.csv")} == {"0.0"}
 
 
+def test_situations(tmp_path):
+    out = succeeded("situations", tmp_path, "workers=[2,3]", "ratios=[2]")
+    found = rows(tmp_path / "situations.csv")
+    assert [(row["workers"], row["ratio"], row["devices"]) for row in found] == [
+        *(("3", "0.0", devices) for devices in "163"),
+        *((n, "2.0", n) for n in "23"),
+    ]
+    assert "9 → 6" in out
+
+
 @pytest.mark.parametrize("schedule", ["zero_bubble", "v_half", "zero_cdp_v2"])
 def test_simulate(schedule, tmp_path):
     succeeded("simulate", tmp_path, *SMALL, f"schedule={schedule}", "stages=2", "microbatches=4")
@@ -237,6 +247,8 @@ memory model.target=no_such.thing | no_such.thing
 memory model.target=my_package.broken | my_package.broken gives a int
 memory model.target=my_package.mine +model.arguments.wide=1 | my_package.mine .* 'wide'
 communication workers=1 | got 1$
+situations workers=[1] | workers .* got 1
+situations ratios=[0] | ratios above 0: got .*\[0.0\]
 pipelines ranks=0 | ranks .* got 0
 pipelines microbatches=[] | microbatches .* got \[\]
 pipelines microbatches=[8,0] | microbatches .* got \[8, 0\]

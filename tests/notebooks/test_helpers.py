@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from toolkit.cost.situations import assess, situations
 from toolkit.errors import UserError
 from toolkit.format import metric_cells
 from toolkit.metric import ACCURACY, LOSS
@@ -24,6 +25,7 @@ from toolkit.notebook import (
     settings,
     train_rules,
     watched,
+    when_cdp_helps,
 )
 from toolkit.plan import pilot
 from toolkit.results.collect import learning_curves
@@ -267,6 +269,12 @@ def test_counted_and_measured():
     assert set(counted_and_measured(rows, ran)["measured"]) == {"equal"}
     with pytest.raises(UserError, match=r"schedules differ.*compare\(n\)"):
         counted_and_measured(compare(3), ran)
+
+
+def test_when_cdp_helps():
+    found = when_cdp_helps(map(assess, situations([2], [2.0])))
+    assert found.loc["one device", 2, "0"].tolist()[:2] == ["1", "2 → 1.5"]
+    assert found.loc["a device a worker, slow links", 2, "2"]["CDP-v2"] == "0.83 (0.25)"
 
 
 def test_bars_follow_reports(monkeypatch):

@@ -13,6 +13,7 @@ from toolkit.notebook.run_tables import (
     memory_saved,
     own_curves,
     train_rules,
+    when_cdp_helps,
 )
 
 RESULTS = ROOT / "experiments" / "results"
@@ -34,4 +35,5 @@ __all__ = [
     "train_on_ranks",
     "train_rules",
     "watched",
+    "when_cdp_helps",
 ]

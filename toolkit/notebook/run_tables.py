@@ -20,6 +20,7 @@ from toolkit.format import (
     metric_cells,
     rank_cells,
     reduction_cells,
+    situation_cells,
     staleness_cells,
 )
 from toolkit.metric import ACCURACY, Metric
@@ -332,6 +333,12 @@ def counted_and_measured(
         names = [", ".join(row.differences) for row in measured]
         found["measured"] = [f"{differing} differ" if differing else "equal" for differing in names]
     return found
+
+
+def when_cdp_helps(rows: "Iterable[Mapping[str, Any]]") -> pd.DataFrame:
+    """Memory, devices and step times of CDP beside DP, as :mod:`toolkit.cost.situations` finds."""
+    index = ["situation", "workers", "M/C"]
+    return pd.DataFrame([situation_cells(row) for row in rows]).set_index(index)
 
 
 def by_rank(found: "Measurements") -> pd.DataFrame:
