@@ -22,6 +22,7 @@ from toolkit.schedule import labels
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", RESULTS / "README.md")
+_SHORT = "_short"  # ends the name of a table with some of a result's rows
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -35,7 +36,7 @@ def rendered(page: str) -> str:
 
 def table(name: str) -> str:
     """The table of a kept result, and its origin."""
-    result = read_result(RESULTS / name)
+    result = read_result(RESULTS / name.removesuffix(_SHORT))
     _label(result["metrics"])
     rows = next(rows for prefix, rows in _ROWS if name.startswith(prefix))(result)
     found = result["provenance"]
@@ -135,6 +136,12 @@ def _slept_links(result: Result) -> Rows:
     return list(shown.values())
 
 
+def _situations_short(result: Result) -> Rows:
+    """The rows without slow links, and those at M = C."""
+    rows = [cells.situation_cells(row) for row in result["metrics"]]
+    return [{k: row[k] for k in row if k != "M/C"} for row in rows if row["M/C"] in ("0", "1")]
+
+
 def _simulated(result: Result) -> Rows:
     """A row a schedule: its step time, and that time over the first's."""
     first = result["metrics"][0]["ms a step"]
@@ -184,6 +191,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("pipelines", _each(cells.pipeline_cells)),
     ("simulated", _simulated),
+    (f"situations{_SHORT}", _situations_short),
     ("situations", _each(cells.situation_cells)),
     ("stability_limits", _each(_limits)),
     ("stability", _stable_rates),
