@@ -31,6 +31,8 @@ CHOICES = [
     Choice("zero_dp", 3, 3, state="replicated"),
     Choice("interleaved_1f1b", 8, 8, n_ranks=4),
     Choice("zero_cdp_v1", 3, 3, accumulate=2),
+    Choice("cdp_v1", 2, 4, chains="rotated"),
+    Choice("cdp_v2", 2, 4, groups=2, placement="one"),
     Choice("pipedream_2bw", 3, 3, correction="extrapolate"),
     Choice("dp", 2, 3, delay=[1, 2]),
     Choice("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.figures.test_explorer import CONF, choices, composed, made
-from toolkit.cost import Hardware, profile, unit_costs
+from toolkit.cost import UNIT, Hardware, profile, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import Explorer
 from toolkit.figures.explorer.choice import OWN, SCHEDULES
@@ -84,6 +84,7 @@ def test_every_schedule_can_be_chosen(explorer, name):
     workers = name in ("dp", "zero_dp") or "cdp_" in name
     options = {"n_ranks": name == "interleaved_1f1b", "accumulate": workers}
     options["delay"] = workers or name == OWN
+    options |= dict.fromkeys(("chains", "groups"), "cdp_" in name)
     assert {option: visible(column.options[option]) for option in options} == options
     own = {"zero_cdp_v1": (1, "sharded"), "cdp_v2": ("freshest", "replicated")}
     held = column.options["delay"].value, column.options["state"].value
@@ -104,6 +105,34 @@ def test_late_weights_are_predicted(explorer):
     assert column.options["correction"].value == "none"
     column.options["correction"].value, column.options["state"].value = "extrapolate", "sharded"
     assert "correction=extrapolate takes state=" in said(explorer)
+
+
+def test_workers_start_in_groups(explorer):
+    options = explorer.columns[0].options
+    explorer.microbatches.value = 4
+    assert options["groups"].value == "each worker"
+    options["groups"].value = 2
+    assert explorer.choices[0].build() == catalog.cyclic(4, n_stages=2, groups=2)
+    assert "schedule.groups=2" in explorer.to_html()
+    options["groups"].value = 3
+    assert "groups divides the 4 workers" in said(explorer)
+
+
+def test_the_affordable_delay_is_that_of_the_machine(explorer):
+    options = explorer.columns[0].options
+    explorer.microbatches.value = explorer.stages.value = 4
+    options["delay"].value = "affordable"
+    fresh = catalog.cyclic(4).mean_staleness
+    assert float(number(explorer, "mean staleness")) == fresh  # messages take no time
+    explorer.hardware.value = "ethernet_10"
+    assert float(number(explorer, "mean staleness")) == fresh  # nor do a few bytes
+    slow = replace(UNIT, name="slow", link_bandwidth=0.5)
+    late = Explorer("cdp_v1", 4, 4, delay="affordable", chains="rotated", hardware=slow)
+    assert fresh < float(number(late, "mean staleness")) <= 1
+    assert "schedule.delay=[[" in html.unescape(late.to_html())
+    late.stages.value = 16
+    late.microbatches.value = 5
+    assert "at most 64 stages times micro-batches: got 80" in said(late)
 
 
 def test_workers_accumulate(explorer):

@@ -15,7 +15,10 @@ from toolkit.schedule.staleness import Delay, plain
 OWN = "your own"
 LARGEST = 32  # stages or micro-batches in a drawing
 ORDERS_FILE = "rank_orders.csv"
-OPTIONS = ("delay", "correction", "placement", "state", "n_ranks", "accumulate")
+OPTIONS = (
+    *("delay", "correction", "placement", "state", "n_ranks", "accumulate"),
+    *("chains", "groups"),
+)
 SCHEDULES: Mapping[str, Method] = {
     **METHODS,
     OWN: Method(OWN, OWN, Schedule.from_rank_orders, "pipeline"),
@@ -45,6 +48,8 @@ class Choice:
     state: str | None = None  # replicated or sharded
     n_ranks: int | None = None  # of interleaved 1F1B
     accumulate: int | None = None  # micro-batches of a worker, one after another in a step
+    chains: str | None = None  # order of the ranks that sum a gradient
+    groups: int | None = None  # of workers that start together
     orders: tuple[str, ...] = ()  # your own: one line a rank, such as "0F0 0F1 0B0 0B1"
 
     def __post_init__(self) -> None:
@@ -144,9 +149,12 @@ def _candidates(schedule: Schedule) -> Iterator[Choice]:
     with suppress(UserError):  # not a pipeline
         orders = tuple(line.replace(",", " ") for line in schedule.to_csv().splitlines())
     for name in SCHEDULES:
-        options: dict[str, Any] = {k: v for k, v in named.items() if k in options_of(name)}
+        takes, n = options_of(name), schedule.n_workers
+        options: dict[str, Any] = {k: v for k, v in named.items() if k in takes}
         options["orders"] = orders if name == OWN else ()
-        yield Choice(name, schedule.n_stages, schedule.n_workers, **options)
+        yield Choice(name, schedule.n_stages, n, **options)
+        for groups in range(1, n) if "groups" in takes else ():
+            yield Choice(name, schedule.n_stages, n, groups=groups, **options)
 
 
 def _in_hydra(value: Any) -> str:

@@ -1,10 +1,11 @@
 """What a choice costs: its program, steady state and predicted timeline, all by the toolkit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, simulate
+from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, simulate
+from toolkit.errors import UserError
 from toolkit.figures.explorer.choice import Choice
 from toolkit.format import duration
 from toolkit.schedule import (
@@ -21,6 +22,9 @@ from toolkit.schedule.program import units_sent
 from toolkit.schedule.steady_state import steps_to_time
 
 _STEPS = 3  # training steps that are simulated where messages take no time
+AFFORDABLE = "affordable"
+"""The delay of :func:`toolkit.cost.affordable_delay`."""
+_SEARCHED = 64  # stages times micro-batches: seconds
 _TIMED = 2  # steps of a longer simulation whose mean time counts
 _ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
 _SENT = "stage-parameters", "weights and gradients that all ranks send, in the steady state"
@@ -96,6 +100,17 @@ def analyse(choice: Choice, n_steps: int) -> Analysis:
     """Lower ``choice``; raise UserError if it is impossible."""
     schedule = choice.build()
     return Analysis(choice, schedule, schedule.lower(n_steps), steady_state(schedule))
+
+
+def settle(choice: Choice, costs: Costs, hardware: Hardware) -> Choice:
+    """Return ``choice`` with its affordable delay, as a matrix."""
+    if (size := choice.stages * choice.microbatches) > _SEARCHED:
+        raise UserError(
+            f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
+            f" micro-batches: got {size}; toolkit.cost.affordable_delay has no limit"
+        )
+    late = replace(choice, delay=1).build()
+    return replace(choice, delay=affordable_delay(late, costs, hardware))
 
 
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:

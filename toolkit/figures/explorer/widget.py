@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from toolkit.figures.explorer.choice import (
     choice_of,
     options_of,
 )
-from toolkit.figures.explorer.inspection import Analysis, analyse, predict
+from toolkit.figures.explorer.inspection import AFFORDABLE, Analysis, analyse, predict, settle
 from toolkit.figures.explorer.page import HTML, panes
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
-from toolkit.schedule import CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
+from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
 from toolkit.schedule.instruction import collector_paused
 
 UNIFORM = "uniform"
@@ -32,13 +33,16 @@ EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+_EACH = "each worker"  # a group: a control cannot hold None
 _OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values on offer
-    "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST)),
+    "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST, AFFORDABLE)),
     "correction": ("what is done about late weights", CORRECTIONS),
     "placement": ("the rank of each op", PLACEMENTS),
     "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
     "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * LARGEST + 1)),
     "accumulate": ("micro-batches of a worker, one after another", range(1, LARGEST + 1)),
+    "chains": ("order of the ranks that sum a gradient", CHAINS),
+    "groups": ("of workers that start together", (_EACH, *range(1, LARGEST))),
 }
 
 
@@ -60,7 +64,8 @@ class Explorer(ui.VBox):
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
         options: of the first schedule, as in :class:`Choice`: ``delay``, ``correction``,
-            ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``orders`` (lines or one text).
+            ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``chains``, ``groups``,
+            ``orders`` (lines or one text).
 
     Raises:
         UserError: an option that no control can hold, or a schedule that no controls make.
@@ -100,6 +105,7 @@ class Explorer(ui.VBox):
         if hardware is not None:
             self._machines[check_hardware(hardware).name] = hardware
         self._drawn, self._quiet = ["", ""], False  # last possible panes; while options change
+        self._afforded: dict[tuple[Choice, str, str], Choice] = {}
         self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
         later: dict[str, Any] = {"continuous_update": False}
@@ -227,10 +233,9 @@ class Explorer(ui.VBox):
         with collector_paused():
             for k, choice in enumerate(choices):
                 try:
+                    choices[k] = choice = self._settled(choice)
                     analysis = analyse(choice, self.n_steps.value)
-                    costs = self._costs[self.costs.value]
-                    if callable(costs):
-                        costs = costs(analysis.schedule.n_stages)
+                    costs = self._costs_of(analysis.schedule.n_stages)
                     good[k] = analysis, predict(analysis, costs, machine)
                 except ValueError as error:
                     shown[k] = HTML.impossible(error, self._drawn[k])
@@ -240,6 +245,20 @@ class Explorer(ui.VBox):
             self._drawn[k] = pane
             shown[k] = pane + HTML.lines(choices[k])
         self.view.value = HTML.side_by_side(shown)
+
+    def _costs_of(self, n_stages: int) -> Costs:
+        costs = self._costs[self.costs.value]
+        return costs(n_stages) if callable(costs) else costs
+
+    def _settled(self, choice: Choice) -> Choice:
+        """``choice``, with a delay that these costs and this machine afford, if it asks for one."""
+        if choice.delay != AFFORDABLE:
+            return choice
+        key = choice, self.costs.value, self.hardware.value
+        if key not in self._afforded:
+            machine = self._machines[self.hardware.value]
+            self._afforded[key] = settle(choice, self._costs_of(choice.stages), machine)
+        return self._afforded[key]
 
 
 class Column(ui.VBox):
@@ -273,7 +292,10 @@ class Column(ui.VBox):
     def choice(self, stages: int, microbatches: int) -> Choice:
         """The choice that the controls hold."""
         name = self.schedule.value
-        options = {option: self.options[option].value for option in options_of(name)}
+        held = {option: self.options[option].value for option in options_of(name)}
+        options: dict[str, Any] = {
+            option: None if value == _EACH else value for option, value in held.items()
+        }
         if name == OWN:
             return Choice(OWN, orders=_lines_of(self.orders.value), **options)
         return Choice(name, stages, microbatches, **options)
@@ -308,7 +330,7 @@ def _chosen(
         orders = options.get("orders", ())
         orders = _lines_of(orders) if isinstance(orders, str) else tuple(orders)
         choice = Choice(schedule, stages, microbatches, **{**options, "orders": orders})
-        choice.build()
+        (replace(choice, delay=1) if choice.delay == AFFORDABLE else choice).build()
         return choice
     if not isinstance(schedule, Schedule):
         raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
