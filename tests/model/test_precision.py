@@ -26,7 +26,7 @@ def cast(function, *values, device="meta", precision="bf16"):
 def test_a_gpu_normalizes_in_32_bits():
     """The first weight is not kept, since no gradient of the input is wanted."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    layers = [*node_costs(trace(model, 1), (X,), precision="bf16").values()][1:4]
+    layers = [*node_costs(trace(model, X), (X,), precision="bf16").values()][1:4]
     assert [cost.activations for cost in layers] == [
         X.numel() * HALF,
         5 * 4 * FLOAT + 2 * 5 * FLOAT,  # with each row's mean and deviation
@@ -36,7 +36,7 @@ def test_a_gpu_normalizes_in_32_bits():
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert all(cost.forward.in_16_bits for cost in layers)
     for precision in ("fp32", "tf32"):
-        costs = node_costs(trace(model, 1), (X,), precision=precision).values()
+        costs = node_costs(trace(model, X), (X,), precision=precision).values()
         assert not any(cost.forward.in_16_bits or cost.backward.in_16_bits for cost in costs)
 
 
@@ -123,7 +123,7 @@ class Heads(nn.Module):
 
 
 def predicted(model, x):
-    return sum(cost.activations for cost in node_costs(trace(model, 1), (x,)).values())
+    return sum(cost.activations for cost in node_costs(trace(model, x), (x,)).values())
 
 
 def kept(model, x):

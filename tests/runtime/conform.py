@@ -199,6 +199,8 @@ def odd_jobs() -> dict[str, Any]:
     found["unalike"] = (
         _trained(world, catalog.cyclic(2), batches, model=model).module().state_dict()
     )
+    for by_hand in (False, True):
+        found[f"masked {by_hand}"] = _masked(world, by_hand)
     found["not saved"] = _not_saved(world)
     found["errors"] = _errors(world)
     found["options"] = _with_options(world)
@@ -310,6 +312,14 @@ def _awkward(world, schedule):
     runtime = Distributed(*given, lr_scheduler=_decay, seed=3, world=world)
     list(runtime.run(models.id_batches(schedule.n_microbatches)))
     return runtime
+
+
+def _masked(world, by_hand) -> dict[str, Any]:
+    """The weights of a model that takes and returns dictionaries."""
+    stages = models.masked_stages(models.masked(), by_hand)
+    runtime = Distributed(stages, catalog.cyclic(2), adamw, models.scores_loss, world=world)
+    list(runtime.run(models.masked_batches(2)))
+    return runtime.module().state_dict()
 
 
 class Doubles(nn.Linear):

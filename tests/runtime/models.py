@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tests import stages
 from tests.runtime.reference import sgd
+from toolkit.model import partition
 from toolkit.runtime import SingleProcess, by_name
 
 
@@ -87,6 +88,69 @@ def id_batches(n_microbatches, steps=5):
 
 def cut_awkward(model, schedule):
     return stages.cut(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
+
+
+class Encoder(nn.Module):
+    """Embeds tokens, and passes a dictionary on."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(7, 6), nn.Linear(6, 6)
+
+    def forward(self, ids, mask):
+        if ids.shape[1] != mask.shape[1]:  # control flow that torch.fx cannot trace
+            raise ValueError("expected a mask of each token")
+        return {"x": torch.tanh(self.layer(self.embed(ids))), "mask": mask}
+
+
+class Pooler(nn.Module):
+    """Attends to the tokens of a mask; a loss does not use its second output."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.head, self.other = nn.Linear(6, 1), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x, mask):
+        weights = self.query(x).squeeze(2).masked_fill(mask == 0, -torch.inf).softmax(1)
+        x = (weights[..., None] * x).sum(1)
+        return {"scores": self.head(x), "others": [self.other(x), None]}
+
+
+class Masked(nn.Module):
+    """Takes keyword arguments, of which one is a dictionary, and returns one."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.pooler = Encoder(), Pooler()
+
+    def forward(self, *, ids, more):
+        return self.pooler(**self.encoder(ids, more["mask"]))
+
+
+def masked():
+    torch.manual_seed(0)
+    return Masked().double()
+
+
+def masked_batches(n_microbatches, steps=5):
+    """For :func:`masked`: micro-batches of 2 rows of 4 ids."""
+    masks = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).repeat(n_microbatches, 1)
+    pairs = id_batches(n_microbatches, steps)
+    return [({"more": {"mask": masks}, "ids": ids}, answers) for ids, answers in pairs]
+
+
+def masked_stages(model, by_hand):
+    """A :func:`masked` as two stages: exported, or by hand."""
+    (inputs, _), *_ = masked_batches(1)
+    if by_hand:
+        flat = {"ids": inputs["ids"], "mask": inputs["more"]["mask"]}
+        return partition([model.encoder, model.pooler], 2, flat)
+    return partition(model, 2, inputs, ["pooler"])
+
+
+def scores_loss(outputs, targets):
+    """A loss of one of the tensors in a dictionary."""
+    return F.cross_entropy(outputs["scores"], targets)
 
 
 def keeping(kept, make):

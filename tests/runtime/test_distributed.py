@@ -70,6 +70,15 @@ def test_awkward_models(odd_jobs, schedule):
         assert found[f"rates {schedule.name}"] == models.learning_rates(runtime) == [0.0025, 0.0025]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_dictionaries_and_stages_by_hand(odd_jobs, by_hand):
+    stages = models.masked_stages(models.masked(), by_hand)
+    runtime = SingleProcess(stages, catalog.cyclic(2), conform.adamw, models.scores_loss)
+    list(runtime.run(models.masked_batches(2)))
+    for found in odd_jobs:
+        assert_same(found[f"masked {by_hand}"], runtime.module().state_dict())
+
+
 def in_one_process(schedule, steps=5, **options):
     """A runtime that has trained ``steps`` steps."""
     stages = models.cut(models.residual(), schedule)

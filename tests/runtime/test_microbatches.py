@@ -98,6 +98,9 @@ def test_several_inputs_and_a_rank_that_reads_nothing_at_first():
     source = reader([(inputs, torch.zeros(6))], lambda step: [1], n_microbatches=2)
     assert source.shape == (((3, 4), torch.float32), ((3, 3, 2), torch.int64))
     assert [x.shape for x in next(source)[0]] == [(3, 4), (3, 3, 2)]
+    named = {"z": inputs[0], "a": {"b": inputs[1], "flag": True}}
+    source = reader([(named, torch.zeros(6))], lambda step: [1], n_microbatches=2)
+    assert [x.shape for x in next(source)[0]] == [(3, 3, 2), (3, 4)]  # by sorted keys
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,9 @@ def test_batches_that_differ_are_refused(other, seen, divisible):
         (ROWS, "tensor.*pair"),
         ((ROWS, ROWS, ROWS), "tuple of 3.*pair"),
         (3, "int.*pair"),
-        (({"x": ROWS}, ROWS), "dict.*tensors"),
-        (([1], ROWS), "int.*tensors"),
+        (({"x": ROWS, "y": {1}}, ROWS), "set for y.*tensors"),
+        (({"x": ROWS, "y": ROWS[1:]}, ROWS), "sizes.*one size"),
+        (([1], ROWS), "list of 1.*tensors"),
         ((ROWS, [1]), "list.*tensors"),
         ((ROWS, torch.tensor(1)), r"shape \[\].*tensors"),
     ],

@@ -16,6 +16,7 @@ from toolkit.cost.stage_costs import timed
 from toolkit.errors import UserError, check_choice
 from toolkit.model.analysis import Work, cut_off, node_costs
 from toolkit.model.precision import check_precision
+from toolkit.model.structure import tensors_of
 from toolkit.model.trace import in_training, kept_generators, refused, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
@@ -77,7 +78,7 @@ class MemoryCurve:
 
 def memory_curve(
     model: nn.Module,
-    example: Tensor | tuple[Tensor, ...],
+    example: Any,
     axis: str = "roofline",
     hardware: Hardware | None = None,
     precision: str = "fp32",
@@ -85,8 +86,8 @@ def memory_curve(
     """Return the activations kept by ``model`` over the time that its operations take.
 
     Args:
-        model: any module that torch.fx can trace.
-        example: a micro-batch, ``[b, ...]``; only shapes matter unless ``axis`` is ``measured``.
+        model: any module that :func:`toolkit.model.partition` can trace.
+        example: a micro-batch, as for it; only shapes matter unless ``axis`` is ``measured``.
         axis: time of an op: ``flops``, ``bytes``, the hardware's ``roofline``, or ``measured``
             on the device of ``example`` and ``model`` (random generators keep their state).
         hardware: for the roofline.
@@ -101,8 +102,8 @@ def memory_curve(
     """
     check_choice("axis", axis, AXES)
     check_precision(precision)
-    inputs = example if isinstance(example, tuple) else (example,)
-    traced = trace(model, len(inputs))
+    inputs = tensors_of(example)
+    traced = trace(model, example)
     with refused(model, inputs):
         costs = node_costs(traced, inputs, precision=precision)
     if axis == "measured":

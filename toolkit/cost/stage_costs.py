@@ -19,6 +19,7 @@ from toolkit.model import Stages
 from toolkit.model.analysis import Work, differentiable, node_costs, tensors_in, working_bytes
 from toolkit.model.partition import check_checkpoint, check_stages, recomputes
 from toolkit.model.precision import autocast, check_precision
+from toolkit.model.structure import tensors_of
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 
 
@@ -145,7 +146,7 @@ def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple
 
 def profile(
     stages: Stages,
-    example: Tensor | tuple[Tensor, ...],
+    example: Any,
     repeats: int = 5,
     precision: str = "fp32",
 ) -> tuple[StageCost, ...]:
@@ -155,8 +156,9 @@ def profile(
 
     Args:
         stages: a partitioned model.
-        example: a micro-batch, ``[b, ...]`` each. On a real device seconds are measured; on
-            the meta device nothing is computed or allocated, and the roofline gives the seconds.
+        example: a micro-batch, as for :func:`toolkit.model.partition`. On a real device seconds are
+            measured; on the meta device nothing is computed or allocated, and the roofline gives
+            the seconds.
         repeats: timed runs per stage; the median counts.
         precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; autocast's copies of
             weights count as activations.
@@ -166,7 +168,7 @@ def profile(
     """
     check_stages(stages)
     check_precision(precision)
-    inputs = example if isinstance(example, tuple) else (example,)
+    inputs = tensors_of(example)
     costs: list[StageCost] = []
     values, device, extra = inputs, inputs[0].device, 0
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)

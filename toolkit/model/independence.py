@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError
-from toolkit.model.partition import Inputs, Stages
+from toolkit.model.partition import Stages
+from toolkit.model.structure import Inputs, tensors_of
 from toolkit.model.trace import evaluated, generator_states, kept_generators, refused
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative to the largest value
@@ -41,18 +42,18 @@ _OURS = os.path.dirname(__file__)
 
 
 @torch.no_grad()
-def check_independent(stages: Stages, example: Tensor | Inputs) -> None:
+def check_independent(stages: Stages, example: Any) -> None:
     """Run two micro-batches apart and together, and compare what the model makes of them.
 
     Args:
         stages: the model; its parameters, buffers and modes stay as they are.
-        example: inputs ``[b, ...]`` whose values are those of real samples; at most 4 are used.
-            Nothing is compared if b is 1 or the model is on the meta device.
+        example: as for :func:`partition`, with values of real samples; at most 4 are used. Nothing
+            is compared if b is 1 or the model is on the meta device.
 
     Raises:
         UserError: a sample's output depends on the other samples; names the module and the line.
     """
-    given = example if isinstance(example, tuple) else (example,)
+    given = tensors_of(example)
     device = next((p.device for p in stages.model.parameters()), given[0].device)
     n = len(given[0])
     if n < 2 or device.type == "meta":

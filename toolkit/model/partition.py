@@ -1,7 +1,8 @@
 """Cut a model into contiguous stages that together compute what the whole model computes.
 
 A cut may fall between two operations if every value that crosses it is a tensor with the batch as
-leading dimension. Residuals that skip over a cut travel with it.
+leading dimension. Residuals that skip over a cut travel with it. What follows from buffers and
+sizes alone, such as a causal mask, is computed again after the cut.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,10 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
+from toolkit.model.by_hand import chain_modules
+from toolkit.model.structure import Inputs, Results, tensors_of
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
-Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,29 @@ class Stages(Sequence[fx.GraphModule]):
     """The stages of a model, in forward order.
 
     Each takes the tensors that cross into it and returns a tuple of those that cross out; the last
-    returns ``(output,)``. They share parameters, buffers and state_dict keys with ``model``.
+    returns those of the model's result. They share parameters, buffers and state_dict keys with
+    ``model``.
 
     Attributes:
         model: the whole model.
         modules: the stages.
         boundaries: ``boundaries[j]`` are the tensors that stage j receives.
-        output: the last stage's output.
-        loads: cost of each stage in the measure of the cut; 0 for named cuts.
+        outputs: the tensors of the result.
+        results: how the result is made of them.
+        loads: cost of each stage in the measure of the cut; 0 for named cuts and lists of modules.
     """
 
     model: nn.Module
     modules: tuple[fx.GraphModule, ...]
     boundaries: tuple[tuple[Boundary, ...], ...]
-    output: Boundary
+    outputs: tuple[Boundary, ...]
+    results: Results
     loads: tuple[int, ...]
+
+    @property
+    def output(self) -> Boundary:
+        """The only tensor of the result, or its first one."""
+        return self.outputs[0]
 
     def __repr__(self) -> str:
         return f"Stages({type(self.model).__name__}, stages={len(self)}, loads={self.loads})"
@@ -78,17 +88,21 @@ def check_stages(stages: object) -> None:
 
 
 def partition(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     n_stages: int,
-    example: torch.Tensor | tuple[torch.Tensor, ...],
+    example: Any,
     by: str | Sequence[str] = "flops",
 ) -> Stages:
     """Cut ``model`` into ``n_stages`` contiguous stages.
 
     Args:
-        model: any module that torch.fx can trace, with tensors in and one tensor out.
+        model: any module that torch.fx or torch.export can trace, from tensors to tensors. Or a
+            list of ``n_stages`` modules, which are not traced: each is called on what the one
+            before returns, a tuple as several arguments and a dictionary as keyword arguments.
         n_stages: 1 or more.
-        example: a micro-batch ``[b, ...]``, or a tuple of inputs; only shapes and types matter.
+        example: arguments for one micro-batch: a tensor ``[b, ...]``; a tuple of arguments; or a
+            dictionary of keyword arguments. Each may be a tuple or dictionary of tensors, or a
+            constant. Only shapes, types and constants matter.
         by: ``"flops"``, ``"parameters"`` or ``"activations"``: minimise the largest stage, keep the
             smallest at least half of what that allows, then minimise the bytes that cross; or the
             names of the modules that begin the second and later stages.
@@ -96,16 +110,24 @@ def partition(
     Raises:
         UserError: the model cannot be traced or cut so, or its stages would train differently.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
-    if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
-        raise UserError(f"example must be a tensor or a tuple of tensors: got {example!r}")
+    inputs = tensors_of(example)
+    if not inputs:
+        raise UserError(
+            f"example must be a tensor, or a tuple or dictionary of some: got {example!r}"
+        )
     n_stages = whole(n_stages, "n_stages")
-    traced = trace(model, len(inputs))
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        traced = trace(model, example)
+    else:
+        model, traced = chain_modules(list(model), n_stages, example)
     check_traceable(model, traced)
     costs = _costs(model, traced, inputs)
-    crossing = _Crossings(traced, costs, _batched(model, traced, inputs, costs))
+    crossing = _Crossings(traced, costs, *_sizes(model, traced, inputs, costs))
     nodes = crossing.nodes
-    if isinstance(by, str) or not isinstance(by, Sequence):
+    loads = [0] * len(nodes)
+    if "modules" in traced.meta:
+        cuts = _named_cuts(n_stages, traced.meta["modules"][1:], crossing)
+    elif isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise UserError(
                 f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or a list of module names"
@@ -113,14 +135,14 @@ def partition(
         loads = [getattr(costs[node.name], by) for node in nodes]
         cuts = _balance(loads, n_stages, crossing)
     else:
-        loads = [0] * len(nodes)
         cuts = _named_cuts(n_stages, list(by), crossing)
     spans = list(pairwise([0, *cuts, len(nodes)]))
     return Stages(
         model=model,
         modules=tuple(crossing.stage(*span) for span in spans),
         boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
-        output=crossing.boundary(len(nodes))[0],
+        outputs=crossing.outputs(),
+        results=traced.meta["results"],
         loads=tuple(sum(loads[begin:end]) for begin, end in spans),
     )
 
@@ -145,14 +167,16 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
     return costs
 
 
-def _batched(
+def _sizes(
     model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
-) -> set[str]:
-    """Return the nodes whose first dimension grows by one row if the inputs' does."""
+) -> tuple[set[str], dict[str, int]]:
+    """Return what grows with the batch, by running another row on the meta device.
+
+    Returns:
+        the nodes whose first dimension grows by one row if the inputs' does; and those whose value
+        is a multiple of the number of rows, with its factor.
+    """
     name, n = type(model).__name__, inputs[0].shape[0]
-    output = next(iter(reversed(traced.graph.nodes))).args[0]
-    if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
-        raise UserError(f"{name} must return one tensor: wrap it in a module that selects one")
     more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
     try:
         others = outputs(traced, more)
@@ -165,29 +189,52 @@ def _batched(
         k: [x.shape[0] for x in (cost.output, others[k]) if isinstance(x, torch.Tensor) and x.dim()]
         for k, cost in costs.items()
     }
-    answers = sizes[output.name]
-    if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
-        raise UserError(
-            f"{name} must return one tensor with the batch first: got shape"
-            f" {shapes_of((costs[output.name].output,))} for {n} samples"
-        )
-    return {k for k, pair in sizes.items() if pair == [n, n + 1]}
+    for node in _outputs(traced):
+        answers, value = sizes[node.name], costs[node.name].output
+        if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
+            shape = shapes_of((value,)) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(
+                f"{name} must return tensors with the batch first: got shape {shape} ({node}) for"
+                f" {n} samples. Leave others out, and compute a loss outside of the model"
+            )
+    counts = {
+        k: cost.output // n
+        for k, cost in costs.items()
+        if type(cost.output) is int and cost.output and cost.output % n == 0
+        if cost.output * (n + 1) == others[k] * n
+    }
+    return {k for k, pair in sizes.items() if pair == [n, n + 1]}, counts
+
+
+def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes whose values a graph returns."""
+    return list(next(iter(reversed(traced.graph.nodes))).args[0])
+
+
+def _multiple(x: torch.Tensor, factor: int) -> int:
+    """Return a multiple of the number of rows of ``x``."""
+    return x.shape[0] * factor
 
 
 class _Crossings:
     """Values that cross the cut before each node, and what forbids that cut."""
 
     def __init__(
-        self, traced: fx.GraphModule, costs: dict[str, NodeCost], batched: set[str]
+        self,
+        traced: fx.GraphModule,
+        costs: dict[str, NodeCost],
+        batched: set[str],
+        counts: dict[str, int],
     ) -> None:
-        self.traced, self.costs, self.batched = traced, costs, batched
+        self.traced, self.costs, self.batched, self.counts = traced, costs, batched, counts
+        self.repeated = self._repeated()
         self.nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
         position = {node: k for k, node in enumerate(self.nodes)}
         by_name = {node.name: node for node in traced.graph.nodes}
         for node in traced.graph.nodes:
-            if node.op in ("get_attr", "output"):  # each stage reads its own attributes
+            if node.op == "output" or node in self.repeated:
                 continue
             made = position.get(node, -1)
             uses = [position.get(user, len(self.nodes)) for user in node.users]
@@ -206,10 +253,34 @@ class _Crossings:
             # A node that only reads a parameter may be repeated; what counts is who uses it.
             users = [position[user] for user in node.users if user in position]
             for parameter in parameters_of(traced, node):
-                shared.setdefault(id(parameter), []).extend(users if node.op == "get_attr" else [k])
+                used = users if node.op == "get_attr" else [k]
+                shared.setdefault(id(parameter), []).extend(used)
         for found in shared.values():
             between = range(min(found, default=0) + 1, max(found, default=0) + 1)
             self._forbid(between, "a parameter is used on both sides")
+
+    def _repeated(self) -> set[fx.Node]:
+        """Return the nodes that each stage computes for itself, from attributes and sizes."""
+        found: set[fx.Node] = set()
+        changed = {name for cost in self.costs.values() for name in cost.changes}
+        trained: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
+            if any(p.requires_grad for p in parameters_of(self.traced, node)):
+                trained.add(node)
+            if node.op == "get_attr" or self._is_size(node):
+                found.add(node)
+            elif node.op.startswith("call"):
+                cost, sources = self.costs[node.name], node.all_input_nodes
+                fixed = not (cost.changes or cost.state or cost.draws or node.name in changed)
+                fixed = fixed and trained.isdisjoint([node, *sources])
+                if fixed and sources and found.issuperset(sources):
+                    found.add(node)
+        return found
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """Whether any tensor with the batch first tells the value of ``node``."""
+        device = isinstance(self.costs[node.name].output, torch.device)
+        return node.op.startswith("call") and (device or node.name in self.counts)
 
     def _forbid(self, cuts: Sequence[int], why: str) -> None:
         for cut in cuts:
@@ -219,33 +290,49 @@ class _Crossings:
         return sum(self.costs[node.name].output.nbytes for node in self.at[cut])
 
     def boundary(self, cut: int) -> tuple[Boundary, ...]:
+        return self._boundary(self.at[cut] if cut else self._inputs)
+
+    def outputs(self) -> tuple[Boundary, ...]:
+        return self._boundary(_outputs(self.traced))
+
+    @property
+    def _inputs(self) -> list[fx.Node]:
+        return [node for node in self.traced.graph.nodes if node.op == "placeholder"]
+
+    def _boundary(self, nodes: Sequence[fx.Node]) -> tuple[Boundary, ...]:
         return tuple(
             Boundary(node.name, tuple(tensor.shape), tensor.dtype)
-            for node in self.at[cut]
+            for node in nodes
             if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
         )
 
     def stage(self, begin: int, end: int) -> fx.GraphModule:
         """Return the nodes from ``begin`` to before ``end`` as a module."""
         graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        inputs = [node for node in self.traced.graph.nodes if node.op == "placeholder"]
-        for node in self.at[begin] if begin else inputs:
-            copies[node] = graph.placeholder(node.name)
+        received = self.at[begin] if begin else self._inputs
+        copies = {node: graph.placeholder(node.name) for node in received}
+        first = copies[received[0]]
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
-                assert node.op == "get_attr", f"{node} does not cross into this stage"
-                copies[node] = graph.node_copy(node)
+                assert node in self.repeated, f"{node} does not cross into this stage"
+                if not self._is_size(node):
+                    copies[node] = graph.node_copy(node, copied)
+                elif node.name in self.counts:
+                    multiple = first, self.counts[node.name]
+                    copies[node] = graph.call_function(_multiple, multiple)
+                else:
+                    copies[node] = graph.call_function(getattr, (first, "device"))
             return copies[node]
 
         own = self.nodes[begin:end]
         for node in own:
-            if node not in copies and node.op != "get_attr":
+            if node not in copies and node not in self.repeated:
                 for argument in node.all_input_nodes:
                     copied(argument)
                 copies[node] = graph.node_copy(node, copied)
-        graph.output(tuple(copied(node) for node in self.at[end]))
+        ends = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
+        graph.output(tuple(map(copied, ends)))
         stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
         draws = any(self.costs[node.name].draws for node in own)
         stage.meta |= self.traced.meta | {"draws": draws, "mixes": any(map(self._mixes, own))}
@@ -258,6 +345,8 @@ class _Crossings:
         """
         if node.op != "call_module":
             return False
+        if "modules" in self.traced.meta:
+            return True  # nothing is known of a module that was not traced
         module = self.traced.get_submodule(str(node.target))
         if isinstance(module, _BatchNorm):
             return any(x.name not in self.batched for x in node.all_input_nodes)

@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import os
 import pickle
 import random
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -12,12 +14,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
+from toolkit.model.export import NormCallError, export
+from toolkit.model.structure import Results, arguments, filled, named_tensors
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
@@ -26,39 +30,107 @@ _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _NORM_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 # Sizes of the dimensions after the channels
 _SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}
+_TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
-    """Return the graph of ``model`` in training mode.
+def trace(model: nn.Module, example: Any) -> fx.GraphModule:
+    """Return the graph of ``model`` in training mode: of tensors, to a tuple of tensors.
 
-    Modules in evaluation mode inside a model in training mode stay in it (frozen batch norms).
+    It is traced symbolically or, where that fails, by torch.export. Modules in evaluation mode
+    inside a model in training mode stay in it (frozen batch norms).
 
     Args:
-        model: a module of ``n_inputs`` tensors; other arguments of its forward take their defaults.
-        n_inputs: number of input tensors.
+        model: a module.
+        example: a tensor, a tuple of arguments, or a dictionary of keyword arguments; these are
+            tensors, constants, or tuples and dictionaries of them. Other arguments of its forward
+            take their defaults.
 
     Raises:
-        UserError: torch.fx cannot trace it, or the graph would lose something.
+        UserError: neither can trace it, or the graph would lose something.
     """
-    try:
-        with _unchanged(model), _seeing_autocast(), _seeing_draws():
-            if not model.training:
-                model.train()
-            # Functional dropout keeps the mode in which it is traced: trace in training mode.
-            kept = tuple(name for name, module in model.named_modules() if not module.training)
-            graph = _Tracer(model, n_inputs).trace(model)
-            traced = fx.GraphModule(model, graph, type(model).__name__)
-            _check_changes(model, n_inputs)
-    except _UntraceableError as error:
-        raise UserError(f"{type(model).__name__} {error}") from error
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        raise UserError(
-            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; move code that"
-            " depends on tensors' values or sizes into a function marked by torch.fx.wrap"
-        ) from error
-    traced.meta["evaluated"] = kept
+    who, call = type(model).__name__, _Call(model, example)
+    with _unchanged(model):
+        if not model.training:
+            model.train()
+        # Functional dropout keeps the mode in which it is traced: trace in training mode.
+        kept = tuple(name for name, module in model.named_modules() if not module.training)
+        try:
+            with _seeing_autocast(), _seeing_draws():
+                traced = fx.GraphModule(model, _Tracer(model, call).trace(model), who)
+                _check_changes(model, call)
+        except _ChangingError as error:
+            raise UserError(f"{who} {error}") from error
+        except Exception as error:  # the tracer runs the model's own code: it may raise anything
+            traced = _exported(model, call, error)
+    assert call.results is not None
+    traced.meta |= {"evaluated": kept, "results": call.results}
     return traced
+
+
+class _Call:
+    """A call of ``model`` as one of tensors alone, with a tuple of tensors as its result."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.args, self.kwargs = arguments(example)
+        self.who = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in _POSITIONAL]
+        names += [f"input_{k}" for k in range(len(names), len(self.args))]
+        found = [*zip(names, self.args, strict=False), *self.kwargs.items()]
+        named = [pair for name, value in found for pair in named_tensors(value, name)]
+        self.names = [name for name, _ in named]
+        self.tensors = tuple(tensor for _, tensor in named)
+        self.results: Results | None = None
+
+    def flat(self, forward: Callable[..., Any], *first: Any) -> Callable[..., tuple[Any, ...]]:
+        """Return ``forward`` of the tensors, after the arguments ``first``."""
+
+        def call(*tensors: Any) -> tuple[Any, ...]:
+            left = iter(tensors)
+            args = [filled(value, left) for value in self.args]
+            kwargs = {key: filled(value, left) for key, value in self.kwargs.items()}
+            result = forward(*first, *args, **kwargs)
+            self.results, found = Results.of(result, _is_value, self.who)
+            return tuple(found)
+
+        return call
+
+
+def _is_value(leaf: object) -> bool:
+    return isinstance(leaf, Tensor | fx.Proxy)
+
+
+def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModule:
+    """Return the graph of ``model`` by torch.export; ``reason`` is why torch.fx failed."""
+    who = type(model).__name__
+    device = next((x.device for x in model.parameters()), call.tensors[0].device)
+    inputs = tuple(x.detach().to(device) for x in call.tensors)
+    try:
+        with _seeing_draws():
+            return export(model, call.flat(model.forward), inputs, call.names)
+    except (NormCallError, _UntraceableError) as error:
+        raise UserError(f"{who} {error}") from error
+    except Exception as error:  # torch.export runs the model's own code, too
+        if isinstance(reason, _UntraceableError):
+            raise UserError(f"{who} {reason}") from error
+        raise UserError(
+            f"torch.fx cannot trace {who}: {first_line(reason)}{_line_of(reason)}; nor can"
+            f" torch.export: {first_line(error)}{_line_of(error)}. Move code that depends on"
+            " tensors' values into a function marked by torch.fx.wrap, or give the stages as a list"
+            " of modules"
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line of the user's code that led to an error, in brackets."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [x for x in frames if not x.filename.startswith((_TORCH, _OURS))]
+    return (
+        f" ({os.path.basename(own[-1].filename)} line {own[-1].lineno}: {own[-1].line})"
+        if own
+        else ""
+    )
 
 
 def draws_at_random(stage: nn.Module) -> bool:
@@ -214,7 +286,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _check_changes(model: nn.Module, n_inputs: int) -> None:
+def _check_changes(model: nn.Module, call: _Call) -> None:
     """Reject buffers that the traced forward has set, and attributes that it sets and reads.
 
     An attribute that is set before it is read is harmless: tracing works without it.
@@ -226,13 +298,13 @@ def _check_changes(model: nn.Module, n_inputs: int) -> None:
                 names.append(f"{path}.{name}".lstrip("."))
                 nodes.append(found[0].node)
                 if name in module._buffers:
-                    raise _UntraceableError(changing(names[-1:], nodes[-1]))
+                    raise _ChangingError(changing(names[-1:], nodes[-1]))
                 del vars(module)[name]
     if names:
         try:
-            _Tracer(model, n_inputs).trace(model)
+            _Tracer(model, call).trace(model)
         except Exception as error:
-            raise _UntraceableError(changing(names, nodes[0])) from error
+            raise _ChangingError(changing(names, nodes[0])) from error
 
 
 def _proxies(value: object) -> list[fx.Proxy]:
@@ -250,13 +322,17 @@ class _UntraceableError(UserError):
     """torch.fx would lose something that the model does."""
 
 
+class _ChangingError(_UntraceableError):
+    """A forward changes what the next one reads."""
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # a buffer may be sliced by a traced size
     record_stack_traces = True  # for the lines that errors name
 
-    def __init__(self, model: nn.Module, n_inputs: int) -> None:
+    def __init__(self, model: nn.Module, call: _Call) -> None:
         super().__init__()
-        self._n_inputs = n_inputs
+        self._call = call
         self._norms = _own_norms(model)  # before tracing, which patches module calls
         self._gradients = torch.is_grad_enabled()
 
@@ -270,11 +346,8 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Trace the inputs; other arguments take defaults, so branches may test them."""
-        parameters = inspect.signature(root_fn).parameters.values()
-        names = [p.name for p in parameters if p.kind in _POSITIONAL][1:]
-        names += [f"input_{k}" for k in range(len(names), self._n_inputs)]
-        inputs = [self.create_proxy("placeholder", n, (), {}) for n in names[: self._n_inputs]]
-        return root_fn, [self.root, *inputs]
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self._call.names]
+        return self._call.flat(root_fn, self.root), inputs
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self._gradients:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
+from toolkit.model.structure import Results
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.join import World, join
@@ -37,7 +38,7 @@ class Runtime(ABC):
         schedule: a schedule of as many stages.
         optimizer: function from the list of a stage's parameters to its optimizer. Mark a function
             that takes pairs of name and parameter by :func:`toolkit.runtime.by_name`.
-        loss: mean loss of a micro-batch, from outputs and targets.
+        loss: mean loss of a micro-batch, from what the model returns, and targets.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
             advances with each update of the stage.
         seed: seed of the model's random draws in training, such as dropout.
@@ -79,7 +80,7 @@ class Runtime(ABC):
                 break
             step = change
         self.schedule = self.course.at(0)
-        self._loss = _scalar(self.loss, self.options)
+        self._loss = _scalar(self.loss, self.options, self.stages.results)
         self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
@@ -140,12 +141,13 @@ class Runtime(ABC):
         """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
         return self.world.total(values) if self.world else values
 
-    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
+    def step(self, inputs: Any, targets: Tensor) -> StepResult:
         """Run one training step, to its last update; return the results of this rank.
 
         Args:
-            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
-                rank and on any device; micro-batch m is slice m.
+            inputs: ``[n_microbatches * b, ...]``, or a tuple or dictionary of such tensors as in
+                the example of :func:`toolkit.model.partition`, the same on every rank and on any
+                device; micro-batch m is slice m.
             targets: ``[n_microbatches * b, ...]``.
 
         Raises:
@@ -389,15 +391,23 @@ def _check_arguments(
         raise UserError(f"{name} has no parameter to train: set requires_grad before partition()")
 
 
-def _scalar(loss: Loss, options: StepOptions) -> Loss:
-    """Return ``loss`` in the context in which stages compute, with a check of its result."""
+def _scalar(loss: Loss, options: StepOptions, results: Results) -> Loss:
+    """Return ``loss`` of the last stage's tensors, in the context in which stages compute.
 
-    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
-        with options.autocast(outputs.device):
-            value = loss(outputs, targets)
+    Its result is checked. A tensor that it does not use gets a gradient of zeros, so that a
+    parameter has a gradient in every runtime or in none.
+    """
+
+    def checked(outputs: Tensor | Values, targets: Tensor) -> Tensor:
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        with options.autocast(outputs[0].device):
+            value = loss(results.restore(outputs), targets)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f'loss: got {shape}; expected a scalar. Use reduction="mean"')
+        for output in outputs if len(outputs) > 1 else ():
+            if output.requires_grad:
+                value = value + output[:0].sum().real.to(value.dtype)
         return value
 
     return checked

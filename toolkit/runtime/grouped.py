@@ -89,9 +89,10 @@ class Grouped:
                 runner.forward(weights, batch, group, step)
                 for (_, weights), batch, group in zip(read[-1], batches, groups, strict=True)
             ]
-        ((outputs,),) = _regroup(batches, groups, [self.microbatches])
+        (values,) = _regroup(batches, groups, [self.microbatches])
         n = len(self.microbatches)
-        parts = zip(outputs.chunk(n), targets.chunk(n), strict=True)
+        outputs = zip(*(value.chunk(n) for value in values), strict=True)
+        parts = zip(outputs, targets.chunk(n), strict=True)
         losses = torch.stack([self.loss(output, target) for output, target in parts])
         (losses.mean() * self.options.scale).backward()
         totals = [GradientSum() for _ in self.runners]
@@ -105,10 +106,10 @@ class Grouped:
                     found = compensated(found, weights, known[step], strength)
                 total.add(found)
             total.add(runner.take_statistics())
-        outputs = outputs.detach()
+        first = values[0].detach()
         if self.options.in_cuda_graphs:
-            outputs = outputs.clone()  # the next replay of the graph overwrites this memory
-        return StepResult(step, self.microbatches, losses.detach(), outputs), totals
+            first = first.clone()  # the next replay of the graph overwrites this memory
+        return StepResult(step, self.microbatches, losses.detach(), first), totals
 
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int

@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.model.structure import tensors_of
 from toolkit.runtime.stage import Values
 
-Batch = tuple[Tensor | Values, Tensor]
+Batch = tuple[Any, Tensor]
+"""Inputs, structured as the example of :func:`toolkit.model.partition`, and targets."""
+
 Share = tuple[Values, Tensor] | None
 """Inputs and targets of the micro-batches of a step that a process reads; None if it reads none."""
 
@@ -130,9 +133,8 @@ def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
     """Return the inputs, as a tuple, and the targets of a batch; refuse an indivisible one."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserError(f"batch: got a {_kind(batch)}; expected a pair (x, y)")
-    inputs, targets = batch
-    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    for value in (*inputs, targets):
+    inputs, targets = tensors_of(batch[0]), batch[1]
+    for value in (*(inputs or batch[:1]), targets):
         if not isinstance(value, Tensor) or not value.dim():
             raise UserError(f"batch: got a {_kind(value)}; expected tensors of samples, [b, ...]")
     sizes = [len(tensor) for tensor in (*inputs, targets)]
@@ -233,7 +235,8 @@ class StepResult:
         microbatches: micro-batches whose loss this process has computed, ascending: all of them in
             a single process, those of this rank among many.
         losses: losses of ``microbatches``, shape ``[len(microbatches)]``, detached.
-        outputs: outputs of ``microbatches``, shape ``[len(microbatches) * b, ...]``, detached.
+        outputs: outputs of ``microbatches``, shape ``[len(microbatches) * b, ...]``, detached: the
+            first tensor of what the model returns.
         delays: diagnostics of each stage's delay, at the steps that measure them.
     """
 

@@ -149,7 +149,7 @@ class Rank:
         gradients: Gradients = ()
         if i.stage == self.last_stage and self.loss is not None:
             _, targets = self.feed.microbatch(step, m)
-            loss = self.loss(outputs[0], targets)
+            loss = self.loss(outputs, targets)
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
             outputs = (loss / self.schedule.n_microbatches * runner.options.scale,)
             gradients = (torch.ones_like(outputs[0]),)

@@ -6,11 +6,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.errors import UserError
 from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -49,6 +51,8 @@ class StageRunner(Updater):
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
         own = {id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())}
         self.compute = in_training(copy.deepcopy(stage, own))
+        nodes = cast(fx.GraphModule, stage).graph.nodes
+        self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
         self.one_by_one = one_by_one(self.compute)
         self._call: Callable[..., Values] = partial(torch.func.functional_call, self.compute)
@@ -75,6 +79,11 @@ class StageRunner(Updater):
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
         """Run ``microbatches`` as one batch, ``inputs`` ``[len(microbatches) * b, ...]`` each."""
+        if len(inputs) != len(self.names):
+            raise UserError(
+                f"inputs: got {len(inputs)} tensors; expected {len(self.names)},"
+                f" {' and '.join(self.names)}, as in the example of partition"
+            )
         if self.options.channels_last and self.index == 0:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
         run = partial(self._run, weights, microbatches=microbatches, step=step)

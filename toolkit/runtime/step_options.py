@@ -7,6 +7,7 @@ from itertools import chain
 from math import inf
 from numbers import Real
 from operator import lt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from toolkit.options import StepSettings
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean loss of a micro-batch, shape ``[]``, from outputs and targets."""
+Loss = Callable[[Any, Tensor], Tensor]
+"""Mean loss of a micro-batch, shape ``[]``, from what the model returns, and targets."""
 
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 _CLIP_BY = ("stage", "model")

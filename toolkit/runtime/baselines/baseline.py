@@ -37,6 +37,11 @@ class Baseline(OnRanks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.stages.outputs) > 1:
+            raise UserError(
+                f"runtime={self.runtime} takes models that return one tensor: got"
+                f" {len(self.stages.outputs)}. Use runtime=distributed"
+            )
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
             for tensor in chain(self.stages.model.parameters(), self.stages.model.buffers()):

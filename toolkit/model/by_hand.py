@@ -1,0 +1,93 @@
+"""Stages by hand: a list of modules, each called on what the one before returns, untraced."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
+
+from toolkit.errors import UserError
+from toolkit.model.analysis import meta_copy
+from toolkit.model.structure import Results, arguments, filled, named_tensors, tensors_of
+from toolkit.model.trace import refused
+
+
+class Chain(nn.Sequential):
+    """Modules in a row; a tuple is passed on as several arguments, a dictionary as keywords."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call each module on what the one before returns."""
+        value: Any = None
+        for k, module in enumerate(self):
+            if k:
+                args, kwargs = arguments(value)
+            value = module(*args, **kwargs)
+        return value
+
+
+def chain_modules(
+    modules: Sequence[nn.Module], n_stages: int, example: Any
+) -> tuple[Chain, fx.GraphModule]:
+    """Return the whole of ``modules``, and a graph with one call of each.
+
+    What they return is found by running them on the meta device. ``meta["modules"]`` of the graph
+    are their names.
+
+    Raises:
+        UserError: they are not as many modules as stages, or cannot be called on one another.
+    """
+    if not all(isinstance(module, nn.Module) for module in modules) or len(modules) != n_stages:
+        kinds = ", ".join(type(module).__name__ for module in modules)
+        raise UserError(
+            f"model: got a list of {len(modules)} ({kinds}); expected {n_stages} modules, one for"
+            " each stage"
+        )
+    for module in modules:
+        if not module.training:
+            module.train()
+    whole = Chain(*modules)
+    graph, value = fx.Graph(), example
+    nodes = [graph.placeholder(name or "x") for name, _ in named_tensors(example)]
+    for name, module in whole.named_children():
+        args, kwargs = arguments(value)
+        left = iter(nodes)
+        given = (
+            tuple(filled(x, left) for x in args),
+            {k: filled(x, left) for k, x in kwargs.items()},
+        )
+        call = graph.call_module(name, *given)
+        with refused(module, tensors_of(value)), torch.no_grad():
+            meta = tree_map_only(
+                Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs)
+            )
+            value = meta_copy(module)(*meta[0], **meta[1])
+        nodes = [*_tensors(graph, call, value)]
+    results, found = Results.of(value, lambda leaf: isinstance(leaf, Tensor), "the last stage")
+    by_id = {id(tensor): node for tensor, node in zip(tensors_of(value), nodes, strict=True)}
+    graph.output(tuple(by_id[id(tensor)] for tensor in found))
+    traced = fx.GraphModule(whole, graph, "Chain")
+    traced.meta |= {
+        "evaluated": tuple(name for name, module in whole.named_modules() if not module.training),
+        "results": results,
+        "modules": [name for name, _ in whole.named_children()],
+    }
+    return whole, traced
+
+
+def _tensors(graph: fx.Graph, node: fx.Node, value: Any) -> list[fx.Node]:
+    """Return the nodes of the tensors in ``value``, which ``node`` returns."""
+    if isinstance(value, Tensor):
+        return [node]
+    items = (
+        [(k, value[k]) for k in sorted(value, key=str)]
+        if isinstance(value, Mapping)
+        else (enumerate(value) if isinstance(value, tuple | list) else ())
+    )
+    return [
+        found
+        for key, item in items
+        if not isinstance(item, bool | int | float | str | None)
+        for found in _tensors(graph, graph.call_function(operator.getitem, (node, key)), item)
+    ]

@@ -1,0 +1,149 @@
+"""Graphs of models that torch.fx cannot trace symbolically, from torch.export.
+
+They have torch's operations instead of layers, and the lengths of the example: only the batch may
+differ. Batch norms become layers again, which separate micro-batches, and no device is fixed.
+"""
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from toolkit.errors import UserError
+from toolkit.model.structure import Inputs
+
+Flat = Callable[..., tuple[Tensor, ...]]
+"""A forward of tensors alone, which returns tensors alone."""
+
+_aten = torch.ops.aten
+
+
+class NormCallError(UserError):
+    """A batch norm that is called as a function, and would mix micro-batches."""
+
+
+def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) -> fx.GraphModule:
+    """Return the graph of ``forward`` of a model in training, by torch.export.
+
+    Args:
+        model: the model, whose parameters and batch norms the graph shares.
+        forward: the model's forward as a function of the tensors ``inputs``.
+        inputs: an example ``[b, ...]`` each, on the model's device.
+        names: names of the inputs.
+
+    Raises:
+        NormCallError: a batch norm is called as a function.
+    """
+    twin = copy.copy(model)  # the same modules and tensors, with another forward
+    vars(twin)["forward"] = forward
+    # A dimension of 1 would be taken for a constant.
+    several = tuple(torch.cat([x, x]) if len(x) == 1 else x for x in inputs)
+    rows = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
+    # Strict mode would run Dynamo, which allows less of Python.
+    program = torch.export.export(twin, several, dynamic_shapes=(rows,), strict=False)
+    exported = program.module(check_guards=False)
+    return _Rewriter(model, exported, names, inputs).run()
+
+
+class _Rewriter:
+    """Copies an exported graph: layers for batch norms, and neither assertions nor devices."""
+
+    def __init__(
+        self, model: nn.Module, exported: fx.GraphModule, names: list[str], inputs: Inputs
+    ) -> None:
+        self.model, self.exported = model, exported
+        self.names, self.inputs = iter(names), iter(inputs)
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, Any] = {}
+        self.attributes: dict[str, Any] = {}
+        self.device: fx.Node | None = None
+
+    def run(self) -> fx.GraphModule:
+        """Return the copy."""
+        for node in self.exported.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                self.graph.output(tuple(map(self._copied, node.args[0])))
+            elif node.op != "get_attr" and not _asserts(node) and not self._counts(node):
+                self.copies[node] = self._norm(node) or self._operation(node)
+        return fx.GraphModule(self.attributes, self.graph, type(self.model).__name__)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        name, shape = next(self.names), tuple(next(self.inputs).shape[1:])
+        placed = self.graph.call_function(of_shape, (self.graph.placeholder(name), name, shape))
+        self.copies[node] = placed
+        if self.device is None:
+            self.device = self.graph.call_function(getattr, (placed, "device"))
+
+    def _copied(self, node: Any) -> fx.Node:
+        """Return a node's copy; attributes are read right before their first use."""
+        if node not in self.copies:
+            assert node.op == "get_attr", f"{node} has no copy"
+            self._share(str(node.target))
+            self.copies[node] = self.graph.node_copy(node)
+        found: fx.Node = self.copies[node]
+        return found
+
+    def _share(self, name: str) -> None:
+        found = operator.attrgetter(name)
+        try:
+            self.attributes[name] = found(self.model)  # the very parameter
+        except AttributeError:  # a constant, or a part of the graph
+            self.attributes[name] = found(self.exported)
+
+    def _operation(self, node: fx.Node) -> fx.Node:
+        copied = self.graph.node_copy(node, self._copied)
+
+        def placed(value: Any) -> Any:
+            return self.device if isinstance(value, torch.device) else value
+
+        copied.args = tuple(map(placed, copied.args))
+        copied.kwargs = {key: placed(value) for key, value in copied.kwargs.items()}
+        return copied
+
+    def _counts(self, node: fx.Node) -> bool:
+        """Whether a node counts the batches of a batch norm, as its layer does."""
+        first = node.args[0] if node.args else None
+        return (
+            isinstance(first, fx.Node)
+            and first.op == "get_attr"
+            and str(first.target).endswith("num_batches_tracked")
+        )
+
+    def _norm(self, node: fx.Node) -> fx.Node | None:
+        """Return a call of the layer in place of a batch norm by its batch; None for others."""
+        if node.target is not _aten.batch_norm.default or not node.args[5]:
+            return None
+        path = [path for path, _ in node.meta.get("nn_module_stack", {}).values()][-1:]
+        layer = self.model.get_submodule(path[0]) if path else None
+        plain = isinstance(layer, _BatchNorm) and type(layer).forward.__module__.startswith(
+            "torch."
+        )
+        if not plain:
+            raise NormCallError(
+                f"calls batch_norm as a function in {path[0] if path else 'its forward'}, which"
+                " would mix micro-batches: use torch.nn's batch norm modules"
+            )
+        self.attributes[path[0]] = layer
+        call = self.graph.call_module(path[0], (self._copied(node.args[0]),))
+        call.meta = dict(node.meta)
+        return call
+
+
+def of_shape(x: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return ``x`` ``[b, *shape]``; UserError if it has another shape."""
+    if tuple(x.shape[1:]) != shape:
+        raise UserError(
+            f"{name}: got shape {list(x.shape)}; expected [b{''.join(f', {n}' for n in shape)}], as"
+            " in the example of partition. Pad every batch to one length"
+        )
+    return x
+
+
+def _asserts(node: fx.Node) -> bool:
+    return "_assert" in str(node.target) or "sym_constrain" in str(node.target)

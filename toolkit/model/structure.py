@@ -1,0 +1,98 @@
+"""Arguments and results that are not one tensor: tuples, keywords, dictionaries."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from toolkit.errors import UserError
+
+Inputs = tuple[Tensor, ...]
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested tuples, lists and dictionaries, and names made of their keys.
+
+    Those of a dictionary come in the order of its sorted keys. Constants are left out.
+
+    Raises:
+        UserError: a value is of another kind.
+    """
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from named_tensors(value[key], f"{name}_{key}" if name else str(key))
+    elif isinstance(value, tuple | list):
+        for k, item in enumerate(value):
+            yield from named_tensors(item, f"{name}_{k}" if name else str(k))
+    elif not isinstance(value, bool | int | float | str | torch.dtype | None):
+        raise UserError(
+            f"inputs: got a {type(value).__name__}{f' for {name}' if name else ''}; expected"
+            " tensors [b, ...], or tuples, lists or dictionaries of them"
+        )
+
+
+def tensors_of(value: Any) -> Inputs:
+    """Return the tensors of nested tuples, lists and dictionaries, as :func:`named_tensors`."""
+    return tuple(tensor for _, tensor in named_tensors(value))
+
+
+def filled(value: Any, tensors: Iterator[Any]) -> Any:
+    """Return ``value`` with other ``tensors``, in the order of :func:`named_tensors`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        found = {key: filled(value[key], tensors) for key in sorted(value, key=str)}
+        return {key: found[key] for key in value}
+    if isinstance(value, tuple | list):
+        items = [filled(item, tensors) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that an example stands for.
+
+    A tuple holds positional arguments, a dictionary keyword arguments; all else is one argument.
+    """
+    if isinstance(example, Mapping):
+        return (), {str(key): example[key] for key in sorted(example, key=str)}
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+@dataclass(frozen=True)
+class Results:
+    """How a model's result is made of tensors.
+
+    Attributes:
+        spec: structure by torch's pytree, which knows the outputs of Hugging Face's models too.
+        leaves: constants of the structure; Tensor in place of each tensor.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any, is_tensor: Callable[[Any], bool], who: str) -> tuple["Results", list]:
+        """Return the structure of ``value`` and its tensors; UserError if it has other contents."""
+        leaves, spec = tree_flatten(value)
+        tensors = [leaf for leaf in leaves if is_tensor(leaf)]
+        constants = tuple(Tensor if is_tensor(leaf) else leaf for leaf in leaves)
+        for leaf in constants:
+            if leaf is not Tensor and not isinstance(leaf, bool | int | float | str | None):
+                raise UserError(
+                    f"{who} returns a {type(leaf).__name__}; expected tensors, or tuples and"
+                    " dictionaries of them. Leave it out, such as a cache by use_cache=False"
+                )
+        if not tensors:
+            raise UserError(f"{who} returns no tensor: return its predictions, [b, ...]")
+        return cls(spec, constants), tensors
+
+    def restore(self, tensors: Inputs) -> Any:
+        """Return the result that consists of ``tensors``."""
+        left = iter(tensors)
+        return tree_unflatten([next(left) if x is Tensor else x for x in self.leaves], self.spec)
