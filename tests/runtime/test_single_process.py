@@ -38,6 +38,7 @@ def _schedules():
         yield catalog.cyclic(n, 1, n_stages=n_stages, chains="rotated")
     yield catalog.cyclic(3, [[1, 2, 1], [1, 1, 3], [2, 1, 1]], chains="rotated")
     yield catalog.cyclic(4, n_stages=3, groups=2)
+    yield catalog.cyclic(4, 1, n_stages=3, groups=2, chains="rotated")
     for placement in ("one", "per_stage_and_microbatch"):
         yield catalog.data_parallel(3, placement)
     yield catalog.data_parallel(3, state="sharded")

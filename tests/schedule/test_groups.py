@@ -1,5 +1,6 @@
 """Workers in groups that start together: closed forms for every number of groups."""
 
+from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 
@@ -73,6 +74,46 @@ def test_a_machine_a_group_sends_each_sum_on_once_and_each_version_to_the_others
     assert sorted(gradients) == [*pairwise(range(g))]
     weights = between[Buffer.WEIGHTS, 0, 3]
     assert sorted(weights) == sorted([(g - 1, 0), *pairwise(range(g - 1))])
+
+
+@pytest.mark.parametrize(("n", "g"), [(n, g) for n, g in SIZES if g > 1])
+def test_rotated_groups_share_messages_and_updates(n, g):
+    """n stages: a group sends (g-1)/g of the sums to the next, and as many weights."""
+    schedule, size = catalog.cyclic(n, 1, groups=g, chains="rotated"), n // g
+    assert sorted(schedule.owners) == [*range(n)]
+    program = schedule.lower(5).verify()
+    between: Counter = Counter()
+    for rank, order in enumerate(program.ranks):
+        for i in order:
+            if i.action == Action.SEND and i.of_step == 3 and i.peers[0] // size != rank // size:
+                between[i.buffer, rank // size, i.peers[0] // size] += 1
+    expected = {
+        (buffer, k, (k + 1) % g): n - size
+        for buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
+        for k in range(g)
+    }
+    assert between == expected
+    found = footprint(schedule)
+    assert found.total_activations == total(n, g)
+    assert found.traffic == Fraction(2 * (n - 1), n)
+
+
+def test_a_rotated_chain_of_groups():
+    """Stage 3 of four: the sum begins in group 1; rank 0 updates, and rank 1 gets its weights."""
+    schedule = catalog.cyclic(4, 1, groups=2, chains="rotated")
+    assert schedule.rings[3] == ((3, 2), (1, 0))
+    assert schedule.owners == (3, 1, 2, 0)
+    program = schedule.lower(4).verify()
+    sent = [
+        (i.tick, rank, *i.peers, i.buffer)
+        for rank, order in enumerate(program.ranks)
+        for i in order
+        if (i.action, i.stage, i.of_step) == (Action.SEND, 3, 2)
+    ]
+    gradient = [hop[1:3] for hop in sorted(sent) if hop[3] == Buffer.GRADIENT]
+    weights = [hop[1:3] for hop in sorted(sent) if hop[3] == Buffer.WEIGHTS]
+    assert sorted(gradient) == sorted([(3, 2), (2, 1), (1, 0)])
+    assert sorted(weights) == sorted([(0, 3), (3, 2), (0, 1)])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -52,12 +53,12 @@ def test_a_ring_is_in_the_order_in_which_ranks_finish():
     """Micro-batch 1 starts first, then 2, then 0."""
     when = shifted(3, (4, 0, 2), 6)
     schedule = Schedule("own", 3, 3, when, "per_microbatch", 2, chains="rotated")
-    assert schedule.rings == ((1, 2, 0), (2, 0, 1), (0, 1, 2))
+    assert schedule.rings == (((1,), (2,), (0,)), ((2,), (0,), (1,)), ((0,), (1,), (2,)))
     assert schedule.owners == (0, 1, 2)
     # Rank 0 starts first, and is the last to have run both its micro-batches, 0 and 2.
     when = shifted(1, (0, 2, 8, 6), 10)
     options = {"delay": 1, "chains": "rotated", "accumulate": 2}
-    assert Schedule("own", 1, 4, when, "per_microbatch", **options).rings == ((1, 0),)
+    assert Schedule("own", 1, 4, when, "per_microbatch", **options).rings == (((1,), (0,)),)
 
 
 @pytest.mark.parametrize("chains", ["in_order", "rotated"])
@@ -97,8 +98,9 @@ def test_weights_go_on_as_late_as_all_later_ranks_allow(n, delay):
             elif i.version == 1 and i.action == Action.RECV:
                 came[i.stage, rank] = i.tick
     assert len(came) == n * (n - 1)
-    for j, ring in enumerate(schedule.rings):
-        assert ring == tuple((j + k) % n for k in range(n))
+    for j, groups in enumerate(schedule.rings):
+        ring = [*chain.from_iterable(groups)]
+        assert ring == [(j + k) % n for k in range(n)]
         for k, rank in enumerate(ring[:-1]):
             assert came[j, rank] == min(reads[j, other] for other in ring[k:-1]) - 1
 
@@ -143,13 +145,15 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
             if i.action == Action.SEND and i.buffer == Buffer.WEIGHTS:
                 hops[i.stage, i.version].append((rank, *i.peers))
             elif i.action == Action.UPDATE:
-                assert rank == schedule.owners[i.stage] == schedule.rings[i.stage][-1]
+                assert rank == schedule.owners[i.stage] == schedule.rings[i.stage][-1][-1]
     for (j, version), found in hops.items():
-        ring = schedule.rings[j]
-        way = [*zip((ring[-1], *ring), ring[:-1], strict=False)]
-        assert Counter(found) == Counter(way[: len(found)])
-        last = way[len(found) - 1][1]
-        assert any((j, version) in read_by(i) for i in program.ranks[last])
+        *others, together = schedule.rings[j]
+        expected = []
+        for way in ([*chain.from_iterable(others)], together[:-1]):
+            reads = [any((j, version) in read_by(i) for i in program.ranks[r]) for r in way]
+            reached = way[: max((k for k, read in enumerate(reads, 1) if read), default=0)]
+            expected += pairwise([schedule.owners[j], *reached])
+        assert Counter(found) == Counter(expected)
 
 
 TIGHT = shifted(1, (0, 2), 4)  # the update ends at tick 4, when the next step starts

@@ -27,7 +27,7 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, dropwhile, groupby, pairwise
+from itertools import accumulate, chain, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import whole
@@ -201,7 +201,7 @@ class _Lowering:
     def _chain(self, j: int, shares: dict[int, int]) -> Sequence[int]:
         """The ranks that hand on stage j's running sum, its owner last."""
         if self.rings:
-            return self.rings[j]
+            return [*chain.from_iterable(self.rings[j])]
         owner = self.owner[j]
         return sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
 
@@ -212,12 +212,8 @@ class _Lowering:
         for read in reads:
             first.setdefault(read.rank, read)
         until = dict.fromkeys(made.ranks, made.tick)
-        targets = [rank for rank in self._receivers(j, first) if rank not in until]
-        owner, together = self.owner[j], list[int]()
-        if owner in first and not self.rings:  # ranks of its group get it from the owner
-            together = [rank for rank in targets if first[rank].start == first[owner].start]
-        others = [rank for rank in targets if rank not in together]
-        hops = [*pairwise([owner, *others]), *pairwise([owner, *together])]
+        ways = [[r for r in way if r not in until] for way in self._ways(j, first)]
+        hops = [hop for way in ways for hop in pairwise([self.owner[j], *way])]
         # Handed on after the source's first op with it, or a slot before the target's.
         starts = [[first.get(rank, reads[-1]).start for rank in hop] for hop in hops]
         due = [min(here + self.slot, there - self.slot) for here, there in starts]
@@ -235,12 +231,17 @@ class _Lowering:
         for rank, tick in until.items():
             self._free_weights(tick, rank, j, version)
 
-    def _receivers(self, j: int, first: dict[int, _Read]) -> list[int]:
-        """Who gets a version, in order: its readers, and in a ring those on the way to them."""
+    def _ways(self, j: int, first: dict[int, _Read]) -> list[list[int]]:
+        """Who gets a version from the owner on, in order: other groups, and the owner's."""
+        owner = self.owner[j]
         if not self.rings:
-            return [*first]
-        way = reversed(self.rings[j][:-1])
-        return [*dropwhile(lambda rank: rank not in first, way)][::-1]
+            start = first[owner].start if owner in first else None
+            together = [rank for rank in first if first[rank].start == start]
+            return [[rank for rank in first if rank not in together], together]
+        *others, group = self.rings[j]
+        ways = [*chain.from_iterable(others)], group[:-1]
+        # No farther than to the last that reads it.
+        return [[*dropwhile(lambda rank: rank not in first, reversed(way))][::-1] for way in ways]
 
     def _travel(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.

@@ -14,13 +14,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import gcd
+from typing import TypeVar
 
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
+_T = TypeVar("_T")
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
 IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
 """The order in which ranks add to the sum of a stage's gradient; the last one updates.
@@ -32,8 +34,9 @@ IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
     ring, so that each rank sends to one neighbour only. If the stages are a multiple of the N
     ranks, every rank sends 2(N-1)/N models a step and makes the same number of updates. In return
     ranks hold gradients longer, and up to N-1 messages of a stage follow its last backward; where
-    links are slow, stages should therefore have equal parameters. It needs replicated state, a rank
-    for each micro-batch, and a delay that leaves weights time.
+    links are slow, stages should therefore have equal parameters. Of g groups that finish together
+    the j-th begins, and each sends 2(g-1)/g models to the next one. It needs replicated state, a
+    rank for each micro-batch, and a delay that leaves weights time.
 """
 
 
@@ -120,12 +123,22 @@ def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
     return ends
 
 
-def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
-    """The ranks of a rotated chain: from the first to give its gradient to the one that updates."""
+def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a rotated chain, from the first to give its gradient to the one that updates.
+
+    Those that finish together are a group: the chain passes through one after another.
+    """
     ends = share_ends(timing, layout, stage)
     order = sorted(ends, key=lambda rank: (ends[rank], rank))
-    turn = stage % len(order)
-    return (*order[turn:], *order[:turn])
+    groups = [tuple(group) for _, group in groupby(order, key=ends.__getitem__)]
+    laps, turn = divmod(stage, len(groups))
+    return tuple(_turned(group, laps) for group in _turned(groups, turn))
+
+
+def _turned(found: Sequence[_T], by: int) -> tuple[_T, ...]:
+    """``found``, beginning with another one."""
+    by %= len(found)
+    return (*found[by:], *found[:by])
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:

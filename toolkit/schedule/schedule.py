@@ -188,7 +188,7 @@ class Schedule:
             last = self.n_ranks - 1
             return tuple(last - j * self.n_ranks // self.n_stages for j in range(self.n_stages))
         if self.rings:
-            return tuple(ring[-1] for ring in self.rings)
+            return tuple(ring[-1][-1] for ring in self.rings)
         microbatches = range(self.n_microbatches)
         return tuple(
             self.rank(j, max(microbatches, key=partial(self.timing.gradient_end, j)))
@@ -196,8 +196,8 @@ class Schedule:
         )
 
     @cached_property
-    def rings(self) -> tuple[tuple[int, ...], ...]:
-        """``[stage]``, ranks of its rotated chain, the owner last; empty if in order."""
+    def rings(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """``[stage][group]``, ranks of its rotated chain, the owner last; empty if in order."""
         if self.chains == IN_ORDER:
             return ()
         return tuple(ring_of(self.timing, self.layout, j) for j in range(self.n_stages))
