@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import slept
-from toolkit.cost import Hardware, affordable_delay
+from toolkit.cost import Hardware, affordable_schedule
 from toolkit.model import build, partition
 from toolkit.runtime import Distributed, World
 from toolkit.runtime.baselines import DDP, DelayedAllReduce
@@ -57,13 +57,15 @@ METHODS = {
         )
     },
     AFFORDABLE: Method(Distributed, AFFORDABLE),
-    "groups of 2": Method(Distributed, "freshest", together=2),
+    "groups of 2": Method(Distributed, AFFORDABLE, together=2),
 }
 COMPUTE = "compute"
 """The same computation without any message: a lower bound, not a method."""
 ALL = (COMPUTE, *METHODS)
 SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2", AFFORDABLE, "groups of 2")
 """What is compared, unless given, if stages sleep."""
+AFFORDED = tuple(name for name, method in METHODS.items() if method.delay == AFFORDABLE)
+"""Methods whose schedule depends on the link, and on stages that sleep."""
 _BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB
 
 
@@ -106,7 +108,7 @@ def fresh_model(task: Task) -> nn.Module:
 
 
 def methods_of(task: Task) -> tuple[str, ...]:
-    usual = SLEPT if task.sleep else tuple(name for name in ALL if name != AFFORDABLE)
+    usual = SLEPT if task.sleep else tuple(name for name in ALL if name not in AFFORDED)
     return tuple(task.methods) or usual
 
 
@@ -115,21 +117,21 @@ def schedule_of(task: Task, name: str, link: Link | None = None) -> Schedule:
     method, n, s = METHODS[name], task.workers, task.stages
     if method.delay == 0:
         return catalog.data_parallel(n, n_stages=s)
+    groups = -(-n // method.together)
     if method.delay == AFFORDABLE:
         assert link
-        return _affordable(n, s, task.megabytes, hardware_of(task, link), link.compute)
+        return _affordable(n, s, groups, task.megabytes, hardware_of(task, link), link.compute)
     chains = "rotated" if method.runtime is Distributed and method.delay == 1 else "in_order"
-    groups = -(-n // method.together)
     return catalog.cyclic(n, method.delay, n_stages=s, chains=chains, groups=groups)
 
 
 @cache  # it takes seconds
 def _affordable(
-    n: int, n_stages: int, megabytes: float, hardware: Hardware, seconds: float
+    n: int, n_stages: int, groups: int, megabytes: float, hardware: Hardware, seconds: float
 ) -> Schedule:
-    late = catalog.cyclic(n, 1, n_stages=n_stages, chains="rotated")
+    make = partial(catalog.cyclic, n, n_stages=n_stages, groups=groups)
     costs = slept.costs(n_stages, megabytes, seconds)
-    return replace(late, delay=affordable_delay(late, costs, hardware, within=_WITHIN))
+    return affordable_schedule(make, costs, hardware, within=_WITHIN)
 
 
 def make(task: Task, name: str, link: Link | None, world: World) -> Train:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from benchmarks import network
 from benchmarks.link_methods import (
-    AFFORDABLE,
+    AFFORDED,
     ALL,
     COMPUTE,
     Link,
@@ -80,7 +80,7 @@ def train_all(net: network.Network, task: Task) -> None:
         world.barrier()
 
     def train(method: str, link: Link | None = None) -> Times:
-        key = method, link if method == AFFORDABLE else None
+        key = method, link if method in AFFORDED else None
         if key not in made:
             made[key] = make(task, method, link, world)
         world.barrier()
@@ -276,7 +276,11 @@ def check(config: DictConfig, device: torch.device) -> None:
         ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
         ("sleep", 0 <= config.sleep < inf, "is the seconds of a step, or 0 to compute"),
         ("megabytes", 0 < config.megabytes < inf, "is above 0"),
-        ("sleep", config.sleep or AFFORDABLE not in config.methods, f"is 0: no {AFFORDABLE}"),
+        (
+            "sleep",
+            config.sleep or not {*config.methods} & {*AFFORDED},
+            f"is above 0 for delays that links afford: {', '.join(AFFORDED)}",
+        ),
         ("ranks_per_machine", not any(n % per for n in config.workers), "divides bench.workers"),
         *(
             (name, len({*config[name]}) == len(config[name]), "are different")

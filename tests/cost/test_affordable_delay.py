@@ -1,12 +1,13 @@
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.cost import UNIT, affordable_delay, simulate, unit_costs
+from toolkit.cost import UNIT, affordable_delay, affordable_schedule, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
 from toolkit.schedule.steady_state import steps_to_time
@@ -73,6 +74,17 @@ def test_a_step_is_within_the_limit_and_nothing_can_be_fresher(n, ratio, within,
         fresher[stage][microbatch] = 0
         with suppress(UserError):  # rotated chains refuse some
             assert seconds(replace(late, delay=fresher), hardware) > limit
+
+
+def test_a_schedule_has_the_faster_chains():
+    make, late = partial(catalog.cyclic, 4), catalog.cyclic(4, 1, chains="rotated")
+    assert affordable_schedule(make, unit_costs(4), UNIT) == make()
+    found = affordable_schedule(make, unit_costs(4), links(1.0), within=0.1)
+    assert replace(found, delay=1) == late
+    assert seconds(found, links(1.0)) <= 1.1 * seconds(late, links(1.0))
+    assert make().mean_staleness < found.mean_staleness < 1
+    with pytest.raises(UserError, match="groups divides the 4 workers"):
+        affordable_schedule(partial(make, groups=3), unit_costs(4), UNIT)
 
 
 def test_more_time_buys_fresher_weights():

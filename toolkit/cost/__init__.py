@@ -1,6 +1,6 @@
 """What a schedule costs on a machine: stage costs, hardware, the simulator, and its timelines."""
 
-from toolkit.cost.affordable_delay import affordable_delay
+from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
@@ -19,6 +19,7 @@ __all__ = [
     "StageCost",
     "Timeline",
     "affordable_delay",
+    "affordable_schedule",
     "calibrate",
     "memory_curve",
     "predict_calibrated",

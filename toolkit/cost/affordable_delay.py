@@ -6,19 +6,24 @@ freshest weights that arrive before they are needed.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby
 
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs
 from toolkit.errors import UserError
-from toolkit.schedule import Schedule
+from toolkit.schedule import FRESHEST, Schedule
 from toolkit.schedule.instruction import Kind, Op
-from toolkit.schedule.staleness import Staleness, freshest
+from toolkit.schedule.placement import IN_ORDER, ROTATED
+from toolkit.schedule.staleness import Delay, Staleness, freshest
 from toolkit.schedule.steady_state import steps_to_time
 
+Make = Callable[..., Schedule]
+"""Builds a schedule from a ``delay`` and ``chains``."""
 Entry = tuple[int, int]
 """A stage, and a micro-batch that reads its weights."""
 
@@ -71,10 +76,7 @@ def affordable_delay(
             for j, row in enumerate(least)
         )
 
-    def seconds(delayed: Schedule) -> float:
-        program = delayed.lower(steps_to_time(delayed)).verify()
-        return simulate(program, costs, hardware, optimizer_bytes).step_time
-
+    seconds = partial(step_seconds, costs=costs, hardware=hardware, optimizer_bytes=optimizer_bytes)
     limit = (1 + within) * seconds(replace(schedule, delay=delay([])))
 
     def affordable(fresh: Sequence[Entry]) -> bool:
@@ -97,3 +99,34 @@ def affordable_delay(
         if entry not in fresh:
             fresh = grown(fresh, [[entry]])
     return delay(fresh)
+
+
+def affordable_schedule(
+    make: Make, costs: Costs, hardware: Hardware, *, within: float = 0.02
+) -> Schedule:
+    """Return the schedule with the freshest weights in nearly the time of late ones.
+
+    It has the chains that are faster: those of the freshest delay if that is fast enough, and of
+    weights one step late otherwise. Arguments as in :func:`affordable_delay`.
+    """
+    late, fresh = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
+    times = [step_seconds(schedule, costs, hardware) for schedule in (late, fresh)]
+    if times[1] <= (1 + within) * times[0]:
+        return fresh
+    return replace(late, delay=affordable_delay(late, costs, hardware, within=within))
+
+
+def fastest(make: Make, delay: Delay, costs: Costs, hardware: Hardware) -> Schedule:
+    """Return the schedule with a delay and the chains that take less time."""
+    made = [make(delay=delay, chains=IN_ORDER)]
+    with suppress(UserError):  # no time to go round, or only one rank
+        made.append(make(delay=delay, chains=ROTATED))
+    return min(made, key=partial(step_seconds, costs=costs, hardware=hardware))
+
+
+def step_seconds(
+    schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+) -> float:
+    """Return the simulated seconds of a training step in the steady state."""
+    program = schedule.lower(steps_to_time(schedule)).verify()
+    return simulate(program, costs, hardware, optimizer_bytes).step_time

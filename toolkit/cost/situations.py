@@ -4,19 +4,17 @@ Stages are equal, a backward takes twice its forward, and updates take no time. 
 training step of computation; M that in which all parameters cross a link once.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from toolkit.cost.affordable_delay import affordable_delay
+from toolkit.cost.affordable_delay import affordable_schedule, fastest, step_seconds
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.simulate import simulate
-from toolkit.cost.stage_costs import Costs, unit_costs
+from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
-from toolkit.schedule import CHAINS, Schedule, catalog
-from toolkit.schedule.steady_state import footprint, steps_to_time
+from toolkit.schedule import FRESHEST, catalog
+from toolkit.schedule.steady_state import footprint
 
 WITHIN = 0.1
 """Share of a step that the fresher weights of the affordable delay may cost."""
@@ -80,15 +78,13 @@ def assess(situation: Situation) -> dict[str, Any]:
     n, alone = situation.workers, situation.placement != "per_microbatch"
     s = n if alone else n * -(-_STAGES // n)
     costs, hardware = unit_costs(s, backward=_BACKWARD), _hardware(situation)
-    seconds = partial(_seconds, costs=costs, hardware=hardware)
     dp = catalog.data_parallel(n, situation.placement, n_stages=s)
     make = partial(
         catalog.cyclic, n, placement=situation.placement, n_stages=s, groups=situation.machines
     )
-    v1, v2 = _fastest(make, 1, seconds), _fastest(make, "freshest", seconds)
-    affordable = v2
-    if seconds(v2) > (1 + WITHIN) * seconds(v1):
-        affordable = replace(v1, delay=affordable_delay(v1, costs, hardware, within=WITHIN))
+    v1, v2 = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
+    affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
+    of_dp = step_seconds(dp, costs, hardware)
     counted, counted_dp = footprint(v2), footprint(dp)
     row = {
         "situation": situation.name,
@@ -100,7 +96,7 @@ def assess(situation: Situation) -> dict[str, Any]:
         "activations": float(counted.activations),
     }
     for name, schedule in (("cdp_v1", v1), ("cdp_v2", v2), ("affordable", affordable)):
-        row[f"{name}_time"] = seconds(schedule) / seconds(dp)
+        row[f"{name}_time"] = step_seconds(schedule, costs, hardware) / of_dp
         row[f"{name}_staleness"] = schedule.mean_staleness
     return row
 
@@ -115,19 +111,3 @@ def _hardware(situation: Situation) -> Hardware:
         return links
     per = situation.workers // situation.machines
     return replace(links, ranks_per_machine=per, local_bandwidth=_LOCAL * bandwidth)
-
-
-def _seconds(schedule: Schedule, costs: Costs, hardware: Hardware) -> float:
-    program = schedule.lower(steps_to_time(schedule)).verify()
-    return simulate(program, costs, hardware).step_time
-
-
-def _fastest(
-    make: Callable[..., Schedule], delay: Any, seconds: Callable[[Schedule], float]
-) -> Schedule:
-    """The schedule with the chains that take less time."""
-    made = []
-    for chains in CHAINS:
-        with suppress(UserError):  # some have no time to go round, or only one rank
-            made.append(make(delay, chains=chains))
-    return min(made, key=seconds)
