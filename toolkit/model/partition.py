@@ -255,10 +255,9 @@ class _Crossings:
             for parameter in parameters_of(traced, node):
                 used = users if node.op == "get_attr" else [k]
                 shared.setdefault(id(parameter), []).extend(used)
-        names = {id(parameter): name for name, parameter in traced.named_parameters()}
-        for key, found in shared.items():
+        for found in shared.values():
             between = range(min(found, default=0) + 1, max(found, default=0) + 1)
-            self._forbid(between, f"the parameter {names[key]} is used on both sides: untie it")
+            self._forbid(between, "a parameter is used on both sides")
 
     def _repeated(self) -> set[fx.Node]:
         """Return the nodes that each stage computes for itself, from attributes and sizes."""

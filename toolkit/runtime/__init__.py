@@ -1,5 +1,6 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
+from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World, join, leave
@@ -11,6 +12,7 @@ from toolkit.runtime.updater import by_name
 
 __all__ = [
     "ORDERS",
+    "CyclicDataParallel",
     "Distributed",
     "JobFailedError",
     "RankError",

@@ -1,7 +1,7 @@
 """Which of a rank's instructions can begin next, when each waits only for what it uses."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -81,12 +81,25 @@ class Dataflow:
             for position in self._held.pop(held):
                 heappush(self._ready, position)
 
-    def up_to_limit(self) -> list[bool]:
-        """Return for each position whether it can end if no later training step begins."""
-        found: list[bool] = []
-        for position, needed in enumerate(self.needs):
-            found.append(self._step(position) <= self._limit and all(found[p] for p in needed))
-        return found
+    def cut(self) -> Collection[int]:
+        """Take out what cannot end if no later training step begins; return the other positions.
+
+        Messages of weights stay: their receiver may not have freed what it received before.
+        """
+        left: set[int] = set()
+        for position, i in enumerate(self.instructions):
+            carries = i.action.communicates and i.buffer == Buffer.WEIGHTS
+            if self._step(position) <= self._limit and (
+                carries or left.issuperset(self.needs[position])
+            ):
+                left.add(position)
+        others = [p for p in range(len(self.instructions)) if p not in left]
+        for position in others:  # all of them, before what waits for one is looked at
+            self.ended[position] = True
+        self.n_left -= len(others)
+        for position in others:
+            self._release(position)
+        return left
 
     def _step(self, position: int) -> int:
         return last_step(self.instructions[position])
@@ -124,6 +137,9 @@ class Dataflow:
         assert not self.ended[position]
         self.ended[position] = True
         self.n_left -= 1
+        self._release(position)
+
+    def _release(self, position: int) -> None:
         for user in self._users[position]:
             self._lacking[user] -= 1
             self._consider(user)
@@ -143,6 +159,7 @@ class Dataflow:
         queue = self._queue_of.get(position)
         if (
             position < self._n_opened
+            and not self.ended[position]
             and in_background(self.instructions[position])
             and self._lacking[position] == 0
             and (queue is None or (bool(queue) and queue[0] == position))

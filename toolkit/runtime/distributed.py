@@ -1,9 +1,9 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,17 @@ from toolkit.runtime.state import part_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
 from toolkit.runtime.weight_store import WeightStore
-from toolkit.schedule import Program, Schedule
+from toolkit.schedule import Action, Instruction, Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
+_FIRST_WINDOW = 5_000  # likewise, while a caller waits for a first result
+
+
+class Pause(NamedTuple):
+    """Where the caller's code acts: after the op that ends a forward or a backward of a pass."""
+
+    rank: Rank
+    op: Instruction
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -92,9 +100,7 @@ class Distributed(OnRanks):
         feed = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
         window = max(1, _WINDOW // len(self.schedule.timing.starts))
-        with Messages(
-            self.world, layouts, self._chunk_bytes, paced=self.pacing, per_machine=self.per_machine
-        ) as messages:
+        with self._messages(layouts) as messages:
             while (left := end - self.steps_done) > 0:
                 length = min(window, left, self.record - self.n_recorded or left)
                 program = self.schedule.lower(length, self.steps_done).verify()
@@ -117,6 +123,46 @@ class Distributed(OnRanks):
             meter.finish(program)
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
+
+    def stepwise(self, feed: Feed, shape: Shape) -> Generator["Pause", bool | None, None]:
+        """Train without a loss and without known end; pause after each forward and backward.
+
+        After the forward of a micro-batch the caller takes its outputs from the rank, and gives
+        their gradients; see :class:`Rank`. ``send(True)``, on all ranks after the same training
+        step, completes that and ends.
+
+        Args:
+            feed: inputs of this rank's micro-batches.
+            shape: shape and type of each input of the first.
+        """
+        self._check_ended()
+        layouts = self._find_layouts(shape)
+        ending: bool | None = False
+        window = _FIRST_WINDOW
+        while not ending:
+            self._follow(self.steps_done)
+            length = max(1, window // len(self.schedule.timing.starts))
+            window = _WINDOW
+            if (change := self.course.next_change(self.steps_done)) is not None:
+                length = min(length, change - self.steps_done)
+            program = self.schedule.lower(length, self.steps_done).verify()
+            with self._messages(layouts) as messages:
+                rank = self._begin(program, feed, messages, None)
+                rank.next_step = program.first_step  # what is read from there on is kept
+                executor = Executor(
+                    rank, messages, program, None, overlap=self.overlap, stepwise=True
+                )
+                for op in executor.run(_ends_of_passes(program.ranks[self.rank])):
+                    if op.action != Action.FORWARD:
+                        rank.next_step = cast(int, op.step) + 1
+                    if ending := (yield Pause(rank, op)):
+                        executor.end_here()
+            self.steps_done = rank.next_step
+        self.world.watch.at("between programs")
+
+    def _messages(self, layouts: Layouts) -> Messages:
+        given = self.world, layouts, self._chunk_bytes
+        return Messages(*given, paced=self.pacing, per_machine=self.per_machine)
 
     def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
         """This rank's memory as ``program`` begins."""
@@ -157,6 +203,11 @@ class Distributed(OnRanks):
         """The stages that this rank updates."""
         return self._weight_store.updated
 
+    @property
+    def trained(self) -> list[list[str]]:
+        """The names of the trained weights of each stage."""
+        return [[*runner.masters] for runner in self._runners]
+
     def _part(self) -> dict[str, Any]:
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
         given = self.stages, self._runners, self._weight_store.versions, own
@@ -194,6 +245,15 @@ class Distributed(OnRanks):
             warm_up(self._runners, layouts, inputs, device, computed, self.own)
         self._layouts[seen] = layouts
         return layouts
+
+
+def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:
+    """Positions of the last forward and of the last backward of each micro-batch at each step."""
+    last: dict[tuple, int] = {}
+    for position, i in enumerate(order):
+        if i.action.computes:
+            last[i.action == Action.FORWARD, i.step, i.microbatch] = position
+    return {*last.values()}
 
 
 def warm_up(

@@ -8,7 +8,7 @@ not wait for this rank.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from itertools import islice
 from math import inf
@@ -79,13 +79,11 @@ class Executor:
         last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
         thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
         thread.start()
-        included: Sequence[bool] = ()
+        left: Collection[int] = ()  # if the program is cut
         try:
             for position, i in enumerate(self._order):
-                if self._ending:
-                    included = included or self._flow.up_to_limit()
-                    if not included[position]:
-                        continue
+                if self._ending and position not in (left := left or self._cut()):
+                    continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
                 if self._messages.pacer is not None and last.get(i.step) == position:
@@ -94,7 +92,7 @@ class Executor:
                     if self._stepwise:  # the caller may be at work for long
                         self._open_until(self._next_op(position).tick)
                     yield i
-            self._finish(included)
+            self._finish()
         finally:
             with self._changed:
                 self._closed = True
@@ -142,14 +140,17 @@ class Executor:
         later = islice(self._order, position + 1, None)
         return next((i for i in later if i.action.computes), self._order[-1])
 
-    def _finish(self, included: Sequence[bool]) -> None:
-        """Wait until everything, or what is ``included``, has been done, received and sent."""
-        n_excluded = len(included) - sum(included)
+    def _cut(self) -> Collection[int]:
+        with self._changed:
+            return self._flow.cut()
+
+    def _finish(self) -> None:
+        """Wait until everything has been done, received and sent."""
         self._turn.finish()
         with self._changed:
             self._flow.open(len(self._order))
             self._changed.notify_all()
-        self._await(lambda: self._flow.n_left == n_excluded, lambda: self._missing(included))
+        self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
@@ -171,11 +172,6 @@ class Executor:
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error
-
-    def _missing(self, included: Sequence[bool]) -> int:
-        """The first position that has not ended."""
-        ended = self._flow.ended
-        return next(p for p, done in enumerate(ended) if not done and (not included or included[p]))
 
     def _compute(self, i: Instruction) -> int:
         self._rank.execute(i)

@@ -44,6 +44,7 @@ class World:
         store: store that all ranks share.
         group: process group; None for that of all processes.
         objects: process group of Python objects: one of gloo, so that they take no GPU memory.
+        theirs: whether the script had made torch's process group before.
     """
 
     rank: int
@@ -54,7 +55,9 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None = None
     objects: dist.ProcessGroup | None = None
+    theirs: bool = False
     _name: str = "world"
+    _part: bool = False  # of a job
     _n_names: int = field(default=0, init=False)
     _groups: dict[Group, dist.ProcessGroup] = field(default_factory=dict, init=False)
     _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
@@ -78,7 +81,7 @@ class World:
             UserError: this is a part of a job, so the other processes do not call it.
         """
         # The group of a part is that of its collectives over all ranks.
-        known = {g for g in groups if self.group is not None and len(g[1]) == self.size}
+        known = {g for g in groups if self._part and len(g[1]) == self.size}
         new_groups = [g for g in dict.fromkeys(groups) if g not in known | self._groups.keys()]
         self._groups |= {group: self._new_group(group[1]) for group in new_groups}
         if self.backend == "nccl":
@@ -178,10 +181,10 @@ class World:
         if self.rank >= n_ranks:
             return None
         # No gloo group of objects: in torch 2.11 ranks outside it split NCCL's group, and hang.
-        return replace(self, size=n_ranks, group=group, objects=group, _name=name)
+        return replace(self, size=n_ranks, group=group, objects=group, _name=name, _part=True)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        if self.group is not None:
+        if self._part:
             raise UserError(
                 f"got ranks {list(ranks)} of a part of the job, which cannot make a group of their"
                 f" own: start {self.size} processes"
@@ -209,7 +212,8 @@ def join(
 ) -> World:
     """Meet the other ranks of this job, as torchrun, Slurm or ``launch`` started them.
 
-    A process joins once; a second call returns the same world.
+    A process joins once; a second call returns the same world. If the script has called
+    ``torch.distributed.init_process_group``, the ranks are the same and have groups of their own.
 
     Args:
         n_ranks: required number of ranks; any number unless given.
@@ -252,19 +256,23 @@ def join(
         backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
         watch = Watch(store, rank, size, timeout)
         watch.start()
-    patience, objects = backend_timeout(timeout), None
+    theirs, patience = dist.is_initialized(), backend_timeout(timeout)
+    groups: dict[str, Any] = {}
     with watch.waiting("connections to all ranks", range(size)):
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=size,
-            timeout=patience,
-            device_id=on if backend == "nccl" else None,
-        )
-        if backend == "nccl":
-            objects = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=patience))
-    _joined = World(rank, size, on, backend, watch, store, objects=objects)
+        if not theirs:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=patience,
+                device_id=on if backend == "nccl" else None,
+            )
+        else:  # messages start in other threads, and would mix with the script's own
+            groups["group"] = dist.new_group(backend=backend, timeout=patience)
+        if theirs or backend == "nccl":
+            groups["objects"] = dist.new_group(backend="gloo", timeout=patience)
+    _joined = World(rank, size, on, backend, watch, store, **groups, theirs=theirs)
     return _joined
 
 
@@ -278,7 +286,8 @@ def leave() -> None:
     global _joined
     if _joined is not None:
         _joined.watch.stop()
-        dist.destroy_process_group()
+        if not _joined.theirs:
+            dist.destroy_process_group()
         _joined = None
 
 

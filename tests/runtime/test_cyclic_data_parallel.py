@@ -1,0 +1,161 @@
+"""CyclicDataParallel: a loop as for DDP follows the single process, on every whole-model method."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from tests.runtime import conform, models, train_by_loop
+from tests.runtime.models import assert_same, name_of
+from tests.runtime.train_by_loop import STEPS
+from toolkit.errors import UserError
+from toolkit.runtime import CyclicDataParallel, SingleProcess, StepOptions, launch
+from toolkit.runtime.process_group.join import World
+from toolkit.schedule import catalog
+
+SCHEDULES = [*train_by_loop.schedules()]
+CASES = [pytest.param(k, s, id=f"{k} {name_of(s)}") for k, s in enumerate(SCHEDULES)]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return launch(train_by_loop.all_methods, 4)
+
+
+@pytest.fixture(scope="module")
+def odd_jobs():
+    return launch(train_by_loop.odd_jobs, 4)
+
+
+@pytest.fixture(scope="module")
+def as_scripts_do():
+    return launch(train_by_loop.as_scripts_do, 2)
+
+
+def states(schedule, model=None, **options):
+    """Those after each step, in a single process."""
+    stages = models.cut(model or models.residual(), schedule)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, **options)
+    batches = models.make_batches(schedule.n_microbatches, STEPS)
+    if model is not None:
+        batches = [(x.float(), y) for x, y in batches]
+    return [
+        copy.deepcopy((runtime.step(*batch), runtime.module().state_dict())[1]) for batch in batches
+    ]
+
+
+@pytest.mark.parametrize(("k", "schedule"), CASES)
+def test_follows_the_single_process(trained, k, schedule):
+    """Parameter by parameter, whichever step training pauses after; on every rank."""
+    expected = states(schedule)
+    for found in trained:
+        assert_same(found[k][0], expected[STEPS - 2], 1e-10, 1e-10)
+        assert_same(found[k][1], expected[STEPS - 1], 1e-10, 1e-10)
+
+
+def test_every_method_with_whole_models_is_among_them():
+    names = {name_of(schedule) for schedule in SCHEDULES}
+    assert len(names) == len(SCHEDULES)
+    assert {s.state for s in SCHEDULES} == {"replicated", "sharded"}
+
+
+def test_learning_rates_change_as_the_loop_says(odd_jobs):
+    """Those that the loop sets between steps, in updates and in what is predicted from them."""
+    schedule = catalog.cyclic(4, 1, correction="optimizer_step")
+    expected = states(schedule, lr_scheduler=lambda made: StepLR(made, 2, 0.5))
+    assert_same(odd_jobs[0]["changing_rates"], expected[-1], 1e-10, 1e-10)
+    constant = states(schedule)[-1]
+    assert any((x - expected[-1][k]).abs().max() > 1e-4 for k, x in constant.items())
+
+
+def test_options_are_those_of_the_runtimes(odd_jobs):
+    expected = states(catalog.cyclic(4), options=StepOptions(clip=0.05))[-1]
+    assert_same(odd_jobs[1]["clipped"], expected, 1e-10, 1e-10)
+
+
+def test_a_saved_state_continues(odd_jobs):
+    for found in odd_jobs:
+        for resumed in found["resumed"]:
+            assert_same(resumed, states(catalog.cyclic(4, 1))[-1], 1e-10, 1e-10)
+
+
+def test_evaluation_is_that_of_the_newest_weights(odd_jobs):
+    runtime = SingleProcess(
+        models.cut(models.residual(), schedule := catalog.cyclic(4)),
+        schedule,
+        conform.sgd,
+        F.cross_entropy,
+    )
+    batches = models.make_batches(4, STEPS)
+    list(runtime.run(batches[:2]))
+    expected = runtime.module().eval()(batches[0][0])
+    for found in odd_jobs:
+        assert_same({0: found["evaluated"][0]}, {0: expected}, 1e-10, 1e-10)
+
+
+def test_autocast_is_the_loops_own(odd_jobs):
+    """To the rounding of 16 bits, with micro-batches one by one."""
+
+    def after(precision):
+        options = StepOptions(precision=precision)
+        model = models.residual().float()
+        return states(catalog.cyclic(4), model, options=options, order="scheduled")[-1]
+
+    found, expected, plain = odd_jobs[2]["autocast"], after("bf16"), after("fp32")
+    assert_same(found, expected, 1e-5, 1e-6)
+    assert any((x - plain[k]).abs().max() > 1e-4 for k, x in expected.items())
+
+
+def test_keywords_dictionaries_and_shares_of_their_own_sizes(as_scripts_do):
+    """Against the update rule in plain words: CDP-v1 reads the weights before the newest."""
+    begun, *_ = as_scripts_do[0]
+    shares = [found[2] for found in as_scripts_do]
+    past = [begun, begun]
+    for step in range(3):
+        total = {name: torch.zeros_like(x) for name, x in begun.items()}
+        for rank in (0, 1):
+            model = train_by_loop.Masked().double()
+            model.load_state_dict(past[-2])
+            x, mask = shares[rank][step]
+            found = model(x, mask=mask)
+            (found["scores"].square().mean() + found["hidden"].abs().mean()).backward()
+            for name, p in model.named_parameters():
+                total[name] += p.grad / 2
+        past.append({name: x - 0.1 * total[name] for name, x in past[-1].items()})
+    for found in as_scripts_do:
+        assert_same(found[1], past[-1], 1e-10, 1e-10)
+
+
+def test_calls_out_of_turn_are_refused(as_scripts_do):
+    """On the rank that makes them, and training goes on."""
+    mistakes = ["optimizer.step()", "model(x)", "the end of training", "a second backward"]
+    for *_, refused in as_scripts_do:
+        assert len(refused) == 3 * 4 + 3
+        for k, (mistake, message) in enumerate(zip(mistakes * 3, refused, strict=False)):
+            assert message.startswith(mistake), k
+        assert [message.split()[0] for message in refused[-3:]] == ["model(x)", "no_sync", "an"]
+
+
+def test_a_step_left_out_on_one_rank_ends_the_job(capfd):
+    with pytest.raises(Exception, match="rank 1"):
+        launch(train_by_loop.leaves_a_step_out, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"rule": "cdp"}, "unknown rule 'cdp'"),
+        ({"rule": "gpipe"}, "unknown rule 'gpipe'"),
+        ({"rule": catalog.cyclic(3)}, "3 ranks"),
+        ({"rule": catalog.cyclic(2, placement="per_stage")}, "a part of the model"),
+        ({"rule": catalog.cyclic(2), "groups": 2}, "groups"),
+        ({"model": F.relu}, "model: got a function"),
+    ],
+)
+def test_unfit_arguments_are_refused(arguments, words):
+    world = World(0, 2, torch.device("cpu"), "gloo", watch=None, store=None)
+    given = {"model": models.residual(), "optimizer": conform.sgd, "world": world} | arguments
+    with pytest.raises(UserError, match=words):
+        CyclicDataParallel(**given)
