@@ -7,10 +7,11 @@ from math import inf, nan
 import pytest
 
 from toolkit.cli import settings
-from toolkit.cost import Hardware
+from toolkit.cost import Hardware, unit_costs
 from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise
 from toolkit.plan.findings import Prediction
 from toolkit.results import Estimate
+from toolkit.schedule import catalog
 
 GIB = 2**30
 MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)
@@ -133,6 +134,24 @@ def test_choice(case):
     assert found.recommendation == advice.text()
     assert found.recommendation.startswith(advice.verdict)
     assert bool(advice.watch) == bool(advice.roll_back) == choice.startswith("CDP")
+
+
+@pytest.mark.parametrize(("bandwidth", "choice"), [(0.5, "CDP-v2"), (0.3, "DP")])
+def test_names_a_delay_between_those_of_the_rules_if_links_are_slow(bandwidth, choice):
+    machine = replace(MACHINE, link_bandwidth=bandwidth)
+    found = findings(costs=unit_costs(4, backward=2.0)).elsewhere(machine)
+    schedule, ratio = found.affordable
+    ratios = [found.of(name).predicted.ratio[1] for name in ("CDP-v2", "DP")]
+    assert ratio < min(ratios)
+    assert catalog.cyclic(4).mean_staleness < schedule.mean_staleness < 1
+    advice = advise(found)
+    assert advice.choice == choice
+    named = f"weights {schedule.mean_staleness:.2f} steps late on average would take {ratio:.2f}"
+    (reason,) = (reason for reason in advice.reasons if named in reason)
+    assert "schedule.chains=rotated 'schedule.delay={within: 0.1}'" in reason
+    for other in ({"hardware": MACHINE}, {"placement": "one"}, {"placement": "per_stage"}):
+        assert found.elsewhere(**other).affordable is None
+    assert replace(found, n_workers=32).affordable is None  # minutes
 
 
 @pytest.mark.parametrize(

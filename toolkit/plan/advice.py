@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 
 WORTH = 0.05  # least share of a training step that justifies stale weights
+WITHIN = 0.1  # share of CDP-v1's training step that fresher weights may cost
 TOLERANCE = 1.0  # points of accuracy that the interval may reach below 0 without longer runs
 COSINE = 0.9  # below it a delayed gradient differs noticeably from the fresh one
 
@@ -114,6 +115,13 @@ def _gains(found: "Pilot") -> tuple[list[str], list[str]]:
         f"speed: a DP step is predicted to spend {dp.waiting:.0%} on messages; a CDP-v2 step takes"
         f" {middle:.2f} ({least:.2f} to {most:.2f}) of a DP step's time"
     )
+    if found.affordable and (ratio := found.affordable[1]) < min(1, middle) - WORTH:
+        late = found.affordable[0]
+        others.append(
+            f"weights {late.mean_staleness:.2f} steps late on average would take {ratio:.2f} of"
+            f" DP's time: schedule=cdp_v1 schedule.chains={late.chains}"
+            f" 'schedule.delay={{within: {WITHIN:g}}}', with your hardware"
+        )
     if most < 1 - WORTH:
         gains.append(
             f"{speed}. Compare other remedies for slow links: runtime.compression=bf16, and an"

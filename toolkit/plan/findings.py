@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, isfinite
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.cost import Costs, Hardware, simulate
+from toolkit.cost import Costs, Hardware, affordable_schedule, simulate
+from toolkit.cost.affordable_delay import step_seconds
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import check_choice
 from toolkit.format import duration, size
 from toolkit.model import Images, InputSpec
-from toolkit.plan.advice import Advice, advise
+from toolkit.plan.advice import WITHIN, Advice, advise
 from toolkit.results import Estimate
-from toolkit.schedule import Schedule
+from toolkit.schedule import FRESHEST, Schedule, catalog
 from toolkit.schedule.paper_table import schedule_of
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -29,6 +30,7 @@ _HTML = """
 {% if advice.watch %}<b>Watch</b>{{ listed(advice.watch) }}
 <b>Roll back</b>{{ listed(advice.roll_back) }}{% endif %}
 <b>Next command</b><pre style="white-space:pre-wrap">{{ advice.command }}</pre>"""
+_SEARCHED = 64  # stages times workers: seconds
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
 
@@ -172,6 +174,22 @@ class Pilot:
     def limited(self) -> bool:
         """Whether the memory of the devices is known."""
         return any(isfinite(self.tightest(found)[1]) for found in self.rules)
+
+    @cached_property
+    def affordable(self) -> tuple[Schedule, float] | None:
+        """A schedule with the delay that the links afford, and its step time by that of DP.
+
+        None where CDP-v2 is it, workers share devices or run pipelines, or the search is too long.
+        """
+        entries = self.n_workers * self.n_stages
+        if not self.costs or self.placement != "per_microbatch" or entries > _SEARCHED:
+            return None
+        make = partial(catalog.cyclic, self.n_workers, n_stages=self.n_stages)
+        found = affordable_schedule(make, self.costs, self.hardware, within=WITHIN)
+        if found.delay == FRESHEST:
+            return None
+        seconds = step_seconds(found, self.costs, self.hardware, self.optimizer_bytes)
+        return found, seconds / self.of("DP").predicted.seconds
 
     @cached_property
     def advice(self) -> Advice:
