@@ -1,0 +1,40 @@
+"""Examples of training loops run, on two processes, and learn."""
+
+import difflib
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "experiments/examples"
+NEEDED = {"accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_learns_the_digits(name, tmp_path):
+    if (needed := NEEDED.get(name)) and find_spec(needed) is None:
+        pytest.skip(f"needs {needed}")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, EXAMPLES / f"{name}.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [float(share) for share in re.findall(r"accuracy ([\d.]+)%", done.stdout)]
+    assert found[-1] > 88
+    if name.startswith("ddp"):
+        saved = torch.load(tmp_path / "digits.pt")
+        assert saved["module.0.weight"].shape == (16, 1, 3, 3)
+
+
+def test_at_most_six_lines_tell_ddp_and_cdp_apart():
+    first, second = ((EXAMPLES / f"ddp_{name}.py").read_text() for name in ("original", "to_cdp"))
+    changes = difflib.ndiff(first.splitlines()[4:], second.splitlines()[4:])
+    assert sum(line.startswith("+ ") and len(line) > 2 for line in changes) <= 6
