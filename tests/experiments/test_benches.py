@@ -86,3 +86,13 @@ def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
     finished, rounds = fuzz_checkpoints(tmp_path, 10)
     assert finished.status == 1
     assert {"silent", "traceback"} & {done["outcome"] for done in rounds}
+
+
+def test_bench_architectures(tmp_path):
+    pytest.importorskip("transformers")
+    short = options(libraries="[transformers]", only="[Bert]", steps=2)
+    (row,) = complete("bench", tmp_path, "bench=architectures", "device=cpu", *short)["metrics"]
+    assert [*row.values()][:3] == ["transformers", "Bert", "torch.export"]
+    assert row["difference"] < 1e-9
+    assert row["larger stage"] < 0.6
+    assert not row["failed"]

@@ -69,7 +69,7 @@ def test_names_the_module_and_the_line(function, n):
     if line is None:
         match = "Net mixes .* in its output"
     else:
-        match = r"Net mixes .* in body \(Body\), test_independence.py line \d+: .*"
+        match = r"Net mixes .* in body \(Body\) \(test_independence.py line \d+: .*\)"
     with pytest.raises(UserError, match=match) as raised:
         check_independent(stages, example)
     assert (line or "") in str(raised.value)

@@ -191,7 +191,8 @@ class _Recorder(fx.Interpreter):
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
         """Return the nodes whose results ``n`` overwrites, by running it once."""
-        if not n.op.startswith("call"):
+        schema = getattr(n.target, "_schema", None)
+        if not n.op.startswith("call") or (schema and not schema.is_mutable):
             return ()
         before = [(node, x, x._version) for node, x in self.env.items() if isinstance(x, Tensor)]
         with torch.no_grad():

@@ -6,8 +6,6 @@ differently in each. Batch norms are exempt: they always separate micro-batches.
 """
 
 import copy
-import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.errors import UserError
 from toolkit.model.partition import Stages
 from toolkit.model.structure import Inputs, tensors_of
-from toolkit.model.trace import evaluated, generator_states, kept_generators, refused
+from toolkit.model.trace import evaluated, generator_states, kept_generators, refused, user_line
 
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative to the largest value
 _TINY = 1e-3  # parameters below, such as a last layer's zeros, would hide what comes before
@@ -36,9 +34,6 @@ _DROPOUTS: dict[Any, tuple[int, str]] = {  # position and name of the share that
     torch.ops.aten.dropout.default: (1, "p"),
     torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p"),
 }
-_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
-_TORCH = os.path.dirname(torch.__file__)
-_OURS = os.path.dirname(__file__)
 
 
 @torch.no_grad()
@@ -220,9 +215,4 @@ def _place(node: fx.Node) -> str:
     where = ""
     if stack and (path := stack[-1][0]):
         where = f" in {path} ({getattr(stack[-1][1], '__name__', stack[-1][1])})"
-    frames = _FRAME.findall(node.stack_trace or "")
-    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
-    if own:
-        file, line, code = own[-1]
-        where += f", {os.path.basename(file)} line {line}: {code}"
-    return where or f" in {node}"
+    return where + user_line(node.stack_trace or "") or f" in {node}"

@@ -5,6 +5,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _NORM_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 # Sizes of the dimensions after the channels
 _SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 _TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -123,14 +125,15 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line of the user's code that led to an error, in brackets."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [x for x in frames if not x.filename.startswith((_TORCH, _OURS))]
-    return (
-        f" ({os.path.basename(own[-1].filename)} line {own[-1].lineno}: {own[-1].line})"
-        if own
-        else ""
-    )
+    """Return the line of the user's code that led to an error, as :func:`user_line`."""
+    return user_line(str(error)) or user_line("".join(traceback.format_tb(error.__traceback__)))
+
+
+def user_line(stack: str) -> str:
+    """Return the innermost line of the user's code in a stack's text, in brackets; or ""."""
+    frames = _FRAME.findall(stack)
+    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
+    return "".join(f" ({os.path.basename(f)} line {n}: {code})" for f, n, code in own[-1:])
 
 
 def draws_at_random(stage: nn.Module) -> bool:
@@ -184,7 +187,7 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
     except Exception as error:  # the model's own code may raise anything
         raise UserError(
             f"{type(model).__name__} cannot train on an example of shape {shapes_of(inputs)}:"
-            f" {first_line(error)}"
+            f" {first_line(error)}{_line_of(error)}"
         ) from error
 
 
