@@ -142,7 +142,7 @@ class Distributed(OnRanks):
         while not ending:
             self._follow(self.steps_done)
             length = max(1, window // len(self.schedule.timing.starts))
-            window = _WINDOW
+            window = min(2 * window, _WINDOW)
             if (change := self.course.next_change(self.steps_done)) is not None:
                 length = min(length, change - self.steps_done)
             program = self.schedule.lower(length, self.steps_done).verify()

@@ -1,0 +1,107 @@
+"""A training loop around CyclicDataParallel, against the runtime and torch's own wrapper."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.cli.check_options import check_counts
+from toolkit.model import build, partition
+from toolkit.runtime import CyclicDataParallel, Distributed, World, join, launch
+from toolkit.schedule import catalog
+
+RULES = ("dp", "cdp_v1", "cdp_v2")
+_OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+Run = Callable[[int], Iterator[Any]]
+"""Carries out training steps, and yields after each."""
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a rule: seconds of a step, the median; and ratios, the medians of those of rounds.
+
+    *start*: seconds from the first call to the first result of a step.
+    """
+    check_counts(config, "image_size", "workers", "batch", "rounds", "steps", of="bench.")
+    return launch(measure, config.workers, dict(config), device.type, seed)[0]
+
+
+def measure(options: dict[str, Any], device: str, seed: int) -> list[dict[str, Any]]:
+    """On each rank: every way to train, in turn."""
+    world = join(device="cpu" if device == "cpu" else "auto")
+    torch.manual_seed(seed)
+    n, size = world.size, options["image_size"]
+    inputs = torch.randn(n * options["batch"], 3, size, size, device=world.device)
+    targets = torch.randint(10, (len(inputs),), device=world.device)
+    make = partial(build, options["model"], 10, size)
+    mine = inputs.chunk(n)[world.rank], targets.chunk(n)[world.rank]
+    ways: dict[str, Run] = {"DDP": _ddp(make().to(world.device), *mine)}
+    for rule in RULES:
+        ways[f"{rule} in a loop"] = _loop(make().to(world.device), rule, *mine)
+        ways[rule] = _runtime(make().to(world.device), rule, world, inputs, targets)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    start: dict[str, float] = {}
+    for _ in range(options["rounds"]):
+        for name, way in ways.items():
+            world.barrier()
+            marks = [time.perf_counter()]
+            marks += [time.perf_counter() for _ in way(options["steps"])]
+            start.setdefault(name, marks[1] - marks[0])
+            skipped = 1 + options["steps"] // 4
+            seconds[name].append(
+                median(b - a for a, b in zip(marks[skipped:-1], marks[skipped + 1 :], strict=True))
+            )
+    return [_row(rule, seconds, start) for rule in RULES]
+
+
+def _row(rule: str, seconds: dict[str, list[float]], start: dict[str, float]) -> dict[str, Any]:
+    loop = seconds[f"{rule} in a loop"]
+
+    def ratio(name: str) -> float:
+        return round(median(a / b for a, b in zip(loop, seconds[name], strict=True)), 3)
+
+    return {
+        "rule": rule,
+        "seconds": round(median(loop), 5),
+        "of Distributed's": ratio(rule),
+        "of DDP's": ratio("DDP"),
+        "start": round(start[f"{rule} in a loop"], 2),
+    }
+
+
+def _ddp(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Run:
+    wrapped = DistributedDataParallel(model)
+    return partial(_train, wrapped, _OPTIMIZER(wrapped.parameters()), x, y)
+
+
+def _loop(model: nn.Module, rule: str, x: torch.Tensor, y: torch.Tensor) -> Run:
+    wrapped = CyclicDataParallel(model, optimizer=_OPTIMIZER, rule=rule)
+    return partial(_train, wrapped, wrapped.optimizer, x, y)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, n: int
+) -> Iterator[None]:
+    for _ in range(n):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        yield
+    if isinstance(model, CyclicDataParallel):
+        model.synchronize()
+
+
+def _runtime(
+    model: nn.Module, rule: str, world: World, inputs: torch.Tensor, targets: torch.Tensor
+) -> Run:
+    schedule = catalog.build(rule, n=world.size)
+    stages = partition(model, world.size, inputs.chunk(world.size)[0])
+    runtime = Distributed(stages, schedule, _OPTIMIZER, F.cross_entropy, world=world)
+    return lambda n: runtime.run([(inputs, targets)] * n)
