@@ -30,6 +30,15 @@ def test_bench_grouped(tmp_path):
     assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
+def test_bench_loops(tmp_path):
+    small = options(model="resnet8", batch=2, rounds=2, steps=8)
+    found = complete("bench", tmp_path, "bench=loops", "device=cpu", *small)["metrics"]
+    assert [row["rule"] for row in found] == ["dp", "cdp_v1", "cdp_v2"]
+    for row in found:
+        assert 0 < row["seconds"] < row["start"]
+        assert row["of Distributed's"] > 0 < row["of DDP's"]
+
+
 def test_bench_corrections(tmp_path):
     small = options(image_size=8, stages=2, workers=2, batch=2, rounds=2)
     found = complete("bench", tmp_path, "bench=corrections", *small)["metrics"]
