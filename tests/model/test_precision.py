@@ -159,6 +159,39 @@ def test_attention_on_the_cpu_keeps_what_autograd_keeps(options):
     assert predicted(model, x) == kept(model, x)
 
 
+class Biased(Heads):
+    """A trained bias of each pair of tokens, for which the CPU has no fused attention."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.bias = nn.Parameter(torch.zeros(4, 48, 48))
+
+    def forward(self, x):
+        heads = self.before(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, self.bias) * 2
+
+
+def test_attention_with_a_trained_bias_keeps_what_autograd_keeps():
+    model, x = Biased(), torch.randn(2, 48, 32)
+    assert predicted(model, x) == kept(model, x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_exported_attention_costs_as_much(precision):
+    class Exported(Heads):
+        def forward(self, x):
+            return super().forward(x if x.shape[0] != x.shape[1] else x * 2)
+
+    x = torch.empty(2, 48, 32)
+    graphs = trace(Heads(False), x), trace(Exported(False), x)
+    assert any("aten" in str(node.target) for node in graphs[1].graph.nodes)
+    plain, exported = (
+        sum(cost.activations for cost in node_costs(graph, (x,), precision=precision).values())
+        for graph in graphs
+    )
+    assert exported == plain
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("module", [True, False])
 def test_attention_grows_with_the_tokens_and_not_with_their_pairs(device, module):

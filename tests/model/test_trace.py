@@ -294,6 +294,13 @@ def test_a_batch_norm_of_ones_own_is_a_layer(kind):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_wide_batch_norm_of_ones_own_is_a_layer():
+    """Some of its means are close to 0."""
+    model = nn.Sequential(nn.Linear(6, 4000), Active(4000), nn.Linear(4000, 3))
+    (stage,) = partition(model, 1, ROWS)
+    assert [node.op for node in stage.graph.nodes].count("call_module") == 3
+
+
 class Reading(nn.BatchNorm1d):
     """Reads the statistics of the batches before."""
 

@@ -255,9 +255,10 @@ class _Crossings:
             for parameter in parameters_of(traced, node):
                 used = users if node.op == "get_attr" else [k]
                 shared.setdefault(id(parameter), []).extend(used)
-        for found in shared.values():
+        names = {id(parameter): name for name, parameter in traced.named_parameters()}
+        for key, found in shared.items():
             between = range(min(found, default=0) + 1, max(found, default=0) + 1)
-            self._forbid(between, "a parameter is used on both sides")
+            self._forbid(between, f"the parameter {names[key]} is used on both sides: untie it")
 
     def _repeated(self) -> set[fx.Node]:
         """Return the nodes that each stage computes for itself, from attributes and sizes."""

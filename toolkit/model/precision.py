@@ -93,7 +93,7 @@ class _OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if cast := self.casts.get(_operation(func)):
             args, kwargs = cast((args, kwargs))
-        if func is _PLAIN_ATTENTION:
+        if func in (_PLAIN_ATTENTION, _ATEN.scaled_dot_product_attention.default):
             return _attention(self.on_cpu, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -107,7 +107,7 @@ def registered(device: str) -> frozenset[str]:
 
 def _operation(function: Any) -> str:
     """Return the dispatcher's name of a function: ``x @ y`` is ``matmul``."""
-    name: str = getattr(function, "__name__", "")
+    name: str = getattr(function, "__name__", "").partition(".")[0]
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
         return name[1:] if name in ("rmatmul", "rpow") else name
@@ -147,7 +147,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     tensors = (query, key, value)
-    takes_apart = dropout_p > 0 if on_cpu else query.dtype == torch.float64
+    takes_apart = query.dtype == torch.float64
+    if on_cpu:
+        takes_apart = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
     if query.dim() != 4 or enable_gqa or takes_apart:
         return _PLAIN_ATTENTION(
             *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -270,9 +270,14 @@ def _normalises(norm: _BatchNorm) -> bool:
                 return False
             for name, seen in (("running_mean", x.mean(others)), ("running_var", x.var(others))):
                 updated = getattr(twin, name)
-                if updated is not None and not torch.allclose(updated, (known + seen) / 2):
+                if updated is not None and not _near(updated, (known + seen) / 2):
                     return False
-    return torch.allclose(*outputs)
+    return _near(*outputs)
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    """Whether means and variances, some of which are close to 0, are equal but for rounding."""
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @contextmanager
