@@ -11,7 +11,7 @@ from tests.runtime import conform, models, train_by_loop
 from tests.runtime.models import assert_same, name_of
 from tests.runtime.train_by_loop import STEPS
 from toolkit.errors import UserError
-from toolkit.runtime import CyclicDataParallel, SingleProcess, StepOptions, launch
+from toolkit.runtime import CyclicDataParallel, JobFailedError, SingleProcess, StepOptions, launch
 from toolkit.runtime.process_group.join import World
 from toolkit.schedule import catalog
 
@@ -138,9 +138,10 @@ def test_calls_out_of_turn_are_refused(as_scripts_do):
         assert [message.split()[0] for message in refused[-3:]] == ["model(x)", "no_sync", "an"]
 
 
-def test_a_step_left_out_on_one_rank_ends_the_job(capfd):
-    with pytest.raises(Exception, match="rank 1"):
-        launch(train_by_loop.leaves_a_step_out, 2)
+@pytest.mark.parametrize("mistake", ["leaves_a_step_out", "saves_on_one_rank"])
+def test_calls_of_some_ranks_only_end_the_job(mistake):
+    with pytest.raises(JobFailedError, match=r"rank 0 .*rank 1|rank 1 .*rank 0"):
+        launch(getattr(train_by_loop, mistake), 2)
 
 
 @pytest.mark.parametrize(

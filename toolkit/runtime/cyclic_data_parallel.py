@@ -28,7 +28,7 @@ from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import MakeOptimizer, by_name, takes_names
 from toolkit.schedule import Schedule, catalog
 
-_TIMEOUT = 600.0  # seconds; a rank's own code, such as saving a file, may take a while
+_TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
 

@@ -70,6 +70,16 @@ def test_the_rank_at_fault_is_blamed(blamed, ranks):
     assert f", {ranks[blamed].position};" in diagnosis.message
 
 
+def test_ranks_that_wait_for_each_other_are_all_named():
+    """Such as one that saves the weights alone while the others go on."""
+    saves = at("weights of rank 1", 1, seconds=11)
+    diagnosis = find(saves, waits(2, seconds=12), waits(0, seconds=10))
+    assert diagnosis.blamed is None
+    for rank, place in enumerate(("weights of rank 1", "RECV", "RECV")):
+        assert f"rank {rank} in step 7 at {place}" in diagnosis.message
+    assert find(saves, waits(2, seconds=12), waits(0, seconds=9)) is None
+
+
 def test_the_message_says_who_waited_and_where():
     message = find(waits(1), DEAD._replace(host="b")).message
     assert "rank 1 (on b) " in message

@@ -106,6 +106,16 @@ def diagnose(
                 on = f" (on {ranks[rank].host})" if ranks[rank].host else ""
                 what = f"rank {rank}{on} {how}, {ranks[rank].position}"
                 return Diagnosis(rank, f"{what}; rank {waiter} {waits} {ranks[waiter].position}")
+    jammed = all(ranks[r].peers and ranks[r].seconds >= timeout for r in queue)
+    # In one place they wait for a sum of all, or compute beside it, as torch's wrappers do.
+    apart = len({(str(ranks[r].what), ranks[r].step) for r in queue}) > 1
+    if jammed and apart and not lost:
+        where = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(queue))
+        return Diagnosis(
+            None,
+            f"for {timeout:g} s these ranks have waited for each other: {where}. Make the same"
+            " calls on every rank, or raise timeout if the links are slow",
+        )
     if not lost:
         return None
     peers = [r for r in mine.peers if r != me and r in ranks]
