@@ -130,12 +130,21 @@ def test_keywords_dictionaries_and_shares_of_their_own_sizes(as_scripts_do):
 
 def test_calls_out_of_turn_are_refused(as_scripts_do):
     """On the rank that makes them, and training goes on."""
-    mistakes = ["optimizer.step()", "model(x)", "the end of training", "a second backward"]
+    mistakes = ["optimizer.step()", "model(x)", "the end of training", "parameters()", "a second"]
     for *_, refused in as_scripts_do:
-        assert len(refused) == 3 * 4 + 3
+        assert len(refused) == 3 * 5 + 3
         for k, (mistake, message) in enumerate(zip(mistakes * 3, refused, strict=False)):
             assert message.startswith(mistake), k
         assert [message.split()[0] for message in refused[-3:]] == ["model(x)", "no_sync", "an"]
+
+
+def test_one_rank_and_an_awkward_model():
+    schedule = catalog.cyclic(1, n_stages=2)
+    stages = models.cut_awkward(models.awkward(), schedule)
+    runtime = SingleProcess(stages, schedule, conform.adamw, F.cross_entropy, seed=3)
+    list(runtime.run(models.id_batches(1)))
+    (found,) = launch(train_by_loop.alone, 1)
+    assert_same(found, runtime.module().state_dict())
 
 
 @pytest.mark.parametrize("mistake", ["leaves_a_step_out", "saves_on_one_rank"])

@@ -153,6 +153,7 @@ def as_scripts_do():
         found = net(x, mask=mask)
         expect_refusal(lambda x=x, mask=mask: net(x, mask=mask))
         expect_refusal(net.eval)
+        expect_refusal(lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
         loss = found["scores"].square().mean() + found["hidden"].abs().mean()
         loss.backward(retain_graph=True)
         expect_refusal(loss.backward)
@@ -164,6 +165,16 @@ def as_scripts_do():
     expect_refusal(lambda: net.no_sync().__enter__())
     expect_refusal(lambda: net(x.requires_grad_(), mask=mask))
     return begun, state(net), shares, refused
+
+
+def alone():
+    """One rank, a model with dropout, frozen and unused parameters, AdamW, groups of parameters."""
+    schedule = catalog.cyclic(1, n_stages=2)
+    net = CyclicDataParallel(models.awkward(), optimizer=conform.adamw, rule=schedule, seed=3)
+    for x, y in models.id_batches(1):
+        F.cross_entropy(net(x), y).backward()
+        net.optimizer.step()
+    return state(net)
 
 
 def leaves_a_step_out():

@@ -265,6 +265,21 @@ class CyclicDataParallel(nn.Module):
 
     # State.
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, but only between training steps.
+
+        Raises:
+            UserError: within a step, where ``clip_grad_norm_`` would find no gradients, and a
+                penalty in the loss would have none.
+        """
+        if self._awaited != "forward" or self._n_passes:
+            raise UserError(
+                "parameters(): got a call within a training step; expected one between steps, since"
+                " passes compute with versions of their own. Clip by options=StepOptions(clip=1.0),"
+                " and decay weights by the optimizer"
+            )
+        return super().named_parameters(*args, **kwargs)
+
     def train(self, mode: bool = True) -> "CyclicDataParallel":
         """Set the mode; ``eval()`` also calls :meth:`synchronize`."""
         if not mode:
