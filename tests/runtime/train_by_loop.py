@@ -122,8 +122,8 @@ class Masked(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
 
-    def forward(self, x, mask=None, scale=1.0):
-        hidden = torch.relu(self.first(x)) * scale
+    def forward(self, x, mask=None, **options):
+        hidden = torch.relu(self.first(x)) * options.get("scale", 1.0)
         return OrderedDict(hidden=hidden, scores=self.second(hidden * mask))
 
 

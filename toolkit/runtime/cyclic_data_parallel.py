@@ -1,8 +1,8 @@
-"""Cyclic data parallelism in a training loop of the user's own, as DistributedDataParallel is used.
+"""A wrapper for training loops of the user's own, in place of DistributedDataParallel.
 
-The loop's passes are the ops of the schedule's program: ``model(x)`` carries out the forwards of
-this rank's micro-batch, ``loss.backward()`` its backwards, and messages and updates run beside
-them, in the order that :class:`~toolkit.runtime.executor.Executor` gives them.
+A pass of the loop carries out ops of the schedule's program: ``model(x)`` the forwards of this
+rank's micro-batch, ``loss.backward()`` its backwards. The executor runs messages and updates
+concurrently, as for :class:`~toolkit.runtime.Distributed`.
 """
 
 import atexit
@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages, partition
@@ -25,19 +24,17 @@ from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed, Pause
 from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.stage import Values
-from toolkit.runtime.updater import MakeOptimizer, by_name, takes_names
+from toolkit.runtime.step_optimizer import FollowsSettings, Settings, StepOptimizer, made_alike
+from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule, catalog
 
 _TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
 
-Settings = list[dict[str, Any]]
-"""The options of each parameter group."""
-
 
 class CyclicDataParallel(nn.Module):
-    """Trains ``model`` by a schedule, in a loop of the user's own.
+    """Trains ``model`` by a schedule, in a loop that was written for DistributedDataParallel.
 
     ::
 
@@ -106,7 +103,7 @@ class CyclicDataParallel(nn.Module):
         self._stages, self._options = stages, options
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._known: dict[int, Settings] = {}
-        self._make = _made_alike(optimizer, trained)
+        self._make = made_alike(optimizer, trained)
         self.optimizer = StepOptimizer(self, self._make(trained))
         self._runtime: Distributed | None = None
         self._pauses: Generator[Pause, bool | None, None] | None = None
@@ -127,9 +124,7 @@ class CyclicDataParallel(nn.Module):
             self.synchronize()
             return self.module(*args, **kwargs)
         self._check("forward", "model(x)")
-        given: Any = args
-        if kwargs:  # by name only, as partition() takes them
-            given = signature(self.module.forward).bind(*args, **kwargs).arguments
+        given = _by_name(self.module.forward, *args, **kwargs) if kwargs else args
         inputs = tensors_of(given)
         if any(tensor.requires_grad for tensor in inputs):
             raise UserError("an input requires a gradient: make what computes it part of the model")
@@ -157,7 +152,7 @@ class CyclicDataParallel(nn.Module):
             self.schedule,
             self._make,
             _not_called,
-            lr_scheduler=lambda made: cast(Any, _FollowsSettings(made, self._known)),
+            lr_scheduler=lambda made: cast(Any, FollowsSettings(made, self._known)),
             world=self.world,
             **self._options,
         )
@@ -331,37 +326,6 @@ class CyclicDataParallel(nn.Module):
         runtime.module()
 
 
-class StepOptimizer(Optimizer):
-    """The optimizer of a :class:`CyclicDataParallel`, in the form that training loops expect."""
-
-    def __init__(self, parallel: CyclicDataParallel, made: Optimizer) -> None:
-        super().__init__(made.param_groups, made.defaults)
-        self._parallel = (parallel,)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End a training step, after a last pass by ``closure``, if any."""
-        found = None
-        if closure is not None:
-            with torch.enable_grad():
-                found = closure()
-        self._parallel[0].end_step()
-        return found
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each training step begins without gradients."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights. Every rank calls it."""
-        groups = super().state_dict()["param_groups"]
-        return {"param_groups": groups, "cyclic": self._parallel[0].optimizer_state()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; load the weights before. Every rank calls it."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: x for k, x in saved.items() if k != "params"})
-        self._parallel[0].load_optimizer_state(state_dict["cyclic"])
-
-
 class _Seam(torch.autograd.Function):
     """The outputs of the stages, whose backward is that of the stages."""
 
@@ -378,51 +342,13 @@ class _Seam(torch.autograd.Function):
         return (None,) * (3 + len(gradients))
 
 
-class _FollowsSettings:
-    """Gives a stage's optimizer the options that ``model.optimizer`` had as each step began."""
-
-    def __init__(self, optimizer: Optimizer, known: Mapping[int, Settings]) -> None:
-        self.optimizer, self.known, self.n = optimizer, known, 0
-        optimizer.register_step_pre_hook(lambda *_: self._set())
-        self._set()
-
-    def step(self) -> None:
-        self.n += 1
-        self._set()
-
-    def _set(self) -> None:
-        places = vars(self.optimizer)["places"]
-        if (settings := self.known.get(self.n)) is not None:
-            for group, place in zip(self.optimizer.param_groups, places, strict=True):
-                if place is not None:
-                    group.update(settings[place])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"n": self.n}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.n = state["n"]
-        self._set()
-
-
-def _made_alike(make: MakeOptimizer, trained: Sequence[tuple[str, nn.Parameter]]) -> MakeOptimizer:
-    """Return ``make`` whose optimizers know the place of their groups in that of the whole model.
-
-    In ``places``: for each of their groups the number of the whole model's; None if it is empty.
-    """
-    place_of: dict[str, int] = {}
-
-    @by_name
-    def made(pairs: list[tuple[str, nn.Parameter]]) -> Optimizer:
-        optimizer = make([*pairs] if takes_names(make) else [p for _, p in pairs])
-        names = {id(p): name for name, p in pairs}
-        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if not place_of:  # the first is the whole model's
-            place_of.update((name, k) for k, group in enumerate(groups) for name in group)
-        vars(optimizer)["places"] = [place_of[group[0]] if group else None for group in groups]
-        return optimizer
-
-    return made
+def _by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of a call by name, as ``partition`` takes them."""
+    found = signature(function).bind(*args, **kwargs)
+    others = [p.name for p in found.signature.parameters.values() if p.kind == p.VAR_KEYWORD]
+    given = dict(found.arguments)
+    rest = given.pop(others[0], {}) if others else {}
+    return given | rest
 
 
 def _schedule(
