@@ -147,6 +147,12 @@ def test_one_rank_and_an_awkward_model():
     assert_same(found, runtime.module().state_dict())
 
 
+def test_a_script_may_end_after_any_step(capfd):
+    """What other ranks still wait for is sent; nothing is said."""
+    assert launch(train_by_loop.ends_with_updates_under_way, 2) == [3, 3]
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("mistake", ["leaves_a_step_out", "saves_on_one_rank"])
 def test_calls_of_some_ranks_only_end_the_job(mistake):
     with pytest.raises(JobFailedError, match=r"rank 0 .*rank 1|rank 1 .*rank 0"):

@@ -177,6 +177,12 @@ def alone():
     return state(net)
 
 
+def ends_with_updates_under_way():
+    net = wrap(catalog.cyclic(2, 1))
+    train(net, models.make_batches(2, 3))
+    return net.steps_done
+
+
 def leaves_a_step_out():
     net = CyclicDataParallel(
         models.residual(), optimizer=conform.sgd, rule="cdp_v1", world=join(timeout=3)

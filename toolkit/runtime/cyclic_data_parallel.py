@@ -5,8 +5,6 @@ rank's micro-batch, ``loss.backward()`` its backwards. The executor runs message
 concurrently, as for :class:`~toolkit.runtime.Distributed`.
 """
 
-import atexit
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
@@ -14,6 +12,7 @@ from itertools import repeat
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError, check_choice
@@ -159,7 +158,7 @@ class CyclicDataParallel(nn.Module):
         if self._saved is not None:
             runtime.module()  # all weights, on every rank
             self._load(runtime, self._saved)
-        atexit.register(self._leave)
+        self.world.watch.farewells.append(self._leave)
         return runtime
 
     # What the program asks for.
@@ -254,8 +253,9 @@ class CyclicDataParallel(nn.Module):
         return True
 
     def _leave(self) -> None:
-        """At the end of the script, give other ranks what they still wait for."""
-        if self._awaited == "forward" and not self._n_passes and not hasattr(sys, "last_value"):
+        """Give other ranks what they still wait for, as this one's script ends."""
+        between_steps = self._awaited == "forward" and not self._n_passes
+        if between_steps and dist.is_initialized():
             self._end_messages()
 
     # State.

@@ -143,7 +143,7 @@ class Rank:
         # Own leaves per micro-batch: its backward uses this version even after later updates.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
-        with self.watching(weights, inputs, list(runner.compute.buffers())):
+        with self.watching(weights, inputs, runner.buffers):
             outputs = runner.forward(weights, inputs, (m,), step)
         self.sums[i.stage, step].add(runner.take_statistics())
         gradients: Gradients = ()
