@@ -217,3 +217,11 @@ def test_a_tuple_of_arguments_may_hold_dictionaries_and_constants():
     names = [node.target for node in graph.graph.nodes if node.op == "placeholder"]
     assert names == ["x", "more_a", "more_b_0"]
     torch.testing.assert_close(graph(*tensors_of(inputs))[0], ROWS * 3 - 1)
+
+
+def test_a_weight_that_is_tied_from_end_to_end_allows_no_cut():
+    """Not even one that leaves a stage without work."""
+    model = Decoder()
+    model.head.weight = model.embed.weight
+    with pytest.raises(UserError, match=r"1 to 1 stages: .*weight is used on both sides: untie"):
+        partition(model, 2, text())

@@ -17,6 +17,7 @@ from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import MEASURES, build, partition
 from toolkit.model.partition import balanced
+from toolkit.model.trace import one_by_one
 
 
 def pass_through(stages, *values):
@@ -235,6 +236,21 @@ class Tied(nn.Module):
         return self.head(self.decode(self.inside(self.encode(x))))
 
 
+class Biased(nn.Module):
+    """Each layer adds the same function of a weight, which has no batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        bias = torch.sin(self.bias)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + bias)
+        return x
+
+
 ROWS = torch.randn(3, 4, dtype=torch.float64)
 TOKENS = torch.randn(7, 4, 4, dtype=torch.float64)
 WHICH = torch.tensor([0, 4, 1])
@@ -249,6 +265,7 @@ WHICH = torch.tensor([0, 4, 1])
         *(pytest.param(partial(InPlace, change), (ROWS,), 3, id=f"in place: {name}")
           for name, change in CHANGES.items()),
         *(pytest.param(Tied, (ROWS,), n, id=f"tied {n}") for n in (2, 3)),
+        *(pytest.param(Biased, (ROWS,), n, id=f"one bias {n}") for n in (2, 4)),
     ],
 )  # fmt: skip
 def test_stages_equal_the_whole(make, inputs, n_stages):
@@ -275,6 +292,14 @@ def test_tied_parameters_stay_in_one_stage():
     again = nn.Sequential(layer := nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
     names = [sorted(dict(stage.named_parameters())) for stage in partition(again, 2, ROWS.float())]
     assert names == [["0.bias", "0.weight"], ["3.bias", "3.weight"]]
+
+
+def test_a_trained_tensor_without_batch_travels_where_stages_would_be_uneven():
+    stages = partition(Biased(), 4, ROWS.float())
+    assert len({*stages.loads}) == 1
+    assert [b.shape for b in stages.boundaries[2]] == [(3, 4), (3, 4)]
+    # Rows of different versions must not run as one batch.
+    assert [one_by_one(stage) for stage in stages] == [False, True, True, True]
 
 
 # Named cuts

@@ -2,15 +2,18 @@
 
 A cut may fall between two operations if every value that crosses it is a tensor with the batch as
 leading dimension. Residuals that skip over a cut travel with it. What follows from buffers and
-sizes alone, such as a causal mask, is computed again after the cut.
+sizes alone, such as a causal mask, is computed again after the cut. A trained tensor without the
+batch, such as a bias of positions, travels once a sample, where stages would be uneven otherwise.
 """
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, overload
 
 import torch
@@ -169,12 +172,12 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
 
 def _sizes(
     model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
-) -> tuple[set[str], dict[str, int]]:
+) -> tuple[set[str], set[str], dict[str, int]]:
     """Return what grows with the batch, by running another row on the meta device.
 
     Returns:
-        the nodes whose first dimension grows by one row if the inputs' does; and those whose value
-        is a multiple of the number of rows, with its factor.
+        the nodes whose first dimension grows by one row if the inputs' does; trained tensors of the
+        same shape; and the nodes whose value is a multiple of the number of rows, with its factor.
     """
     name, n = type(model).__name__, inputs[0].shape[0]
     more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
@@ -203,7 +206,13 @@ def _sizes(
         if type(cost.output) is int and cost.output and cost.output % n == 0
         if cost.output * (n + 1) == others[k] * n
     }
-    return {k for k, pair in sizes.items() if pair == [n, n + 1]}, counts
+    alike = {
+        k
+        for k, cost in costs.items()
+        if isinstance(cost.output, torch.Tensor) and cost.output.requires_grad
+        if cost.output.shape == others[k].shape
+    }
+    return {k for k, pair in sizes.items() if pair == [n, n + 1]}, alike, counts
 
 
 def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
@@ -216,6 +225,11 @@ def _multiple(x: torch.Tensor, factor: int) -> int:
     return x.shape[0] * factor
 
 
+def _spread(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Repeat ``x`` for each row of ``like``."""
+    return x.expand(like.shape[0], *x.shape)
+
+
 class _Crossings:
     """Values that cross the cut before each node, and what forbids that cut."""
 
@@ -224,6 +238,7 @@ class _Crossings:
         traced: fx.GraphModule,
         costs: dict[str, NodeCost],
         batched: set[str],
+        alike: set[str],
         counts: dict[str, int],
     ) -> None:
         self.traced, self.costs, self.batched, self.counts = traced, costs, batched, counts
@@ -231,6 +246,8 @@ class _Crossings:
         self.nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
+        self.spread: set[fx.Node] = set()  # what travels once a sample
+        self.spreads = [0] * (len(self.nodes) + 1)  # how many such tensors cross
         position = {node: k for k, node in enumerate(self.nodes)}
         by_name = {node.name: node for node in traced.graph.nodes}
         for node in traced.graph.nodes:
@@ -243,6 +260,10 @@ class _Crossings:
                 self.at[cut].append(node)
             if not isinstance(costs[node.name].output, torch.Tensor):
                 self._forbid(crossed, f"{node} is not a tensor")
+            elif node.name in alike:
+                self.spread.add(node)
+                for cut in crossed:
+                    self.spreads[cut] += 1
             elif node.name not in batched:
                 self._forbid(crossed, f"{node} has no batch dimension")
             for changed in costs[node.name].changes:
@@ -278,6 +299,12 @@ class _Crossings:
                     found.add(node)
         return found
 
+    def computes(self, node: fx.Node) -> bool:
+        """Whether ``node`` has floating-point operations or parameters."""
+        sources = (node, *(x for x in node.all_input_nodes if x.op == "get_attr"))
+        trained = any(parameters_of(self.traced, source) for source in sources)
+        return node not in self.repeated and (trained or self.costs[node.name].flops > 0)
+
     def _is_size(self, node: fx.Node) -> bool:
         """Whether any tensor with the batch first tells the value of ``node``."""
         device = isinstance(self.costs[node.name].output, torch.device)
@@ -288,7 +315,10 @@ class _Crossings:
             self.obstacle[cut] = self.obstacle[cut] or why
 
     def bytes(self, cut: int) -> int:
-        return sum(self.costs[node.name].output.nbytes for node in self.at[cut])
+        n_rows = self.costs[self._inputs[0].name].output.shape[0]
+        times = (n_rows if node in self.spread else 1 for node in self.at[cut])
+        outputs = (self.costs[node.name].output for node in self.at[cut])
+        return sum(n * x.nbytes for n, x in zip(times, outputs, strict=True))
 
     def boundary(self, cut: int) -> tuple[Boundary, ...]:
         return self._boundary(self.at[cut] if cut else self._inputs)
@@ -301,8 +331,9 @@ class _Crossings:
         return [node for node in self.traced.graph.nodes if node.op == "placeholder"]
 
     def _boundary(self, nodes: Sequence[fx.Node]) -> tuple[Boundary, ...]:
+        n_rows = self.costs[self._inputs[0].name].output.shape[0]
         return tuple(
-            Boundary(node.name, tuple(tensor.shape), tensor.dtype)
+            Boundary(node.name, (*(n_rows,) * (node in self.spread), *tensor.shape), tensor.dtype)
             for node in nodes
             if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
         )
@@ -313,6 +344,9 @@ class _Crossings:
         received = self.at[begin] if begin else self._inputs
         copies = {node: graph.placeholder(node.name) for node in received}
         first = copies[received[0]]
+        for node in received:
+            if node in self.spread:
+                copies[node] = graph.call_function(operator.getitem, (copies[node], 0))
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
@@ -333,10 +367,19 @@ class _Crossings:
                     copied(argument)
                 copies[node] = graph.node_copy(node, copied)
         ends = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
-        graph.output(tuple(map(copied, ends)))
+        graph.output(
+            tuple(
+                graph.call_function(_spread, (copied(node), first))
+                if node in self.spread
+                else copied(node)
+                for node in ends
+            )
+        )
         stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
         draws = any(self.costs[node.name].draws for node in own)
-        stage.meta |= self.traced.meta | {"draws": draws, "mixes": any(map(self._mixes, own))}
+        # Rows of different versions of a spread tensor must not run as one batch.
+        mixes = not self.spread.isdisjoint(received) or any(map(self._mixes, own))
+        stage.meta |= self.traced.meta | {"draws": draws, "mixes": mixes}
         return stage
 
     def _mixes(self, node: fx.Node) -> bool:
@@ -356,10 +399,20 @@ class _Crossings:
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
     """Return the best allowed cuts; see :func:`balanced`."""
-    allowed = [k for k, why in enumerate(crossing.obstacle[:-1]) if k and why is None]
+    computing = [k for k, node in enumerate(crossing.nodes) if crossing.computes(node)]
+    free = [k for k, why in enumerate(crossing.obstacle[:-1]) if k and why is None]
+    # The first and the last stage have work, if there are other cuts or a weight is tied.
+    possible = [k for k in free if computing and computing[0] < k <= computing[-1]]
+    found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
+    commonest = found.most_common(1)
+    if len(possible) + 1 < n_stages and not any("both sides" in why for why, _ in commonest):
+        possible = free
+    allowed = [k for k in possible if not crossing.spreads[k]]
+    limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible, allowed)]
+    if 4 * limits[0] < 3 * limits[1]:
+        allowed = possible
     if not 1 <= n_stages <= len(allowed) + 1:
-        found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
-        obstacle = "".join(f"; most other cuts fail: {why}" for why, _ in found.most_common(1))
+        obstacle = "".join(f"; most other cuts fail: {why}" for why, _ in commonest)
         raise UserError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
             f"{obstacle if n_stages > 1 else ''}"
@@ -368,6 +421,14 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
     cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed], n_stages)
     return [edges[cut] for cut in cuts]
+
+
+def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
+    """Return the smallest possible largest stage with these cuts; inf if they are too few."""
+    if not 1 <= n_stages <= len(cuts) + 1:
+        return inf
+    before = [0, *accumulate(loads)]
+    return _smallest_limit([before[k] for k in (0, *cuts, len(loads))], n_stages)
 
 
 def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
