@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from toolkit.errors import UserError
-from toolkit.model.partition import Boundary
+from toolkit.model.crossings import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World
