@@ -114,6 +114,16 @@ def _bench(row: dict[str, Any]) -> dict[str, Any]:
     return {k: "" if v is None else v for k, v in row.items() if k != "message"}
 
 
+def _architecture(row: dict[str, Any]) -> dict[str, Any]:
+    shown = {k: row[k] for k in ("library", "model", "graph", "larger stage")}
+    difference = row["difference"]
+    reason = row["reason"] or "agrees"
+    return shown | {
+        "difference": "" if difference is None else f"{difference:.0e}",
+        "result": reason,
+    }
+
+
 def _links(result: Result) -> Rows:
     """A row a method, without the rows on bars that older results have."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
@@ -197,6 +207,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),
     ("bench_links", _links),
+    ("bench_architectures", _each(_architecture)),
     ("bench", _each(_bench)),
     ("", _each(_compared)),
 )
