@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -311,7 +311,7 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     true = torch.compile
     monkeypatch.setattr("torch.compile", lambda call, **_: true(call, backend=note, dynamic=False))
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
-    stage = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    stage = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double())
     plain, found = (
         StageRunner(copy.deepcopy(stage), 0, conform.sgd, None, 0, options)
         for options in (StepOptions(), StepOptions(compile="default"))
