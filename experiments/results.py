@@ -116,12 +116,8 @@ def _bench(row: dict[str, Any]) -> dict[str, Any]:
 
 def _architecture(row: dict[str, Any]) -> dict[str, Any]:
     shown = {k: row[k] for k in ("library", "model", "graph", "larger stage")}
-    difference = row["difference"]
-    reason = row["reason"] or "agrees"
-    return shown | {
-        "difference": "" if difference is None else f"{difference:.0e}",
-        "result": reason,
-    }
+    found = {k: f"{v:.0e}" for k, v in row.items() if k == "difference" and isinstance(v, float)}
+    return shown | {"difference": "", **found, "result": row["reason"] or "agrees"}
 
 
 def _links(result: Result) -> Rows:

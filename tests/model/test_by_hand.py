@@ -23,8 +23,11 @@ class Untraceable(nn.Module):
         x = self.layer(x)
         if not x.is_meta and float(x.detach().max()) > 0:
             x = x * 2
-        x = x if y is None else x + y
-        return self.make(x if mask is None else x * mask)
+        if isinstance(y, torch.Tensor):
+            x = x + y
+        if isinstance(mask, torch.Tensor):
+            x = x * mask
+        return self.make(x)
 
 
 def modules(first=lambda x: x, last=lambda x: x):

@@ -66,10 +66,8 @@ def test_names_the_module_and_the_line(function, n):
     stages = partition(Net(function), 2, torch.zeros(n, 6))
     example = torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
     line = MIXING[function]
-    if line is None:
-        match = "Net mixes .* in its output"
-    else:
-        match = r"Net mixes .* in body \(Body\) \(test_independence.py line \d+: .*\)"
+    where = r"body \(Body\) \(test_independence.py line \d+: .*\)" if line else "its output"
+    match = f"Net mixes .* in {where}"
     with pytest.raises(UserError, match=match) as raised:
         check_independent(stages, example)
     assert (line or "") in str(raised.value)

@@ -150,8 +150,8 @@ def test_names_a_delay_between_those_of_the_rules_if_links_are_slow(bandwidth, c
     (reason,) = (reason for reason in advice.reasons if named in reason)
     assert "schedule.chains=rotated 'schedule.delay={within: 0.1}'" in reason
     for other in ({"hardware": MACHINE}, {"placement": "one"}, {"placement": "per_stage"}):
-        assert found.elsewhere(**other).affordable is None
-    assert replace(found, n_workers=32).affordable is None  # minutes
+        assert not found.elsewhere(**other).affordable
+    assert not replace(found, n_workers=32).affordable  # it would take minutes
 
 
 @pytest.mark.parametrize(

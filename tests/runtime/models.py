@@ -117,7 +117,7 @@ class Pooler(nn.Module):
 
 
 class Masked(nn.Module):
-    """Takes keyword arguments, of which one is a dictionary, and returns one."""
+    """Takes keyword arguments, also a dictionary, and returns a dictionary."""
 
     def __init__(self):
         super().__init__()

@@ -55,12 +55,6 @@ def test_follows_the_single_process(trained, k, schedule):
         assert_same(found[k][1], expected[STEPS - 1], 1e-10, 1e-10)
 
 
-def test_every_method_with_whole_models_is_among_them():
-    names = {name_of(schedule) for schedule in SCHEDULES}
-    assert len(names) == len(SCHEDULES)
-    assert {s.state for s in SCHEDULES} == {"replicated", "sharded"}
-
-
 def test_learning_rates_change_as_the_loop_says(odd_jobs):
     """Those that the loop sets between steps, in updates and in what is predicted from them."""
     schedule = catalog.cyclic(4, 1, correction="optimizer_step")

@@ -114,10 +114,8 @@ class Distributed(OnRanks):
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
-        order = program.ranks[self.rank]
-        last = {i.step: p for p, i in enumerate(order) if i.action.computes}
         executor = Executor(rank, messages, program, meter, overlap=self.overlap)
-        for i in executor.run({*last.values()}):
+        for i in executor.run(executor.ends):
             yield feed.result(cast(int, i.step))
         if meter is not None:
             meter.finish(program)

@@ -51,6 +51,8 @@ class Executor:
         self._turn = StartOffset(program, self._world)
         self._order = program.ranks[self._world.rank]
         self._tags = tags(self._order)
+        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
+        self.ends = frozenset(last.values())  # positions of the last op of each training step
         if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
@@ -76,7 +78,6 @@ class Executor:
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
         """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
-        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
         thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
         thread.start()
         left: Collection[int] = ()  # if the program is cut
@@ -86,7 +87,7 @@ class Executor:
                     continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
-                if self._messages.pacer is not None and last.get(i.step) == position:
+                if self._messages.pacer is not None and position in self.ends:
                     self._messages.pacer.end_step()
                 if position in pauses:
                     if self._stepwise:  # the caller may be at work for long

