@@ -16,10 +16,10 @@ from toolkit.cli.check_options import check_given
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import Choice
-from toolkit.figures.explorer.choice import METHODS, OWN, choice_of
 from toolkit.figures.explorer.inspection import analyse, predict, texts
 from toolkit.figures.explorer.page import draw, frame_of, steps
 from toolkit.schedule import RandomDelay, steady_state
+from toolkit.schedule.choice import METHODS, OWN, choice_of
 from toolkit.schedule.steady_state import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))

@@ -15,11 +15,11 @@ from tests.figures.test_explorer import CONF, choices, composed, made
 from toolkit.cost import UNIT, Hardware, profile, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import Explorer
-from toolkit.figures.explorer.choice import OWN, SCHEDULES
 from toolkit.figures.explorer.inspection import predict
 from toolkit.figures.explorer.widget import UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
+from toolkit.schedule.choice import OWN, SCHEDULES
 
 DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0"
 CYCLIC = catalog.cyclic(2)
@@ -200,7 +200,7 @@ def test_a_schedule_is_explored_with_its_own_sizes_and_options(schedule):
         *(("dp", {"stages": n}, f"stages .*got {n!r}") for n in (0, 33, "4", None)),
         (CYCLIC, {"delay": 1, "orders": ["0F0"]}, "leave out delay, orders"),
         (CYCLIC, {"compare": catalog.cyclic(3)}, "2 x 2 and 3 x 3"),
-        (CYCLIC, {"compare": STUCK}, "no controls of the explorer make"),
+        (CYCLIC, {"compare": STUCK}, "no choice makes"),
         (CYCLIC, {"compare": catalog.gpipe(2, 33)}, "microbatches .*got 33"),
     ],
 )

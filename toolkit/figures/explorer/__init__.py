@@ -1,6 +1,6 @@
 """Schedules to explore in a notebook, or as a static page."""
 
-from toolkit.figures.explorer.choice import Choice
 from toolkit.figures.explorer.widget import Explorer
+from toolkit.schedule.choice import Choice
 
 __all__ = ["Choice", "Explorer"]

@@ -5,8 +5,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, simulate
-from toolkit.errors import UserError
-from toolkit.figures.explorer.choice import Choice
+from toolkit.errors import UserError, whole
 from toolkit.format import duration
 from toolkit.schedule import (
     Action,
@@ -17,10 +16,12 @@ from toolkit.schedule import (
     SteadyState,
     steady_state,
 )
+from toolkit.schedule.choice import Choice
 from toolkit.schedule.dependencies import needs
 from toolkit.schedule.program import units_sent
 from toolkit.schedule.steady_state import steps_to_time
 
+LARGEST = 32  # stages or micro-batches in a drawing
 _STEPS = 3  # training steps that are simulated where messages take no time
 AFFORDABLE = "affordable"
 """The delay of :func:`toolkit.cost.affordable_delay`."""
@@ -95,10 +96,28 @@ class Analysis:
         ]
 
 
+def drawable(choice: Choice) -> Schedule:
+    """Build ``choice``; raise UserError if it is impossible, or too large to draw."""
+    check_sizes(choice.stages, choice.microbatches, choice.accumulate)
+    built = choice.build()
+    check_sizes(built.n_stages, built.n_workers, built.accumulate)
+    return built
+
+
+def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
+    """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
+    rounds = 1 if accumulate is None else whole(accumulate, "accumulate", 1)
+    sizes = {"stages": whole(stages, "stages", 1)}
+    sizes["microbatches x accumulate"] = whole(microbatches, "microbatches", 1) * rounds
+    for name, value in sizes.items():
+        if value > LARGEST:
+            raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
+
+
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
     """Lower ``choice``; raise UserError if it is impossible."""
-    schedule = choice.build()
+    schedule = drawable(choice)
     return Analysis(choice, schedule, schedule.lower(n_steps), steady_state(schedule))
 
 
@@ -109,7 +128,7 @@ def settle(choice: Choice, costs: Costs, hardware: Hardware) -> Choice:
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
             f" micro-batches: got {size}; toolkit.cost.affordable_delay has no limit"
         )
-    late = replace(choice, delay=1).build()
+    late = drawable(replace(choice, delay=1))
     return replace(choice, delay=affordable_delay(late, costs, hardware))
 
 

@@ -12,8 +12,21 @@ import ipywidgets as ui
 from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
 from toolkit.cost.hardware import check_hardware, presets
 from toolkit.errors import UserError, check_choice
-from toolkit.figures.explorer.choice import (
+from toolkit.figures.explorer.inspection import (
+    AFFORDABLE,
     LARGEST,
+    Analysis,
+    analyse,
+    check_sizes,
+    drawable,
+    predict,
+    settle,
+)
+from toolkit.figures.explorer.page import HTML, panes
+from toolkit.figures.schedule_figure import schedules
+from toolkit.figures.style import save
+from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
+from toolkit.schedule.choice import (
     ORDERS_FILE,
     OWN,
     SCHEDULES,
@@ -21,11 +34,6 @@ from toolkit.figures.explorer.choice import (
     choice_of,
     options_of,
 )
-from toolkit.figures.explorer.inspection import AFFORDABLE, Analysis, analyse, predict, settle
-from toolkit.figures.explorer.page import HTML, panes
-from toolkit.figures.schedule_figure import schedules
-from toolkit.figures.style import save
-from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
 from toolkit.schedule.instruction import collector_paused
 
 UNIFORM = "uniform"
@@ -330,12 +338,13 @@ def _chosen(
         orders = options.get("orders", ())
         orders = _lines_of(orders) if isinstance(orders, str) else tuple(orders)
         choice = Choice(schedule, stages, microbatches, **{**options, "orders": orders})
-        (replace(choice, delay=1) if choice.delay == AFFORDABLE else choice).build()
+        drawable(replace(choice, delay=1) if choice.delay == AFFORDABLE else choice)
         return choice
     if not isinstance(schedule, Schedule):
         raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
     if options:
         raise UserError(f"a Schedule has its own options: leave out {', '.join(options)}")
+    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     return choice_of(schedule)
 
 

@@ -7,13 +7,13 @@ from inspect import signature
 from shlex import quote
 from typing import Any
 
-from toolkit.errors import UserError, suggest, whole
-from toolkit.schedule import Correction, RandomDelay, Schedule
+from toolkit.errors import UserError, suggest
 from toolkit.schedule.catalog import METHODS, Method
-from toolkit.schedule.staleness import Delay, plain
+from toolkit.schedule.correction import Correction
+from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.staleness import Delay, RandomDelay, plain
 
 OWN = "your own"
-LARGEST = 32  # stages or micro-batches in a drawing
 ORDERS_FILE = "rank_orders.csv"
 OPTIONS = (
     *("delay", "correction", "placement", "state", "n_ranks", "accumulate"),
@@ -40,7 +40,7 @@ class Choice:
     """A schedule by name and options; None stands for the schedule's default."""
 
     schedule: str = "cdp_v2"  # a choice of conf/schedule, or "your own"
-    stages: int = 4  # parts of the model, 1 to 32; ignored with orders of your own
+    stages: int = 4  # parts of the model, 1 or more; ignored with orders of your own
     microbatches: int = 4  # of a training step, or of one round where workers accumulate
     delay: Delay | None = None  # steps by which weights are late; a list, a matrix or "freshest"
     correction: str | Correction | None = None  # what is done about late weights
@@ -75,15 +75,12 @@ class Choice:
                 may end with a grid.
         """
         arguments = self._arguments()
-        check_sizes(self.stages, self.microbatches, self.accumulate)
         if bool("".join(self.orders).strip()) != (self.schedule == OWN):
             raise UserError(
                 f"schedule={OWN!r} takes orders, a line a rank such as 0F0 0F1 0B0 0B1, and no"
                 f" other schedule does: got schedule={self.schedule!r} and orders={self.orders!r}"
             )
-        built = SCHEDULES[self.schedule].factory(**arguments)
-        check_sizes(built.n_stages, built.n_workers, built.accumulate)
-        return built
+        return SCHEDULES[self.schedule].factory(**arguments)
 
     def python(self) -> str:
         """One line that makes the schedule from the names of ``toolkit.schedule``."""
@@ -110,23 +107,12 @@ class Choice:
         return {k: wanted[k] for k, p in taken if k in wanted and wanted[k] != p.default}
 
 
-def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
-    """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
-    rounds = 1 if accumulate is None else whole(accumulate, "accumulate", 1)
-    sizes = {"stages": whole(stages, "stages", 1)}
-    sizes["microbatches x accumulate"] = whole(microbatches, "microbatches", 1) * rounds
-    for name, value in sizes.items():
-        if value > LARGEST:
-            raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
-
-
 def choice_of(schedule: Schedule) -> Choice:
     """The choice that makes ``schedule``, under the same name if possible.
 
     Raises:
-        UserError: it is too large to draw, or no choice makes it.
+        UserError: no choice makes it.
     """
-    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     alike: list[tuple[Choice, Schedule]] = []
     for choice in _candidates(schedule):
         with suppress(UserError):
@@ -137,8 +123,8 @@ def choice_of(schedule: Schedule) -> Choice:
                 alike.append((choice, built))
     if not alike:
         raise UserError(
-            f"no controls of the explorer make {schedule!r}: it takes schedules of the catalogue,"
-            " and rank orders that drain; toolkit.figures.schedules draws any"
+            f"no choice makes {schedule!r}: choices are schedules of the catalogue, and rank orders"
+            " that drain; toolkit.figures.schedules draws any"
         )
     return min(alike, key=lambda found: found[1].name != schedule.name)[0]
 
