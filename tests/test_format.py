@@ -68,6 +68,7 @@ SITUATION = {
 }  # fmt: skip
 RANK = {
     "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
+    "most_weights": 2000,
     "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
 }  # fmt: skip
 
@@ -108,6 +109,7 @@ RANK = {
         }),
         (form.rank_cells(RANK), {
             "rank": 1, "peak activations (MB)": "4.863", "peak weights (MB)": "0.001",
+            "most weights (MB)": "0.002",
             "messages sent": 12, "sent (MB)": "1.889", "messages received": 9,
             "received (MB)": "0.000",
         }),

@@ -180,7 +180,7 @@ def rank_cells(row: Row) -> Cells:
     held = {
         f"{of} {name} (MB)": _megabytes(row[f"{of}_{name}"])
         for name in ("activations", "weights")
-        for of in ("peak", "predicted")
+        for of in ("peak", "predicted", "most")
         if f"{of}_{name}" in row
     }
     return {

@@ -99,6 +99,8 @@ class Trained:
     losses: dict  # by (step, micro-batch)
     peaks: tuple[int, ...]  # activation bytes of each rank
     sent: list[float]  # bytes of each rank
+    weights: tuple[int, ...]  # most bytes of each rank
+    most_weights: tuple[float, ...]  # those that it could hold
 
     def assert_follows(self, states: list[dict], losses: dict) -> None:
         """Compare it with ``states``, those after each step, and ``losses``."""
@@ -130,7 +132,8 @@ def train(world, schedule: Schedule) -> Trained:
     updates = [update for part in world.gather(kept) for update in part]
     steps = world.gather([result.step for result in results])
     sent = [row["bytes_sent"] for row in found.by_rank()]
-    return Trained(states, updates, steps, losses, found.peak_activations(), sent)
+    weights = found.peak_weights(), found.most_weights()
+    return Trained(states, updates, steps, losses, found.peak_activations(), sent, *weights)
 
 
 def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:

@@ -54,6 +54,17 @@ def test_in_background():
     assert [in_background(i) for i in (*ops, *others)] == [False] * 3 + [True] * 5
 
 
+def test_releases_come_first():
+    """Those that can begin; each once."""
+    other = FREE._replace(stage=2)
+    flow = flow_of(op(), FREE, weights(Action.SEND, 1, stage=1), op(stage=2), other)
+    assert flow.next_release() is None
+    flow.end(3)
+    flow.end(0)
+    assert [flow.next_release() for _ in range(3)] == [1, 4, None]
+    assert begun(flow) == [2]
+
+
 def test_opening_by_tick():
     ticks = (0, 1, 1, 3, 4)
     flow = flow_of(*(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks), opened=0)

@@ -1,6 +1,7 @@
 """Conformance: on many processes a schedule does what it does in one, and what was predicted."""
 
 import copy
+import operator
 import sys
 from functools import wraps
 
@@ -52,10 +53,19 @@ def test_follows_the_single_process(trained, size, k, schedule):
 
 @pytest.mark.parametrize(("size", "k", "schedule"), CASES)
 def test_holds_and_sends_what_was_predicted(trained, size, k, schedule):
-    """Activation bytes, to the byte, of each rank; and the bytes of all of its messages."""
+    """Activations of each rank, to the byte, and the bytes of all of its messages."""
     peaks, sent = conform.predicted(schedule)
     assert list(trained[size][k].peaks) == peaks
     assert trained[size][k].sent == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "k", "schedule"), CASES)
+def test_weights_held_while_messages_overlap(trained, size, k, schedule):
+    """Bytes of all versions: those predicted where no weights are late; else at most those."""
+    found = trained[size][k]
+    assert all(map(operator.le, found.weights, found.most_weights))
+    if schedule.max_staleness == 0 and schedule.state == "replicated":
+        assert found.weights == found.most_weights
 
 
 @pytest.mark.parametrize("schedule", [catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)], ids=name_of)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from toolkit.schedule import Action, Buffer, Instruction
@@ -130,6 +130,15 @@ class Dataflow:
             queue.popleft()
             if queue:
                 self._consider(queue[0])
+        return position
+
+    def next_release(self) -> int | None:
+        """Take the first release of weights that can begin, or None."""
+        releases = [p for p in self._ready if self.instructions[p].action == Action.FREE]
+        if not releases:
+            return None
+        self._ready.remove(position := min(releases))
+        heapify(self._ready)
         return position
 
     def end(self, position: int) -> None:

@@ -88,6 +88,8 @@ class Distributed(OnRanks):
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
+        masters = [runner.masters.values() for runner in self._runners]
+        self._stage_bytes = [sum(x.nbytes for x in stage) for stage in masters]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._meter: Meter | None = None
         if self.record:
@@ -194,7 +196,7 @@ class Distributed(OnRanks):
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
-        return Measurements(self.course, self.world.gather(self._meter.record))
+        return Measurements(self.course, self.world.gather(self._meter.record), self._stage_bytes)
 
     @property
     def own(self) -> list[int]:

@@ -187,6 +187,11 @@ class Executor:
     def _end(self, position: int) -> None:
         with self._changed:
             self._flow.end(position)
+            # At once, before the second thread has time for them: the next version may arrive. On a
+            # GPU that thread waits until the device has done with them.
+            while self._ops is None and (release := self._flow.next_release()) is not None:
+                self._measured(self._order[release], self._compute)
+                self._flow.end(release)
             self._changed.notify_all()
 
     def _fail(self, position: int, error: BaseException) -> None:

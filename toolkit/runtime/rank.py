@@ -224,7 +224,7 @@ class Rank:
             # The next program may read versions that this one is done with.
             oldest = self.schedule.oldest_version(i.stage, self.next_step)
             known = self.versions[i.stage]
-            for version in [v for v in known if v < oldest]:
+            for version in [v for v in [*known] if v < oldest]:  # an update may add one
                 del known[version]
 
 

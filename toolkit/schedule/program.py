@@ -90,7 +90,11 @@ class Program:
         return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """``[rank]``, the most stage-parameters held at once: all versions, and predictions."""
+        """``[rank]``, the most stage-parameters held at once: all versions, and predictions.
+
+        In the program's order. With overlap see
+        :func:`toolkit.schedule.overlapped_weights.most_weights`.
+        """
         held = [0] * len(self.ranks)
         for j in range(self.schedule.n_stages):
             n_versions = len(self.schedule.versions(j, self.first_step))

@@ -28,6 +28,7 @@ from toolkit.runtime.stage import Values
 from toolkit.runtime.streams import finish_stream
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program, Schedule
+from toolkit.schedule.overlapped_weights import most_weights
 from toolkit.schedule.program import NOTHING, Traffic, most_by_slot, received_of, traffic_of
 
 
@@ -57,12 +58,14 @@ class Record:
         rank: number of the rank.
         events: its instructions, in the order of its program.
         first_weights: bytes of weights before the first event.
+        programs: number of training steps, and the first, of each program.
         device_peak: peak bytes that CUDA had allocated; None on the CPU.
     """
 
     rank: int
     events: list[Event] = field(default_factory=list)
     first_weights: int = 0
+    programs: list[tuple[int, int]] = field(default_factory=list)
     device_peak: int | None = None
 
 
@@ -109,6 +112,7 @@ class Meter:
 
     def finish(self, program: Program) -> None:
         """Finish ``program``, and sort its events into its order."""
+        self.record.programs.append((program.n_steps, program.first_step))
         place = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
         mine = self.record.events[self._n_before :]
         self.record.events[self._n_before :] = sorted(mine, key=lambda e: place[e.instruction])
@@ -208,10 +212,14 @@ class _Counting(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Measurements:
-    """The records of all ranks, ``records[rank]``, of a run of ``schedule``."""
+    """The records of all ranks, ``records[rank]``, of a run of ``schedule``.
+
+    ``stage_bytes`` are the bytes of each stage's weights, if known.
+    """
 
     schedule: Schedule
     records: Sequence[Record]
+    stage_bytes: Sequence[int] = ()
 
     def sent(self, *buffers: Buffer) -> tuple[tuple[Traffic, ...], ...]:
         """Return the messages, and bytes as units, of ``buffers`` by sender: ``[slot][rank]``.
@@ -247,12 +255,27 @@ class Measurements:
         """Return the peak bytes of weights, all versions, by rank."""
         return tuple(max(r.first_weights, *(e.weights for e in r.events)) for r in self.records)
 
+    def most_weights(self) -> tuple[float, ...]:
+        """Return the most bytes of weights that each rank could hold, whenever messages arrived.
+
+        Empty if ``stage_bytes`` is.
+        """
+        if not self.stage_bytes:
+            return ()
+        programs = [self.schedule.lower(*steps) for steps in self.records[0].programs]
+        return tuple(
+            map(max, zip(*(most_weights(p, self.stage_bytes) for p in programs), strict=True))
+        )
+
     def by_rank(self) -> list[dict[str, int | float | None]]:
         """Return a row a rank: peaks in bytes; messages and bytes sent and received.
+
+        ``most_weights`` is what the rank could hold at most, if ``stage_bytes`` are known.
 
         Collectives count as in :meth:`sent`.
         """
         activations, weights = self.peak_activations(), self.peak_weights()
+        most = self.most_weights()
         rows = []
         for rank, record in enumerate(self.records):
             row: dict[str, int | float | None] = {
@@ -261,6 +284,8 @@ class Measurements:
                 "peak_weights": weights[rank],
                 "device_peak": record.device_peak,
             }
+            if self.stage_bytes:
+                row["most_weights"] = most[rank]
             for way, traffic in (("sent", traffic_of), ("received", received_of)):
                 moved = [(traffic(e.instruction, rank), e.bytes) for e in record.events]
                 row[f"messages_{way}"] = sum(found.messages for found, _ in moved)

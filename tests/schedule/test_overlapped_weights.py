@@ -1,0 +1,66 @@
+"""The most weights that a rank can hold when messages and updates overlap with ops."""
+
+import random
+
+import pytest
+from hypothesis import given
+
+from tests.schedule.strategies import programs, quick
+from toolkit.cost import Hardware, StageCost, simulate
+from toolkit.schedule import catalog
+from toolkit.schedule.overlapped_weights import most_weights
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_order", "most"),
+    [
+        (catalog.data_parallel(3), (4, 4, 4), (4, 4, 4)),
+        (catalog.one_f_one_b(3, 6), (2, 2, 2), (2, 2, 2)),
+        (catalog.cyclic(4, 1, "per_stage"), (3, 3, 3, 3), (3, 3, 3, 3)),
+        # The next version arrives while the first workers still read all of the version before.
+        (catalog.cyclic(4, 1), (4, 4, 4, 9), (8, 8, 8, 9)),
+        (catalog.cyclic(4), (5, 4, 4, 5), (7, 6, 5, 5)),
+        (catalog.cyclic(4, 1, chains="rotated"), (5, 5, 6, 7), (9, 9, 9, 9)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_by_hand(schedule, in_order, most):
+    program = schedule.lower(6)
+    assert program.peak_weights() == in_order
+    assert most_weights(program) == most
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_the_first_of_n_workers_can_hold_two_models(n):
+    assert most_weights(catalog.cyclic(n, 1).lower(5))[0] == 2 * n
+
+
+def test_sizes_of_stages():
+    program = catalog.data_parallel(2, n_stages=3).lower(3)
+    assert most_weights(program, [1, 10, 100]) == (211, 211)  # the largest is held twice
+
+
+@quick
+@given(programs())
+def test_not_below_the_order_of_the_program(program):
+    assert all(a >= b for a, b in zip(most_weights(program), program.peak_weights(), strict=True))
+
+
+@pytest.mark.parametrize("delay", [1, "freshest"])
+def test_is_reached_by_some_machine_and_never_passed(delay):
+    """In a simulation, in which updates need no second copy, since they take no time."""
+    schedule = catalog.cyclic(3, delay)
+    program, draw = schedule.lower(6), random.Random(0)
+    peaks = []
+    for _ in range(40):
+        costs = [
+            StageCost(1.0, 2.0, parameter_bytes=1.0, forward_seconds=a, backward_seconds=b)
+            for a, b in ((draw.random(), draw.random()) for _ in range(3))
+        ]
+        links = draw.choice([float("inf"), 10.0, 1.0])
+        hardware = Hardware("any", 1.0, float("inf"), links, 0.0)
+        timeline = simulate(program, costs, hardware)
+        peaks.append([timeline.peak_memory(rank, "weights") for rank in range(3)])
+    reached = [max(of_rank) for of_rank in zip(*peaks, strict=True)]
+    assert reached == {1: [6, 6, 6], "freshest": [5, 4, 3]}[delay]
+    assert all(a <= b for a, b in zip(reached, most_weights(program), strict=True))

@@ -1,0 +1,174 @@
+"""How many weights a rank can hold when messages and updates overlap with its ops.
+
+In the order of a program a weight version arrives at its place. With overlap it arrives as soon as
+its sender has it, and the rank may still read the version before::
+
+    ops of a rank       |  F0  |  F1  |  B1  |  B0  |  F0  |
+    gaps                |  0   |  1   |  2   |  3   |  4   |
+    version v, stage 1  |======|======|======|                 B1 reads it last
+    version v + 1              |......|......|......|======|   can arrive since gap 1
+
+When an op ends or a message arrives depends on the machine; what can have happened by then does
+not. A version can be there in the gap after the last of the rank's ops that its maker follows from.
+It is freed after its last reader. A message that gives it away copies it when it begins.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from toolkit.schedule.dependencies import needs
+from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey
+from toolkit.schedule.program import Program
+
+
+def most_weights(program: Program, sizes: Sequence[float] = ()) -> tuple[float, ...]:
+    """Return the most weights that each rank can hold, whatever ops and messages take.
+
+    Sends, updates and releases begin as soon as they can, one update at a time; collectives end in
+    the order of the program. Without overlap a rank holds at most ``program.peak_weights()``.
+
+    Args:
+        program: a verified program.
+        sizes: weights of each stage, such as bytes; empty: 1 each.
+    """
+    sizes = sizes or [1.0] * program.schedule.n_stages
+    order = _PartialOrder(program)
+    return tuple(_most(order, rank, sizes) for rank in range(len(program.ranks)))
+
+
+class _PartialOrder:
+    """In which gaps instructions can end. Instructions are numbered rank by rank.
+
+    Gap k of a rank is from the end of its op k - 1 until the end of its op k. In
+    ``since[g][rank]`` instruction g can end at the earliest, in ``until[g][rank]`` at the latest.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.needs = [needs(order, rank) for rank, order in enumerate(program.ranks)]
+        self.first = [0, *accumulate(map(len, program.ranks))]  # number of a rank's first
+        self.op_ticks = [[i.tick for i in o if i.action.computes] for o in program.ranks]
+        waits = [found for rank in range(len(program.ranks)) for found in self._waits(rank)]
+        for meeting in self._meetings():
+            sends = [g for g, i in meeting if i.action == Action.SEND]
+            found = sends or [p for g, _ in meeting for p in waits[g]]
+            for g, i in meeting:
+                waits[g] = waits[g] if i.action == Action.SEND else [*waits[g], *found]
+        ops = self._ops()
+        self.since = [[0] * len(program.ranks) for _ in waits]
+        self.until = [[*map(len, self.op_ticks)] for _ in waits]
+        order = _sorted(waits)
+        for g in order:
+            for p in waits[g]:
+                rank, gap = ops.get(p, (0, -1))
+                self.since[g] = [*map(max, self.since[g], self.since[p])]
+                self.since[g][rank] = max(self.since[g][rank], gap + 1)
+        for g in reversed(order):
+            rank, gap = ops.get(g, (0, len(self.op_ticks[0])))
+            self.until[g][rank] = min(self.until[g][rank], gap)
+            for p in waits[g]:
+                self.until[p] = [*map(min, self.until[p], self.until[g])]
+
+    def opens(self, rank: int, i: Instruction) -> int:
+        """The gap in which a message may begin, if it has what it needs."""
+        before = i.tick - self.program.schedule.lookahead
+        return sum(tick < before for tick in self.op_ticks[rank])
+
+    def _ops(self) -> dict[int, tuple[int, int]]:
+        """Rank, and place among its ops, of each op."""
+        found: dict[int, tuple[int, int]] = {}
+        for rank, order in enumerate(self.program.ranks):
+            ops = [p for p, i in enumerate(order) if i.action.computes]
+            found |= {self.first[rank] + p: (rank, k) for k, p in enumerate(ops)}
+        return found
+
+    def _waits(self, rank: int) -> Iterator[list[int]]:
+        """Yield what each instruction of a rank waits for on this rank."""
+        ops: list[int] = []
+        in_order: list[int] = []  # ops and predictions
+        collectives: list[int] = []
+        for g, i in enumerate(self.program.ranks[rank], self.first[rank]):
+            waits = [self.first[rank] + p for p in self.needs[rank][g - self.first[rank]]]
+            if i.action.computes or i.action == Action.PREDICT:
+                waits += in_order[-1:]
+                in_order.append(g)
+                ops += [g] * i.action.computes
+            elif i.action.communicates:
+                waits += ops[: self.opens(rank, i)][-1:]
+                if i.action not in (Action.SEND, Action.RECV):
+                    waits += collectives[-1:]
+                    collectives.append(g)
+            yield waits
+
+    def _meetings(self) -> Iterator[list[tuple[int, Instruction]]]:
+        """Yield the instructions of each message and of each collective, by number."""
+        seen: defaultdict[tuple, int] = defaultdict(int)
+        met: defaultdict[tuple, list[tuple[int, Instruction]]] = defaultdict(list)
+        for rank, order in enumerate(self.program.ranks):
+            for position, i in enumerate(order):
+                if i.action.communicates:
+                    key = i.meeting(rank)
+                    met[key, seen[rank, key]].append((self.first[rank] + position, i))
+                    seen[rank, key] += 1
+        yield from met.values()
+
+
+def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
+    """The numbers, each after those that it waits for."""
+    lacking = [len(found) for found in waits]
+    users: list[list[int]] = [[] for _ in waits]
+    for g, found in enumerate(waits):
+        for p in found:
+            users[p].append(g)
+    order = [g for g, n in enumerate(lacking) if not n]
+    for g in order:
+        for user in users[g]:
+            lacking[user] -= 1
+            if not lacking[user]:
+                order.append(user)
+    return order
+
+
+def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
+    """The most weights of one rank."""
+    instructions, first = order.program.ranks[rank], order.first[rank]
+    last = len(order.op_ticks[rank])
+    held = [0.0] * (last + 2)  # changes of the weights held, by gap
+    updating = [0.0] * (last + 1)  # one update at a time holds two versions
+
+    def hold(stage: int, since: int, until: int) -> None:
+        held[since] += sizes[stage]
+        held[until + 1] -= sizes[stage]
+
+    made = dict.fromkeys(_first_weights(order.program, rank), 0)  # since when each can be there
+    for position, i in enumerate(instructions):
+        if i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
+            since = until = made.pop(i.weights)
+            for p in order.needs[rank][position]:
+                user, g = instructions[p], first + p
+                if user.action == Action.UPDATE and user.weights != i.weights:
+                    # The update puts the next version, which counts, into the place of this one.
+                    until = max(until, order.since[g][rank] - 1)
+                    for gap in range(until + 1, order.until[g][rank] + 1):
+                        updating[gap] = max(updating[gap], sizes[i.stage])
+                elif user.action == Action.SEND:
+                    until = max(until, order.opens(rank, user))
+                else:
+                    until = max(until, order.until[g][rank])
+            hold(i.stage, since, until)
+        elif i.action in (Action.UPDATE, Action.PREDICT) or (
+            i.action.communicates and i.buffer == Buffer.WEIGHTS and i.leaves(rank)
+        ):
+            made[i.weights] = order.since[first + position][rank]
+    for weights, since in made.items():
+        hold(weights[0], since, last)
+    return max(map(sum, zip(accumulate(held[:-1]), updating, strict=True)))
+
+
+def _first_weights(program: Program, rank: int) -> Iterator[WeightsKey]:
+    """Yield the weights that a rank begins with."""
+    for stage in range(program.schedule.n_stages):
+        if rank in program.schedule.first_holders(stage, program.first_step):
+            for version in program.schedule.versions(stage, program.first_step):
+                yield stage, version
