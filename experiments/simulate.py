@@ -126,7 +126,8 @@ def faster(
     (chains, by), best = min(found.items(), key=itemgetter(1))
     if best < (1 - _WORTH) * seconds:
         options = f"chains={chains}" + (f" and partition={by}" if by else "")
-        yield f"{schedule.name} takes {best * 1e3:.3f} ms a step with {options}"
+        share = f"{best / seconds:.2f} of that"
+        yield f"{schedule.name} takes {best * 1e3:.3f} ms a step, {share}, with {options}"
 
 
 def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:

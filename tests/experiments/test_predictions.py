@@ -173,12 +173,14 @@ def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     options = (*SMALL, "stages=4", "microbatches=4", "hardware.link_latency=0")
     options += ("hardware.link_bandwidth=1e8",)
     out = succeeded("simulate", tmp_path / "a", *options, "schedule=cdp_v1")
-    note = re.search(r"note: CDP-v1 takes (\S+) ms a step with (chains=rotated) and (\S+)", out)
-    better = (f"schedule.{note[2]}", note[3], "schedule=cdp_v1")
+    found = r"note: CDP-v1 takes (\S+) ms a step, (\S+) of that, with (chains=rotated) and (\S+)"
+    note = re.search(found, out)
+    better = (f"schedule.{note[3]}", note[4], "schedule=cdp_v1")
     (row,) = complete("simulate", tmp_path / "b", *options, *better)["metrics"]
     assert row["ms a step"] == float(note[1])
     (before,) = rows(tmp_path / "a" / "simulation.csv")
     assert row["ms a step"] < 0.9 * float(before["ms a step"])
+    assert float(note[2]) == round(row["ms a step"] / float(before["ms a step"]), 2)
     assert "note:" not in succeeded("simulate", tmp_path / "c", *options, "schedule=dp")
 
 

@@ -74,7 +74,8 @@ def cyclic(
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
-        chains: ``in_order``, or ``rotated``; see :data:`toolkit.schedule.placement.CHAINS`.
+        chains: ``in_order``, the paper's, or ``rotated``, often faster where links are slow and
+            stages have equal parameters; see :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: as in :func:`data_parallel`.
         groups: divides ``n``; workers of a group start together, and groups are staggered. Sums and
             weights pass through a group within a slot, over its fast links if a machine is a
