@@ -4,23 +4,24 @@ Rank r of p has stages r and 2p-1-r, so a micro-batch goes down the ranks and up
 backward. All micro-batches repeat one building block, six slots apart. That of V-Min on four ranks,
 one column a slot (``.`` free)::
 
-    rank 0  F . . . . . . f b . . . . . . B
-    rank 1  . F . . . . f . . b . . . . B .
-    rank 2  . . F . . f . . . . b . . B . .
-    rank 3  . . . F f . . . . . . b B . . .
+    rank 0  F . . . . . . f . . b . . . . . . B
+    rank 1  . F . . . . f . . . . b . . . . B .
+    rank 2  . . F . . f . . . . . . b . . B . .
+    rank 3  . . . F f . . . . . . . . b B . . .
 
 ``F`` and ``B`` are forward and backward (input) of the rank's first stage, ``f`` and ``b`` of its
-second. They fall into different slots of six, and leave two for the backwards of the weights. A
-step's ops come in this order, each as early as it can; in ZB-V and V-Half a rank that would wait
-runs its next ``F``, if there is room. Backwards of the weights fill the slots in which a rank would
-wait, and go before a forward that would exceed the bound on what the rank holds.
+second. They fall into different slots of six, and leave two for the backwards of the weights.
 
-The most stage-activations of a rank, two for each micro-batch, and slots in which it idles in a
-step (p > 1, many micro-batches); 1F1B's first rank holds 2p and idles for 6(p-1)::
+A rank runs its ops in this order, each as early as it can within the bound on what it holds. While
+the next op cannot start, backwards of the weights run, and then later ops that can start. These
+shorten the first and the last micro-batches. If all micro-batches fit, later ops go first.
 
-    ZB-V         2p                0
-    V-Half       2 ((p+2) // 2)    3p-4, or 3p-5 if p is even
-    V-Min        2 ((p+4) // 3)    4p-5, or 4p-3 if 3 divides p
+The most stage-activations k of a rank, two for each micro-batch, and the slots in which it idles in
+a step (many micro-batches): 6p-1-3k, or 0. 1F1B's first rank holds 2p and idles for 6(p-1)::
+
+    ZB-V      k = 2p              0
+    V-Half    k = 2 ((p+2) // 2)  3p-4, or 3p-7 if 2 divides p
+    V-Min     k = 2 ((p+4) // 3)  4p-5, or 4p-7 if 3 divides p, or 4p-9 if 3 divides p+1
 
 Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6.
 """
@@ -43,9 +44,6 @@ class _Block:
     up: int  # slots from a rank to the one before
     turns: tuple[int, int, int]  # slots: F to f on the last rank, f to b on the first, b to B
     bound: int  # stage-activations that a rank holds at most
-    # Whether a rank that would wait runs the next F before its time, within the bound. In V-Min,
-    # whose bound is tight, that would delay what comes after.
-    ahead: bool
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
         """The rank's ops, without the backwards of the weights."""
@@ -71,21 +69,21 @@ class _Block:
 def zb_v(n_stages: int, n_microbatches: int) -> Orders:
     """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on."""
     p = _n_ranks(n_stages)
-    return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
+    return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p), p, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Orders:
     """About half the activations of 1F1B's first rank, and half of its bubble."""
     p = _n_ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
-    return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2), ahead=True), p, n_microbatches)
+    return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2)), p, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Orders:
     """About a third of the activations of 1F1B's first rank, and two thirds of its bubble."""
     p = _n_ranks(n_stages)
-    turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six
-    return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3), ahead=False), p, n_microbatches)
+    turn = 5 if p % 3 == 2 else 3  # as long as the bound allows, and an odd number
+    return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3)), p, n_microbatches)
 
 
 def _n_ranks(n_stages: int) -> int:
@@ -98,6 +96,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     """Each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
+    scarce = 2 * n_microbatches > block.bound  # not all micro-batches fit
     halves: list[list[Op]] = [[] for _ in planned]  # backwards of weights that may run
     held = [0] * n_ranks
     orders: list[list[Op]] = [[] for _ in planned]
@@ -109,16 +108,19 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
         return all(ends.get(other, slot + 1) <= slot for other in needed)
 
     def choose(rank: int) -> Op | None:
-        """The planned op that runs next: the first, or an F before its time."""
-        level, first = held[rank], planned[rank][:1]
-        if first and ready(first[0]):
-            return None if level == block.bound and first[0].kind == Kind.FORWARD else first[0]
-        for op in planned[rank] if block.ahead else ():
-            if level == block.bound:
-                return None
-            if op.kind == Kind.FORWARD and op.stage == rank:
-                return op if ready(op) else None
-            level += 1 if op.kind == Kind.FORWARD else -1
+        """The planned op that runs next, or None if a backward of the weights goes before it."""
+        level = most = held[rank]
+        seen: set[tuple[int, ...]] = set()  # kinds and stages: their micro-batches keep their order
+        for op in planned[rank]:
+            forward = op.kind == Kind.FORWARD
+            if op[:2] not in seen:
+                if not (forward and most == block.bound) and ready(op):
+                    return op
+                if (scarce and halves[rank]) or len(seen) == 3:
+                    return None
+                seen.add(op[:2])
+            level += 1 if forward else -1
+            most = max(most, level)
         return None
 
     while any(planned) or any(halves):
