@@ -27,7 +27,9 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, dropwhile, groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import whole
@@ -38,18 +40,10 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-# Boundary messages, reductions, updates, hand-ons, ends of predictions, predictions, frees, ops.
-_MESSAGE_PHASE: dict[Buffer | None, int] = {Buffer.GRADIENT: 1, Buffer.WEIGHTS: 3}
-_PHASE = {Action.UPDATE: 2, Action.PREDICT: 5, Action.FREE: 6}
-
-
-def _position(i: Instruction) -> tuple[int, int]:
-    """The place among a rank's instructions: by tick, then by phase."""
-    if i.action.communicates:
-        return i.tick, _MESSAGE_PHASE.get(i.buffer, 0)
-    if i.action == Action.FREE and i.buffer == Buffer.PREDICTION:
-        return i.tick, 4
-    return i.tick, _PHASE.get(i.action, 7)
+# What a rank does at one tick, in order.
+_PHASES = range(8)
+_BOUNDARIES, _REDUCTIONS, _UPDATES, _WEIGHTS, _FORGETS, _PREDICTIONS, _FREES, _OPS = _PHASES
+_MESSAGES: dict[Buffer, int] = {Buffer.GRADIENT: _REDUCTIONS, Buffer.WEIGHTS: _WEIGHTS}
 
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
@@ -69,6 +63,11 @@ class _Read(NamedTuple):
     start: int
     end: int
     rank: int
+
+
+# Of many named tuples: their own constructors take twice as long.
+_instruction, _read = partial(tuple.__new__, Instruction), partial(tuple.__new__, _Read)
+_tick = itemgetter(0)
 
 
 @dataclass
@@ -94,7 +93,10 @@ class _Lowering:
         self.owner = schedule.owners
         self.rings = schedule.rings
         self.slot = schedule.timing.ticks_per_slot
-        self.ranks: list[list[Instruction]] = [[] for _ in range(schedule.n_ranks)]
+        # [rank][phase], in any order of ticks
+        self.ranks: list[list[list[Instruction]]] = [
+            [[] for _ in _PHASES] for _ in range(schedule.n_ranks)
+        ]
         # [stage, version]; [stage, version, step][rank], from the first read to the last;
         # [stage, step][rank], the tick at which its share is summed
         self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
@@ -114,20 +116,22 @@ class _Lowering:
                 remade = self._reduce_and_update(j, step)
                 supply(j, step, made, remade)
                 made = remade
-        for instructions in self.ranks:
-            instructions.sort(key=_position)  # stable: what belongs together was added in order
-        ranks = tuple(map(tuple, self.ranks))
+        # Stable: at one tick phases keep their order, and so does what belongs together in one.
+        ranks = tuple(
+            tuple(sorted(chain.from_iterable(phases), key=_tick)) for phases in self.ranks
+        )
         return Program(self.schedule, len(self.steps), ranks, self.steps.start)
 
     def _message(self, source: int, target: int, tick: int, what: _Content) -> None:
-        self.ranks[source].append(Instruction(tick, Action.SEND, *what, (target,)))
-        self.ranks[target].append(Instruction(tick, Action.RECV, *what, (source,)))
+        phase = _MESSAGES.get(what[-1], _BOUNDARIES)
+        self.ranks[source][phase].append(_instruction((tick, Action.SEND, *what, (target,))))
+        self.ranks[target][phase].append(_instruction((tick, Action.RECV, *what, (source,))))
 
     def _compute(self) -> None:
         """The ops, their boundary messages, and the end of their activations."""
         schedule, timing = self.schedule, self.schedule.timing
-        ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
-        actions = {kind: Action(kind) for kind in Kind}
+        ops = sorted((start, *op) for op, start in timing.starts.items())
+        actions = [*map(Action, Kind)]
         stages, microbatches = range(schedule.n_stages), range(schedule.n_microbatches)
         corrected = schedule.corrected.kind != "none"
         oldest = [schedule.first_version(j) for j in stages]
@@ -135,12 +139,12 @@ class _Lowering:
             begin = (step - self.steps.start) * timing.period
             place = [[schedule.rank(j, m, step) for m in microbatches] for j in stages]
             delays = schedule.delays(step)
-            for (kind, j, m), start in ops:
+            for start, kind, j, m in ops:
                 start += begin
                 end = start + self.slot
                 rank = place[j][m]
                 version = max(oldest[j], step - delays[j][m])
-                read = _Read(start, end, rank)
+                read = _read((start, end, rank))
                 buffer = schedule.read_by(Op(kind, j, m), version, step) if corrected else None
                 if buffer == Buffer.PREDICTION:
                     here = self.predicted[j, version, step]
@@ -149,8 +153,9 @@ class _Lowering:
                     self.reads[j, version].append(read)
                 if buffer == Buffer.COMPENSATED:
                     self.reads[j, step].append(read)
-                op = Instruction(start, actions[kind], j, m, step, version, buffer)
-                self.ranks[rank].append(op)
+                phases = self.ranks[rank]
+                op = start, actions[kind], j, m, step, version, buffer, ()
+                phases[_OPS].append(_instruction(op))
                 if kind == Kind.FORWARD:
                     if j < schedule.n_stages - 1 and (to := place[j + 1][m]) != rank:
                         self._message(rank, to, end, (j, m, step, None, Buffer.ACTIVATION))
@@ -158,18 +163,17 @@ class _Lowering:
                     what = (j, m, step, None, Buffer.ACTIVATION_GRADIENT)
                     self._message(rank, to, end, what)
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    free = Instruction(end, Action.FREE, j, m, step, None, Buffer.ACTIVATION)
-                    self.ranks[rank].append(free)
-                    share = self.shares[j, step]
-                    share[rank] = max(share.get(rank, 0), end)
+                    free = end, Action.FREE, j, m, step, None, Buffer.ACTIVATION, ()
+                    phases[_FREES].append(_instruction(free))
+                    self.shares[j, step][rank] = end  # ends ascend
 
     def _predict(self) -> None:
         """What is read instead of late weights, from just before its first use to its last."""
         for (j, version, step), reads in self.predicted.items():
             what = (j, None, step, version, Buffer.PREDICTION)
             for start, end, rank in reads.values():
-                self.ranks[rank].append(Instruction(start, Action.PREDICT, *what))
-                self.ranks[rank].append(Instruction(end, Action.FREE, *what))
+                self.ranks[rank][_PREDICTIONS].append(Instruction(start, Action.PREDICT, *what))
+                self.ranks[rank][_FORGETS].append(Instruction(end, Action.FREE, *what))
                 for needed in (version - 1, version):
                     self.reads[j, needed].append(_Read(start, start, rank))
 
@@ -187,7 +191,7 @@ class _Lowering:
                 action, updaters = Action.ALL_REDUCE, group
             reduce = Instruction(ready, action, j, None, step, None, Buffer.GRADIENT, group)
             for rank in group:
-                self.ranks[rank].append(reduce)
+                self.ranks[rank][_REDUCTIONS].append(reduce)
         else:
             summed = 0
             for source, target in pairwise(self._chain(j, shares)):
@@ -195,7 +199,7 @@ class _Lowering:
                 self._message(source, target, summed, (j, None, step, None, Buffer.GRADIENT))
         for rank in updaters:
             update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
-            self.ranks[rank].append(update)
+            self.ranks[rank][_UPDATES].append(update)
         return _Update(ready, updaters)
 
     def _chain(self, j: int, shares: dict[int, int]) -> Sequence[int]:
@@ -267,7 +271,7 @@ class _Lowering:
             if len(missing) > 1:
                 what = (j, None, None, version, Buffer.WEIGHTS, (owner, *missing))
                 for rank in (owner, *missing):
-                    self.ranks[rank].append(Instruction(start, Action.BROADCAST, *what))
+                    self.ranks[rank][_WEIGHTS].append(Instruction(start, Action.BROADCAST, *what))
                 here |= {rank: _Stay(rank, start, start) for rank in missing}
             elif missing:
                 at = min(start, max(holder.since, used, start - self.slot))
@@ -285,4 +289,4 @@ class _Lowering:
 
     def _free_weights(self, at: int, rank: int, j: int, version: int) -> None:
         free = Instruction(at, Action.FREE, j, version=version, buffer=Buffer.WEIGHTS)
-        self.ranks[rank].append(free)
+        self.ranks[rank][_FREES].append(free)

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from toolkit.schedule.instruction import Action, Instruction
 
 # Looked up once: the loop below is the hot one.
-_SEND, _MESSAGES = Action.SEND, (Action.SEND, Action.RECV)
+_OTHER_END = {Action.SEND: Action.RECV, Action.RECV: Action.SEND}
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 # At one tick: what releases and moves, then forwards, then backwards, which free as they go.
 _PHASES = [1, *[2] * Action.BACKWARD_WEIGHT, *[0] * (len(Action) - Action.UPDATE)]
@@ -35,66 +35,69 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
         DeadlockError: the ranks left wait for each other, or for one that has finished.
     """
     position = [0] * len(ranks)
-    messages: dict[tuple, tuple[int, Instruction]] = {}  # sends and receives without the other
+    waiting: dict[int, Instruction] = {}  # ranks at a message or a collective without the others
     collectives: dict[tuple, dict[int, Instruction]] = {}  # ranks that have arrived
-    strays: dict[int, Instruction] = {}  # ranks at a collective of others
-    ready = [_head(order[0], rank) for rank, order in enumerate(ranks) if order]
+    n = len(ranks)
+
+    def head(instruction: Instruction, rank: int) -> int:
+        """Its place among the ready, as one number: by tick, phase and rank."""
+        return (instruction.tick * 3 + _PHASES[instruction.action]) * n + rank
+
+    ready = [head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
 
     def resume(rank: int) -> None:
         """Release a rank that was waiting."""
+        del waiting[rank]
         position[rank] += 1
         if position[rank] < len(ranks[rank]):
-            heappush(ready, _head(ranks[rank][position[rank]], rank))
+            heappush(ready, head(ranks[rank][position[rank]], rank))
 
     while ready:
-        rank = heappop(ready)[2]
+        rank = heappop(ready) % n
         order, at = ranks[rank], position[rank]
         while True:
             instruction = order[at]
             action = instruction.action
-            if action in _MESSAGES:
-                sends = action == _SEND
-                peer = instruction.peers[0]
-                # Its meeting; a call would cost a fifth of the loop.
-                what = ((rank, peer) if sends else (peer, rank)) + instruction[2:7]
-                other = messages.pop(what, None)
-                if other is None:
-                    messages[what] = (rank, instruction)
+            if action in _OTHER_END:
+                (peer,) = instruction.peers
+                other = waiting.get(peer)
+                if (
+                    other is None
+                    or other.action != _OTHER_END[action]
+                    or other.peers != (rank,)
+                    or other[2:7] != instruction[2:7]
+                ):
+                    waiting[rank] = instruction
                     break
-                yield (rank, instruction) if sends else other
-                yield other if sends else (rank, instruction)
+                if action == Action.SEND:
+                    yield rank, instruction
+                    yield peer, other
+                else:
+                    yield peer, other
+                    yield rank, instruction
                 resume(peer)
             elif action in _COLLECTIVES:
+                waiting[rank] = instruction
                 if rank not in instruction.peers:
-                    strays[rank] = instruction
                     break
                 present = collectives.setdefault(instruction[1:], {})
                 present[rank] = instruction
                 if len(present) < len(instruction.peers):
                     break
+                del collectives[instruction[1:]], waiting[rank]
                 for partner in instruction.peers:
                     yield partner, present[partner]
                     if partner != rank:
                         resume(partner)
-                del collectives[instruction[1:]]
             else:
                 yield rank, instruction
             at += 1
             if at == len(order):
                 break
-            if ready and ready[0][0] <= order[at].tick:
-                head = _head(order[at], rank)
-                if ready[0] < head:
-                    heappush(ready, head)
-                    break
+            if ready and ready[0] < (place := head(order[at], rank)):
+                heappush(ready, place)
+                break
         position[rank] = at
-    waiting = strays | dict(messages.values())
-    for present in collectives.values():
-        waiting |= present
     if waiting:
         raise DeadlockError(waiting)
-
-
-def _head(instruction: Instruction, rank: int) -> tuple[int, int, int]:
-    return instruction.tick, _PHASES[instruction.action], rank

@@ -3,9 +3,9 @@
 Linear in the number of instructions.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
@@ -45,7 +45,9 @@ _FIELDS: dict[tuple[Action, Buffer | None], str] = {
     (Action.FREE, Buffer.ACTIVATION): "mt",
     (Action.FREE, Buffer.PREDICTION): "tv",
 }
-_FORMS = {form: tuple(letter in fields for letter in "mtv") for form, fields in _FIELDS.items()}
+_FORMS = {  # with which of them are missing
+    (*form, *(letter not in fields for letter in "mtv")) for form, fields in _FIELDS.items()
+}
 
 
 class _RefusedError(Exception):
@@ -65,31 +67,33 @@ class _Rank:
 
 def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
-    apart = verify_order(program)
-    _check_ticks(program)
-    for rank, instruction, why in apart[:1]:
+    misplaced = verify_order(program)
+    for rank, instructions in enumerate(program.ranks):
+        for i, after in pairwise(instructions):
+            if after.tick < i.tick:
+                raise _error(program, rank, after, f"it stands after tick {i.tick}")
+    for rank, instruction, why in misplaced[:1]:
         raise _error(program, rank, instruction, why)
 
 
 def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
-    """Verify all but the ticks; return the messages whose ends stand at different ones, and why."""
+    """Verify all but the ticks; return the instructions that stand at wrong ones, and why."""
     _check_forms(program)
-    check = _Check(program)
-    try:
-        with collector_paused():
+    with collector_paused():
+        check = _Check(program)
+        try:
             for rank, instruction in replay(program.ranks):
-                try:
-                    check.step(rank, instruction)
-                except _RefusedError as refusal:
-                    raise _error(program, rank, instruction, str(refusal)) from None
-    except DeadlockError as deadlock:
-        waiting = sorted(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
-        (rank, instruction), *others = waiting
-        stuck = "; ".join(f"rank {other} waits at {i}" for other, i in others)
-        why = f"it waits for ever: {stuck or 'its peers have finished'}"
-        raise _error(program, rank, instruction, why) from None
+                check.do[instruction.action](rank, instruction)
+        except _RefusedError as refusal:
+            raise _error(program, rank, instruction, str(refusal)) from None
+        except DeadlockError as deadlock:
+            waiting = sorted(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
+            (rank, instruction), *others = waiting
+            stuck = "; ".join(f"rank {other} waits at {i}" for other, i in others)
+            why = f"it waits for ever: {stuck or 'its peers have finished'}"
+            raise _error(program, rank, instruction, why) from None
     check.end()
-    return check.apart
+    return check.misplaced
 
 
 def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError:
@@ -112,19 +116,15 @@ def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) 
 
 def _check_forms(program: "Program") -> None:
     """Refuse what is no instruction of any program on these ranks, stages and steps."""
-    schedule, steps = program.schedule, program.steps
-    microbatches, ranks = range(schedule.n_microbatches), range(len(program.ranks))
+    schedule, ranks = program.schedule, range(len(program.ranks))
+    microbatches = {None, *range(schedule.n_microbatches)}
+    stages, steps = {*range(schedule.n_stages)}, {None, *program.steps}
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             _, action, stage, m, step, version, buffer, peers = i
-            given = m is not None, step is not None, version is not None
-            if _FORMS.get((action, buffer)) != given:
+            if (action, buffer, m is None, step is None, version is None) not in _FORMS:
                 raise _error(program, rank, i, "there is no instruction of these fields")
-            if not (
-                0 <= stage < schedule.n_stages
-                and (m is None or m in microbatches)
-                and (step is None or step in steps)
-            ):
+            if stage not in stages or m not in microbatches or step not in steps:
                 raise _error(program, rank, i, "the program has no such stage, micro-batch or step")
             if action in _MESSAGES:
                 fits = len(peers) == 1 and peers[0] != rank and peers[0] in ranks
@@ -136,135 +136,115 @@ def _check_forms(program: "Program") -> None:
                 raise _error(program, rank, i, "there are no such peers")
 
 
-def _check_ticks(program: "Program") -> None:
-    """Refuse instructions that descend, and ops at other ticks than those of the schedule."""
-    begins = [program.first_step, *program.schedule.changes(program.steps)]
-    spans = pairwise([*begins, program.steps.stop])
-    starts: dict[int | None, tuple[int, Mapping[Any, int]]] = {}  # fields of an op equal it
-    for tick, (first, stop) in zip((0, *program.changes), spans, strict=True):
-        timing = program.schedule.at(first).timing
-        for step in range(first, stop):
-            starts[step] = tick + (step - first) * timing.period, timing.starts
-    for rank, instructions in enumerate(program.ranks):
-        now = 0
-        for i in instructions:
-            if i.tick < now:
-                raise _error(program, rank, i, f"it stands after tick {now}")
-            now = i.tick
-            if i.action.computes:
-                begin, of_step = starts[i.step]
-                if now != (due := begin + of_step[i[1:4]]):
-                    raise _error(program, rank, i, f"it is at tick {now}, and its op at {due}")
-
-
 class _Check:
+    """What ranks hold, and what they do with it: ``do[action](rank, instruction)``."""
+
     def __init__(self, program: "Program") -> None:
         self.program = program
         self.schedule = program.schedule
         self.ranks = [_Rank() for _ in program.ranks]
-        self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
+        # Of each op to come, by (kind, stage, micro-batch, step): tick, weight version, buffer.
+        self.promised = dict(_promises(program))
+        self.misplaced: list[tuple[int, Instruction, str]] = []  # at wrong ticks
         self.met = 0  # the tick of a send, or of a collective's root; replay yields the others next
-        self.apart: list[tuple[int, Instruction, str]] = []  # at other ticks than their peers
         self.in_flight = 0  # the sum of a send, until its receive, which replay yields next
-        self.slot = self.schedule.timing.ticks_per_slot
-        # (rank, weights) -> the tick after which they ought to be freed
-        self.last_use: dict[tuple[int, WeightsKey], int] = {}
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
             given = self.schedule.versions(j, program.first_step)
             for rank in self.schedule.first_holders(j, program.first_step):
                 self.ranks[rank].weights |= {(j, version) for version in given}
-
-    def step(self, rank: int, i: Instruction) -> None:
-        here = self.ranks[rank]
-        if i.action == Action.SEND or i.peers[:1] == (rank,):
-            self.met = i.tick
-        elif i.action.communicates and i.tick != self.met:
-            self.apart.append((rank, i, f"it is at tick {i.tick}, and its peer's at {self.met}"))
-        if i.action.computes:
-            self._compute(rank, i)
-        elif i.action == Action.UPDATE:
-            self._update(rank, i)
-        elif i.action == Action.PREDICT:
-            op = Op(Kind.FORWARD, i.stage, 0)
-            if self.schedule.read_by(op, i.version or 0, i.step or 0) != Buffer.PREDICTION:
-                raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
-            for weights in i.reads:
-                self._reads(rank, weights, i.tick)
-            self._gains(rank, i)
-        elif i.action == Action.FREE:
-            held: set = here.activations if i.buffer == Buffer.ACTIVATION else here.weights
-            key = (i.stage, i.microbatch, i.step) if held is here.activations else i.weights
-            if key not in held:
-                raise _RefusedError("there is nothing to free: never held here, or freed before")
-            held.remove(key)
-        elif i.buffer == Buffer.GRADIENT:
-            self._gradient(rank, i)
-        elif i.buffer == Buffer.WEIGHTS:
-            if i.leaves(rank):
-                self._gains(rank, i)
-            else:
-                self._reads(rank, i.weights, i.tick)
-        else:
-            boundary = (i.buffer or Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
-            if i.action == Action.SEND:
-                _take(here.boundaries, boundary)
-            else:
-                here.boundaries.add(boundary)
+        self.do: list[Callable[[int, Instruction], None]] = [
+            *[self._compute] * len(Kind),
+            self._update,
+            self._predict,
+            *[self._communicate] * (Action.FREE - Action.SEND),
+            self._free,
+        ]
 
     def _compute(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
-        key = (i.stage, i.microbatch, i.step)
-        if key in self.done[i.action]:
-            raise _RefusedError("it has been done before")
-        self.done[i.action].add(key)
-        promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
-        buffer = self.schedule.read_by(i.op, promised, i.step or 0)
-        if (i.version, i.buffer) != (promised, buffer):
-            also = _CORRECTED.get(buffer, "")
-            raise _RefusedError(f"the schedule promises weight version {promised}{also}")
-        for weights in i.reads:
-            self._reads(rank, weights, i.tick + self.slot)
-        if i.action == Action.FORWARD:
-            if i.stage > 0:
-                _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
-            if i.stage < self.schedule.n_stages - 1:
+        tick, action, j, m, step, version, buffer, _ = i
+        key = (j, m, step)
+        if (promised := self.promised.pop(i[1:5], None)) is None:
+            known = i.op in self.schedule.at(step or 0).timing.starts
+            raise _RefusedError(
+                "it has been done before" if known else "the schedule has no such op"
+            )
+        if promised != (tick, version, buffer):
+            due, promise, instead = promised
+            if (promise, instead) != (version, buffer):
+                also = _CORRECTED.get(instead, "")
+                raise _RefusedError(f"the schedule promises weight version {promise}{also}")
+            self.misplaced.append((rank, i, f"it is at tick {tick}, and its op at {due}"))
+        for weights in i.reads if buffer else ((j, version),):
+            _reads(here, weights)
+        if action == Action.FORWARD:
+            if j > 0:
+                _take(here.boundaries, (Buffer.ACTIVATION, j - 1, m, step))
+            if j < self.schedule.n_stages - 1:
                 here.boundaries.add((Buffer.ACTIVATION, *key))
             here.activations.add(key)
             return
         if key not in here.activations:
             raise _RefusedError("its activations are not there: never made here, or freed")
-        if i.action == Action.BACKWARD_WEIGHT:
+        if action == Action.BACKWARD_WEIGHT:
             if key not in here.halves:
                 raise _RefusedError("the first half of this backward has not been done here")
             here.halves.remove(key)
         else:
-            if i.stage < self.schedule.n_stages - 1:
-                later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-                _take(here.boundaries, later)
-            if i.stage > 0:
+            if j < self.schedule.n_stages - 1:
+                _take(here.boundaries, (Buffer.ACTIVATION_GRADIENT, j + 1, m, step))
+            if j > 0:
                 here.boundaries.add((Buffer.ACTIVATION_GRADIENT, *key))
-        if i.action == Action.BACKWARD_INPUT:
+        if action == Action.BACKWARD_INPUT:
             here.halves.add(key)
         else:
-            _merge(here, (i.stage, i.step), 1 << (i.microbatch or 0))
+            _merge(here, (j, step), 1 << (m or 0))
 
     def _update(self, rank: int, i: Instruction) -> None:
+        here = self.ranks[rank]
         if i.step is None or i.version != i.step + 1:
             raise _RefusedError(f"the update of step {i.step} makes the version after it")
-        if missing := self.every & ~self.ranks[rank].sums.pop((i.stage, i.step), 0):
+        if missing := self.every & ~here.sums.pop((i.stage, i.step), 0):
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
             raise _RefusedError(f"the gradient lacks micro-batches {lacking}")
-        self._reads(rank, (i.stage, i.step), i.tick)
-        self.ranks[rank].weights.add((i.stage, i.version))
+        _reads(here, (i.stage, i.step))
+        here.weights.add((i.stage, i.version))
 
-    def _reads(self, rank: int, weights: WeightsKey, until: int) -> None:
-        if weights not in self.ranks[rank].weights:
-            stage, version, *predicted = weights
-            what = f"the prediction from version {version}" if predicted else f"version {version}"
-            raise _RefusedError(f"the rank does not hold {what} of stage {stage}")
-        key = (rank, weights)
-        self.last_use[key] = max(self.last_use.get(key, 0), until)
+    def _predict(self, rank: int, i: Instruction) -> None:
+        op = Op(Kind.FORWARD, i.stage, 0)
+        if self.schedule.read_by(op, i.version or 0, i.step or 0) != Buffer.PREDICTION:
+            raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
+        for weights in i.reads:
+            _reads(self.ranks[rank], weights)
+        self._gains(rank, i)
+
+    def _free(self, rank: int, i: Instruction) -> None:
+        here = self.ranks[rank]
+        held: set = here.activations if i.buffer == Buffer.ACTIVATION else here.weights
+        key = i[2:5] if held is here.activations else i.weights
+        if key not in held:
+            raise _RefusedError("there is nothing to free: never held here, or freed before")
+        held.remove(key)
+
+    def _communicate(self, rank: int, i: Instruction) -> None:
+        tick, action, j, m, step, _, buffer, peers = i
+        if action == Action.SEND or peers[0] == rank:
+            self.met = tick
+        elif tick != self.met:
+            why = f"it is at tick {tick}, and its peer's at {self.met}"
+            self.misplaced.append((rank, i, why))
+        if buffer == Buffer.GRADIENT:
+            self._gradient(rank, i)
+        elif buffer == Buffer.WEIGHTS:
+            if i.leaves(rank):
+                self._gains(rank, i)
+            else:
+                _reads(self.ranks[rank], i.weights)
+        elif action == Action.SEND:
+            _take(self.ranks[rank].boundaries, (buffer or Buffer.ACTIVATION, j, m, step))
+        else:
+            self.ranks[rank].boundaries.add((buffer or Buffer.ACTIVATION, j, m, step))
 
     def _gains(self, rank: int, i: Instruction) -> None:
         held = self.ranks[rank].weights
@@ -294,11 +274,9 @@ class _Check:
     def end(self) -> None:
         """Check that every op ran and only the newest weights remain."""
         schedule, steps = self.schedule, self.program.steps
-        for step in steps:
-            for op in schedule.at(step).timing.starts:
-                if (op.stage, op.microbatch, step) not in self.done[Action(op.kind)]:
-                    why = f"at the end: {op} of step {step} is never done"
-                    raise _marked(why, schedule, (op, step - steps.start))
+        for *op, step in self.promised:
+            why = f"at the end: {Op(*op)} of step {step} is never done"
+            raise _marked(why, schedule, (Op(*op), step - steps.start))
         newest = {(j, steps.stop) for j in range(schedule.n_stages)}
         for j, owner in enumerate(schedule.at(steps.stop - 1).owners):
             if (j, steps.stop) not in self.ranks[owner].weights:
@@ -314,14 +292,48 @@ class _Check:
     def _unfreed(self, rank: int, weights: set[WeightsKey]) -> Iterator[Instruction]:
         """The frees that the rank lacks, of ``weights`` and of activations."""
         timing, first = self.schedule.timing, self.program.first_step
+        own = self.program.ranks[rank]
         for j, m, t in self.ranks[rank].activations:
             tick = ((t or 0) - first) * timing.period + timing.gradient_end(j, m or 0)
             yield Instruction(tick, Action.FREE, j, m, t, None, Buffer.ACTIVATION)
         for key in weights:
             j, version, *of = key
             step, buffer = (of[0], Buffer.PREDICTION) if of else (None, Buffer.WEIGHTS)
-            tick = self.last_use.get((rank, key), 0)
+            ends = (_end_of_use(i, rank, timing.ticks_per_slot, key) for i in own)
+            tick = max(ends, default=0)
             yield Instruction(tick, Action.FREE, j, None, step, version, buffer)
+
+
+def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
+    """Yield each op, as kind, stage, micro-batch and step, and its tick, version and buffer."""
+    begins = [program.first_step, *program.schedule.changes(program.steps)]
+    spans = pairwise([*begins, program.steps.stop])
+    for begin, (first, stop) in zip((0, *program.changes), spans, strict=True):
+        schedule = program.schedule.at(first)
+        corrected = schedule.corrected.kind != "none"
+        for step in range(first, stop):
+            for op, start in schedule.timing.starts.items():
+                version = schedule.version(op.stage, op.microbatch, step)
+                buffer = schedule.read_by(op, version, step) if corrected else None
+                yield (*op, step), (begin + start, version, buffer)
+            begin += schedule.timing.period
+
+
+def _end_of_use(i: Instruction, rank: int, slot: int, weights: WeightsKey) -> int:
+    """The tick at which ``rank`` has used the weights in an instruction; 0 if it does not."""
+    if i.action == Action.UPDATE:
+        return i.tick if weights == (i.stage, i.step) else 0
+    if i.action.communicates and i.leaves(rank):
+        return 0
+    used = i.action != Action.FREE and weights in i.reads
+    return (i.tick + slot if i.action.computes else i.tick) if used else 0
+
+
+def _reads(here: _Rank, weights: WeightsKey) -> None:
+    if weights not in here.weights:
+        stage, version, *predicted = weights
+        what = f"the prediction from version {version}" if predicted else f"version {version}"
+        raise _RefusedError(f"the rank does not hold {what} of stage {stage}")
 
 
 def _merge(here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:
