@@ -2,11 +2,15 @@
 
     python experiments/memory.py model=resnet50 workers=[4,8,32] batch=32
     python experiments/memory.py model.target=my_package.my_model shape=[3,160,160]
+    python experiments/memory.py model=vit_b_16 extra_time=0.1 stages=24
 
-Nothing is computed or allocated, except with axis=measured.
+Nothing is computed or allocated, except with axis=measured. With extra_time, also the least memory
+of shifted micro-batches some of whose stages compute their forward again, and how to train so.
 """
 
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -14,6 +18,13 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import check_choice
 from toolkit.format import size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from toolkit.cost import Hardware
 
 
 @entry_point("memory")
@@ -58,11 +69,79 @@ def main(config: DictConfig) -> None:
     folder = output_folder()
     figures = save(memory_curves(shown, workers, title), folder / "memory")
     where = describe(device) if measured else "meta tensors"
+    least: list[dict[str, Any]] = []
+    if config.extra_time is not None:
+        meta = form.example(config.batch, "meta")
+        least, commands = compute_again(config, model.to("meta"), meta, workers, hardware, folder)
+        records += [{"axis": "stages", **row} for row in least]
+        names = dict.fromkeys(name for row in records for name in row)
+        records = [names | row for row in records]
     write_result(folder, "memory", records, config, where, time.perf_counter() - start)
     print(f"\n{name}: one micro-batch of {config.batch} keeps {size(shown.peak)}\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
     print(table([*rows.values()]))
+    if least:
+        print("\nThe same, where stages also compute their forward again:\n")
+        print(table([again_cells(row) for row in least]))
+        print("\ntrain so, with data=... and the same model and batch:\n")
+        print("\n".join(commands))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
+
+
+def compute_again(
+    config: DictConfig,
+    model: "nn.Module",
+    example: Any,
+    workers: Sequence[int],
+    hardware: "Hardware",
+    folder: "Path",
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row and a command a number of workers; write their schedules to ``folder``."""
+    from toolkit.cost import profile
+    from toolkit.files import write_text
+    from toolkit.model import partition
+    from toolkit.plan.one_device import least_peak, peak_in_turn
+
+    costs = profile(
+        partition(model, config.stages, example, config.partition),
+        example,
+        precision=config.precision,
+    )
+    found, commands = [], []
+    for n in workers:
+        choice = least_peak(costs, n, config.extra_time, hardware)
+        schedule = choice.schedule(hardware)
+        path = folder / f"least_peak_{n}.csv"
+        write_text(path, schedule.to_csv())
+        found.append({
+            "workers": n, "recomputed": [*choice.recomputed], "extra_time": choice.extra_time,
+            "offsets": [*choice.offsets], "peak_bytes_together": choice.simultaneous,
+            "peak_bytes_shifted": choice.peak, "reduction": choice.reduction,
+            "largest_reduction": 1 - choice.bound / choice.simultaneous,
+            "peak_bytes_in_turn": peak_in_turn(choice.costs, schedule),
+        })  # fmt: skip
+        by = "" if config.partition == "flops" else f" partition={config.partition}"
+        again = ",".join(map(str, choice.recomputed))
+        commands.append(
+            f"  python experiments/train.py schedule.file={path} schedule.delay=freshest{by}"
+            f" checkpoint=[{again}] runtime.order=scheduled"
+        )
+    return found, commands
+
+
+def again_cells(row: dict[str, Any]) -> dict[str, str | int]:
+    """Cells of one number of workers."""
+    return {
+        "N": row["workers"],
+        "computed again": ", ".join(map(str, row["recomputed"])) or "none",
+        "extra time": f"{row['extra_time']:.1%}",
+        "together": size(row["peak_bytes_together"]),
+        "at once": size(row["peak_bytes_shifted"]),
+        "below": f"{row['reduction']:.1%}",
+        "at best": f"{row['largest_reduction']:.1%}",
+        "op after op": size(row["peak_bytes_in_turn"]),
+        "below ": f"{1 - row['peak_bytes_in_turn'] / row['peak_bytes_together']:.1%}",
+    }
 
 
 if __name__ == "__main__":

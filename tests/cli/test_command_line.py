@@ -149,6 +149,7 @@ bench bench=failure bench.timeout=0 | bench.timeout .* got 0
 bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'
 bench bench=data_fuzz bench.mutations=0 | bench.mutations .* got 0
 bench bench=peak device=cpu | device=cpu
+bench bench=one_device device=cpu bench.stages=0 | bench.stages .* got 0
 """
 
 

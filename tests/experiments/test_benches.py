@@ -62,6 +62,18 @@ def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark):
     assert begun == ["step"]
 
 
+def test_bench_one_device(tmp_path):
+    small = options(models="[resnet8]", microbatches="[3]", stages=4, extra_time=0.2)
+    given = *small, *options(image_size=32, batch=16)
+    found = complete("bench", tmp_path, "bench=one_device", "device=cpu", *given)["metrics"]
+    assert [row["method"] for row in found] == ["DP", "shifted", "chosen"]
+    together, shifted, chosen = (row["measured MB"] for row in found)
+    assert chosen < shifted < together
+    for row in found:
+        assert row["measured / predicted"] == pytest.approx(1, abs=0.05)
+    assert [row["computed again"] != "" for row in found] == [False, False, True]
+
+
 @thorough
 def test_bench_resume(tmp_path):
     small = "'model=resnet8','data=synthetic','data.n_train=200','data.image_size=8','batch=4'"

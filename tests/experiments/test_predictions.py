@@ -46,6 +46,20 @@ def test_memory(tmp_path, measured):
         assert 0 < float(row["reduction"]) <= float(row["largest_reduction"]) + 1e-9
 
 
+def test_memory_where_stages_compute_again(tmp_path):
+    """It prints how to train so."""
+    options = ("model=resnet8", "shape=[3,8,8]", "classes=10", "batch=4", "stages=4", "workers=[2]")
+    out = succeeded("memory", tmp_path / "a", *options, "extra_time=0.2")
+    found = json.loads((tmp_path / "a" / "result.json").read_text())["metrics"]
+    (row,) = (row for row in found if row["axis"] == "stages")
+    assert 0 < row["extra_time"] <= 0.2
+    assert row["peak_bytes_shifted"] < 0.75 * row["peak_bytes_together"]
+    (command,) = re.findall(r"experiments/train.py (.*)", out)
+    assert f"checkpoint={row['recomputed']}".replace(" ", "") in command
+    short = ("data=synthetic", "data.image_size=8", "data.n_train=16", "data.n_test=8", "epochs=1")
+    complete("train", tmp_path / "b", *command.split(), "model=resnet8", "batch=4", *short)
+
+
 def test_memory_in_16_bits(tmp_path):
     result = complete("memory", tmp_path, *SMALL, "precision=bf16", "workers=[2]")
     assert result["provenance"]["device"] == "meta tensors"
@@ -232,6 +246,7 @@ def test_simulate_refuses_a_broken_file(text, pattern, tmp_path):
 
 REFUSES = r"""
 memory workers=[0] | workers .* got \[0\]
+memory extra_time=-1 workers=[2] stages=2 | extra_time .* got -1
 memory workers=four | workers .* got four
 memory shape=[3,8] | shape .* got \[3, 8\]
 memory shape=[] | shape .* got \[\]

@@ -3,6 +3,7 @@
 from toolkit.plan.advice import Advice, advise
 from toolkit.plan.curvature import Curvature, largest_curvature
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.plan.one_device import LeastPeak, least_peak
 from toolkit.plan.pilot import pilot
 from toolkit.plan.stability import Certificate, largest_stable_rate
 
@@ -10,11 +11,13 @@ __all__ = [
     "Advice",
     "Certificate",
     "Curvature",
+    "LeastPeak",
     "Pilot",
     "RuleFindings",
     "TrainingFindings",
     "advise",
     "largest_curvature",
     "largest_stable_rate",
+    "least_peak",
     "pilot",
 ]

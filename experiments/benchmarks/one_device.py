@@ -1,0 +1,90 @@
+"""Memory of several micro-batches on one device, measured: together, shifted, some computed again.
+
+Every tensor that is alive counts. The program's peak is predicted from the stages' costs; order
+"scheduled" runs one op after another, in the program's order.
+"""
+
+import gc
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from benchmarks.peak import foreseen
+from toolkit.cli.check_options import check_counts
+from toolkit.cost import Hardware, profile
+from toolkit.errors import UserError
+from toolkit.format import MB
+from toolkit.model import build, partition
+from toolkit.model.analysis import Live
+from toolkit.plan.one_device import least_peak
+from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.schedule import Schedule, catalog
+
+_STEPS = 2
+_CLASSES = 10
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a model, number of micro-batches and method; what stays between steps is excluded."""
+    check_counts(config, "batch", "image_size", "stages", of="bench.")
+    if device.type != "cpu":
+        raise UserError(f"bench=one_device takes device=cpu: got {device}; bench=peak is for a GPU")
+    hardware = Hardware("roofline", config.flops, config.memory_bandwidth, link_bandwidth=1.0)
+    rows = []
+    for name, n in tqdm([*product(config.models, config.microbatches)], leave=False):
+        images = torch.ones(config.batch, 3, config.image_size, config.image_size)
+        with torch.device("meta"):
+            model = build(name, _CLASSES, config.image_size)
+        example = images.to("meta")
+        costs = profile(partition(model, config.stages, example), example)
+        shifted = least_peak(costs, n, 0.0, hardware)
+        chosen = least_peak(costs, n, config.extra_time, hardware)
+        methods: list[tuple[str, Schedule, Sequence[int], float]] = [
+            ("DP", catalog.data_parallel(n, "one", n_stages=config.stages), (), 0.0),
+            ("shifted", shifted.schedule(hardware), (), 0.0),
+            ("chosen", chosen.schedule(hardware), chosen.recomputed, chosen.extra_time),
+        ]
+        first: tuple[float, float] = (0.0, 0.0)
+        for method, schedule, again, extra in methods:
+            torch.manual_seed(seed)
+            options = StepOptions(checkpoint=[*again])
+            predicted = foreseen(name, schedule, images, options)
+            measured = held(name, schedule, images, options)
+            first = first if any(first) else (predicted, measured)
+            rows.append({
+                "model": name, "micro-batches": n, "method": method,
+                "computed again": ", ".join(map(str, again)), "extra time": f"{extra:.1%}",
+                "predicted MB": round(predicted / MB, 1), "measured MB": round(measured / MB, 1),
+                "measured / predicted": round(measured / predicted, 3),
+                "below DP, predicted": f"{1 - predicted / first[0]:.1%}",
+                "below DP, measured": f"{1 - measured / first[1]:.1%}",
+            })  # fmt: skip
+    return rows
+
+
+def held(name: str, schedule: Schedule, images: Tensor, options: StepOptions) -> float:
+    """Bytes of tensors above those that stay between training steps."""
+    n = schedule.n_microbatches
+    inputs, targets = images.repeat(n, 1, 1, 1), torch.zeros(n * len(images), dtype=torch.long)
+    with Live() as live:
+        runtime = SingleProcess(
+            partition(build(name, _CLASSES, images.shape[-1]), schedule.n_stages, images),
+            schedule,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            F.cross_entropy,
+            "scheduled",
+            options=options,
+        )
+        for _ in range(_STEPS):  # by then no weights are left that were made otherwise
+            runtime.step(inputs, targets)
+        gc.collect()
+        at_rest = live.most = live.bytes
+        for result in runtime.run([(inputs, targets)] * _STEPS):
+            del result
+    return live.most - at_rest
