@@ -34,7 +34,7 @@ def main(config: DictConfig) -> None:
     from toolkit.cli import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.format import reduction_cells, table
+    from toolkit.format import again_cells, reduction_cells, table
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
@@ -127,21 +127,6 @@ def compute_again(
             f" checkpoint=[{again}] runtime.order=scheduled"
         )
     return found, commands
-
-
-def again_cells(row: dict[str, Any]) -> dict[str, str | int]:
-    """Cells of one number of workers."""
-    return {
-        "N": row["workers"],
-        "computed again": ", ".join(map(str, row["recomputed"])) or "none",
-        "extra time": f"{row['extra_time']:.1%}",
-        "together": size(row["peak_bytes_together"]),
-        "at once": size(row["peak_bytes_shifted"]),
-        "below": f"{row['reduction']:.1%}",
-        "at best": f"{row['largest_reduction']:.1%}",
-        "op after op": size(row["peak_bytes_in_turn"]),
-        "below ": f"{1 - row['peak_bytes_in_turn'] / row['peak_bytes_together']:.1%}",
-    }
 
 
 if __name__ == "__main__":

@@ -106,6 +106,10 @@ def _memory(result: Result) -> Rows:
     return rows
 
 
+def _least_peak(result: Result) -> Rows:
+    return [cells.again_cells(row) for row in result["metrics"] if row["axis"] == "stages"]
+
+
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:
     return _compared(row, LOSS) | {"tokens right (%)": f"{row['accuracy']:.2f}"}
 
@@ -191,6 +195,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("prediction_narrow", _each(_compared)),
     ("prediction", _delays),
     ("memory", _memory),
+    ("least_peak", _least_peak),
     ("checkpointing", _each(_on_one_device)),
     ("activations", _each(_on_one_device)),
     ("communication_measured", _each(measured)),

@@ -66,6 +66,11 @@ SITUATION = {
     "cdp_v2_time": 0.919, "cdp_v2_staleness": 0.4375, "affordable_time": 0.85,
     "affordable_staleness": 0.45,
 }  # fmt: skip
+AGAIN = {
+    "workers": 8, "recomputed": [0, 2], "extra_time": 0.0926, "peak_bytes_together": 2**33,
+    "peak_bytes_shifted": 2**32, "reduction": 0.5, "largest_reduction": 0.6,
+    "peak_bytes_in_turn": 2**31,
+}  # fmt: skip
 RANK = {
     "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
     "most_weights": 2000,
@@ -96,6 +101,11 @@ RANK = {
         }),
         (form.reduction_cells({4: 0.4021, 32: 0.425}, 0.428), {
             "N = 4": "40.2%", "N = 32": "42.5%", "1 - mean/peak": "42.8%",
+        }),
+        (form.again_cells(AGAIN), {
+            "N": 8, "computed again": "0, 2", "extra time": "9.3%", "together": "8.0 GiB",
+            "at once": "4.0 GiB", "below": "50.0%", "limit": "60.0%", "op after op": "2.0 GiB",
+            "this below": "75.0%",
         }),
         (form.pipeline_cells(PIPELINE), {
             "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A",

@@ -120,6 +120,25 @@ def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
     return shares | {"1 - mean/peak": f"{largest:.1%}"}
 
 
+def again_cells(row: Row) -> Cells:
+    """Return the least memory of workers on one device, some stages computed again.
+
+    *at once*: all workers compute at the same time; *op after op*: as order "scheduled" runs them.
+    """
+    together, in_turn = row["peak_bytes_together"], row["peak_bytes_in_turn"]
+    return {
+        "N": row["workers"],
+        "computed again": ", ".join(map(str, row["recomputed"])) or "none",
+        "extra time": f"{row['extra_time']:.1%}",
+        "together": size(together),
+        "at once": size(row["peak_bytes_shifted"]),
+        "below": f"{row['reduction']:.1%}",
+        "limit": f"{row['largest_reduction']:.1%}",
+        "op after op": size(in_turn),
+        "this below": f"{1 - in_turn / together:.1%}",
+    }
+
+
 def counted_cells(row: Row) -> Cells:
     """Return a footprint counted from programs."""
     return measured_cells(row, "") | {
