@@ -13,18 +13,19 @@ share. Messages are handled in order of time.
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
+from toolkit.schedule.instruction import RECV, SEND
 
 Ports = tuple[int, ...]
 
 Begin = Callable[[int, int, Instruction, float], None]
 
-_COMMUNICATES = frozenset(action for action in Action if action.communicates)
 _FREES = -1  # the tick of an event that frees ports: it comes before others of its time
-_IN_ORDER = [action.computes or action == Action.PREDICT for action in Action]
+_IN_ORDER = frozenset(action for action in Action if action.computes or action == Action.PREDICT)
 
 
 class _Event(NamedTuple):
@@ -68,11 +69,13 @@ class EventQueue:
         receives: defaultdict[tuple, list[int]] = defaultdict(list)
         collectives: defaultdict[tuple, list[int]] = defaultdict(list)
         for g, (rank, i) in enumerate(zip(self._ranks, self._instructions, strict=True)):
-            if i.action == Action.SEND:
-                sends[rank, i.peers[0]].append(g)
-            elif i.action == Action.RECV:
-                receives[i.peers[0], rank].append(g)
-            elif i.action in _COMMUNICATES:
+            if not (peers := i.peers):
+                continue
+            if i.action == SEND:
+                sends[rank, peers[0]].append(g)
+            elif i.action == RECV:
+                receives[peers[0], rank].append(g)
+            else:
                 collectives[i[1:]].append(g)
         # Messages from one rank to another have the same order on both, as have collectives.
         for pair, received in receives.items():
@@ -91,11 +94,13 @@ class EventQueue:
         lacking, users, ahead = self._lacking, self._users, program.schedule.lookahead
         first = 0
         for rank, order in enumerate(program.ranks):
-            in_order = [_IN_ORDER[i.action] for i in order]
-            ops = [p for p, i in enumerate(order) if i.action <= Action.BACKWARD_WEIGHT]
-            before = collective = -1
-            passed = 0  # ops further back than the lookahead
-            for p, (i, found) in enumerate(zip(order, unsorted_needs(order, rank), strict=True)):
+            in_order = [i.action in _IN_ORDER for i in order]
+            ops = [(i.tick, p) for p, i in enumerate(order) if i.action.computes]
+            before = collective = further = -1
+            coming = iter([*ops, (inf, -1)])
+            tick, op = next(coming)  # the first op within the lookahead
+            for p, found in enumerate(unsorted_needs(order, rank)):
+                i = order[p]
                 waits, last = [], -1
                 for q in found:
                     if not in_order[q]:
@@ -104,13 +109,13 @@ class EventQueue:
                         last = q
                 if in_order[p]:
                     last, before = before, p
-                elif i.action in _COMMUNICATES:
-                    opens = i.tick - ahead
-                    while passed < len(ops) and order[ops[passed]].tick < opens:
-                        passed += 1
-                    if passed and ops[passed - 1] > last:
-                        last = ops[passed - 1]
-                    if i.action > Action.RECV:
+                elif i.peers:
+                    while tick < i.tick - ahead:
+                        further = op
+                        tick, op = next(coming)
+                    if further > last:
+                        last = further
+                    if i.action > RECV:
                         if collective >= 0:
                             waits.append(collective)
                         collective = p

@@ -40,7 +40,16 @@ from toolkit.cost.timeline import (
 )
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Program, Schedule
-from toolkit.schedule.instruction import collector_paused
+from toolkit.schedule.instruction import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
+    GRADIENT,
+    LETTERS,
+    collector_paused,
+)
 from toolkit.schedule.program import traffic_of
 from toolkit.schedule.steady_state import steady_steps
 
@@ -69,7 +78,7 @@ def simulate(
 
 _Use = tuple[int, str, float, int | None]  # rank, lane, bytes, other end
 _new = tuple.__new__  # of many named tuples: their own constructors take twice as long
-_FROM_OUTPUT = (Action.BACKWARD, Action.BACKWARD_INPUT)  # start from the output's gradient
+_FROM_OUTPUT = (BACKWARD, BACKWARD_INPUT)  # start from the output's gradient
 
 
 def _check(
@@ -102,9 +111,6 @@ class _Simulation:
         self.program, self.costs, self.hardware = program, costs, hardware
         self.events = EventQueue(program)
         self.slot = schedule.timing.ticks_per_slot
-        begins = program.first_step, *schedule.changes(program.steps)
-        ops = (op for step in begins for op in schedule.at(step).timing.starts)
-        self.names: dict[tuple, str] = {op: str(op) for op in ops}
         self.spans: list[Span] = []
         self.changes: list[Change] = []
         self.step_ends: dict[int, float] = {}
@@ -113,12 +119,19 @@ class _Simulation:
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
         self.working = [cost.working_bytes for cost in costs]
+        self.kept = [cost.kept_bytes for cost in costs]
         self.moved: dict[Buffer | None, list[float]] = {
-            Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
-            Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
-            Buffer.GRADIENT: [cost.gradient_bytes for cost in costs],
+            ACTIVATION: [cost.output_bytes for cost in costs],
+            ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
+            GRADIENT: [cost.gradient_bytes for cost in costs],
             Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
         }
+        # [local][buffer][stage], seconds of a message
+        self.messages = [
+            {buffer: [hardware.message(n, local=local) for n in moved] for buffer, moved in found}
+            for found in [self.moved.items()]
+            for local in (False, True)
+        ]
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         self.moved_by_update = [c.update_bytes(s) for c, s in zip(costs, states, strict=True)]
         self.since = program.first_step  # the first step of the schedule that runs
@@ -138,8 +151,9 @@ class _Simulation:
 
     def run(self) -> None:
         """Carry out all instructions, from each change of the schedule to the next."""
-        begin = dict.fromkeys(Action, self._move) | {
+        begin = dict.fromkeys(Action, self._meet) | {
             **dict.fromkeys(map(Action, Kind), self._compute),
+            Action.SEND: self._message,
             Action.UPDATE: self._update,
             Action.PREDICT: self._predict,
             Action.FREE: self._free,
@@ -165,13 +179,13 @@ class _Simulation:
 
     def _starts(self, schedule: Schedule, tick: int) -> list[float]:
         """Earliest start of each rank from ``tick`` on: as in ``schedule`` if it has stage 0."""
-        timing = schedule.timing
+        timing, begun = schedule.timing, self.program.first_forwards(tick)
         busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
-        for op in timing.starts:
+        for op in timing.starts if any(begun.values()) else ():
             rank = schedule.rank(op.stage, op.microbatch)
-            busy[rank] += self.seconds[op.stage][op.kind] / self.hardware.speed(rank)
+            busy[rank] += self.seconds[op.stage][op.kind] / self.speeds[rank]
         starts = [0.0] * len(busy)
-        for rank, start in self.program.first_forwards(tick).items():
+        for rank, start in begun.items():
             starts[rank] = start / timing.period * max(busy)
         return starts
 
@@ -185,34 +199,37 @@ class _Simulation:
         return end
 
     def _compute(self, g: int, rank: int, i: Instruction, ready: float) -> None:
-        stage, action, cost = i.stage, i.action, self.costs[i.stage]
-        key = (stage, i.microbatch, i.step)
-        start = max(self.computed[rank], ready)
-        if action == Action.FORWARD and stage > 0:
-            made = self.boundaries.pop((Buffer.ACTIVATION, stage - 1, i.microbatch, i.step))
+        tick, action, stage, m, step, *_ = i
+        key = (stage, m, step)
+        start = self.computed[rank]
+        if ready > start:
+            start = ready
+        if action == FORWARD and stage > 0:
+            made = self.boundaries.pop((ACTIVATION, stage - 1, m, step))
             if (rank, *key) not in self.inputs:  # produced on this rank
-                self.inputs[rank, *key] = cost.extra_input_bytes
-                self._hold(made, rank, INPUTS, cost.extra_input_bytes)
+                n_bytes = self.costs[stage].extra_input_bytes
+                self.inputs[rank, *key] = n_bytes
+                self._hold(made, rank, INPUTS, n_bytes)
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
-            after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
-            arrived = self.boundaries.pop(after)
-            self._work(rank, arrived, start, self.moved[Buffer.ACTIVATION_GRADIENT][stage + 1])
+            arrived = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, m, step))
+            self._work(rank, arrived, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
         end = start + self.seconds[stage][action] / self.speeds[rank]
         self.computed[rank] = end
-        what = (self.names[i[1:4]], *key, 0.0, None, i.tick // self.slot)
+        what = (f"{stage}{LETTERS[action]}{m}", *key, 0.0, None, tick // self.slot)
         self.spans.append(_new(Span, (rank, COMPUTE, start, end, *what)))
-        if working := self.working[stage][action != Action.FORWARD]:
+        if working := self.working[stage][action != FORWARD]:
             self._work(rank, start, end, working)
-        if action == Action.FORWARD:
-            self.boundaries[Buffer.ACTIVATION, *key] = end
-            self._hold(start, rank, ACTIVATIONS, cost.kept_bytes)
+        if action == FORWARD:
+            self.boundaries[ACTIVATION, *key] = end
+            self._hold(start, rank, ACTIVATIONS, self.kept[stage])
         else:
             if action in _FROM_OUTPUT:
-                self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
-                if cost.recomputes:
-                    self._hold(start, rank, ACTIVATIONS, cost.activation_bytes)
-                    self._hold(end, rank, ACTIVATIONS, -cost.activation_bytes)
-            if action != Action.BACKWARD_INPUT:
+                self.boundaries[ACTIVATION_GRADIENT, *key] = end
+                if self.costs[stage].recomputes:
+                    n_bytes = self.costs[stage].activation_bytes
+                    self._hold(start, rank, ACTIVATIONS, n_bytes)
+                    self._hold(end, rank, ACTIVATIONS, -n_bytes)
+            if action != BACKWARD_INPUT:
                 self._add_to_sum(rank, i, end)
         self.events.end(g, end)
 
@@ -242,48 +259,53 @@ class _Simulation:
             self._record(i, start, end, (rank, COMPUTE, 0.0, None))
         self.events.end(g, end)
 
-    def _move(self, g: int, rank: int, i: Instruction, ready: float) -> None:
-        """Take the ports of a message, or of a collective."""
-        n_bytes, n, machines = self.moved[i.buffer][i.stage], len(self.machines), self.machines
-        if i.action == Action.SEND:
-            here, there = machines[rank], machines[i.peers[0]]
-            local = here == there
-            # Ports within machines and, further on, between them; those that send come first.
-            ports: Ports = (rank, n + i.peers[0]) if local else (2 * n + here, 3 * n + there)
-            seconds = self.hardware.message(n_bytes, local=local)
-            begin = partial(self._send, g, rank, i, n_bytes, seconds)
-        else:
-            ports = (*i.peers, *(n + peer for peer in i.peers))
-            if len(met := {machines[peer] for peer in i.peers}) > 1:
-                ports += (
-                    *(2 * n + machine for machine in met),
-                    *(3 * n + machine for machine in met),
-                )
-            seconds = self.hardware.collective(i.action, n_bytes, i.peers)
-            begin = partial(self._collective, g, rank, i, n_bytes, seconds)
+    def _message(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+        """Take the ports of a message."""
+        n_bytes, n, peer = self.moved[i.buffer][i.stage], len(self.machines), i.peers[0]
+        here, there = self.machines[rank], self.machines[peer]
+        seconds = self.messages[here == there][i.buffer][i.stage]
+        if not seconds:  # needs no port
+            self._send(g, rank, i, n_bytes, seconds, ready)
+            return
+        # Ports within machines and, further on, between them; those that send come first.
+        ports = (rank, n + peer) if here == there else (2 * n + here, 3 * n + there)
+        begin = partial(self._send, g, rank, i, n_bytes, seconds)
+        self.events.occupy(g, ready, ports, seconds, begin)
+
+    def _meet(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+        """Take the ports of a collective."""
+        n_bytes, n = self.moved[i.buffer][i.stage], len(self.machines)
+        ports: Ports = (*i.peers, *(n + peer for peer in i.peers))
+        if len(met := {self.machines[peer] for peer in i.peers}) > 1:
+            ports += (
+                *(2 * n + machine for machine in met),
+                *(3 * n + machine for machine in met),
+            )
+        seconds = self.hardware.collective(i.action, n_bytes, i.peers)
+        begin = partial(self._collective, g, rank, i, n_bytes, seconds)
         self.events.occupy(g, ready, ports, seconds, begin)
 
     def _send(
         self, g: int, rank: int, i: Instruction, n_bytes: float, seconds: float, start: float
     ) -> None:
-        peer, end = i.peers[0], start + seconds
-        uses = (rank, SEND, n_bytes, peer), (peer, RECEIVE, n_bytes, rank)
-        self._record(i, start, end, *uses)
-        if i.buffer == Buffer.WEIGHTS:
-            self._hold(end, peer, WEIGHTS, n_bytes)
-        elif i.buffer == Buffer.GRADIENT:
-            self._drop_sum(rank, i, end)
-            self._add_to_sum(peer, i, end)
-        else:
-            key = (i.buffer, i.stage, i.microbatch, i.step)
+        _, _, stage, m, step, _, buffer, (peer,) = i
+        end = start + seconds
+        self._record(i, start, end, (rank, SEND, n_bytes, peer), (peer, RECEIVE, n_bytes, rank))
+        if m is not None:
+            key = (buffer, stage, m, step)
             made, self.boundaries[key] = self.boundaries[key], end
-            if i.buffer == Buffer.ACTIVATION:
-                after = self.costs[i.stage + 1]
+            if buffer == ACTIVATION:
+                after = self.costs[stage + 1]
                 self._work(rank, made, end, after.extra_input_bytes)
-                self.inputs[peer, i.stage + 1, i.microbatch, i.step] = after.input_bytes
+                self.inputs[peer, stage + 1, m, step] = after.input_bytes
                 self._hold(end, peer, INPUTS, after.input_bytes)
             else:
                 self._work(rank, made, end, n_bytes)
+        elif buffer == Buffer.WEIGHTS:
+            self._hold(end, peer, WEIGHTS, n_bytes)
+        else:
+            self._drop_sum(rank, i, end)
+            self._add_to_sum(peer, i, end)
         self.events.end(g, end)
 
     def _collective(
@@ -302,11 +324,10 @@ class _Simulation:
         self.events.end(g, end)
 
     def _free(self, g: int, rank: int, i: Instruction, when: float) -> None:
-        cost = self.costs[i.stage]
-        if i.buffer != Buffer.ACTIVATION:
-            self._hold(when, rank, WEIGHTS, -cost.parameter_bytes)
+        if i.buffer != ACTIVATION:
+            self._hold(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes)
         else:
-            self._hold(when, rank, ACTIVATIONS, -cost.kept_bytes)
+            self._hold(when, rank, ACTIVATIONS, -self.kept[i.stage])
             if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
                 self._hold(when, rank, INPUTS, -inputs)
         self.events.end(g, when)
@@ -333,8 +354,9 @@ class _Simulation:
             self._hold(end, rank, WORKING, -n_bytes)
 
     def _add_to_sum(self, rank: int, i: Instruction, when: float) -> None:
-        key = (rank, i.stage, i.step)
-        self.begun[key] = min(self.begun.get(key, when), when)
+        begun = self.begun.setdefault((rank, i.stage, i.step), when)
+        if when < begun:
+            self.begun[rank, i.stage, i.step] = when
 
     def _drop_sum(self, rank: int, i: Instruction, when: float) -> None:
         """Free the rank's gradient sum at ``when``."""

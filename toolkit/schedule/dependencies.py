@@ -1,9 +1,22 @@
 """What an op, or an instruction of a lowered program, must wait for."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
-from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
+from toolkit.schedule.instruction import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FREE,
+    RECV,
+    SEND,
+    WEIGHTS,
+    Instruction,
+    Kind,
+    Op,
+)
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
@@ -32,9 +45,9 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
 
 def unsorted_needs(instructions: Sequence[Instruction], rank: int) -> Iterator[list[int]]:
     """Yield the positions of :func:`needs` in any order."""
-    waits = _Needs(rank)
+    do = _Needs(rank).do
     for position, i in enumerate(instructions):
-        yield _DO[i.action](waits, position, i)
+        yield do[i.action](position, i)
 
 
 class _Needs:
@@ -47,6 +60,13 @@ class _Needs:
         self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
         self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
         self.kept: defaultdict[tuple, list[int]] = defaultdict(list)  # ops on a micro-batch
+        self.do: list[Callable[[int, Instruction], list[int]]] = [
+            *[self.op] * len(Kind),
+            self.update,
+            self.predict,
+            *[self.communicate] * (FREE - SEND),
+            self.free,
+        ]
 
     def op(self, position: int, i: Instruction) -> list[int]:
         _, action, j, m, step, version, buffer, _ = i
@@ -55,13 +75,13 @@ class _Needs:
         kept.append(position)
         for weights in i.reads if buffer else ((j, version),):
             found += self._use(position, weights)
-        if action == Action.FORWARD:
-            found += self._take((Buffer.ACTIVATION, j - 1, m, step))
-            self.made[Buffer.ACTIVATION, j, m, step] = position
-        elif action != Action.BACKWARD_WEIGHT:
-            found += self._take((Buffer.ACTIVATION_GRADIENT, j + 1, m, step))
-            self.made[Buffer.ACTIVATION_GRADIENT, j, m, step] = position
-        if action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
+        if action == FORWARD:
+            found += self._take((ACTIVATION, j - 1, m, step))
+            self.made[ACTIVATION, j, m, step] = position
+        elif action != BACKWARD_WEIGHT:
+            found += self._take((ACTIVATION_GRADIENT, j + 1, m, step))
+            self.made[ACTIVATION_GRADIENT, j, m, step] = position
+        if action != BACKWARD_INPUT:  # a forward adds the statistics of norms
             self.parts[j, step].append(position)
         return found
 
@@ -77,28 +97,27 @@ class _Needs:
         return [made for weights in i.reads for made in self._use(position, weights)]
 
     def free(self, position: int, i: Instruction) -> list[int]:
-        if i.buffer == Buffer.ACTIVATION:
+        if i.buffer == ACTIVATION:
             return self.kept.pop((i.stage, i.microbatch, i.step), [])
         self.freed[i.weights] = position
         return self.uses.pop(i.weights, []) + self._take(i.weights)
 
     def communicate(self, position: int, i: Instruction) -> list[int]:
-        if i.buffer == Buffer.WEIGHTS:
+        _, action, j, m, step, _, buffer, _ = i
+        if m is not None:
+            if action == SEND:
+                return self._take((buffer, j, m, step))
+            self.made[buffer, j, m, step] = position
+            return []
+        if buffer == WEIGHTS:
             if not i.leaves(self.rank):
                 return self._use(position, i.weights)
             self.made[i.weights] = position
             return [self.freed[i.weights]] if i.weights in self.freed else []
-        if i.buffer == Buffer.GRADIENT:
-            key = i.stage, i.step
-            found = [] if i.action == Action.RECV else self.parts.pop(key, [])
-            if i.leaves(self.rank):
-                self.parts[key].append(position)
-            return found
-        boundary = (i.buffer, i.stage, i.microbatch, i.step)
-        if i.action == Action.SEND:
-            return self._take(boundary)
-        self.made[boundary] = position
-        return []
+        found = [] if action == RECV else self.parts.pop((j, step), [])
+        if i.leaves(self.rank):
+            self.parts[j, step].append(position)
+        return found
 
     def _use(self, position: int, key: tuple) -> list[int]:
         self.uses[key].append(position)
@@ -106,13 +125,5 @@ class _Needs:
 
     def _take(self, key: tuple) -> list[int]:
         """The position that made a buffer; empty if it existed before the program."""
-        return [self.made.pop(key)] if key in self.made else []
-
-
-_DO = [
-    *[_Needs.op] * len(Kind),
-    _Needs.update,
-    _Needs.predict,
-    *[_Needs.communicate] * (Action.FREE - Action.SEND),
-    _Needs.free,
-]
+        made = self.made.pop(key, None)
+        return [] if made is None else [made]

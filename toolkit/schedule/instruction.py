@@ -48,12 +48,12 @@ class Action(IntEnum):
     BROADCAST = 10
     FREE = 11
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         """Whether it is an op: a forward, a backward or half of one."""
         return self <= Action.BACKWARD_WEIGHT
 
-    @property
+    @cached_property
     def communicates(self) -> bool:
         """Whether it is a message or a collective."""
         return Action.SEND <= self <= Action.BROADCAST
@@ -62,9 +62,6 @@ class Action(IntEnum):
     def label(self) -> str:
         """Its name in words: ``backward input``, ``all-reduce``."""
         return self.name.lower().replace("_", "-" if self.communicates else " ")
-
-
-_MESSAGES = (Action.SEND, Action.RECV)
 
 
 class Buffer(IntEnum):
@@ -82,6 +79,13 @@ class Buffer(IntEnum):
         """Its name in words."""
         return self.name.lower().replace("_", " ")
 
+
+# The members' own names: Python 3.11 takes ten times as long to look them up in their class.
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = [*Action][: len(Kind)]
+UPDATE, PREDICT, SEND, RECV, ALL_REDUCE, REDUCE, BROADCAST, FREE = [*Action][len(Kind) :]
+ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, WEIGHTS, PREDICTION, COMPENSATED = Buffer
+
+_MESSAGES = (SEND, RECV)
 
 WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
 """Stage and version of weights; of a prediction made from them also the step it is for."""
@@ -106,7 +110,7 @@ class Instruction(NamedTuple):
     @property
     def weights(self) -> WeightsKey:
         """The weights that it reads, makes, moves or frees."""
-        if self.buffer == Buffer.PREDICTION:
+        if self.buffer == PREDICTION:
             return self.stage, self.version, self.step
         return self.stage, self.version
 
@@ -118,10 +122,10 @@ class Instruction(NamedTuple):
     @property
     def reads(self) -> tuple[WeightsKey, ...]:
         """The weights that an op reads; of a prediction, a version and the one before it."""
-        if self.action == Action.PREDICT:
+        if self.action == PREDICT:
             assert self.version is not None
             return (self.stage, self.version), (self.stage, self.version - 1)
-        if self.buffer == Buffer.COMPENSATED:
+        if self.buffer == COMPENSATED:
             return self.weights, (self.stage, self.step)
         return (self.weights,)
 
@@ -129,27 +133,27 @@ class Instruction(NamedTuple):
         """Key of a message or collective: the k-th of a key on one rank meets others' k-th."""
         if self.action not in _MESSAGES:
             return self[1:]
-        ends = (rank, *self.peers) if self.action == Action.SEND else (*self.peers, rank)
+        ends = (rank, *self.peers) if self.action == SEND else (*self.peers, rank)
         return (*ends, *self[2:7])
 
     @property
     def moves_parameters(self) -> bool:
         """Whether it is a message or a collective of weights or gradients."""
-        return self.action.communicates and self.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
+        return self.action.communicates and self.buffer in (GRADIENT, WEIGHTS)
 
     def gives(self, rank: int) -> bool:
         """Whether ``rank`` puts something of its own into a message or a collective."""
-        if self.action == Action.BROADCAST:
+        if self.action == BROADCAST:
             return rank == self.peers[0]
-        return self.action != Action.RECV
+        return self.action != RECV
 
     def leaves(self, rank: int) -> bool:
         """Whether ``rank`` gets something new from a message or a collective."""
-        if self.action == Action.REDUCE:
+        if self.action == REDUCE:
             return rank == self.peers[0]
-        if self.action == Action.BROADCAST:
+        if self.action == BROADCAST:
             return rank != self.peers[0]
-        return self.action != Action.SEND
+        return self.action != SEND
 
     @property
     def op(self) -> Op:
@@ -176,7 +180,7 @@ class Instruction(NamedTuple):
             if (value := getattr(self, name)) is not None:
                 words.append(f"{name} {value}")
         if self.peers:
-            word = {Action.SEND: "to", Action.RECV: "from"}.get(self.action, "among")
+            word = {SEND: "to", RECV: "from"}.get(self.action, "among")
             words.append(f"{word} rank {', '.join(map(str, self.peers))}")
         return " ".join(words)
 

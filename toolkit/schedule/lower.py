@@ -33,7 +33,28 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import whole
-from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op, collector_paused
+from toolkit.schedule.instruction import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    ALL_REDUCE,
+    BROADCAST,
+    COMPENSATED,
+    FREE,
+    GRADIENT,
+    PREDICT,
+    PREDICTION,
+    RECV,
+    REDUCE,
+    SEND,
+    UPDATE,
+    WEIGHTS,
+    Action,
+    Buffer,
+    Instruction,
+    Kind,
+    Op,
+    collector_paused,
+)
 from toolkit.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -43,7 +64,7 @@ if TYPE_CHECKING:
 # What a rank does at one tick, in order.
 _PHASES = range(8)
 _BOUNDARIES, _REDUCTIONS, _UPDATES, _WEIGHTS, _FORGETS, _PREDICTIONS, _FREES, _OPS = _PHASES
-_MESSAGES: dict[Buffer, int] = {Buffer.GRADIENT: _REDUCTIONS, Buffer.WEIGHTS: _WEIGHTS}
+_MESSAGES: dict[Buffer, int] = {GRADIENT: _REDUCTIONS, WEIGHTS: _WEIGHTS}
 
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
@@ -124,8 +145,8 @@ class _Lowering:
 
     def _message(self, source: int, target: int, tick: int, what: _Content) -> None:
         phase = _MESSAGES.get(what[-1], _BOUNDARIES)
-        self.ranks[source][phase].append(_instruction((tick, Action.SEND, *what, (target,))))
-        self.ranks[target][phase].append(_instruction((tick, Action.RECV, *what, (source,))))
+        self.ranks[source][phase].append(_instruction((tick, SEND, *what, (target,))))
+        self.ranks[target][phase].append(_instruction((tick, RECV, *what, (source,))))
 
     def _compute(self) -> None:
         """The ops, their boundary messages, and the end of their activations."""
@@ -146,34 +167,34 @@ class _Lowering:
                 version = max(oldest[j], step - delays[j][m])
                 read = _read((start, end, rank))
                 buffer = schedule.read_by(Op(kind, j, m), version, step) if corrected else None
-                if buffer == Buffer.PREDICTION:
+                if buffer == PREDICTION:
                     here = self.predicted[j, version, step]
                     here[rank] = read._replace(start=here.get(rank, read).start)
                 else:
                     self.reads[j, version].append(read)
-                if buffer == Buffer.COMPENSATED:
+                if buffer == COMPENSATED:
                     self.reads[j, step].append(read)
                 phases = self.ranks[rank]
                 op = start, actions[kind], j, m, step, version, buffer, ()
                 phases[_OPS].append(_instruction(op))
                 if kind == Kind.FORWARD:
                     if j < schedule.n_stages - 1 and (to := place[j + 1][m]) != rank:
-                        self._message(rank, to, end, (j, m, step, None, Buffer.ACTIVATION))
+                        self._message(rank, to, end, (j, m, step, None, ACTIVATION))
                 elif kind != Kind.BACKWARD_WEIGHT and j > 0 and (to := place[j - 1][m]) != rank:
-                    what = (j, m, step, None, Buffer.ACTIVATION_GRADIENT)
+                    what = (j, m, step, None, ACTIVATION_GRADIENT)
                     self._message(rank, to, end, what)
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    free = end, Action.FREE, j, m, step, None, Buffer.ACTIVATION, ()
+                    free = end, FREE, j, m, step, None, ACTIVATION, ()
                     phases[_FREES].append(_instruction(free))
                     self.shares[j, step][rank] = end  # ends ascend
 
     def _predict(self) -> None:
         """What is read instead of late weights, from just before its first use to its last."""
         for (j, version, step), reads in self.predicted.items():
-            what = (j, None, step, version, Buffer.PREDICTION)
+            what = (j, None, step, version, PREDICTION)
             for start, end, rank in reads.values():
-                self.ranks[rank][_PREDICTIONS].append(Instruction(start, Action.PREDICT, *what))
-                self.ranks[rank][_FORGETS].append(Instruction(end, Action.FREE, *what))
+                self.ranks[rank][_PREDICTIONS].append(Instruction(start, PREDICT, *what))
+                self.ranks[rank][_FORGETS].append(Instruction(end, FREE, *what))
                 for needed in (version - 1, version):
                     self.reads[j, needed].append(_Read(start, start, rank))
 
@@ -186,19 +207,19 @@ class _Lowering:
         whole = shares.keys() == {*self.schedule.layout.ranks(j)}
         if len(shares) > 1 and whole and len(set(shares.values())) == 1:
             group = tuple(sorted(shares, key=lambda rank: (rank != owner, rank)))
-            action = Action.REDUCE
+            action = REDUCE
             if self.schedule.state == "replicated":
-                action, updaters = Action.ALL_REDUCE, group
-            reduce = Instruction(ready, action, j, None, step, None, Buffer.GRADIENT, group)
+                action, updaters = ALL_REDUCE, group
+            reduce = Instruction(ready, action, j, None, step, None, GRADIENT, group)
             for rank in group:
                 self.ranks[rank][_REDUCTIONS].append(reduce)
         else:
             summed = 0
             for source, target in pairwise(self._chain(j, shares)):
                 summed = max(summed, shares[source])
-                self._message(source, target, summed, (j, None, step, None, Buffer.GRADIENT))
+                self._message(source, target, summed, (j, None, step, None, GRADIENT))
         for rank in updaters:
-            update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
+            update = Instruction(ready, UPDATE, j, step=step, version=step + 1)
             self.ranks[rank][_UPDATES].append(update)
         return _Update(ready, updaters)
 
@@ -224,7 +245,7 @@ class _Lowering:
         latest = [*accumulate(reversed(due), min)]
         for (source, target), before in zip(hops, reversed(latest), strict=True):
             at = max(made.tick, before)
-            self._message(source, target, at, (j, None, None, version, Buffer.WEIGHTS))
+            self._message(source, target, at, (j, None, None, version, WEIGHTS))
             until[source] = max(until[source], at)
             until[target] = at
         for read in reads:
@@ -269,13 +290,13 @@ class _Lowering:
             here = {stay.rank: stay for stay in lasting}
             missing = [rank for rank in ranks if rank not in here]
             if len(missing) > 1:
-                what = (j, None, None, version, Buffer.WEIGHTS, (owner, *missing))
+                what = (j, None, None, version, WEIGHTS, (owner, *missing))
                 for rank in (owner, *missing):
-                    self.ranks[rank][_WEIGHTS].append(Instruction(start, Action.BROADCAST, *what))
+                    self.ranks[rank][_WEIGHTS].append(Instruction(start, BROADCAST, *what))
                 here |= {rank: _Stay(rank, start, start) for rank in missing}
             elif missing:
                 at = min(start, max(holder.since, used, start - self.slot))
-                self._message(holder.rank, missing[0], at, (j, None, None, version, Buffer.WEIGHTS))
+                self._message(holder.rank, missing[0], at, (j, None, None, version, WEIGHTS))
                 holder.until = max(holder.until, at)
                 here[missing[0]] = _Stay(missing[0], at, at)
             stays += [here[rank] for rank in missing]
@@ -288,5 +309,5 @@ class _Lowering:
             self._free_weights(stay.until, stay.rank, j, version)
 
     def _free_weights(self, at: int, rank: int, j: int, version: int) -> None:
-        free = Instruction(at, Action.FREE, j, version=version, buffer=Buffer.WEIGHTS)
+        free = Instruction(at, FREE, j, version=version, buffer=WEIGHTS)
         self.ranks[rank][_FREES].append(free)

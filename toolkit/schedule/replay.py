@@ -9,13 +9,23 @@ all ranks together is that of the schedule.
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from toolkit.schedule.instruction import Action, Instruction
+from toolkit.schedule.instruction import (
+    ALL_REDUCE,
+    BACKWARD_WEIGHT,
+    BROADCAST,
+    RECV,
+    REDUCE,
+    SEND,
+    UPDATE,
+    Action,
+    Instruction,
+)
 
 # Looked up once: the loop below is the hot one.
-_OTHER_END = {Action.SEND: Action.RECV, Action.RECV: Action.SEND}
-_COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+_OTHER_END = {SEND: RECV, RECV: SEND}
+_COLLECTIVES = (ALL_REDUCE, REDUCE, BROADCAST)
 # At one tick: what releases and moves, then forwards, then backwards, which free as they go.
-_PHASES = [1, *[2] * Action.BACKWARD_WEIGHT, *[0] * (len(Action) - Action.UPDATE)]
+_PHASES = [1, *[2] * BACKWARD_WEIGHT, *[0] * (len(Action) - UPDATE)]
 
 
 class DeadlockError(Exception):
@@ -70,7 +80,7 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                 ):
                     waiting[rank] = instruction
                     break
-                if action == Action.SEND:
+                if action == SEND:
                     yield rank, instruction
                     yield peer, other
                 else:

@@ -10,6 +10,23 @@ from typing import TYPE_CHECKING
 from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.instruction import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    ALL_REDUCE,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BROADCAST,
+    COMPENSATED,
+    FORWARD,
+    FREE,
+    GRADIENT,
+    PREDICT,
+    PREDICTION,
+    RECV,
+    REDUCE,
+    SEND,
+    UPDATE,
+    WEIGHTS,
     Action,
     Buffer,
     Instruction,
@@ -26,24 +43,24 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
-_MESSAGES = (Action.SEND, Action.RECV)
-_SUMS = (Action.ALL_REDUCE, Action.REDUCE)
+_MESSAGES = (SEND, RECV)
+_SUMS = (ALL_REDUCE, REDUCE)
 _CORRECTED: dict[Buffer | None, str] = {
-    Buffer.PREDICTION: ", and to predict from it",
-    Buffer.COMPENSATED: ", and to compensate its gradient",
+    PREDICTION: ", and to predict from it",
+    COMPENSATED: ", and to compensate its gradient",
 }
 
 
 # The fields that an instruction has: m micro-batch, t step, v version.
 _FIELDS: dict[tuple[Action, Buffer | None], str] = {
     **dict.fromkeys(product(map(Action, Kind), (None, *_CORRECTED)), "mtv"),
-    (Action.UPDATE, None): "tv",
-    (Action.PREDICT, Buffer.PREDICTION): "tv",
-    **dict.fromkeys(product(_MESSAGES, (Buffer.ACTIVATION, Buffer.ACTIVATION_GRADIENT)), "mt"),
-    **dict.fromkeys(product((*_MESSAGES, *_SUMS), (Buffer.GRADIENT,)), "t"),
-    **dict.fromkeys(product((*_MESSAGES, Action.BROADCAST, Action.FREE), (Buffer.WEIGHTS,)), "v"),
-    (Action.FREE, Buffer.ACTIVATION): "mt",
-    (Action.FREE, Buffer.PREDICTION): "tv",
+    (UPDATE, None): "tv",
+    (PREDICT, PREDICTION): "tv",
+    **dict.fromkeys(product(_MESSAGES, (ACTIVATION, ACTIVATION_GRADIENT)), "mt"),
+    **dict.fromkeys(product((*_MESSAGES, *_SUMS), (GRADIENT,)), "t"),
+    **dict.fromkeys(product((*_MESSAGES, BROADCAST, FREE), (WEIGHTS,)), "v"),
+    (FREE, ACTIVATION): "mt",
+    (FREE, PREDICTION): "tv",
 }
 _FORMS = {  # with which of them are missing
     (*form, *(letter not in fields for letter in "mtv")) for form, fields in _FIELDS.items()
@@ -100,7 +117,7 @@ def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError
     """The error at an instruction, with the op that it is or belongs to marked in the grid."""
     mark = None
     if i.step is not None and i.step in program.steps:
-        forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
+        forward = i.buffer == ACTIVATION and i.action != FREE
         m = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
         op = Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, m)
         mark = i.op if i.action.computes else op, i.step - program.first_step
@@ -157,7 +174,7 @@ class _Check:
             *[self._compute] * len(Kind),
             self._update,
             self._predict,
-            *[self._communicate] * (Action.FREE - Action.SEND),
+            *[self._communicate] * (FREE - SEND),
             self._free,
         ]
 
@@ -178,25 +195,25 @@ class _Check:
             self.misplaced.append((rank, i, f"it is at tick {tick}, and its op at {due}"))
         for weights in i.reads if buffer else ((j, version),):
             _reads(here, weights)
-        if action == Action.FORWARD:
+        if action == FORWARD:
             if j > 0:
-                _take(here.boundaries, (Buffer.ACTIVATION, j - 1, m, step))
+                _take(here.boundaries, (ACTIVATION, j - 1, m, step))
             if j < self.schedule.n_stages - 1:
-                here.boundaries.add((Buffer.ACTIVATION, *key))
+                here.boundaries.add((ACTIVATION, *key))
             here.activations.add(key)
             return
         if key not in here.activations:
             raise _RefusedError("its activations are not there: never made here, or freed")
-        if action == Action.BACKWARD_WEIGHT:
+        if action == BACKWARD_WEIGHT:
             if key not in here.halves:
                 raise _RefusedError("the first half of this backward has not been done here")
             here.halves.remove(key)
         else:
             if j < self.schedule.n_stages - 1:
-                _take(here.boundaries, (Buffer.ACTIVATION_GRADIENT, j + 1, m, step))
+                _take(here.boundaries, (ACTIVATION_GRADIENT, j + 1, m, step))
             if j > 0:
-                here.boundaries.add((Buffer.ACTIVATION_GRADIENT, *key))
-        if action == Action.BACKWARD_INPUT:
+                here.boundaries.add((ACTIVATION_GRADIENT, *key))
+        if action == BACKWARD_INPUT:
             here.halves.add(key)
         else:
             _merge(here, (j, step), 1 << (m or 0))
@@ -213,7 +230,7 @@ class _Check:
 
     def _predict(self, rank: int, i: Instruction) -> None:
         op = Op(Kind.FORWARD, i.stage, 0)
-        if self.schedule.read_by(op, i.version or 0, i.step or 0) != Buffer.PREDICTION:
+        if self.schedule.read_by(op, i.version or 0, i.step or 0) != PREDICTION:
             raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
         for weights in i.reads:
             _reads(self.ranks[rank], weights)
@@ -221,7 +238,7 @@ class _Check:
 
     def _free(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
-        held: set = here.activations if i.buffer == Buffer.ACTIVATION else here.weights
+        held: set = here.activations if i.buffer == ACTIVATION else here.weights
         key = i[2:5] if held is here.activations else i.weights
         if key not in held:
             raise _RefusedError("there is nothing to free: never held here, or freed before")
@@ -229,37 +246,37 @@ class _Check:
 
     def _communicate(self, rank: int, i: Instruction) -> None:
         tick, action, j, m, step, _, buffer, peers = i
-        if action == Action.SEND or peers[0] == rank:
+        if action == SEND or peers[0] == rank:
             self.met = tick
         elif tick != self.met:
             why = f"it is at tick {tick}, and its peer's at {self.met}"
             self.misplaced.append((rank, i, why))
-        if buffer == Buffer.GRADIENT:
+        if buffer == GRADIENT:
             self._gradient(rank, i)
-        elif buffer == Buffer.WEIGHTS:
+        elif buffer == WEIGHTS:
             if i.leaves(rank):
                 self._gains(rank, i)
             else:
                 _reads(self.ranks[rank], i.weights)
-        elif action == Action.SEND:
-            _take(self.ranks[rank].boundaries, (buffer or Buffer.ACTIVATION, j, m, step))
+        elif action == SEND:
+            _take(self.ranks[rank].boundaries, (buffer or ACTIVATION, j, m, step))
         else:
-            self.ranks[rank].boundaries.add((buffer or Buffer.ACTIVATION, j, m, step))
+            self.ranks[rank].boundaries.add((buffer or ACTIVATION, j, m, step))
 
     def _gains(self, rank: int, i: Instruction) -> None:
         held = self.ranks[rank].weights
         if i.weights in held:
-            what = "prediction" if i.buffer == Buffer.PREDICTION else "version"
+            what = "prediction" if i.buffer == PREDICTION else "version"
             raise _RefusedError(f"the rank holds that {what} already")
         held.add(i.weights)
 
     def _gradient(self, rank: int, i: Instruction) -> None:
         here, key = self.ranks[rank], (i.stage, i.step)
-        if i.action == Action.SEND:
+        if i.action == SEND:
             if key not in here.sums:
                 raise _RefusedError("there is no sum to hand on")
             self.in_flight = here.sums.pop(key)
-        elif i.action == Action.RECV:
+        elif i.action == RECV:
             _merge(here, key, self.in_flight)
         elif rank == i.peers[0]:
             for peer in i.peers:
@@ -267,7 +284,7 @@ class _Check:
                     raise _RefusedError(f"rank {peer} has no sum to give")
             for peer in i.peers[1:]:
                 _merge(here, key, self.ranks[peer].sums.pop(key))
-            if i.action == Action.ALL_REDUCE:
+            if i.action == ALL_REDUCE:
                 for peer in i.peers[1:]:
                     self.ranks[peer].sums[key] = here.sums[key]
 
@@ -295,13 +312,13 @@ class _Check:
         own = self.program.ranks[rank]
         for j, m, t in self.ranks[rank].activations:
             tick = ((t or 0) - first) * timing.period + timing.gradient_end(j, m or 0)
-            yield Instruction(tick, Action.FREE, j, m, t, None, Buffer.ACTIVATION)
+            yield Instruction(tick, FREE, j, m, t, None, ACTIVATION)
         for key in weights:
             j, version, *of = key
-            step, buffer = (of[0], Buffer.PREDICTION) if of else (None, Buffer.WEIGHTS)
+            step, buffer = (of[0], PREDICTION) if of else (None, WEIGHTS)
             ends = (_end_of_use(i, rank, timing.ticks_per_slot, key) for i in own)
             tick = max(ends, default=0)
-            yield Instruction(tick, Action.FREE, j, None, step, version, buffer)
+            yield Instruction(tick, FREE, j, None, step, version, buffer)
 
 
 def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
@@ -321,11 +338,11 @@ def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffe
 
 def _end_of_use(i: Instruction, rank: int, slot: int, weights: WeightsKey) -> int:
     """The tick at which ``rank`` has used the weights in an instruction; 0 if it does not."""
-    if i.action == Action.UPDATE:
+    if i.action == UPDATE:
         return i.tick if weights == (i.stage, i.step) else 0
     if i.action.communicates and i.leaves(rank):
         return 0
-    used = i.action != Action.FREE and weights in i.reads
+    used = i.action != FREE and weights in i.reads
     return (i.tick + slot if i.action.computes else i.tick) if used else 0
 
 
