@@ -6,6 +6,7 @@ from math import nan
 import pytest
 
 from toolkit import format as form
+from toolkit.errors import UserError
 from toolkit.format import GIB, MIB, RATES, SIZES, TIMES, counted_cells, measured_cells, table
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.schedule.paper_table import compare
@@ -184,3 +185,17 @@ def test_numbers_with_units():
 )
 def test_unit_for(largest, units, name):
     assert form.unit_for(largest, units)[1] == name
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("16GiB", 16 * GIB), ("1.5 GB", 1.5e9), ("300", 300), (2e9, 2e9), ("2TB", 2e12)],
+)
+def test_bytes_of_text(text, n_bytes):
+    assert form.bytes_in(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["16GiBs", "GiB", "0", "-1GiB", "1.2.3GB", ""])
+def test_bytes_of_other_text(text):
+    with pytest.raises(UserError, match="memory"):
+        form.bytes_in(text)

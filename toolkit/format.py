@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from toolkit.errors import UserError
 from toolkit.metric import Metric
 
 MB = 1e6
@@ -42,6 +43,22 @@ def size(n_bytes: float) -> str:
     unit, name = unit_for(n_bytes, SIZES[:2], at_least=1.0)
     decimals = 0 if name == "MiB" and n_bytes >= 100 * unit else 1
     return f"{n_bytes / unit:.{decimals}f} {name}"
+
+
+def bytes_in(text: str | float) -> float:
+    """Return the bytes of a number, or of text such as 16GiB or 16GB.
+
+    Raises:
+        UserError: it is something else, or not above 0.
+    """
+    found = re.fullmatch(r"([\d.e+]+) ?([KMGT]?)(i?)B?", str(text))
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not found or not number > 0:
+        raise UserError(f"memory is a number of bytes above 0, such as 16GiB: got {text}")
+    return number * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " ")
 
 
 def digits(value: float) -> str:
@@ -192,6 +209,20 @@ def situation_cells(row: Row) -> Cells:
     for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
         cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
     return cells
+
+
+def plan_cells(row: Row) -> Cells:
+    """Return a prediction of :class:`toolkit.plan.Plan`."""
+    return {
+        "schedule": row["schedule"],
+        "by DDP's time": f"{row['ratio']:.2f}",
+        "ms a step": digits(row["seconds"] * 1e3),
+        "fullest rank": size(row["memory"]),
+        "ranks": row["ranks"],
+        "staleness": f"{row['staleness']:.2f}",
+        "MB a step": digits(row["traffic"] / MB),
+        "fits": "yes" if row["fits"] else "no",
+    }
 
 
 def rank_cells(row: Row) -> Cells:

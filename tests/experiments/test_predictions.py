@@ -209,6 +209,16 @@ def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
     assert 0.375 < found[0]["mean staleness"] < found[1]["mean staleness"] == 1
 
 
+def test_plan(tmp_path):
+    out = succeeded("plan", tmp_path, "model=resnet6", *SMALL[1:3], "ranks=2", "batch=4", "jobs=1")
+    found = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert_figures(tmp_path, "plan")
+    simulated = rows(tmp_path / "candidates.csv")
+    assert {row["options"] for row in found} < {row["options"] for row in simulated}
+    command = out[out.index("try it by: torchrun") :].splitlines()[0]
+    assert "model=resnet6 hardware=ethernet_10 data=synthetic data.image_size=16" in command
+
+
 def test_simulate_warns_of_different_sizes(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     options = (f"schedule.file={tmp_path / 'mine.csv'}", "+schedule@also.dp=dp")
@@ -271,6 +281,11 @@ pipelines microbatches=[] | microbatches .* got \[\]
 pipelines microbatches=[8,0] | microbatches .* got \[8, 0\]
 pipelines microbatches=-1 | microbatches .* got -1
 pipelines rank=4 | option rank: .* ranks
+plan ranks=[0] | ranks .* got \[0\]
+plan ranks=3 batch=64 | batch=64 .* \[3\]
+plan memory=16GB/s | memory .* 16GB/s
+plan staleness=-1 | staleness .* got -1
+plan model.target=my_package.broken | my_package.broken gives a int
 simulate schedule.file=nowhere.csv | nowhere.csv
 simulate schedule=interleaved_1f1b stages=5 schedule.n_ranks=2 | 5 stages .* 2 ranks
 simulate schedule=zb_v stages=3 | 3 stages

@@ -11,7 +11,7 @@ from toolkit.cli.build import (
     model_name,
     settle_delays,
 )
-from toolkit.cli.command import Ended, entry_point, output_folder, settings
+from toolkit.cli.command import Ended, chosen, entry_point, output_folder, settings
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero
 
@@ -24,6 +24,7 @@ __all__ = [
     "build_run",
     "build_schedule",
     "build_schedules",
+    "chosen",
     "entry_point",
     "is_rank_zero",
     "load_samples",

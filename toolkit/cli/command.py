@@ -6,6 +6,7 @@ traceback. In a sweep neither ends the other runs.
 """
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -62,6 +63,14 @@ def entry_point(name: str) -> Callable[[Experiment], Callable[[], None]]:
 def output_folder() -> Path:
     """Return the folder of the run that this process executes."""
     return Path(HydraConfig.get().runtime.output_dir)
+
+
+def chosen(*groups: str) -> str:
+    """Return the options of the running command that choose in ``groups``, for another command."""
+    config = HydraConfig.get()
+    found = [f"{group}={config.runtime.choices[group]}" for group in groups]
+    found += [x for x in config.overrides.task if x.partition(".")[0] in groups and "=" in x]
+    return shlex.join(found)
 
 
 def settings(experiment: str, *options: str) -> DictConfig:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.figures.curves_figure import accuracy, loss, memory_curves
 from toolkit.figures.links_figure import link_times
 from toolkit.figures.pipelines_figure import pipelines
+from toolkit.figures.plan_figure import plan_figure
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save, style
 from toolkit.figures.timeline_figure import timelines
@@ -19,6 +20,7 @@ __all__ = [
     "loss",
     "memory_curves",
     "pipelines",
+    "plan_figure",
     "save",
     "schedules",
     "style",

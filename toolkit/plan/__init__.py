@@ -1,10 +1,12 @@
-"""Plans before a training: a trial of a user's model, and the largest stable learning rate."""
+"""Plans before a training: which schedule, a trial of it, and the largest stable learning rate."""
 
 from toolkit.plan.advice import Advice, advise
 from toolkit.plan.curvature import Curvature, largest_curvature
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.one_device import LeastPeak, least_peak
 from toolkit.plan.pilot import pilot
+from toolkit.plan.plan import Plan, plan
+from toolkit.plan.predictions import Limits, Prediction
 from toolkit.plan.stability import Certificate, largest_stable_rate
 
 __all__ = [
@@ -12,7 +14,10 @@ __all__ = [
     "Certificate",
     "Curvature",
     "LeastPeak",
+    "Limits",
     "Pilot",
+    "Plan",
+    "Prediction",
     "RuleFindings",
     "TrainingFindings",
     "advise",
@@ -20,4 +25,5 @@ __all__ = [
     "largest_stable_rate",
     "least_peak",
     "pilot",
+    "plan",
 ]

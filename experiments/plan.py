@@ -1,0 +1,75 @@
+"""Which schedule for a model, on given machines, within limits of memory, staleness and time.
+
+    python experiments/plan.py model=resnet50 hardware=ethernet_10 ranks=8 batch=256 memory=16GiB
+    python experiments/plan.py model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
+
+Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The
+machine is a file of conf/hardware.
+"""
+
+import time
+
+from omegaconf import DictConfig
+from tqdm.auto import tqdm
+
+from toolkit.cli import entry_point, output_folder
+from toolkit.cli.check_options import check_counts, counts
+from toolkit.errors import UserError
+from toolkit.format import bytes_in
+
+
+@entry_point("plan")
+def main(config: DictConfig) -> None:
+    import torch
+
+    from toolkit.cli import analysed_form, build_hardware, build_model, chosen, model_name
+    from toolkit.figures import save
+    from toolkit.files import write_csv
+    from toolkit.plan import Limits, plan
+    from toolkit.plan.candidates import data_options
+    from toolkit.results import describe_cpu, write_result
+
+    start = time.perf_counter()
+    check_counts(config, "batch")
+    if not config.optimizer_words >= 0:
+        raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+    form = analysed_form(config)
+    limits = {name: config[name] for name in ("staleness", "seconds") if config[name] is not None}
+    if config.memory is not None:
+        limits["memory"] = bytes_in(config.memory)
+    with torch.device("meta"):
+        model = build_model(config.model, form)
+    given = f"{chosen('model', 'hardware')} {data_options(form)} precision={config.precision}"
+    with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
+
+        def progress(what: str, share: float) -> None:
+            bar.set_description_str(what, refresh=share == 0)
+            bar.update(100 * share - bar.n)
+
+        found = plan(
+            model,
+            form,
+            build_hardware(config.hardware),
+            counts(config, "ranks"),
+            batch=config.batch,
+            limits=Limits(**limits),
+            precision=config.precision,
+            optimizer_words=config.optimizer_words,
+            given=given,
+            jobs=config.jobs,
+            on_progress=progress,
+        )
+    folder = output_folder()
+    seconds = time.perf_counter() - start
+    write_csv(folder / "candidates.csv", [found.row(p) for p in found.predictions])
+    write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds)
+    figures = save(found.figure(), folder / "plan")
+    title = (
+        f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples} a step"
+    )
+    print(f"\n{title}, {found.hardware.name}\n\n{found}")
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Plans: what is tried, what is left out, and what is chosen."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from torch import nn
+
+from tests.figures.test_explorer import composed
+from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
+from toolkit.errors import UserError
+from toolkit.model import Images, partition
+from toolkit.plan import Limits, Prediction, plan
+from toolkit.plan.candidates import Candidate, candidates
+from toolkit.plan.plan import choose, worth_settling
+from toolkit.plan.predictions import Machines, front
+from toolkit.schedule.catalog import METHODS
+from toolkit.schedule.choice import Choice
+from toolkit.schedule.steady_state import steps_to_time
+
+IMAGES = Images(3, 16, 16, 10)
+SLOW = Hardware("slow links", 1e12, 5e10, 2e8, memory=1e9)
+ON_4 = Candidate(Choice("cdp_v1", 8, 4, chains="rotated"), 1)
+
+
+def net(depth=7):
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(depth):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(net(), IMAGES, SLOW, 2, batch=2, jobs=1)
+
+
+def made_up(seconds, memory=1.0, staleness=0.0, ranks=2, checkpoint="none", **more):
+    candidate = Candidate(Choice("dp", 2, 2), 1, checkpoint=checkpoint)
+    return Prediction(candidate, seconds, memory, ranks, staleness, **more)
+
+
+@pytest.mark.parametrize(("n_ranks", "batch"), [(1, 8), (3, 12), (4, 64)])
+def test_candidates_use_the_ranks_and_divide_the_batch(n_ranks, batch):
+    tried = candidates(n_ranks, batch)
+    assert len({*tried}) == len(tried)
+    for candidate in tried:
+        assert candidate.schedule.n_microbatches * candidate.batch == batch
+        assert candidate.schedule.n_ranks <= n_ranks
+    plainest = tried[0]
+    assert plainest.is_plain
+    assert (plainest.schedule.max_staleness, plainest.schedule.n_ranks) == (0, n_ranks)
+
+
+def test_every_method_is_a_candidate_unless_its_late_weights_serve_nothing():
+    tried = {c.choice.schedule for c in (*candidates(1, 64), *candidates(4, 64))}
+    assert tried == METHODS.keys() - {"published"}
+
+
+def test_workers_vary_in_chains_groups_and_rounds():
+    cyclic = [c.choice for c in candidates(4, 64) if c.choice.schedule == "cdp_v1" and c.is_plain]
+    varied = {(c.chains, c.groups, c.accumulate) for c in cyclic if not c.placement}
+    assert varied == {*product(("in_order", "rotated"), (None, 2), (1, 2, 4))}
+
+
+@pytest.mark.parametrize("k", [0, 100, 200, 300, 400, 500])
+def test_options_make_the_schedule_of_a_candidate(k):
+    candidate = candidates(4, 64)[k]
+    assert composed(candidate.options(), "train") == candidate.schedule
+
+
+@pytest.mark.parametrize("memory", [20.0])
+def test_no_prediction_is_below_its_bound(memory):
+    machines = Machines(replace(UNIT, link_bandwidth=2.0), Limits(memory=memory), 1.0)
+    for candidate in (c for c in candidates(3, 12) if c.is_plain):
+        costs = unit_costs(candidate.choice.stages, backward=2.0)
+        (predicted,) = machines.predict([candidate], [costs])
+        bound = machines.bound(candidate, costs)
+        assert bound.seconds <= predicted.seconds * (1 + 1e-9)
+        assert bound.memory <= predicted.memory
+        assert bound.fits >= predicted.fits
+
+
+def test_the_front_is_what_nothing_beats():
+    one, small, fresh = made_up(1, 5, 1), made_up(2, 1, 1), made_up(3, 5, 0)
+    slower, broken = made_up(2, 6, 1), made_up(0.1, fits=False)
+    assert front([slower, fresh, small, broken, one]) == [one, small, fresh]
+
+
+def test_a_choice_weighs_time_staleness_and_memory():
+    dp = made_up(1.0)
+    late, fresher = made_up(0.80, 2, 1.0), made_up(0.82, 3, 0.25)
+    assert choose([dp, late, fresher], dp) == fresher
+    assert choose([dp, late], dp) == late
+    assert choose([dp, made_up(0.98)], dp) == dp
+    assert choose([dp, made_up(0.95, staleness=1.0)], dp) == dp
+    assert choose([dp, late, small := made_up(0.81, 1, 1.0)], dp) == small
+    assert choose([dp, late, made_up(0.81, 1, 1.0, checkpoint="all")], dp) == late
+    lacking = replace(dp, fits=False)
+    assert choose([lacking, late], lacking) == late
+    assert choose([lacking], lacking) is None
+
+
+def test_predictions_are_those_of_the_simulator(found):
+    base = found.baseline
+    example = IMAGES.example(base.candidate.batch, "meta")
+    stages = partition(net().to("meta"), base.schedule.n_stages, example, base.candidate.partition)
+    costs = profile(stages, example)
+    program = base.schedule.lower(steps_to_time(base.schedule)).verify()
+    timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
+    assert base.seconds == pytest.approx(timeline.step_time, rel=1e-9)
+    assert base.memory == max(map(timeline.peak_memory, range(2)))
+    assert base.candidate.choice.schedule == "dp"
+
+
+def test_slow_links_favour_late_weights(found):
+    assert found.best.staleness > 0
+    assert found.best.seconds < found.baseline.seconds
+    assert len(found.predictions) < found.n_candidates
+    assert found.baseline in found.predictions
+    for fits in (p for p in found.predictions if p.fits):
+        assert any(p.dominates(fits) for p in found.front)
+    first, second = found.verdict.splitlines()
+    assert f"{found.best.seconds / found.baseline.seconds:.2f} of the step time" in first
+    assert found.best.candidate.options() in second
+
+
+def test_fast_schedules_with_late_weights_are_settled():
+    late = replace(made_up(0.8, staleness=1.0), candidate=ON_4)
+    fresher = made_up(0.87, staleness=0.5)
+    assert worth_settling([late, made_up(1.0)]) == [ON_4]
+    assert worth_settling([late, fresher]) == []
+    assert worth_settling([late, replace(fresher, fits=False)]) == [ON_4]
+    assert worth_settling([replace(late, fits=False), made_up(0.8, staleness=1.0)]) == []
+
+
+def test_settled_candidates_have_the_affordable_delay():
+    hardware, costs = replace(UNIT, link_bandwidth=0.25), unit_costs(8, backward=2.0)
+    settled = Machines(hardware, Limits(), 1.0).settle(ON_4, costs, 0.1)
+    delay = affordable_delay(ON_4.schedule, costs, hardware, within=0.1, optimizer_bytes=[1.0] * 8)
+    assert settled.schedule.staleness == delay
+    assert 0 < settled.staleness < 1
+    assert "schedule.delay={within: 0.1}" in settled.candidate.options()
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"staleness": 0}, lambda p: p.staleness == 0),
+        ({"memory": 250e3}, lambda p: p.memory <= 250e3),
+        ({"seconds": 3e-4}, lambda p: p.seconds <= 3e-4),
+    ],
+)
+def test_limits_hold(found, limits, kept):
+    limited = plan(net(), IMAGES, SLOW, 2, batch=2, jobs=1, limits=Limits(**limits))
+    assert all(map(kept, [limited.best, *limited.front]))
+    assert not all(map(kept, found.front))
+
+
+def test_nothing_within_the_limits():
+    found = plan(net(), IMAGES, SLOW, 2, batch=8, jobs=1, limits=Limits(memory=1e3))
+    assert (found.best, found.front) == (None, ())
+    assert [p.candidate.choice.schedule for p in found.predictions] == ["dp"]
+    assert "Nothing keeps the limits" in found.verdict
+
+
+def test_models_of_few_stages_and_several_numbers_of_ranks():
+    found = plan(net(depth=1), IMAGES, SLOW, [1, 2], batch=8, jobs=1)
+    assert found.baseline.ranks == 2
+    assert found.baseline.schedule.n_stages < 8
+    assert {p.ranks for p in found.predictions} == {1, 2}
+
+
+def test_processes_find_the_same(found):
+    assert plan(net(), IMAGES, SLOW, 2, batch=2, jobs=2).front == found.front
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": 3, "batch": 16}, "batch=16"),
+        ({"batch": 0}, "batch"),
+        ({"hardware": "ethernet_10"}, "Hardware"),
+    ],
+)
+def test_refused(arguments, match):
+    given = {"hardware": SLOW, "ranks": 2, "batch": 8} | arguments
+    with pytest.raises(UserError, match=match):
+        plan(net(), IMAGES, jobs=1, **given)
+
+
+@pytest.mark.parametrize("limits", [{"memory": 0}, {"staleness": -1}, {"seconds": "1"}])
+def test_refused_limits(limits):
+    with pytest.raises(UserError, match=next(iter(limits))):
+        Limits(**limits)

@@ -1,0 +1,162 @@
+"""Predict what candidates of a plan take, and keep those that no other one beats."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter
+
+from torch import nn
+
+from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
+from toolkit.errors import UserError
+from toolkit.model import InputSpec, partition
+from toolkit.plan.candidates import Candidate
+from toolkit.schedule import Schedule
+from toolkit.schedule.steady_state import steps_to_time
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a candidate may take.
+
+    Attributes:
+        memory: bytes of each rank; the hardware's own limits hold as well.
+        staleness: steps by which weights may be late on average.
+        seconds: of a training step.
+    """
+
+    memory: float = inf
+    staleness: float = inf
+    seconds: float = inf
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            fresh = name == "staleness" and value == 0
+            if not (isinstance(value, int | float) and (value > 0 or fresh)):
+                raise UserError(f"{name} is a number above 0: got {value!r}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate takes in its steady state.
+
+    Attributes:
+        candidate: what is simulated.
+        seconds: of a training step.
+        memory: peak bytes of the fullest rank.
+        ranks: devices.
+        staleness: steps by which weights are late on average.
+        traffic: bytes that the busiest rank sends in a step.
+        fits: whether it keeps all limits.
+    """
+
+    candidate: Candidate
+    seconds: float
+    memory: float
+    ranks: int
+    staleness: float
+    traffic: float = 0.0
+    fits: bool = True
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, to explore, save or train."""
+        return self.candidate.schedule
+
+    def dominates(self, other: "Prediction") -> bool:
+        """Whether it is nowhere worse in time, memory, ranks and staleness."""
+        costs = ((p.seconds, p.memory, p.ranks, p.staleness) for p in (self, other))
+        return all(mine <= theirs for mine, theirs in zip(*costs, strict=True))
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where candidates run: the hardware, the limits, and what the optimizer keeps.
+
+    Attributes:
+        hardware: seconds and memory.
+        limits: of each candidate.
+        optimizer_words: numbers that the optimizer keeps of each parameter.
+    """
+
+    hardware: Hardware
+    limits: Limits
+    optimizer_words: float
+
+    def predict(
+        self, candidates: Sequence[Candidate], costs: Sequence[Costs], timed: int = 4
+    ) -> list[Prediction]:
+        """Simulate candidates of one schedule, each with its own costs.
+
+        Steps of a schedule with late weights differ where its messages wait; ``timed`` of them, at
+        least, make the mean.
+        """
+        schedule = candidates[0].schedule
+        timed = timed if schedule.max_staleness else 1
+        program = schedule.lower(steps_to_time(schedule, timed)).verify()
+        found = []
+        for candidate, own in zip(candidates, costs, strict=True):
+            timeline = simulate(program, own, self.hardware, self.optimizer_bytes(own))
+            peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
+            sent = max(timeline.bytes_a_step())
+            found.append(self._judged(candidate, timeline.step_time, peaks, sent))
+        return found
+
+    def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
+        """Return what no simulation falls below: no messages, and one micro-batch at a time."""
+        schedule, n = candidate.schedule, candidate.schedule.n_ranks
+        kept = [cost.kept_bytes for cost in costs]
+        least = sum(kept) if schedule.layout.has_whole_models else 0.0
+        held = [least] * n
+        busy = 0.0
+        for stage, cost in enumerate(costs):
+            for rank in schedule.first_holders(stage):
+                held[rank] += cost.parameter_bytes
+            forward, backward = cost.seconds(self.hardware)
+            busy += (1 + cost.recomputes) * forward + backward
+        speeds = sum(map(self.hardware.speed, range(n)))
+        return self._judged(candidate, busy * schedule.n_microbatches / speeds, held, 0.0)
+
+    def settle(self, candidate: Candidate, costs: Costs, within: float) -> Prediction:
+        """Predict a candidate with the freshest weights that take a share ``within`` more time."""
+        state = self.optimizer_bytes(costs)
+        delay = affordable_delay(
+            candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state
+        )
+        fresher = replace(candidate, choice=replace(candidate.choice, delay=delay), within=within)
+        return self.predict([fresher], [costs])[0]
+
+    def optimizer_bytes(self, costs: Costs) -> list[float]:
+        """Bytes of the optimizer's state, by stage."""
+        return [self.optimizer_words * cost.parameter_bytes for cost in costs]
+
+    def _judged(
+        self, candidate: Candidate, seconds: float, held: Sequence[float], sent: float
+    ) -> Prediction:
+        late, limits = candidate.schedule.mean_staleness, self.limits
+        fits = all(
+            n <= min(limits.memory, self.hardware.memory_of(rank)) for rank, n in enumerate(held)
+        )
+        fits &= seconds <= limits.seconds and late <= limits.staleness
+        return Prediction(candidate, seconds, max(held), len(held), late, sent, fits)
+
+
+def stage_costs(
+    model: nn.Module, form: InputSpec, precision: str, candidate: Candidate
+) -> Costs | UserError:
+    """Return the costs of a model's stages without checkpoints, or why it cannot be cut so."""
+    example = form.example(candidate.batch, "meta")
+    try:
+        stages = partition(model, candidate.choice.stages, example, candidate.partition)
+        return profile(stages, example, precision=precision)
+    except UserError as error:
+        return error
+
+
+def front(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Return the predictions that keep the limits and no other dominates, the fastest first."""
+    kept: list[Prediction] = []
+    for found in sorted(predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")):
+        if found.fits and not any(other.dominates(found) for other in kept):
+            kept.append(found)
+    return kept
