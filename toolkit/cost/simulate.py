@@ -200,31 +200,31 @@ class _Simulation:
 
     def _compute(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         tick, action, stage, m, step, *_ = i
-        key = (stage, m, step)
         start = self.computed[rank]
         if ready > start:
             start = ready
         if action == FORWARD and stage > 0:
             made = self.boundaries.pop((ACTIVATION, stage - 1, m, step))
-            if (rank, *key) not in self.inputs:  # produced on this rank
+            if (rank, stage, m, step) not in self.inputs:  # produced on this rank
                 n_bytes = self.costs[stage].extra_input_bytes
-                self.inputs[rank, *key] = n_bytes
+                self.inputs[rank, stage, m, step] = n_bytes
                 self._hold(made, rank, INPUTS, n_bytes)
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             arrived = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, m, step))
             self._work(rank, arrived, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
         end = start + self.seconds[stage][action] / self.speeds[rank]
         self.computed[rank] = end
-        what = (f"{stage}{LETTERS[action]}{m}", *key, 0.0, None, tick // self.slot)
-        self.spans.append(_new(Span, (rank, COMPUTE, start, end, *what)))
+        name, slot = f"{stage}{LETTERS[action]}{m}", tick // self.slot
+        span = (rank, COMPUTE, start, end, name, stage, m, step, 0.0, None, slot)
+        self.spans.append(_new(Span, span))
         if working := self.working[stage][action != FORWARD]:
             self._work(rank, start, end, working)
         if action == FORWARD:
-            self.boundaries[ACTIVATION, *key] = end
+            self.boundaries[ACTIVATION, stage, m, step] = end
             self._hold(start, rank, ACTIVATIONS, self.kept[stage])
         else:
             if action in _FROM_OUTPUT:
-                self.boundaries[ACTIVATION_GRADIENT, *key] = end
+                self.boundaries[ACTIVATION_GRADIENT, stage, m, step] = end
                 if self.costs[stage].recomputes:
                     n_bytes = self.costs[stage].activation_bytes
                     self._hold(start, rank, ACTIVATIONS, n_bytes)
@@ -338,9 +338,10 @@ class _Simulation:
 
     def _record(self, i: Instruction, start: float, end: float, *ports: _Use) -> None:
         """Add a span for each rank and lane in ``ports``, with the bytes and their other end."""
-        what, slot = (i.label, i.stage, i.microbatch, i.of_step), i.tick // self.slot
+        label, step, slot = i.label, i.of_step, i.tick // self.slot
+        _, _, stage, m, *_ = i
         for rank, lane, n_bytes, peer in ports:
-            span = (rank, lane, start, end, *what, n_bytes, peer, slot)
+            span = (rank, lane, start, end, label, stage, m, step, n_bytes, peer, slot)
             self.spans.append(_new(Span, span))
 
     def _hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:

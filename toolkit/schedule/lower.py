@@ -75,9 +75,6 @@ def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
         return _Lowering(schedule, range(first, first + n)).program()
 
 
-_Content = tuple[int, int | None, int | None, int | None, Buffer]  # as in an instruction
-
-
 class _Read(NamedTuple):
     """A rank computes with a weight version from ``start`` to ``end``."""
 
@@ -143,10 +140,22 @@ class _Lowering:
         )
         return Program(self.schedule, len(self.steps), ranks, self.steps.start)
 
-    def _message(self, source: int, target: int, tick: int, what: _Content) -> None:
-        phase = _MESSAGES.get(what[-1], _BOUNDARIES)
-        self.ranks[source][phase].append(_instruction((tick, SEND, *what, (target,))))
-        self.ranks[target][phase].append(_instruction((tick, RECV, *what, (source,))))
+    def _message(
+        self,
+        source: int,
+        target: int,
+        tick: int,
+        buffer: Buffer,
+        j: int,
+        m: int | None = None,
+        step: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        phase = _MESSAGES.get(buffer, _BOUNDARIES)
+        send = (tick, SEND, j, m, step, version, buffer, (target,))
+        receive = (tick, RECV, j, m, step, version, buffer, (source,))
+        self.ranks[source][phase].append(_instruction(send))
+        self.ranks[target][phase].append(_instruction(receive))
 
     def _compute(self) -> None:
         """The ops, their boundary messages, and the end of their activations."""
@@ -179,10 +188,9 @@ class _Lowering:
                 phases[_OPS].append(_instruction(op))
                 if kind == Kind.FORWARD:
                     if j < schedule.n_stages - 1 and (to := place[j + 1][m]) != rank:
-                        self._message(rank, to, end, (j, m, step, None, ACTIVATION))
+                        self._message(rank, to, end, ACTIVATION, j, m, step)
                 elif kind != Kind.BACKWARD_WEIGHT and j > 0 and (to := place[j - 1][m]) != rank:
-                    what = (j, m, step, None, ACTIVATION_GRADIENT)
-                    self._message(rank, to, end, what)
+                    self._message(rank, to, end, ACTIVATION_GRADIENT, j, m, step)
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
                     free = end, FREE, j, m, step, None, ACTIVATION, ()
                     phases[_FREES].append(_instruction(free))
@@ -217,7 +225,7 @@ class _Lowering:
             summed = 0
             for source, target in pairwise(self._chain(j, shares)):
                 summed = max(summed, shares[source])
-                self._message(source, target, summed, (j, None, step, None, GRADIENT))
+                self._message(source, target, summed, GRADIENT, j, step=step)
         for rank in updaters:
             update = Instruction(ready, UPDATE, j, step=step, version=step + 1)
             self.ranks[rank][_UPDATES].append(update)
@@ -245,7 +253,7 @@ class _Lowering:
         latest = [*accumulate(reversed(due), min)]
         for (source, target), before in zip(hops, reversed(latest), strict=True):
             at = max(made.tick, before)
-            self._message(source, target, at, (j, None, None, version, WEIGHTS))
+            self._message(source, target, at, WEIGHTS, j, version=version)
             until[source] = max(until[source], at)
             until[target] = at
         for read in reads:
@@ -296,7 +304,7 @@ class _Lowering:
                 here |= {rank: _Stay(rank, start, start) for rank in missing}
             elif missing:
                 at = min(start, max(holder.since, used, start - self.slot))
-                self._message(holder.rank, missing[0], at, (j, None, None, version, WEIGHTS))
+                self._message(holder.rank, missing[0], at, WEIGHTS, j, version=version)
                 holder.until = max(holder.until, at)
                 here[missing[0]] = _Stay(missing[0], at, at)
             stays += [here[rank] for rank in missing]

@@ -86,9 +86,10 @@ def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
     misplaced = verify_order(program)
     for rank, instructions in enumerate(program.ranks):
-        for i, after in pairwise(instructions):
-            if after.tick < i.tick:
-                raise _error(program, rank, after, f"it stands after tick {i.tick}")
+        ticks = [i.tick for i in instructions]
+        for at, (before, tick) in enumerate(pairwise(ticks) if ticks != sorted(ticks) else ()):
+            if tick < before:
+                raise _error(program, rank, instructions[at + 1], f"it stands after tick {before}")
     for rank, instruction, why in misplaced[:1]:
         raise _error(program, rank, instruction, why)
 
@@ -199,7 +200,7 @@ class _Check:
             if j > 0:
                 _take(here.boundaries, (ACTIVATION, j - 1, m, step))
             if j < self.schedule.n_stages - 1:
-                here.boundaries.add((ACTIVATION, *key))
+                here.boundaries.add((ACTIVATION, j, m, step))
             here.activations.add(key)
             return
         if key not in here.activations:
@@ -212,7 +213,7 @@ class _Check:
             if j < self.schedule.n_stages - 1:
                 _take(here.boundaries, (ACTIVATION_GRADIENT, j + 1, m, step))
             if j > 0:
-                here.boundaries.add((ACTIVATION_GRADIENT, *key))
+                here.boundaries.add((ACTIVATION_GRADIENT, j, m, step))
         if action == BACKWARD_INPUT:
             here.halves.add(key)
         else:
