@@ -226,6 +226,33 @@ def test_listed_orders_end_and_fit(placement, room):
             assert all(map(given.fits, range(3), words))
 
 
+def test_neighbours_on_a_rank_run_as_one_op():
+    """Merged orders take no less time and room than the split ones that they stand for."""
+    given = problem(stages(*[1.0] * 8), 4, [0] * 4 + [1] * 4, memory=[24.0] * 2)
+    merged = given.merged
+    assert given.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert merged.seconds == (2.0,) * 12
+    words = list_schedule(merged, [9.0, 0.0, *range(12)])
+    assert given.split(words)[0][:4] == [0, 3, 6, 9]
+    assert given.period(given.split(words)) <= merged.period(words)
+    assert given.peaks(given.split(words)) <= merged.peaks(words)
+    assert given.bound() <= merged.bound()
+    alone = problem(stages(*[1.0] * 8), 4, [0, 1] * 4)
+    assert alone.merged is alone
+
+
+def test_messages_that_wait_take_room():
+    costs = stages(1.0, 4.0, input_bytes=0.5)
+    given = problem(costs, 4, split_backward=False, memory=[4.0] * 2)
+    words = [[0] * 4 + [1] * 4, [2, 3] * 4]
+    schedule = given.schedule(words, "one after another")
+    timeline = simulate(schedule.lower(6).verify(), costs, UNIT)
+    assert given.peaks(words) == [timeline.peak_memory(0), timeline.peak_memory(1)]
+    assert given.peaks(words)[1] > 1.5  # one micro-batch, and inputs of others
+    found = search(costs, 4, split_backward=False, memory=2.0, seconds=1, exact=False)
+    assert max(found.memory) <= 2.0
+
+
 def test_recomputing_stages_hold_less_and_take_longer():
     costs = recomputing(stages(1.0, 1.0), "all")
     given = problem(costs, 2, memory=[3.0] * 2)

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.plan.order_problem import OrderProblem, Word
 
-_TICKS = 2000  # of the busiest rank on a micro-batch, where seconds are rounded
+_TICKS = 10_000  # of the busiest rank on a micro-batch, where seconds are rounded
 _LEVELS = 10**6  # of a rank's room, where bytes are rounded
 
 
@@ -122,7 +122,7 @@ def _model(cp: Any, problem: OrderProblem, tick: float) -> tuple[Any, list[list[
             if c % n == n - 1:
                 model.add(end + updates[c // n] <= starts[c - n + 1][0] + period)
         if isfinite(problem.room[rank]):
-            _limit(model, problem, rank, starts, spans, took, horizon)
+            _limit(model, problem, rank, starts, spans, took, horizon, tick)
     return model, starts, period
 
 
@@ -134,10 +134,11 @@ def _limit(
     spans: dict[int, list[Any]],
     took: list[int],
     horizon: int,
+    tick: float,
 ) -> None:
     """Keep to the rank's room."""
     n, room = len(problem.kinds), problem.room[rank]
-    sizes = [*problem.held, *problem.work, room]
+    sizes = [*problem.held, *problem.work, *problem.waiting, room]
     exact = all(x == floor(x) <= _LEVELS for x in sizes)
     level = 1.0 if exact else room / _LEVELS
     intervals, bytes_of = [], []
@@ -145,6 +146,15 @@ def _limit(
         if work := floor(problem.work[c] / level):
             intervals += of_chain
             bytes_of += [work] * len(of_chain)
+        if waiting := floor(problem.waiting[c] / level):
+            d, lag = problem.needs[c][-1]
+            for made, begin in zip(starts[d], starts[c], strict=True):
+                arrived, length = (
+                    made + took[d] + floor(lag / tick + 1e-6),
+                    model.new_int_var(0, horizon, ""),
+                )
+                intervals.append(model.new_interval_var(arrived, length, begin, ""))
+                bytes_of.append(waiting)
         if c % n == 0 and (held := floor(problem.held[c // n] / level)):
             last = c + n - 1
             for begin, end in zip(starts[c], starts[last], strict=True):

@@ -7,6 +7,8 @@ a rank is then a word of chains, in which the k-th occurrence of a chain is its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
 from math import inf
 
 from toolkit.cost import Costs, Hardware
@@ -36,7 +38,8 @@ class OrderProblem:
             a message between them.
         held: ``[stage]``, bytes that a micro-batch keeps from its forward to its last backward.
         work: ``[chain]``, bytes of workspace while an op runs.
-        room: ``[rank]``, bytes for both.
+        waiting: ``[chain]``, bytes of a message from its arrival until its op starts.
+        room: ``[rank]``, bytes for all of them.
         updates: ``[stage]``, seconds from its last backward until its weights are new.
         of_rank: ``[rank]``, its chains.
         users: ``[chain]``, the ranks that wait for it, its own first.
@@ -49,6 +52,7 @@ class OrderProblem:
     needs: tuple[tuple[tuple[int, float], ...], ...]
     held: tuple[float, ...]
     work: tuple[float, ...]
+    waiting: tuple[float, ...]
     room: tuple[float, ...]
     updates: tuple[float, ...]
     of_rank: tuple[tuple[int, ...], ...] = field(init=False)
@@ -105,6 +109,23 @@ class OrderProblem:
         """When ops of the first training step start, ``[chain][microbatch]``."""
         ends = self._ends(words, 1)
         return [[x - took for x in found] for found, took in zip(ends, self.seconds, strict=True)]
+
+    def peaks(self, words: Sequence[Word]) -> list[float]:
+        """``[rank]``, the most bytes held, messages that wait included."""
+        n, ends, found = len(self.kinds), self._ends(words, _STEPS), []
+        for chains in self.of_rank:
+            changes = []
+            for c in chains:
+                last, size = c % n == n - 1, self.held[c // n]
+                for k, end in enumerate(ends[c]):
+                    start = end - self.seconds[c]
+                    changes += [(start, self.work[c] + size * (c % n == 0))]
+                    changes += [(end, -self.work[c] - size * last)]
+                    if self.waiting[c]:
+                        d, lag = self.needs[c][-1]
+                        changes += [(ends[d][k] + lag, self.waiting[c]), (start, -self.waiting[c])]
+            found.append(max(accumulate(change for _, change in sorted(changes))))
+        return found
 
     def _ends(self, words: Sequence[Word], n_steps: int) -> list[list[float]]:
         """When ops end, ``[chain]``, as far as ranks get."""
@@ -183,6 +204,66 @@ class OrderProblem:
                 took[c] = max(took[c], took[d] + lag + self.seconds[c])
         return took[end]
 
+    @property
+    def n_ops(self) -> int:
+        """Ops of a training step."""
+        return len(self.seconds) * self.n_microbatches
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that follow one another on a rank, about half of its ops at most."""
+        n, found = len(self.kinds), []
+        took = [sum(self.seconds[j * n : j * n + n]) for j in range(len(self.placement))]
+        for _, stages in groupby(range(len(took)), key=self.placement.__getitem__):
+            run = [*stages]
+            whole = sum(took[j] for j in run)
+            parts = max(1, round(2 * self.n_ranks * whole / sum(took)))
+            ends = accumulate(took[j] for j in run)
+            # A stage belongs to the part in which its middle falls.
+            part = [
+                int((end - took[j] / 2) / whole * parts) for j, end in zip(run, ends, strict=True)
+            ]
+            found += [
+                tuple(j for j, k in zip(run, part, strict=True) if k == which)
+                for which in dict.fromkeys(part)
+            ]
+        return tuple(found)
+
+    @cached_property
+    def merged(self) -> "OrderProblem":
+        """The problem whose stages are the groups: fewer orders, which :meth:`split` undoes."""
+        n = len(self.kinds)
+        if len(self.groups) == len(self.placement):
+            return self
+        of = {j: g for g, stages in enumerate(self.groups) for j in stages}
+        ends = [stages[0 if k == 0 else -1] * n + k for stages in self.groups for k in range(n)]
+        seconds = [sum(self.seconds[j * n + k] for j in g) for g in self.groups for k in range(n)]
+        work = [max(self.work[j * n + k] for j in g) for g in self.groups for k in range(n)]
+        # A group's op needs what its first op needs of other groups, and its own ops before.
+        needs = [
+            tuple((of[d // n] * n + d % n, lag) for d, lag in self.needs[c] if d // n != c // n)
+            for c in ends
+        ]
+        needs = [((c - 1, 0.0), *found) if c % n else found for c, found in enumerate(needs)]
+        return OrderProblem(
+            tuple(self.placement[g[0]] for g in self.groups), self.n_microbatches, self.kinds,
+            tuple(seconds), tuple(needs), tuple(sum(self.held[j] for j in g) for g in self.groups),
+            tuple(work), tuple(self.waiting[c] for c in ends), self.room,
+            tuple(max(self.updates[j] for j in g) for g in self.groups),
+        )  # fmt: skip
+
+    def split(self, words: Sequence[Word]) -> list[Word]:
+        """The orders of this problem that do what ``words`` of :attr:`merged` do."""
+        n = len(self.kinds)
+        return [
+            [
+                j * n + c % n
+                for c in word
+                for j in (self.groups[c // n] if c % n == 0 else reversed(self.groups[c // n]))
+            ]
+            for word in words
+        ]
+
     def schedule(self, words: Sequence[Word], name: str, delay: int = 0) -> Schedule:
         """The schedule of these orders."""
         orders, n = [], len(self.kinds)
@@ -225,6 +306,7 @@ def order_problem(
     needs: list[list[tuple[int, float]]] = []
     held: list[float] = []
     work: list[float] = []
+    waiting: list[float] = []
     updates: list[float] = []
 
     def message(n_bytes: float, sender: int, receiver: int) -> float:
@@ -245,6 +327,9 @@ def order_problem(
             needs[n * j + 1].append((n * (j + 1) + 1, message(n_bytes, j + 1, j)))
         alone = j > 0 and placement[j - 1] != placement[j]
         held.append(cost.kept_bytes + (cost.input_bytes if alone else cost.extra_input_bytes))
+        sent = placement[min(j + 1, last)] != placement[j]
+        waiting += [cost.input_bytes * alone]
+        waiting += [costs[min(j + 1, last)].input_gradient_bytes * sent, 0.0][: n - 1]
         again = cost.activation_bytes * cost.recomputes
         work += [cost.working_bytes[0], *[cost.working_bytes[1] + again] * (n - 1)]
         updates.append(cost.update_bytes(states[j]) / hardware.memory_bandwidth / speed)
@@ -262,5 +347,5 @@ def order_problem(
             )
     return OrderProblem(
         tuple(placement), n_microbatches, kinds, tuple(seconds), tuple(map(tuple, needs)),
-        tuple(held), tuple(work), tuple(room), tuple(updates),
+        tuple(held), tuple(work), tuple(waiting), tuple(room), tuple(updates),
     )  # fmt: skip

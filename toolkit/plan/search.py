@@ -8,9 +8,10 @@ Problems that :mod:`toolkit.plan.exact` can solve get a proof, or a better bound
 
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache, partial
 from math import exp, inf
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ _Block = tuple[_Places, tuple[float, ...]]
 _TIE = 1e-9  # relative difference of sums of seconds that are equal
 _ROUNDING = 1e-3  # relative difference to a bound in ticks that counts as none
 _HEAT = 0.02, 2e-4  # of annealing, first and last, relative to a step
+_ATTEMPTS = 5  # to keep to the memory, as the simulator counts it
 _EXACT_OPS = 1000  # most ops of a training step for which OR-tools is asked by default
 
 
@@ -116,7 +118,7 @@ def search(
     speeds = [hardware.speed(rank) for rank in range(p)]
     starts = [tuple(placement)] if placement is not None else _shapes(work, speeds)
     room, tried, end = [*limits], 0, time.monotonic() + seconds
-    while True:
+    for attempt in range(_ATTEMPTS):
 
         def make(where: _Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
             given = costs, m, where, hardware, split_backward, room, optimizer_bytes
@@ -131,9 +133,13 @@ def search(
         over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
         if max(over) <= _TIE * max(peaks):
             break
-        # Inputs that arrive before their forward take room, too. Look again beside what was found.
-        room = [space - more for space, more in zip(room, over, strict=True)]
-        starts, end = [problem.placement], max(end, time.monotonic() + seconds / 4)
+        # Messages took more room than foreseen.
+        room = [space - more * 2**attempt for space, more in zip(room, over, strict=True)]
+        starts, end = [problem.placement], time.monotonic() + seconds / 4
+    else:
+        raise UserError(
+            f"no orders were found in a memory of {[*limits]} bytes: give more, or more seconds"
+        )
     if free:
         work.sort(reverse=True)
         two = sum(work[p - 1 : p + 1]) if s > p else 0.0  # of the p + 1 largest, a rank runs two
@@ -141,6 +147,12 @@ def search(
     took = timeline.step_time
     bound, proven = min(bound, took), took <= bound * (1 + _ROUNDING)
     return Found(schedule, took, bound, proven, peaks, problem.placement, tried)
+
+
+def _fits(problem: OrderProblem, words: list[Word]) -> bool:
+    """Whether ranks have room, for messages that wait, too."""
+    held = problem.peaks(words)
+    return all(most <= room * (1 + _TIE) for most, room in zip(held, problem.room, strict=True))
 
 
 def _simulated(
@@ -156,7 +168,7 @@ class _Search:
     def __init__(
         self, make: Callable[[_Places], OrderProblem], draw: random.Random, say: Progress | None
     ) -> None:
-        self.make, self.draw, self.say = cache(make), draw, say
+        self.make, self.draw, self.say = lru_cache(1000)(make), draw, say
         self.tried, self.said = 0, time.monotonic()
 
     def best(
@@ -185,28 +197,47 @@ class _Search:
         block = min(blocks, key=self.seconds)
         problem = self.make(block[0])
         bound = 0.0 if free else problem.bound()
-        few = len(problem.seconds) * problem.n_microbatches <= _EXACT_OPS
-        ask = few and _exact.available() if exact is None else exact
-        spent = (0.3, 0.4) if ask else (0.5, 1.0)
-        block = self.blocks(block, free, begin + spent[0] * left, bound)
-        problem = self.make(block[0])
-        orders.append((problem, list_schedule(problem, block[1])))
-        problem, words = min(orders, key=lambda order: order[0].period(order[1]))
+        ask = _exact.available() if exact is None else exact
+        block = self.blocks(block, free, begin + (0.3 if ask else 0.5) * left, bound)
+        problem, words = self.make(block[0]), self.listed(block)
+        if ask and problem.merged is not problem and problem.merged.n_ops <= _EXACT_OPS:
+            words, _ = self.solved(problem.merged, words, begin + 0.6 * left)
+        orders.append((problem, problem.split(words)))
+        problem, words = min(
+            orders, key=lambda order: (not _fits(*order), order[0].period(order[1]))
+        )
         bound = problem.bound()
-        words = self.places(problem, words, begin + spent[1] * left, bound)
+        ask = ask and (problem.n_ops <= _EXACT_OPS or exact is True)
+        left = end - time.monotonic()
+        words = self.places(problem, words, end - (0.7 * left if ask else 0.0), bound)
         if ask and problem.period(words) > bound * (1 + _TIE):
-            seconds = max(1.0, end - time.monotonic())
-            words, proven = _exact.solve(problem, words, seconds, self.report)
+            words, proven = self.solved(problem, words, end)
             bound = max(bound, proven)
         return problem, words, bound
+
+    def solved(
+        self, problem: OrderProblem, words: list[Word], end: float
+    ) -> tuple[list[Word], float]:
+        """``words`` or better ones, and a bound, by OR-tools."""
+        seconds = max(1.0, end - time.monotonic())
+        found, bound = _exact.solve(problem, words, seconds, self.report)
+        better = _fits(problem, found) or not _fits(problem, words)
+        return found if better else words, bound
+
+    def listed(self, block: _Block) -> list[Word]:
+        """Orders of merged stages: forwards have the keys of the first, backwards of the last."""
+        problem, (interval, patience, *keys) = self.make(block[0]), block[1]
+        n = len(problem.kinds)
+        own = [keys[g[0 if k == 0 else -1] * n + k] for g in problem.groups for k in range(n)]
+        return list_schedule(problem.merged, [interval, patience, *own])
 
     def seconds(self, block: _Block) -> float:
         """Of a training step; infinite if a rank has no room."""
         try:
-            problem = self.make(block[0])
+            problem = self.make(block[0]).merged
         except UserError:
             return inf
-        return problem.period(list_schedule(problem, block[1]))
+        return problem.period(self.listed(block))
 
     def blocks(self, block: _Block, free: bool, end: float, bound: float) -> _Block:
         """Anneal keys, and ranks of stages if they are free."""
@@ -231,7 +262,10 @@ class _Search:
                     patience = draw.choice((0.0, draw.random())) * longest
             return tuple(where), (interval, patience, *keys)
 
-        return self.anneal(block, change, self.seconds, end, bound)
+        def fits(block: _Block) -> bool:
+            return _fits(self.make(block[0]).merged, self.listed(block))
+
+        return self.anneal(block, change, self.seconds, fits, end, bound)
 
     def places(
         self, problem: OrderProblem, words: list[Word], end: float, bound: float
@@ -249,23 +283,26 @@ class _Search:
                 return words
             return [*words[:rank], word, *words[rank + 1 :]]
 
-        return self.anneal(words, change, problem.period, end, bound)
+        fits = partial(_fits, problem)
+        return self.anneal(words, change, problem.period, fits, end, bound)
 
     def anneal(
         self,
         given: _T,
         change: Callable[[_T], _T],
         seconds: Callable[[_T], float],
+        fits: Callable[[_T], bool],
         end: float,
         bound: float,
     ) -> _T:
         """The best of many changes, until ``end`` or the ``bound``; early on, worse ones pass."""
         now = best = given
-        took = least = seconds(given)
+        took = seconds(given)
+        least = took if fits(given) else inf
         begin = at = time.monotonic()
         hot, cold = _HEAT
         while at < end and least > bound * (1 + _TIE):
-            heat = hot * (cold / hot) ** ((at - begin) / (end - begin)) * least
+            heat = hot * (cold / hot) ** ((at - begin) / (end - begin)) * took
             at = time.monotonic()
             tried = change(now)
             if tried is now:
@@ -274,7 +311,7 @@ class _Search:
             new = seconds(tried)
             if new <= took or self.draw.random() < exp((took - new) / heat):
                 now, took = tried, new
-                if took < least:
+                if took < least and fits(now):
                     best, least = now, took
             self.report("annealing", least, bound)
         return best
@@ -388,24 +425,33 @@ def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
 
 
 def _shapes(work: Sequence[float], speeds: Sequence[float]) -> list[_Places]:
-    """Neighbours on a rank, balanced or as many on each; stages in turn; stages to and fro."""
+    """Neighbours on a rank, stages in turn, and to and fro; then the same, balanced."""
     p, s = len(speeds), len(work)
     there = [*range(p), *reversed(range(p))]
     ranks = ((j * p // s, j % p, there[j % (2 * p)]) for j in range(s))
-    return [*dict.fromkeys((_balanced(work, speeds), *zip(*ranks, strict=True)))]
+    rows = ([*range(p)], there, [*range(p)] * 2, there[::-1])
+    balanced = (_balanced(row, work, speeds) for row in rows if len(row) <= s)
+    return [*dict.fromkeys((*zip(*ranks, strict=True), *balanced))]
 
 
-def _balanced(work: Sequence[float], speeds: Sequence[float]) -> _Places:
-    """Ranks of stages where each has neighbours and the busiest is the least busy."""
-    done: list[tuple[float, _Places]] = [(0.0, ()), *[(inf, _Places())] * len(work)]
-    for rank, speed in enumerate(speeds):
-        done = [
-            min(
-                (max(done[i][0], sum(work[i:j]) / speed), (*done[i][1], *[rank] * (j - i)))
-                for i in range(j)
-            )
-            if j
-            else (inf, ())
-            for j in range(len(work) + 1)
-        ]
-    return done[-1][1]
+def _balanced(row: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> _Places:
+    """Ranks of stages, of neighbours in the order of ``row``, where the busiest is least busy."""
+    draw, s = random.Random(0), len(work)
+
+    def places(cuts: Sequence[int]) -> _Places:
+        return tuple(row[bisect_right(cuts, j)] for j in range(s))
+
+    def loads(cuts: Sequence[int]) -> list[float]:
+        found = [0.0] * len(speeds)
+        for seconds, rank in zip(work, places(cuts), strict=True):
+            found[rank] += seconds / speeds[rank]
+        return sorted(found, reverse=True)
+
+    best = [k * s // len(row) for k in range(1, len(row))]
+    for _ in range(100 * len(row)):
+        tried = [*best]
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            tried[draw.randrange(len(tried))] += draw.choice((-1, 1))
+        if [0, *tried, s] == sorted({0, *tried, s}) and loads(tried) <= loads(best):
+            best = tried
+    return places(best)
