@@ -28,6 +28,7 @@ def main(config: DictConfig) -> None:
     from toolkit.plan import Limits, plan
     from toolkit.plan.candidates import data_options
     from toolkit.results import describe_cpu, write_result
+    from toolkit.schedule.choice import ORDERS_FILE
 
     start = time.perf_counter()
     check_counts(config, "batch")
@@ -56,6 +57,7 @@ def main(config: DictConfig) -> None:
             precision=config.precision,
             optimizer_words=config.optimizer_words,
             given=given,
+            search_seconds=config.search_seconds if config.search else 0.0,
             jobs=config.jobs,
             on_progress=progress,
         )
@@ -64,10 +66,12 @@ def main(config: DictConfig) -> None:
     write_csv(folder / "candidates.csv", [found.row(p) for p in found.predictions])
     write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds)
     figures = save(found.figure(), folder / "plan")
-    title = (
-        f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples} a step"
-    )
-    print(f"\n{title}, {found.hardware.name}\n\n{found}")
+    text = str(found)
+    for searched in (p for p in found.predictions if p.candidate.choice.orders):
+        (folder / ORDERS_FILE).write_text(searched.schedule.to_csv())
+        text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
+    title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
+    print(f"\n{title} a step, {found.hardware.name}\n\n{text}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
 
 

@@ -219,6 +219,18 @@ def test_plan(tmp_path):
     assert "model=resnet6 hardware=ethernet_10 data=synthetic data.image_size=16" in command
 
 
+def test_plan_searches_for_orders(tmp_path):
+    search = "search=true", "search_seconds=1", "jobs=1"
+    given = "model=resnet6", *SMALL[1:3], "ranks=2", "batch=2", *search
+    succeeded("plan", tmp_path, *given)
+    simulated = rows(tmp_path / "candidates.csv")
+    (mine,) = (row for row in simulated if row["schedule"].startswith("searched"))
+    pipelines = [row for row in simulated if "schedule=one_f_one_b" in row["options"]]
+    assert float(mine["seconds"]) <= min(float(row["seconds"]) for row in pipelines) * (1 + 1e-9)
+    file = tmp_path / "rank_orders.csv"
+    assert build_schedule(settings("train", f"schedule.file={file}").schedule).n_ranks == 2
+
+
 def test_simulate_warns_of_different_sizes(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     options = (f"schedule.file={tmp_path / 'mine.csv'}", "+schedule@also.dp=dp")

@@ -58,6 +58,7 @@ class Candidate:
         schedule, named = self.schedule, METHODS.get(self.choice.schedule)
         # A delay that was searched for has no short name.
         name = schedule.name if self.within is None else f"CDP affordable {schedule.chains}"
+        name = name if named else "searched rank orders"
         placed = f" {schedule.placement}" if named and named.kind != "pipeline" else ""
         placed = placed.replace("_", " ").replace(" per microbatch", "")
         words = [name + placed, f"{count(schedule.n_stages, 'stage')} by {self.partition}"]

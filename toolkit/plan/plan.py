@@ -1,6 +1,7 @@
 """Which schedule for a model, on given machines, within limits: all of them are simulated."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,9 @@ from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.plan.candidates import LARGEST, Candidate, candidates, data_options
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
-from toolkit.schedule.choice import options_of
+from toolkit.plan.search import Found, search
+from toolkit.schedule.catalog import METHODS
+from toolkit.schedule.choice import choice_of, options_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +52,7 @@ class Plan:
         hardware: the machines.
         given: options of a command line that describe the model, its samples and the machines.
         n_candidates: how many were looked at.
+        searched: the result of a search for rank orders.
         left_out: why a model could not be cut, by the number of stages.
     """
 
@@ -61,13 +65,14 @@ class Plan:
     given: str
     n_candidates: int
     left_out: Mapping[int, str] = field(default_factory=dict)
+    searched: Found | None = None
 
     @property
     def verdict(self) -> str:
         """Two lines: the best candidate beside data parallelism, and a command that tries it."""
         base, best = self.baseline, self.best
         ddp = f"DDP on {count(base.ranks, 'rank')}"
-        takes = f"{_seconds(base)} a step, {size(base.memory)}"
+        takes = f"{_time(base.seconds)} a step, {size(base.memory)}"
         if best is None:
             least = min(self.predictions, key=attrgetter("memory"))
             return (
@@ -128,6 +133,9 @@ class Plan:
     def origin(self) -> str:
         """How many candidates were looked at and simulated, and what was left out."""
         more = "".join(f"\n{n} stages left out: {why}" for n, why in self.left_out.items())
+        if found := self.searched:
+            least = "which is the least" if found.proven else f"at least {_time(found.bound)}"
+            more += f"\nSearched rank orders take {_time(found.seconds)}, {least} on its stages."
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
@@ -154,6 +162,7 @@ def plan(
     precision: str = "fp32",
     optimizer_words: float = 1.0,
     given: str = "",
+    search_seconds: float = 0.0,
     jobs: int | None = None,
     on_progress: OnProgress = lambda what, share: None,
 ) -> Plan:
@@ -173,6 +182,8 @@ def plan(
         precision: as for :func:`toolkit.cost.profile`.
         optimizer_words: numbers that an optimizer keeps of each parameter: 1, momentum; 2, Adam's.
         given: options of a command line that describe the model, its samples and the machines.
+        search_seconds: for a search of rank orders that the catalogue lacks, on the stages of its
+            fastest pipeline: see :func:`toolkit.plan.search`. 0: none.
         jobs: processes; as many as CPUs unless given.
         on_progress: called with the present activity, and the share of it that is done.
 
@@ -194,14 +205,16 @@ def plan(
     more = [c for c in tried if c.choice in near and c not in sweep.done]
     sweep.simulate("simulating cuts and recomputation", more, plainest)
     sweep.settle()
+    searched = sweep.search(search_seconds) if search_seconds > 0 else None
     ddp = (replace(plainest, partition=by) for by in MEASURES)
     baseline = min((sweep.done[c] for c in ddp if c in sweep.done), key=attrgetter("seconds"))
     best = sweep.confirmed(baseline)
     given = given or f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
     done, order = (*sweep.done.values(),), (*front(sweep.done.values()),)
     return Plan(
-        done, order, baseline, best, machines.limits, hardware, given, len(tried), sweep.left_out
-    )
+        done, order, baseline, best, machines.limits, hardware, given, len(tried), sweep.left_out,
+        searched,
+    )  # fmt: skip
 
 
 CostsOf = Callable[[Candidate], Costs | UserError]
@@ -266,6 +279,29 @@ class _Sweep:
         tasks = [(c, self._costs(c), WITHIN) for c in late]
         what = "searching for affordable delays"
         self._add(self._each(what, self.machines.settle, tasks, len(tasks)))
+
+    def search(self, seconds: float) -> Found | None:
+        """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
+        fresh = [p for c, p in self.done.items() if METHODS[c.choice.schedule].kind == "pipeline"]
+        if not (fresh := [p for p in fresh if not p.staleness]):
+            return None
+        plain = min(fresh, key=lambda p: (not p.fits, p.seconds)).candidate
+        machines, costs = self.machines, self._costs(plain)
+        limits = [machines.memory_of(rank) for rank in range(plain.schedule.n_ranks)]
+        begin = time.monotonic()
+        found = search(
+            costs, plain.schedule.n_microbatches, ranks=plain.schedule.n_ranks,
+            hardware=machines.hardware, memory=limits, seconds=seconds,
+            optimizer_bytes=machines.optimizer_bytes(costs),
+            progress=lambda what, took, bound: self.on_progress(
+                f"searching for rank orders ({_time(took)})",
+                min(1.0, (time.monotonic() - begin) / seconds),
+            ),
+        )  # fmt: skip
+        orders = choice_of(replace(found.schedule, name="rank orders"))
+        mine = replace(plain, choice=orders)
+        self._add(machines.predict([mine], [costs]))
+        return found
 
     def confirmed(self, baseline: Prediction) -> Prediction | None:
         """Simulate the best schedules with late weights for longer; return the choice of them."""
@@ -350,5 +386,5 @@ def _key(candidate: Candidate) -> tuple[int, int, str]:
     return candidate.schedule.n_stages, candidate.batch, candidate.partition
 
 
-def _seconds(found: Prediction) -> str:
-    return " ".join(duration(found.seconds))
+def _time(seconds: float) -> str:
+    return " ".join(duration(seconds))

@@ -126,6 +126,10 @@ class Machines:
         fresher = replace(candidate, choice=replace(candidate.choice, delay=delay), within=within)
         return self.predict([fresher], [costs])[0]
 
+    def memory_of(self, rank: int) -> float:
+        """Bytes that a rank may hold."""
+        return min(self.limits.memory, self.hardware.memory_of(rank))
+
     def optimizer_bytes(self, costs: Costs) -> list[float]:
         """Bytes of the optimizer's state, by stage."""
         return [self.optimizer_words * cost.parameter_bytes for cost in costs]
@@ -134,9 +138,7 @@ class Machines:
         self, candidate: Candidate, seconds: float, held: Sequence[float], sent: float
     ) -> Prediction:
         late, limits = candidate.schedule.mean_staleness, self.limits
-        fits = all(
-            n <= min(limits.memory, self.hardware.memory_of(rank)) for rank, n in enumerate(held)
-        )
+        fits = all(n <= self.memory_of(rank) for rank, n in enumerate(held))
         fits &= seconds <= limits.seconds and late <= limits.staleness
         return Prediction(candidate, seconds, max(held), len(held), late, sent, fits)
 

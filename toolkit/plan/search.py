@@ -22,7 +22,7 @@ from toolkit.plan.order_problem import OrderProblem, Word, order_problem
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.steady_state import steps_to_time
 
-Progress = Callable[[str, float, float], None]
+Progress = Callable[[str, float, float], object]
 """Gets what a search does, the step time found so far and the bound, both in seconds."""
 
 _T = TypeVar("_T")
