@@ -276,6 +276,35 @@ def test_mistakes():
         search(costs, 2, memory=[1.0])
 
 
+def test_the_fewest_limits_that_cannot_be_met_together():
+    """1F1B takes 33 s with 4 micro-batches on rank 0; faster steps need more room there alone."""
+    costs = stages(*[1.0] * 4)
+    options = {"split_backward": False, "catalogue": False, "exact": False, "seconds": 2}
+    assert search(costs, 8, memory=4, step_seconds=33, **options).seconds == 33
+    given = problem(costs, 8, split_backward=False, memory=[3.0, 2.0, 2.0, 1.0])
+    assert exact.conflict(given, 33, 20) == (0,)
+    assert exact.conflict(given, 32, 20) == ()
+    given = problem(costs, 8, split_backward=False, memory=[4.0, 2.0, 1.0, 1.0])
+    assert exact.conflict(given, 33, 20) == (1,)
+    given = problem(costs, 8, split_backward=False, memory=[4.0, 3.0, 2.0, 1.0])
+    assert exact.conflict(given, 33, 20) is None
+    with pytest.raises(
+        UserError, match=r"no orders take 33 s a step in 3 bytes of rank 0: the fast"
+    ):
+        search(costs, 8, memory=3, step_seconds=33, **options)
+    with pytest.raises(UserError, match=r"no orders take 30 s a step in any memory: the fastest"):
+        search(costs, 8, memory=4, step_seconds=30, **options)
+
+
+def test_rooms_of_two_ranks_in_conflict():
+    """With more room on either rank, steps take 36 s."""
+    costs = stages(3.0, 1.0, 1.0)
+    given = problem(costs, 3, (0, 1, 0), split_backward=False, memory=[3.0, 1.0])
+    assert exact.solve(given, list_schedule(given, [1.0, 0.0, *range(6)]), 10)[1] == 38
+    assert exact.conflict(given, 37, 20) == (0, 1)
+    assert exact.conflict(given, 38, 20) is None
+
+
 def test_without_or_tools_exact_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
     with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[search\]'"):

@@ -4,10 +4,12 @@ Starts are whole ticks; a training step takes a period, in which each rank runs 
 rounded down to ticks, so that the bound holds; there is no rounding if all are multiples of a tick.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
-from math import floor, isfinite
+from itertools import combinations, pairwise
+from math import floor, inf, isfinite
 from typing import Any
 
 from toolkit.errors import UserError
@@ -54,6 +56,41 @@ def solve(
     if status in (cp.OPTIMAL, cp.FEASIBLE):
         words = min(words, _words(problem, starts, solver.value), key=problem.period)
     return words, solver.best_objective_bound * tick
+
+
+def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tuple[int, ...] | None:
+    """Ranks whose rooms no orders keep to in steps of ``step_seconds``: as few as possible.
+
+    Returns:
+        The ranks; empty if no orders are so fast in any room; None if that is not proven within
+        ``seconds``. Sets that are undecided by then are passed over.
+
+    Raises:
+        UserError: OR-tools is not installed.
+    """
+    cp, end = cp_model(), time.monotonic() + seconds
+    limited = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
+
+    def impossible(ranks: Sequence[int], seconds: float) -> bool:
+        room = [x if rank in ranks else inf for rank, x in enumerate(problem.room)]
+        relaxed = replace(problem, room=tuple(room))
+        if relaxed.bound() > step_seconds * (1 + 1e-9):
+            return True
+        tick = _tick(relaxed)
+        model, _, period = _model(cp, relaxed, tick)
+        model.add(period <= floor(step_seconds / tick + 1e-6))
+        solver = cp.CpSolver()
+        solver.parameters.max_time_in_seconds = max(0.1, seconds)
+        solver.parameters.num_workers = 8
+        return solver.solve(model) == cp.INFEASIBLE
+
+    if not impossible(limited, seconds / 2):
+        return None
+    for size in range(len(limited)):
+        for ranks in combinations(limited, size):
+            if (left := end - time.monotonic()) > 0 and impossible(ranks, left / 2):
+                return ranks
+    return tuple(limited)
 
 
 def cp_model() -> Any:

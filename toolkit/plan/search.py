@@ -70,6 +70,7 @@ def search(
     memory: float | Sequence[float] | None = None,
     split_backward: bool = True,
     optimizer_bytes: Sequence[float] = (),
+    step_seconds: float | None = None,
     exact: bool | None = None,
     catalogue: bool = True,
     seconds: float = 60.0,
@@ -87,6 +88,7 @@ def search(
         memory: bytes of a rank, or ``[rank]``; None: those of the hardware.
         split_backward: whether backwards of inputs and weights are separate ops.
         optimizer_bytes: as in :func:`toolkit.cost.simulate`.
+        step_seconds: longest training step that will do.
         exact: whether to ask OR-tools; None: for few ops, if it is installed.
         catalogue: whether to begin with the catalogue's orders, besides its own.
         seconds: that the search takes, or less if it meets the bound.
@@ -94,8 +96,9 @@ def search(
         progress: called about once a second.
 
     Raises:
-        UserError: arguments do not fit together, a rank has no room for one micro-batch, or
-            ``exact`` without OR-tools.
+        UserError: arguments do not fit together, a rank has no room for one micro-batch, ``exact``
+            without OR-tools, or no step is as short as ``step_seconds``. If that is proven, the
+            message names the fewest limits that cannot be met together.
     """
     s, m = len(costs), whole(n_microbatches, "the number of micro-batches", 1)
     p = whole(s if ranks is None else ranks, "the number of ranks", 1)
@@ -118,6 +121,7 @@ def search(
     speeds = [hardware.speed(rank) for rank in range(p)]
     starts = [tuple(placement)] if placement is not None else _shapes(work, speeds)
     room, tried, end = [*limits], 0, time.monotonic() + seconds
+    bounds: list[float] = []
     for attempt in range(_ATTEMPTS):
 
         def make(where: _Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
@@ -127,6 +131,7 @@ def search(
         run = _Search(make, random.Random(seed), progress)
         problem, words, bound = run.best(starts, free, end, exact, catalogue)
         tried += run.tried
+        bounds.append(bound)
         schedule = problem.schedule(words, "searched")
         timeline = _simulated(schedule, costs, hardware, optimizer_bytes)
         peaks = tuple(timeline.peak_memory(rank) for rank in range(p))
@@ -144,9 +149,37 @@ def search(
         work.sort(reverse=True)
         two = sum(work[p - 1 : p + 1]) if s > p else 0.0  # of the p + 1 largest, a rank runs two
         bound = m * max(sum(work) / sum(speeds), max(two, work[0]) / max(speeds))
+    else:
+        bound = bounds[0]  # later ones have less room
     took = timeline.step_time
+    if step_seconds is not None and took > step_seconds * (1 + _TIE):
+        given = None if free else make(problem.placement, limits)
+        raise UserError(_too_slow(given, step_seconds, took, bound, limits, seconds))
     bound, proven = min(bound, took), took <= bound * (1 + _ROUNDING)
     return Found(schedule, took, bound, proven, peaks, problem.placement, tried)
+
+
+def _too_slow(
+    problem: OrderProblem | None,
+    step_seconds: float,
+    took: float,
+    bound: float,
+    limits: Sequence[float],
+    seconds: float,
+) -> str:
+    """Why no step is as short as ``step_seconds``."""
+    fastest = f"the fastest orders that were found take {took:.4g} s"
+    if problem is not None and problem.n_ops <= _EXACT_OPS and _exact.available():
+        ranks = _exact.conflict(problem, step_seconds, seconds)
+        if ranks == ():
+            return f"no orders take {step_seconds:.4g} s a step in any memory: {fastest}"
+        if ranks is not None:
+            room = ", ".join(f"{limits[rank]:.4g} bytes of rank {rank}" for rank in ranks)
+            return (
+                f"no orders take {step_seconds:.4g} s a step in {room}: {fastest}. Without one of"
+                " these limits, orders may exist"
+            )
+    return f"no orders of {step_seconds:.4g} s a step: {fastest}, and none less than {bound:.4g} s"
 
 
 def _fits(problem: OrderProblem, words: list[Word]) -> bool:
