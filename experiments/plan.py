@@ -1,6 +1,6 @@
 """Which schedule for a model, on given machines, within limits of memory, staleness and time.
 
-    python experiments/plan.py model=resnet50 hardware=ethernet_10 ranks=8 batch=256 memory=16GiB
+    python experiments/plan.py model=resnet50 hardware=ethernet_10 ranks=8 batch=1536 memory=32GiB
     python experiments/plan.py model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
 
 Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from toolkit.schedule import Schedule
 
 _MOST_RANKS = 16  # that are printed
+_TIMED = 16  # steady training steps whose mean counts: those of contended links differ
 _WORTH = 0.03  # share of a step that other messages have to save
 
 
@@ -73,7 +74,7 @@ def main(config: DictConfig) -> None:
     def predict(schedule: "Schedule", by: Any = None, steps: int | None = None) -> "Timeline":
         costs = costs_of(schedule.n_stages, by)
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        program = schedule.lower(steps or steps_to_time(schedule)).verify()
+        program = schedule.lower(steps or steps_to_time(schedule, _TIMED)).verify()
         return simulate(program, costs, hardware, state)
 
     folder = output_folder()
