@@ -307,6 +307,7 @@ def test_any_change_of_a_field_is_refused(program, data):
         (of(Action.FORWARD), {"step": 99}, "no such stage"),
         (of(Action.SEND), {"peers": ()}, "no such peers"),
         (of(Action.SEND), {"peers": (0, 1)}, "no such peers"),
+        (of(Action.BACKWARD), {"action": Action.BACKWARD_INPUT}, "schedule has no such op"),
         (of(Action.UPDATE), {"buffer": Buffer.WEIGHTS}, "no instruction of these fields"),
         (of(Action.PREDICT), {"buffer": None}, "no instruction of these fields"),
     ],

@@ -194,6 +194,10 @@ class _Check:
                 also = _CORRECTED.get(instead, "")
                 raise _RefusedError(f"the schedule promises weight version {promise}{also}")
             self.misplaced.append((rank, i, f"it is at tick {tick}, and its op at {due}"))
+        if action == BACKWARD_WEIGHT:  # before its weights: new ones may come between the halves
+            if key not in here.halves:
+                raise _RefusedError("the first half of this backward has not been done here")
+            here.halves.remove(key)
         for weights in i.reads if buffer else ((j, version),):
             _reads(here, weights)
         if action == FORWARD:
@@ -205,11 +209,7 @@ class _Check:
             return
         if key not in here.activations:
             raise _RefusedError("its activations are not there: never made here, or freed")
-        if action == BACKWARD_WEIGHT:
-            if key not in here.halves:
-                raise _RefusedError("the first half of this backward has not been done here")
-            here.halves.remove(key)
-        else:
+        if action != BACKWARD_WEIGHT:
             if j < self.schedule.n_stages - 1:
                 _take(here.boundaries, (ACTIVATION_GRADIENT, j + 1, m, step))
             if j > 0:
