@@ -146,6 +146,20 @@ def _slept_links(result: Result) -> Rows:
     return list(shown.values())
 
 
+def _prediction_errors(result: Result) -> Rows:
+    """The distribution of the errors of a plan's predictions."""
+    rows = []
+    for what, column in (("step time", "error (%)"), ("memory", "memory error (%)")):
+        errors = sorted(abs(row[column]) for row in result["metrics"])
+        row: dict[str, Any] = {"error of": what, "configurations": len(errors)}
+        for share in (0.5, 0.75, 0.9, 1.0):
+            name = "largest" if share == 1 else "median" if share == 0.5 else f"{share:.0%} below"
+            row[f"{name} (%)"] = errors[max(0, round(share * len(errors)) - 1)]
+        within = sum(error <= 10 for error in errors) / len(errors)
+        rows.append(row | {"within 10 %": f"{within:.0%}"})
+    return rows
+
+
 def _situations_short(result: Result) -> Rows:
     """The rows without slow links, and those at M = C."""
     rows = [cells.situation_cells(row) for row in result["metrics"]]
@@ -208,6 +222,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),
     ("bench_links", _links),
+    ("bench_predictions", _prediction_errors),
     ("bench_architectures", _each(_architecture)),
     ("bench", _each(_bench)),
     ("", _each(_compared)),

@@ -74,6 +74,15 @@ def test_bench_one_device(tmp_path):
     assert [row["computed again"] != "" for row in found] == [False, False, True]
 
 
+def test_bench_predictions(tmp_path):
+    small = options(models="[resnet8]", image_size=8, batch=8, steps=4, configurations=6)
+    found = complete("bench", tmp_path, "bench=predictions", "device=cpu", *small)["metrics"]
+    assert 0 < len(found) <= 6  # a small model has few stages
+    for row in found:
+        assert row["predicted ms"] > 0 < row["measured ms"]
+        assert row["measured MB"] == pytest.approx(row["predicted MB"], rel=0.25)
+
+
 @thorough
 def test_bench_resume(tmp_path):
     small = "'model=resnet8','data=synthetic','data.n_train=200','data.image_size=8','batch=4'"
