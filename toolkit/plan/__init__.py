@@ -10,6 +10,7 @@ from toolkit.plan.plan import Plan, plan
 from toolkit.plan.predictions import Limits, Prediction
 from toolkit.plan.search import Found, search
 from toolkit.plan.stability import Certificate, largest_stable_rate
+from toolkit.plan.steady_search import search_steady
 
 __all__ = [
     "Advice",
@@ -32,4 +33,5 @@ __all__ = [
     "pilot",
     "plan",
     "search",
+    "search_steady",
 ]

@@ -15,7 +15,6 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.plan.order_problem import OrderProblem, Word
 
-_TICKS = 10_000  # of the busiest rank on a micro-batch, where seconds are rounded
 _LEVELS = 10**6  # of a rank's room, where bytes are rounded
 
 
@@ -40,7 +39,7 @@ def solve(
         UserError: OR-tools is not installed.
     """
     cp = cp_model()
-    tick = _tick(problem)
+    tick = problem.tick()
     model, starts, period = _model(cp, problem, tick)
     model.minimize(period)
     least = problem.period(words)
@@ -76,7 +75,7 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
         relaxed = replace(problem, room=tuple(room))
         if relaxed.bound() > step_seconds * (1 + 1e-9):
             return True
-        tick = _tick(relaxed)
+        tick = relaxed.tick()
         model, _, period = _model(cp, relaxed, tick)
         model.add(period <= floor(step_seconds / tick + 1e-6))
         solver = cp.CpSolver()
@@ -112,18 +111,6 @@ def _words(
         [c for *_, c in sorted((value(v), c % n, c) for c in chains for v in starts[c])]
         for chains in problem.of_rank
     ]
-
-
-def _tick(problem: OrderProblem) -> float:
-    """Seconds of a tick."""
-    lags = (lag for needed in problem.needs for _, lag in needed)
-    amounts = [x for x in (*problem.seconds, *lags, *problem.updates) if x > 0]
-    for parts in (1, 2, 3, 4, 6, 12):
-        tick = min(amounts) / parts
-        if all(abs(x / tick - round(x / tick)) < 1e-9 * parts for x in amounts):
-            return tick
-    busy = max(map(problem.load, range(problem.n_ranks))) / problem.n_microbatches
-    return busy / _TICKS
 
 
 def _model(cp: Any, problem: OrderProblem, tick: float) -> tuple[Any, list[list[Any]], Any]:

@@ -22,6 +22,7 @@ _KINDS = {
     True: (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
     False: (Kind.FORWARD, Kind.BACKWARD),
 }
+_TICKS = 10_000  # of the busiest rank on a micro-batch, where seconds are rounded
 _STEPS = 4  # after which a step takes as long as the one before, nearly always
 
 
@@ -208,6 +209,16 @@ class OrderProblem:
     def n_ops(self) -> int:
         """Ops of a training step."""
         return len(self.seconds) * self.n_microbatches
+
+    def tick(self) -> float:
+        """Seconds of which all others are multiples; a small share of a micro-batch if none is."""
+        lags = (lag for needed in self.needs for _, lag in needed)
+        amounts = [x for x in (*self.seconds, *lags, *self.updates) if x > 0]
+        for parts in (1, 2, 3, 4, 6, 12):
+            tick = min(amounts) / parts
+            if all(abs(x / tick - round(x / tick)) < 1e-9 * parts for x in amounts):
+                return tick
+        return max(map(self.load, range(self.n_ranks))) / self.n_microbatches / _TICKS
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -119,7 +119,7 @@ def search(
     free = placement is None and not (p == s and equal and hardware.ranks_per_machine == 1)
     work = [sum(cost.seconds(hardware)) for cost in costs]
     speeds = [hardware.speed(rank) for rank in range(p)]
-    starts = [tuple(placement)] if placement is not None else _shapes(work, speeds)
+    starts = [tuple(placement)] if placement is not None else shapes(work, speeds)
     room, tried, end = [*limits], 0, time.monotonic() + seconds
     bounds: list[float] = []
     for attempt in range(_ATTEMPTS):
@@ -133,7 +133,7 @@ def search(
         tried += run.tried
         bounds.append(bound)
         schedule = problem.schedule(words, "searched")
-        timeline = _simulated(schedule, costs, hardware, optimizer_bytes)
+        timeline = simulated(schedule, costs, hardware, optimizer_bytes)
         peaks = tuple(timeline.peak_memory(rank) for rank in range(p))
         over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
         if max(over) <= _TIE * max(peaks):
@@ -145,18 +145,20 @@ def search(
         raise UserError(
             f"no orders were found in a memory of {[*limits]} bytes: give more, or more seconds"
         )
-    if free:
-        work.sort(reverse=True)
-        two = sum(work[p - 1 : p + 1]) if s > p else 0.0  # of the p + 1 largest, a rank runs two
-        bound = m * max(sum(work) / sum(speeds), max(two, work[0]) / max(speeds))
-    else:
-        bound = bounds[0]  # later ones have less room
+    bound = m * busiest(work, speeds) if free else bounds[0]  # later ones have less room
     took = timeline.step_time
     if step_seconds is not None and took > step_seconds * (1 + _TIE):
         given = None if free else make(problem.placement, limits)
         raise UserError(_too_slow(given, step_seconds, took, bound, limits, seconds))
     bound, proven = min(bound, took), took <= bound * (1 + _ROUNDING)
     return Found(schedule, took, bound, proven, peaks, problem.placement, tried)
+
+
+def busiest(work: Sequence[float], speeds: Sequence[float]) -> float:
+    """Seconds of the busiest rank, at least, wherever stages of ``work`` seconds are placed."""
+    p, largest = len(speeds), sorted(work, reverse=True)
+    two = sum(largest[p - 1 : p + 1]) if len(work) > p else 0.0  # of p + 1, a rank runs two
+    return max(sum(work) / sum(speeds), max(two, largest[0]) / max(speeds))
 
 
 def _too_slow(
@@ -188,9 +190,10 @@ def _fits(problem: OrderProblem, words: list[Word]) -> bool:
     return all(most <= room * (1 + _TIE) for most, room in zip(held, problem.room, strict=True))
 
 
-def _simulated(
+def simulated(
     schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
 ) -> Timeline:
+    """Training steps of a schedule up to its steady state, verified."""
     program = schedule.lower(steps_to_time(schedule)).verify()
     return simulate(program, costs, hardware, optimizer_bytes)
 
@@ -457,7 +460,7 @@ def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
                 yield words
 
 
-def _shapes(work: Sequence[float], speeds: Sequence[float]) -> list[_Places]:
+def shapes(work: Sequence[float], speeds: Sequence[float]) -> list[_Places]:
     """Neighbours on a rank, stages in turn, and to and fro; then the same, balanced."""
     p, s = len(speeds), len(work)
     there = [*range(p), *reversed(range(p))]
