@@ -2,9 +2,11 @@
 
     python experiments/plan.py model=resnet50 hardware=ethernet_10 ranks=8 batch=1536 memory=32GiB
     python experiments/plan.py model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
+    python experiments/plan.py model=resnet8 data=digits ranks=4 batch=64 pilot=true
 
 Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The
-machine is a file of conf/hardware.
+machine is a file of conf/hardware. With pilot=true, the best is then measured here beside data
+parallelism: memory, computing times, and accuracy by short trainings. Links are the hardware's.
 """
 
 import time
@@ -22,25 +24,41 @@ from toolkit.format import bytes_in
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.cli import analysed_form, build_hardware, build_model, chosen, model_name
+    from toolkit.cli import (
+        analysed_form,
+        build_hardware,
+        build_model,
+        chosen,
+        load_samples,
+        model_name,
+    )
     from toolkit.figures import save
     from toolkit.files import write_csv
     from toolkit.plan import Limits, plan
     from toolkit.plan.candidates import data_options
     from toolkit.results import describe_cpu, write_result
     from toolkit.schedule.choice import ORDERS_FILE
+    from toolkit.training import pick_device
 
     start = time.perf_counter()
     check_counts(config, "batch")
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
-    form = analysed_form(config)
+    if config.pilot and config.data is None:
+        raise UserError("pilot=true trains for a short time: choose samples, such as data=digits")
+    if config.data is not None and (config.shape, config.classes) != (None, None):
+        raise UserError("shape and classes are those of data=...: leave them out")
+    samples = None if config.data is None else load_samples(config.data)
+    form = analysed_form(config) if samples is None else samples.form
     limits = {name: config[name] for name in ("staleness", "seconds") if config[name] is not None}
     if config.memory is not None:
         limits["memory"] = bytes_in(config.memory)
     with torch.device("meta"):
         model = build_model(config.model, form)
-    given = f"{chosen('model', 'hardware')} {data_options(form)} precision={config.precision}"
+    groups = ("model", "hardware", *["data"] * (samples is not None))
+    given = f"{chosen(*groups)} precision={config.precision}"
+    given += "" if samples else f" {data_options(form)}"
+    measured = None
     with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
 
         def progress(what: str, share: float) -> None:
@@ -61,10 +79,20 @@ def main(config: DictConfig) -> None:
             jobs=config.jobs,
             on_progress=progress,
         )
+        if config.pilot:
+            device = pick_device(config.device)
+            measured = found.pilot(
+                lambda: build_model(config.model, form).to(device),
+                samples,
+                compute=config.pilot_compute,
+                budget=config.pilot_seconds,
+                on_progress=progress,
+            )
     folder = output_folder()
     seconds = time.perf_counter() - start
     write_csv(folder / "candidates.csv", [found.row(p) for p in found.predictions])
-    write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds)
+    more = {"pilot": measured.record()} if measured else {}
+    write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds, **more)
     figures = save(found.figure(), folder / "plan")
     text = str(found)
     for searched in (p for p in found.predictions if p.candidate.choice.orders):
@@ -72,6 +100,8 @@ def main(config: DictConfig) -> None:
         text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
     title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
     print(f"\n{title} a step, {found.hardware.name}\n\n{text}")
+    if measured:
+        print(f"\nMeasured on this machine: {measured}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
 
 

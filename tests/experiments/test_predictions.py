@@ -210,13 +210,21 @@ def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
 
 
 def test_plan(tmp_path):
-    out = succeeded("plan", tmp_path, "model=resnet6", *SMALL[1:3], "ranks=2", "batch=4", "jobs=1")
-    found = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    pilot = "data=digits", "pilot=true", "pilot_seconds=1"
+    out = succeeded("plan", tmp_path, "model=resnet6", *pilot, "ranks=2", "batch=4", "jobs=1")
+    result = json.loads((tmp_path / "result.json").read_text())
+    found = result["metrics"]
     assert_figures(tmp_path, "plan")
     simulated = rows(tmp_path / "candidates.csv")
     assert {row["options"] for row in found} < {row["options"] for row in simulated}
     command = out[out.index("try it by: torchrun") :].splitlines()[0]
-    assert "model=resnet6 hardware=ethernet_10 data=synthetic data.image_size=16" in command
+    assert "model=resnet6 hardware=ethernet_10 data=digits" in command
+    measured = result["pilot"]
+    assert out.index(command) < out.index(measured["verdict"]) < out.index("step in one process")
+    assert next(iter(measured["rules"])) == "DP"
+    assert measured["command"] in out
+    assert "model=resnet6 hardware=ethernet_10 data=digits" in measured["command"]
+    assert "optimizer=nesterov" in measured["command"]
 
 
 def test_plan_searches_for_orders(tmp_path):
@@ -295,6 +303,8 @@ pipelines microbatches=-1 | microbatches .* got -1
 pipelines rank=4 | option rank: .* ranks
 plan ranks=[0] | ranks .* got \[0\]
 plan ranks=3 batch=64 | batch=64 .* \[3\]
+plan pilot=true | pilot=true .* data=digits
+plan data=digits classes=3 | classes .* data
 plan memory=16GB/s | memory .* 16GB/s
 plan staleness=-1 | staleness .* got -1
 plan model.target=my_package.broken | my_package.broken gives a int

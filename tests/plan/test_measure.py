@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from toolkit.cost import Hardware, unit_costs
 from toolkit.model import Images
 from toolkit.plan import measure
-from toolkit.plan.findings import predict
+from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import Data
+from toolkit.plan.pilot import _predicted, _speed
+from toolkit.plan.predictions import Limits, Machines
 from toolkit.runtime.meters.predicted_vs_measured import equal_stages
 from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import catalog
-from toolkit.schedule.paper_table import schedule_of
+from toolkit.schedule.choice import Choice
 from toolkit.training.data import synthetic
 
 CPU = torch.device("cpu")
@@ -113,7 +115,7 @@ def test_findings_of_a_training_by_hand():
             return nn.Identity()
 
     batch = (torch.eye(2), torch.tensor([0, 0]))
-    samples = SimpleNamespace(form=Images(1, 1, 2, 2), train=lambda *_: [batch])
+    samples = SimpleNamespace(form=Images(1, 1, 2, 4), train=lambda *_: [batch])
     samples.test = samples.train
     data = Data(samples, 2, CPU)
     losses = {"DP": [4.0] * 20 + [2.0, 2.0, 100.0], "CDP-v2": [4.0] * 20 + [3.0, 3.0, 100.0]}
@@ -122,10 +124,12 @@ def test_findings_of_a_training_by_hand():
     def make(seed, schedule, every):
         return Fake(losses[schedule.name], looks if every else {})
 
-    rules = [catalog.data_parallel(2), catalog.cyclic(2)]
+    rules = {"DP": catalog.data_parallel(2), "CDP-v2": catalog.cyclic(2)}
     found = measure.train(make, rules, data, 23, [0, 1], lambda *_: None)
     assert found.loss_ratio == pytest.approx(3 / 2)  # of whole tenths
     assert found.highest == pytest.approx(1.0)
+    assert (found.chance, found.frequent) == (1 / 4, 1.0)
+    assert not found.learned  # the most frequent class is right as often
     assert found.cosine == pytest.approx(0.7)  # without the first, at which nothing is late
 
 
@@ -181,12 +185,17 @@ def test_running_statistics_are_those_of_the_last_images(training):
     assert all(torch.equal(frozen[k], v) for k, v in model[0].state_dict().items())
 
 
-def test_predictions_include_latency_and_the_optimizers_state():
+def test_predictions_include_slack_latency_and_the_optimizers_state():
     slow = Hardware("slow", 1.0, 1e9, 1e9, link_latency=1.0)
-    schedules = [schedule_of("DP", 2, "per_stage")]
-    states = [5, 3], [0, 0]
-    found, without = (predict(schedules, unit_costs(2), slow, s, (1, 1))[0] for s in states)
-    assert without.without_links == pytest.approx(6, rel=1e-3)
-    assert without.seconds > without.without_links + 1
-    pairs = zip(found.memories, without.memories, strict=True)
-    assert [mine - other for mine, other in pairs] == [5, 3]
+    candidate, costs = Candidate(Choice("gpipe", 2, 2), 1), unit_costs(2)
+    found, without = (
+        _predicted(candidate, costs, Machines(slow, Limits(), words), (0.5, 2.0))
+        for words in (1.0, 0.0)
+    )
+    usual, quick, long, free = (one.seconds for one in found)
+    assert free == pytest.approx(6, rel=1e-3)
+    assert usual > free + 1
+    assert quick < usual < long
+    assert found[0].memory - without[0].memory == costs[0].parameter_bytes
+    assert _speed(found, found) == (1, 1, 1)
+    assert _speed([*found[:2], found[0], found[3]], found) == (usual / long, 1, 1)

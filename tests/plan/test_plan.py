@@ -9,9 +9,9 @@ from torch import nn
 from tests.figures.test_explorer import composed
 from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
 from toolkit.errors import UserError
-from toolkit.model import Images, partition
+from toolkit.model import Images, Sequences, partition
 from toolkit.plan import Limits, Prediction, plan
-from toolkit.plan.candidates import Candidate, candidates
+from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.plan import choose, worth_settling
 from toolkit.plan.predictions import Machines, front
 from toolkit.schedule.catalog import METHODS
@@ -67,6 +67,19 @@ def test_workers_vary_in_chains_groups_and_rounds():
 def test_options_make_the_schedule_of_a_candidate(k):
     candidate = candidates(4, 64)[k]
     assert composed(candidate.options(), "train") == candidate.schedule
+
+
+@pytest.mark.parametrize(
+    ("form", "own", "options"),
+    [
+        (Sequences(8, 256), True, "data=text data.root=MY_TEXT data.length=8"),
+        (Images(3, 8, 8, 2), True, "data=image_folder data.root=MY_IMAGES data.image_size=8"),
+        (Images(1, 8, 8, 2), True, "data=MY_DATA"),
+        (IMAGES, False, "data=synthetic data.image_size=16 data.in_channels=3 data.n_classes=10"),
+    ],
+)
+def test_options_of_samples(form, own, options):
+    assert data_options(form, own=own) == options
 
 
 @pytest.mark.parametrize("memory", [20.0])

@@ -6,22 +6,19 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from toolkit.format import plus_minus, size
-from toolkit.model import Sequences
-from toolkit.training.data.tokens import BYTES
 
 if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 
 WORTH = 0.05  # least share of a training step that justifies stale weights
-WITHIN = 0.1  # share of CDP-v1's training step that fresher weights may cost
 TOLERANCE = 1.0  # points of accuracy that the interval may reach below 0 without longer runs
 COSINE = 0.9  # below it a delayed gradient differs noticeably from the fresh one
 
-STAY, ADOPT, TRY, UNDECIDED = "DP", "CDP-v2", "CDP-v2 on trial", "undecided"
+STAY, ADOPT, TRY, UNDECIDED = "DP", "use", "on trial", "undecided"
 _VERDICTS = {
     STAY: "Stay with data parallelism (DP)",
-    ADOPT: "Use CDP-v2",
-    TRY: "Try CDP-v2: it may pay, and its accuracy is not known yet",
+    ADOPT: "Use {}",
+    TRY: "Try {}: it may pay, and its accuracy is not known yet",
     UNDECIDED: "No advice: DP itself does not train here",
 }
 
@@ -30,16 +27,12 @@ _VERDICTS = {
 class Advice:
     """What to do."""
 
-    choice: str  # DP, CDP-v2, CDP-v2 on trial, or undecided
+    choice: str  # DP, a rule, a rule on trial, or undecided
+    verdict: str  # the choice as a sentence, without its full stop
     reasons: tuple[str, ...]  # sentences with their numbers
     watch: tuple[str, ...]  # what to look at in later runs
     roll_back: tuple[str, ...]  # when to return to DP
     command: str  # command line of the next run
-
-    @property
-    def verdict(self) -> str:
-        """The choice as a sentence, without its full stop."""
-        return _VERDICTS[self.choice]
 
     def text(self) -> str:
         """The verdict, its reasons and the next steps, as lines of text."""
@@ -52,19 +45,23 @@ class Advice:
 def advise(found: "Pilot") -> Advice:
     """Derive the advice from ``found``.
 
-    Accuracy decides first: CDP-v2 is refused if it diverges or loses accuracy. Then it has to gain
-    something: either it fits in memory and DP does not, or its training step is predicted to be
-    shorter by more than :data:`WORTH` over the whole range of computing times. A gain is adopted
-    if the training could show a difference in accuracy and excludes a loss of more than
-    :data:`TOLERANCE`; otherwise CDP-v2 is tried.
+    It is about one rule with late weights: the freshest that gains something. Accuracy decides
+    first: the rule is refused if it diverges or loses accuracy. Then it has to gain: either it fits
+    in memory and DP does not, or its training step is predicted to be shorter by more than
+    :data:`WORTH` over the whole range of computing times. A gain is adopted if the training could
+    show a difference in accuracy and excludes a loss of more than :data:`TOLERANCE`; otherwise the
+    rule is tried.
 
     Args:
         found: what a pilot measured and predicted.
     """
     choice, reasons = _decide(found)
+    rule = found.late.rule if found.rules else ""
     known = choice in (ADOPT, TRY)
     watch, back = (_watch(found), _roll_back(found, choice)) if known else ((), ())
-    return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
+    name = {ADOPT: rule, TRY: f"{rule} {TRY}"}.get(choice, choice)
+    verdict = _VERDICTS[choice].format(rule)
+    return Advice(name, verdict, tuple(reasons), watch, back, _command(found, choice))
 
 
 def _decide(found: "Pilot") -> tuple[str, list[str]]:
@@ -79,63 +76,77 @@ def _decide(found: "Pilot") -> tuple[str, list[str]]:
             f"DP diverged within {trained.n_steps} training steps: lower the learning rate and run"
             " the pilot again"
         ]
-    gains, others = _gains(found)
-    lost = ""
-    if trained and "CDP-v2" in trained.diverged:
-        lost = f"CDP-v2 diverged within {trained.n_steps} training steps, and DP did not"
+    late = found.late
+    gained, others, lost = gains(found, late), _remarks(found), ""
+    if trained and late.rule in trained.diverged:
+        lost = f"{late.rule} diverged within {trained.n_steps} training steps, and DP did not"
     elif trained and trained.learned and trained.difference.interval[1] < 0:
-        lost = f"accuracy: {_difference(trained)}, a loss by its interval"
+        lost = f"accuracy: {_difference(found, trained)}, a loss by its interval"
     if lost:
         smaller = "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
-        return STAY, [lost, *gains, *others, *[smaller][: not found.fits(found.of("DP"))]]
-    if not gains:
-        return STAY, ["CDP-v2 would gain nothing that counts", *others, _accuracy(found)]
+        return STAY, [lost, *gained, *others, *[smaller][: not found.of("DP").predicted.fits]]
+    if not gained:
+        rules = " and ".join(rule.rule for rule in found.rules[1:])
+        return STAY, [f"{rules} would gain nothing that counts", *others, _accuracy(found)]
     shown = trained and trained.learned and not trained.blind
     sure = shown and trained.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
-    return ADOPT if sure else TRY, [*gains, *others, _accuracy(found)]
+    return ADOPT if sure else TRY, [*gained, *others, _accuracy(found)]
 
 
-def _gains(found: "Pilot") -> tuple[list[str], list[str]]:
-    """What CDP-v2 gains on the user's machines, and the remarks where it gains nothing."""
-    gains, others = [], []
-    dp, v2 = found.of("DP"), found.of("CDP-v2")
-    fullest = f"DP needs {_need(found, dp)} on the fullest device, and CDP-v2 {_need(found, v2)}"
-    if found.fits(dp):
+def gains(found: "Pilot", late: "RuleFindings") -> list[str]:
+    """Return what a rule with late weights gains over DP on the user's machines, in sentences.
+
+    Args:
+        found: what a pilot measured and predicted.
+        late: findings of the rule.
+    """
+    gained = []
+    if late.predicted.fits and not found.of("DP").predicted.fits:
+        gained.append(f"memory: {_needs(found, late)}")
+    if late.speed[2] < 1 - WORTH:
+        others = (
+            ". Compare other remedies for slow links: runtime.compression=bf16, and an all-reduce"
+            " that is a step late (runtime=delayed_allreduce)"
+        )
+        gained.append(_speed(found, late) + others * (found.placement == "per_microbatch"))
+    return gained
+
+
+def _remarks(found: "Pilot") -> list[str]:
+    """Remarks where the rule gains nothing, and on the others."""
+    dp, late, others = found.of("DP"), found.late, []
+    if dp.predicted.fits:
         why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
         if found.placement == "per_microbatch":
             why = "but none on a device of its own: it counts with placement='one' or 'per_stage'"
-        share = 1 - v2.activations / dp.activations
-        others.append(f"memory: all workers together keep {share:.0%} less with CDP-v2; {why}")
-    elif found.fits(v2):
-        gains.append(f"memory: {fullest}")
-    else:
-        others.append(f"memory: neither fits: {fullest}; lower batch, or try checkpoint=all")
-    least, middle, most = v2.predicted.ratio
-    speed = (
-        f"speed: a DP step is predicted to spend {dp.waiting:.0%} on messages; a CDP-v2 step takes"
-        f" {middle:.2f} ({least:.2f} to {most:.2f}) of a DP step's time"
+        share = 1 - late.activations / dp.activations
+        less = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
+        others.append(f"memory: all workers together keep {less} with {late.rule}; {why}")
+    elif not late.predicted.fits:
+        others.append(
+            f"memory: neither fits: {_needs(found, late)}; lower batch, or try checkpoint=all"
+        )
+    if late.speed[2] >= 1 - WORTH:
+        others.append(f"{_speed(found, late)}; a gain counts if it is surely more than {WORTH:.0%}")
+    for rule in found.rules[1:]:
+        if rule != late:
+            times = f"{rule.speed[1]:.2f} of DP's time"
+            weights = f"weights {rule.predicted.staleness:.2f} steps late on average"
+            others.append(f"{rule.rule} would take {times}, with {weights}")
+    return others
+
+
+def _speed(found: "Pilot", late: "RuleFindings") -> str:
+    least, middle, most = late.speed
+    return (
+        f"speed: a DP step is predicted to spend {found.of('DP').waiting:.0%} on messages; a"
+        f" {late.rule} step takes {middle:.2f} ({least:.2f} to {most:.2f}) of a DP step's time"
     )
-    if found.affordable and (ratio := found.affordable[1]) < min(1, middle) - WORTH:
-        late = found.affordable[0]
-        others.append(
-            f"weights {late.mean_staleness:.2f} steps late on average would take {ratio:.2f} of"
-            f" DP's time: schedule=cdp_v1 schedule.chains={late.chains}"
-            f" 'schedule.delay={{within: {WITHIN:g}}}', with your hardware"
-        )
-    if most < 1 - WORTH:
-        gains.append(
-            f"{speed}. Compare other remedies for slow links: runtime.compression=bf16, and an"
-            " all-reduce that is a step late (runtime=delayed_allreduce)"
-        )
-        return gains, others
-    others.append(f"{speed}; a gain counts if it is surely more than {WORTH:.0%}")
-    _, middle, most = found.of("CDP-v1").predicted.ratio
-    if most < 1 - WORTH:
-        others.append(
-            f"CDP-v1 would take {middle:.2f} of DP's time, with every weight a step late; its"
-            " accuracy was not measured"
-        )
-    return gains, others
+
+
+def _needs(found: "Pilot", late: "RuleFindings") -> str:
+    dp, mine = (size(rule.predicted.memory) for rule in (found.of("DP"), late))
+    return f"DP needs {dp} on the fullest device, and {late.rule} {mine}, of {found.room}"
 
 
 def _accuracy(found: "Pilot") -> str:
@@ -146,8 +157,8 @@ def _accuracy(found: "Pilot") -> str:
         dp = sum(trained.accuracy["DP"]) / len(trained.accuracy["DP"])
         return (
             f"accuracy: unknown; after {trained.n_steps} training steps DP has {dp:.1%} of the"
-            f" {trained.tested} right and chance {trained.chance:.1%}, as on random"
-            f" {trained.tested} or after too few steps"
+            f" {trained.tested} right, chance {trained.chance:.1%} and the most frequent class"
+            f" {trained.frequent:.1%}, as on random {trained.tested} or after too few steps"
         )
     if trained.blind:
         return f"accuracy: unknown; after {trained.n_steps} training steps {trained.blind}"
@@ -155,13 +166,13 @@ def _accuracy(found: "Pilot") -> str:
     excluded = f"a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
     if isnan(lowest):
         excluded = "one run proves nothing"
-    return f"accuracy: {_difference(trained)}; {excluded}"
+    return f"accuracy: {_difference(found, trained)}; {excluded}"
 
 
-def _difference(trained: "TrainingFindings") -> str:
+def _difference(found: "Pilot", trained: "TrainingFindings") -> str:
     estimate = trained.difference
     points = plus_minus(estimate.mean, estimate.half_width, "+", decimals=1)
-    return f"CDP-v2 is {points} points from DP after {trained.n_steps} training steps"
+    return f"{found.late.rule} is {points} points from DP after {trained.n_steps} training steps"
 
 
 def _watch(found: "Pilot") -> tuple[str, ...]:
@@ -185,9 +196,9 @@ def _roll_back(found: "Pilot", choice: str) -> tuple[str, ...]:
         guard = f"guard=stop ends the run {bound}: pipelines cannot continue as DP"
     if choice == TRY:
         return (
-            "keep DP if the interval of CDP-v2's difference, in this comparison, reaches more than"
-            f" {TOLERANCE:g} point below zero",
-            f"a comparison has no guard; in a later training by CDP-v2, {guard}",
+            f"keep DP if the interval of {found.late.rule}'s difference, in this comparison,"
+            f" reaches more than {TOLERANCE:g} point below zero",
+            f"a comparison has no guard; in a later training by {found.late.rule}, {guard}",
         )
     return (
         guard,
@@ -206,39 +217,25 @@ def _guard_factor(found: "Pilot") -> float:
 
 def _command(found: "Pilot", choice: str) -> str:
     """Command that trains by the advice, or compares where accuracy is not known yet."""
-    form, data = found.form, "data=MY_DATA"
-    if isinstance(form, Sequences) and form.vocabulary == BYTES:
-        data = f"data=text data.root=MY_TEXT data.length={form.length}"
-    elif isinstance(form, Sequences):
-        data = f"data=tokens data.root=MY_TOKENS data.length={form.length}"
-        data += f" data.vocabulary={form.vocabulary}"
-    elif form.channels == 3:
-        data = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
-    options = f"model.target={found.model or 'MY_PACKAGE.MY_MODEL'} {data}"
-    options += f" workers={found.n_workers} stages={found.n_stages} batch={found.batch}"
-    if found.partition != "flops":
-        options += f" partition={found.partition}"
-    alone, pipeline = found.placement == "one", found.placement == "per_stage"
-    if choice == TRY:
-        # On one device DP runs in as little memory, and CDP slot by slot
-        more = "diagnostics=20"
-        if alone:
-            more = "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"
-            more += " runtime.order=scheduled"
-        without = quote("~rules.cdp_v1")
-        return f"python experiments/compare.py {options} {without} seeds=5 ema=0.999 {more}"
-    start, rule = "python experiments/train.py", "schedule=dp"
+    if not found.rules:
+        return f"python experiments/train.py schedule=dp {found.given}"
+    if choice in (STAY, UNDECIDED):
+        return found.of("DP").predicted.candidate.command(found.given)
+    late = found.late.predicted.candidate
+    name, n_rounds = late.choice.schedule, late.choice.accumulate or 1
     if choice == ADOPT:
-        rule = f"schedule=cdp_v2 guard={'stop' if pipeline else 'rollback'}"
-        rule += f" guard_factor={_guard_factor(found):g} ema=0.999"
-        rule += f" schedule.placement={found.placement}" if alone or pipeline else ""
-        rule += " runtime.order=scheduled" if alone else ""
-    if not alone and (choice == ADOPT or not pipeline):
-        n_ranks = found.n_stages if pipeline else found.n_workers
-        start = f"torchrun --nproc-per-node {n_ranks} experiments/train.py runtime=distributed"
-    return f"{start} {rule} {options}"
-
-
-def _need(found: "Pilot", rule: "RuleFindings") -> str:
-    peak, memory = found.tightest(rule)
-    return f"{size(peak)} of {size(memory)}"
+        guard = f"guard={'stop' if found.placement == 'per_stage' else 'rollback'}"
+        guard += f" guard_factor={_guard_factor(found):g} ema=0.999"
+        return late.command(f"{guard} {found.given}")
+    # The same options, but of a rule of a comparison
+    options = late.options().replace(f"schedule={name} ", "").replace("schedule.", f"rules.{name}.")
+    usual = ("cdp_v1", "cdp_v2")
+    rules = [quote(f"~rules.{other}") for other in usual if other != name]
+    rules += [f"+schedule@rules.{name}={name}"] if name not in usual else []
+    rules += [f"rules.dp.accumulate={n_rounds}"] if n_rounds > 1 else []
+    more = "diagnostics=20"
+    if found.placement == "one":
+        # On one device DP runs in as little memory, and CDP slot by slot
+        more = "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
+    words = [options, found.given, *rules, "seeds=5 ema=0.999", more]
+    return f"python experiments/compare.py {' '.join(words)}"

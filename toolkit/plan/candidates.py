@@ -15,6 +15,7 @@ from toolkit.model.partition import MEASURES
 from toolkit.schedule import CHAINS, Schedule
 from toolkit.schedule.catalog import METHODS, Method
 from toolkit.schedule.choice import Choice, options_of
+from toolkit.training.data.tokens import BYTES
 
 _ROUNDS = 1, 2, 4  # micro-batches of a worker, or of a pipeline by its ranks
 _STAGES = 8  # of a model that each worker has whole, or a few more: as many for each worker
@@ -73,6 +74,13 @@ class Candidate:
         if self.within is not None:
             found += f" 'schedule.delay={{within: {self.within:g}}}'"
         return f"{found} batch={self.batch} partition={self.partition} checkpoint={self.checkpoint}"
+
+    def command(self, given: str) -> str:
+        """Return a command line that trains so; ``given`` has its other options."""
+        start, how = "python", "runtime.order=scheduled"
+        if (n := self.schedule.n_ranks) > 1:
+            start, how = f"torchrun --nproc-per-node {n}", "runtime=distributed"
+        return f"{start} experiments/train.py {how} {self.options()} {given}"
 
 
 def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidate]:
@@ -137,10 +145,20 @@ def _workers(
     yield from fitting[-1:]
 
 
-def data_options(form: InputSpec) -> str:
-    """Return options of ``experiments/train.py`` for samples like ``form``: random images."""
+def data_options(form: InputSpec, *, own: bool = False) -> str:
+    """Return options of ``experiments/train.py`` for samples like ``form``.
+
+    Args:
+        form: shape of the samples.
+        own: the user's images, instead of random ones.
+    """
     if isinstance(form, Sequences):
+        if form.vocabulary == BYTES:
+            return f"data=text data.root=MY_TEXT data.length={form.length}"
         sizes = f"data.length={form.length} data.vocabulary={form.vocabulary}"
         return f"data=tokens data.root=MY_TOKENS {sizes}"
+    if own:
+        folder = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
+        return folder if form.channels == 3 else "data=MY_DATA"
     sizes = f"data.image_size={form.width} data.in_channels={form.channels}"
     return f"data=synthetic {sizes} data.n_classes={form.n_classes}"

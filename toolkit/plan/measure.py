@@ -21,7 +21,7 @@ from toolkit.plan.findings import TrainingFindings
 from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.measurements import Meter
-from toolkit.runtime.step_options import Loss
+from toolkit.runtime.step_options import Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.training.data import Batch, SampleSet
@@ -36,7 +36,7 @@ _MOST = 2048  # samples read from a user's data set
 _TESTED = 5  # one sample in so many is kept for the test
 _STEPS = 2  # training steps after which a schedule has reached its peak memory
 _DIVERGED = 10.0  # times the first loss
-_SURE = 3.0  # standard errors above chance from which on DP has learned
+_SURE = 3.0  # standard errors above a guess from which on DP has learned
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,12 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def held(
-    stages: Stages, schedule: Schedule, batch: Batch, optimizer: MakeOptimizer, loss: Loss
+    stages: Stages,
+    schedule: Schedule,
+    batch: Batch,
+    optimizer: MakeOptimizer,
+    loss: Loss,
+    checkpoint: str = "none",
 ) -> tuple[int, int | None]:
     """Run a one-device program slot by slot and measure its memory.
 
@@ -163,7 +168,8 @@ def held(
     device = batch[0].device
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
-    runtime = SingleProcess(stages, schedule, optimizer, loss, order="scheduled", watching=watching)
+    how: dict[str, Any] = {"order": "scheduled", "options": StepOptions(checkpoint=checkpoint)}
+    runtime = SingleProcess(stages, schedule, optimizer, loss, watching=watching, **how)
     for result in runtime.run([batch] * _STEPS):
         del result  # its memory is free before the next step
     if device.type != "cuda":
@@ -207,28 +213,30 @@ def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, 
 
 def train(
     make: Callable[[int, Schedule, int], SingleProcess],
-    rules: Sequence[Schedule],
+    rules: Mapping[str, Schedule],
     data: Data,
     n_steps: int,
     seeds: Sequence[int],
     on_progress: OnProgress,
 ) -> TrainingFindings:
-    """Train under two ``rules``, DP first, from the same weights and on the same batches.
+    """Train under two ``rules`` by name, DP first, from the same weights and on the same batches.
 
     ``make`` makes a runtime from a seed, a schedule, and the steps between two diagnostics.
     """
-    runs: dict[str, list[_Run]] = {schedule.name: [] for schedule in rules}
+    runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
     for k, seed in enumerate(seeds):
-        for j, schedule in enumerate(rules):
+        for j, (rule, schedule) in enumerate(rules.items()):
             done = (k * len(rules) + j) / (len(rules) * len(seeds))
-            on_progress(f"training {schedule.name}, seed {seed}", done)
+            on_progress(f"training {rule}, seed {seed}", done)
             every = max(1, n_steps // 4) if (k, j) == (0, 1) else 0  # one run shows the delay
-            runs[schedule.name].append(_run(make(seed, schedule, every), data, n_steps, seed))
+            runs[rule].append(_run(make(seed, schedule, every), data, n_steps, seed))
     on_progress("training", 1.0)
     base, late = runs.values()
+    late_rule = [*rules][-1]
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
-    chance = float(labels.bincount().max() / len(labels))
-    error = (chance * (1 - chance) / len(labels)) ** 0.5
+    chance, frequent = 1 / data.samples.form.n_classes, float(labels.bincount().max() / len(labels))
+    best = max(chance, frequent)  # that one reaches without looking
+    error = (best * (1 - best) / len(labels)) ** 0.5
     right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
     pairs = zip(late, base, strict=True)
     return TrainingFindings(
@@ -237,11 +245,12 @@ def train(
         n_tested=len(labels),
         tested="tokens" if data.samples.form.samples == "sequences" else "images",
         accuracy=right,
-        difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
+        difference=_difference(right[late_rule], right["DP"], len(labels)),
         loss_ratio=mean(_ratio(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in pairs),
         highest=max(_ratio(max(run.tenths), run.first) for run in [*base, *late]),
         chance=chance,
-        learned=mean(right[rules[0].name]) > chance + _SURE * error,
+        frequent=frequent,
+        learned=mean(right["DP"]) > best + _SURE * error,
         diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
         cosine=min((cosine for run in late for cosine in run.cosines), default=nan),
     )

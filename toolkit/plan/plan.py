@@ -19,6 +19,8 @@ from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.plan.candidates import LARGEST, Candidate, candidates, data_options
+from toolkit.plan.findings import PLACEMENTS, Pilot
+from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search import Found, search
 from toolkit.schedule.catalog import METHODS
@@ -98,10 +100,29 @@ class Plan:
 
     def command(self, found: Prediction) -> str:
         """Return a command line that trains by the schedule of a prediction."""
-        start, how = "python", "runtime.order=scheduled"
-        if found.ranks > 1:
-            start, how = f"torchrun --nproc-per-node {found.ranks}", "runtime=distributed"
-        return f"{start} experiments/train.py {how} {found.candidate.options()} {self.given}"
+        return found.candidate.command(self.given)
+
+    def pilot(self, model: Model, images: Any, **options: Any) -> Pilot:
+        """Measure data parallelism and the best candidate on this machine.
+
+        Where the best reads no weight late, CDP-v1 and CDP-v2 are measured in its place.
+
+        Args:
+            model: as for :func:`toolkit.plan.pilot`.
+            images: as for :func:`toolkit.plan.pilot`.
+            options: of :func:`toolkit.plan.pilot`, besides.
+        """
+        best = self.best or self.baseline
+        most, own = self.limits.memory, self.hardware
+        memories = [min(most, memory) for memory in own.memories]
+        options |= {"hardware": replace(own, memory=min(most, own.memory), memories=memories)}
+        if best.staleness:
+            return pilot(model, images, candidate=best.candidate, given=self.given, **options)
+        choice, in_step = best.candidate.choice, best.schedule.n_microbatches
+        n = best.ranks if best.ranks > 1 else max(2, choice.microbatches)
+        where = best.schedule.placement if best.schedule.placement in PLACEMENTS else "per_stage"
+        options |= {"placement": where, "batch": max(1, best.candidate.batch * in_step // n)}
+        return pilot(model, images, n, given=self.given, **options)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
