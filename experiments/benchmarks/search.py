@@ -20,7 +20,7 @@ from toolkit.cost.pipeline_table import pipelines
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB
 from toolkit.model import build, gpt, partition
-from toolkit.plan import Found, best_offsets, search
+from toolkit.plan import best_offsets, search, search_steady
 from toolkit.plan.order_problem import OrderProblem, Word, order_problem
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
@@ -116,47 +116,45 @@ def _may_follow(given: OrderProblem, word: Word, c: int) -> bool:
 def _unequal(
     name: str, p: int, config: DictConfig, device: torch.device, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """A model's stages, at the memory of the catalogue's fastest flush, and at that of 1F1B."""
+    """A model's stages, each row in the memory of a method of the catalogue.
+
+    These are its fastest flush, 1F1B, and its fastest with late weights.
+    """
     hardware, m = Hardware.preset(config.hardware), p * config.microbatches
-    sizes = {p, 2 * p, *(p * n for n in config.stages)}
-    costs = {n: _costs(name, n, config, device) for n in sizes}
+    costs = {
+        n: _costs(name, n, config, device) for n in {p, 2 * p, *(p * n for n in config.stages)}
+    }
     made, _ = pipelines(p, m)
     timed = {
         label: _timed(schedule, costs[schedule.n_stages], hardware)
         for label, schedule in made.items()
-        if schedule.max_staleness == 0
     }
-    fastest = min(timed, key=lambda label: timed[label][0])
-    for limit in dict.fromkeys((fastest, "1F1B")):
-        memory = timed[limit][1]
-        best = min((t, label) for label, (t, held) in timed.items() if held <= memory * (1 + 1e-9))
-        begin = time.perf_counter()
-        attempts = [*_attempts(costs, m, p, memory, hardware, config, seed)]
-        if not attempts:
-            continue
-        found = min(attempts, key=lambda found: found.seconds)
-        of = f"{best[1]} in the memory of {limit}"
-        ms = 1e3 * best[0], 1e3 * found.seconds, 1e3 * found.bound
-        yield _row((name, p, m, found.schedule.n_stages // p), memory / GIB, of, ms, begin)
-
-
-def _attempts(
-    costs: dict[int, Costs],
-    m: int,
-    p: int,
-    memory: float,
-    hardware: Hardware,
-    config: DictConfig,
-    seed: int,
-) -> Iterator[Found]:
-    for n in config.stages:
-        try:
-            yield search(
-                costs[n * p], m, ranks=p, memory=memory, hardware=hardware, seconds=config.seconds,
-                seed=seed,
-            )  # fmt: skip
-        except UserError as error:  # the stages do not fit
-            tqdm.write(f"{n} stages a rank: {error}")
+    late = [label for label, schedule in made.items() if schedule.max_staleness]
+    fresh = [label for label in made if label not in late]
+    limits = [min(labels, key=timed.__getitem__) for labels in (fresh, late)]
+    for limit in dict.fromkeys((limits[0], "1F1B", limits[1])):
+        memory, begin, attempts = timed[limit][1], time.perf_counter(), []
+        alike = late if limit in late else fresh
+        best = min(
+            (label for label in alike if timed[label][1] <= memory * (1 + 1e-9)),
+            key=timed.__getitem__,
+        )
+        for n in config.stages:
+            find = search_steady if limit in late else search
+            try:
+                found = find(
+                    costs[n * p], m, ranks=p, memory=memory, hardware=hardware,
+                    seconds=config.seconds, seed=seed,
+                )  # fmt: skip
+            except UserError as error:  # the stages do not fit
+                tqdm.write(f"{n} stages a rank: {error}")
+            else:
+                attempts.append((found.seconds, n, found.bound))
+        if attempts:
+            took, n, bound = min(attempts)
+            times = timed[best][0] * 1e3, took * 1e3, bound * 1e3
+            of = f"{best} in the memory of {limit}"
+            yield _row((name, p, m, n), memory / GIB, of, times, begin)
 
 
 def _timed(schedule: Schedule, costs: Costs, hardware: Hardware) -> tuple[float, float]:
