@@ -30,6 +30,8 @@ _STEPS = 4  # after which a step takes as long as the one before, nearly always
 class OrderProblem:
     """A flush: every rank ends its ops of a training step before it begins those of the next.
 
+    Weights and sums of gradients take room at all times, so that a little more may fit.
+
     Attributes:
         placement: ``[stage]``, its rank.
         n_microbatches: of a training step.
@@ -275,7 +277,7 @@ class OrderProblem:
             for word in words
         ]
 
-    def schedule(self, words: Sequence[Word], name: str, delay: int = 0) -> Schedule:
+    def schedule(self, words: Sequence[Word], name: str) -> Schedule:
         """The schedule of these orders."""
         orders, n = [], len(self.kinds)
         for word in words:
@@ -285,7 +287,7 @@ class OrderProblem:
                 order.append(Op(self.kinds[c % n], c // n, count[c]))
                 count[c] += 1
             orders.append(order)
-        return Schedule.from_rank_orders(orders, name=name, delay=delay)
+        return Schedule.from_rank_orders(orders, name=name)
 
     def words(self, schedule: Schedule) -> list[Word]:
         """The orders of a schedule of this problem's sizes and placement."""

@@ -44,7 +44,8 @@ class Found:
     Attributes:
         schedule: verified, to simulate or run.
         seconds: of a training step, simulated.
-        bound: seconds below which no orders fall, on any placement that was allowed.
+        bound: seconds below which no orders fall, on any placement that was allowed, in the room
+            that :class:`OrderProblem` counts.
         proven: whether ``seconds`` are the least: equal to the bound, up to a thousandth.
         memory: ``[rank]``, peak bytes, simulated.
         placement: ``[stage]``, its rank.
