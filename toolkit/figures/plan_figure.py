@@ -11,6 +11,7 @@ from toolkit.figures.style import BLACK, VERMILION, drawing
 from toolkit.format import GIB
 
 Row = Mapping[str, Any]
+SLOWEST = 5.0
 _NUMBERED = 12
 
 
@@ -19,6 +20,8 @@ def plan_figure(
 ) -> Figure:
     """Draw a point a prediction: the nearer to the lower left the better.
 
+    Those that take more than :data:`SLOWEST` times as long as the fastest are left out.
+
     Args:
         shown: ``seconds``, ``memory`` in bytes, ``ranks`` and mean ``staleness`` of the predictions
             that no other beats; the first have the numbers of their rows.
@@ -26,6 +29,8 @@ def plan_figure(
         baseline: that of data parallelism.
         limit: bytes of a rank's memory.
     """
+    slowest = SLOWEST * min(row["seconds"] for row in (*shown, *others, baseline))
+    shown, others = ([row for row in rows if row["seconds"] <= slowest] for rows in (shown, others))
     with drawing((6.4, 3.6)) as figure:
         axes = figure.subplots()
         axes.scatter(*_places(others), s=6, color="#CCCCCC", label="other schedules")
@@ -35,19 +40,19 @@ def plan_figure(
         )  # fmt: skip
         for k, row in enumerate(shown[:_NUMBERED]):
             place = row["seconds"] * 1e3, row["memory"] / GIB
-            axes.annotate(
-                str(k), place, (0, 5), textcoords="offset points", ha="center", fontsize=7
-            )
+            axes.annotate(  # left and right in turn
+                str(k), place, (7 * (-1) ** (k + 1), -2), textcoords="offset points",
+                ha="center", fontsize=7,
+            )  # fmt: skip
         axes.scatter(
             *_places([baseline]), s=60, marker="x", color=VERMILION, zorder=4,
             label=f"DDP, {baseline['ranks']} ranks",
         )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="step time (ms)")
+        axes.set(yscale="log", xlabel="step time (ms)")
         axes.set_ylabel("memory of the fullest rank (GiB)")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         if limit / GIB < axes.get_ylim()[1]:
             axes.axhline(limit / GIB, color=BLACK, linewidth=0.8, linestyle="--", label="memory")
         figure.colorbar(dots, label="mean staleness (steps)")
