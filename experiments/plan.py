@@ -95,13 +95,14 @@ def main(config: DictConfig) -> None:
     write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds, **more)
     figures = save(found.figure(), folder / "plan")
     text = str(found)
+    if measured:
+        rules = ", ".join(rule.rule for rule in measured.rules)
+        text += f"\n\nMeasured on this machine{rules and f', {rules}'}: {measured}"
     for searched in (p for p in found.predictions if p.candidate.choice.orders):
         (folder / ORDERS_FILE).write_text(searched.schedule.to_csv())
         text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
     title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
     print(f"\n{title} a step, {found.hardware.name}\n\n{text}")
-    if measured:
-        print(f"\nMeasured on this machine: {measured}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
 
 

@@ -1,6 +1,7 @@
 """The pilot on small models, end to end."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Images, gpt
-from toolkit.plan import Limits, largest_stable_rate, pilot, plan
+from toolkit.plan import Limits, Plan, Prediction, largest_stable_rate, pilot
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.pilot import _corrected, _maker
 from toolkit.schedule.choice import Choice
@@ -123,25 +124,79 @@ def test_an_optimizer_of_the_user_stays_without_corrections():
     assert found.of("DP").predicted.schedule.name == "GPipe"
 
 
-def test_the_best_of_a_plan_is_measured():
-    images = synthetic(80, 40, 4, 6, 3)
-    slow = Hardware("slow links", 1e10, 5e9, 5e6)
-    planned = plan(net(), images.form, slow, 2, batch=8, jobs=1, limits=Limits(memory=1e9))
-    best = planned.best.candidate
-    found = planned.pilot(net(), images, steps=2, seeds=1, optimizer=torch.optim.Adam)
+ROTATED = Choice("cdp_v1", 4, 2, chains="rotated", accumulate=2)
+FRESHER = Choice("cdp_v1", 4, 4, delay=[[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("best", "correction"),
+    [
+        (Candidate(ROTATED, 2, "parameters", "all"), "extrapolate"),
+        (Candidate(FRESHER, 2, within=0.1), None),
+        (Candidate(Choice("pipedream_2bw", 2, 4), 2), "extrapolate"),
+        (Candidate(Choice("zero_cdp_v2", 4, 4), 2), "none"),
+        (Candidate(Choice("cdp_v1", 2, 2, placement="per_stage_and_microbatch"), 4), "extrapolate"),
+    ],
+    ids=lambda value: value.label if isinstance(value, Candidate) else "",
+)
+def test_the_best_of_a_plan_is_measured(best, correction):
+    schedule = best.schedule
+    given = "model=resnet8 data=digits hardware=ethernet_10"
+    base, mine = (
+        Prediction(one, seconds, 1e6, one.schedule.n_ranks, one.schedule.mean_staleness)
+        for one, seconds in ((Candidate(Choice("dp", 8, 2), 4), 1.0), (best, 0.5))
+    )
+    planned = Plan((), (), base, mine, Limits(memory=1e9), LINK, given, 2)
+    found = planned.pilot(net(), PAIR, steps=2, seeds=1, compute="roofline")
     dp, late = found.rules
-    assert late.predicted.candidate == best
-    assert late.predicted.staleness > 0 == dp.predicted.staleness
+    assert (late.predicted.staleness, dp.predicted.staleness) == (schedule.mean_staleness, 0)
     for rule in (dp, late):
-        schedule, candidate = rule.predicted.schedule, rule.predicted.candidate
-        assert schedule.n_microbatches * candidate.batch == 8
-        assert (candidate.partition, candidate.checkpoint) == (best.partition, best.checkpoint)
+        own = rule.predicted.candidate
+        assert own.schedule.n_microbatches * own.batch == 8
+        assert own.schedule.n_stages == schedule.n_stages
+        assert (own.partition, own.checkpoint) == (best.partition, best.checkpoint)
+    assert correction in (None, late.predicted.schedule.corrected.kind)
     assert found.room == "954 MiB"
     assert [*found.training.accuracy] == ["DP", late.rule]
-    fresh = plan(net(), images.form, slow, 2, batch=8, jobs=1, limits=Limits(staleness=0))
-    usual = fresh.pilot(net(), images, steps=0, compute="roofline")
-    assert [rule.rule for rule in usual.rules] == ["DP", "CDP-v1", "CDP-v2"]
-    assert usual.n_workers * usual.batch == 8
+    assert given in found.advice.command
+
+
+def test_a_pipeline_without_late_weights_needs_no_training():
+    made = Prediction(Candidate(Choice("one_f_one_b", 2, 8), 1), 0.5, 1e6, 2, 0.0)
+    planned = Plan((), (), made, made, Limits(), LINK, "model=resnet8", 1)
+    rules = planned.pilot(net(), PAIR, compute="roofline").rules
+    limits = Limits(memory=sum(rule.predicted.memory for rule in rules) / 2)
+    found = replace(planned, limits=limits).pilot(net(), PAIR, compute="roofline")
+    assert [rule.rule for rule in found.rules] == ["DP", "1F1B"]
+    assert [rule.predicted.schedule.name for rule in found.rules] == ["GPipe", "1F1B"]
+    assert found.of("1F1B").activations < found.of("DP").activations
+    assert [rule.predicted.fits for rule in found.rules] == [False, True]
+    advice = found.advice
+    assert (advice.choice, advice.watch, advice.roll_back) == ("1F1B", (), ())
+    assert "1F1B reads no weight late" in advice.text()
+    assert "schedule=one_f_one_b stages=2 microbatches=8" in advice.command
+    assert "guard" not in advice.command
+
+
+@pytest.mark.parametrize(
+    ("choice", "sizes"),
+    [
+        (Choice("dp", 8, 2), (2, 4, "per_microbatch")),
+        (
+            Choice("dp", 2, 2, placement="per_stage_and_microbatch"),
+            (2, 4, "per_stage_and_microbatch"),
+        ),
+        (Choice("gradient_accumulation", 8, 2), (2, 4, "one")),
+        (Choice("zb_v", 4, 2), (2, 4, "per_stage")),
+    ],
+)
+def test_the_usual_rules_are_measured_beside_data_parallelism(choice, sizes):
+    base = Prediction(Candidate(choice, 4), 1.0, 1e6, choice.build().n_ranks, 0.0)
+    found = Plan((base,), (), base, None, Limits(), LINK, "", 1).pilot(
+        net(), PAIR, steps=0, compute="roofline"
+    )
+    assert [rule.rule for rule in found.rules] == ["DP", "CDP-v1", "CDP-v2"]
+    assert (found.n_workers, found.batch, found.placement) == sizes
 
 
 def test_workers_that_share_a_device_have_stages_that_keep_equally_much():

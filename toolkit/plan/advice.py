@@ -45,7 +45,7 @@ class Advice:
 def advise(found: "Pilot") -> Advice:
     """Derive the advice from ``found``.
 
-    It is about one rule with late weights: the freshest that gains something. Accuracy decides
+    It is about one rule: the freshest that gains something. With late weights, accuracy decides
     first: the rule is refused if it diverges or loses accuracy. Then it has to gain: either it fits
     in memory and DP does not, or its training step is predicted to be shorter by more than
     :data:`WORTH` over the whole range of computing times. A gain is adopted if the training could
@@ -57,7 +57,7 @@ def advise(found: "Pilot") -> Advice:
     """
     choice, reasons = _decide(found)
     rule = found.late.rule if found.rules else ""
-    known = choice in (ADOPT, TRY)
+    known = choice in (ADOPT, TRY) and found.late.predicted.staleness > 0
     watch, back = (_watch(found), _roll_back(found, choice)) if known else ((), ())
     name = {ADOPT: rule, TRY: f"{rule} {TRY}"}.get(choice, choice)
     verdict = _VERDICTS[choice].format(rule)
@@ -88,6 +88,8 @@ def _decide(found: "Pilot") -> tuple[str, list[str]]:
     if not gained:
         rules = " and ".join(rule.rule for rule in found.rules[1:])
         return STAY, [f"{rules} would gain nothing that counts", *others, _accuracy(found)]
+    if not late.predicted.staleness:
+        return ADOPT, [*gained, *others, _accuracy(found)]
     shown = trained and trained.learned and not trained.blind
     sure = shown and trained.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
     return ADOPT if sure else TRY, [*gained, *others, _accuracy(found)]
@@ -119,7 +121,7 @@ def _remarks(found: "Pilot") -> list[str]:
         why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
         if found.placement == "per_microbatch":
             why = "but none on a device of its own: it counts with placement='one' or 'per_stage'"
-        share = 1 - late.activations / dp.activations
+        share = 1 - late.activations / dp.activations if dp.activations else 0.0
         less = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
         others.append(f"memory: all workers together keep {less} with {late.rule}; {why}")
     elif not late.predicted.fits:
@@ -223,6 +225,8 @@ def _command(found: "Pilot", choice: str) -> str:
         return found.of("DP").predicted.candidate.command(found.given)
     late = found.late.predicted.candidate
     name, n_rounds = late.choice.schedule, late.choice.accumulate or 1
+    if choice == ADOPT and not found.late.predicted.staleness:
+        return late.command(found.given)
     if choice == ADOPT:
         guard = f"guard={'stop' if found.placement == 'per_stage' else 'rollback'}"
         guard += f" guard_factor={_guard_factor(found):g} ema=0.999"

@@ -25,7 +25,7 @@ _HTML = """
 <b>Roll back</b>{{ listed(advice.roll_back) }}{% endif %}
 <b>Next command</b><pre style="white-space:pre-wrap">{{ advice.command }}</pre>
 {{ table|safe }}{{ listed(origin) }}"""
-PLACEMENTS = ("per_microbatch", "per_stage", "one")
+PLACEMENTS = ("per_microbatch", "per_stage", "per_stage_and_microbatch", "one")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Pilot:
     n_workers: int  # micro-batches of a training step
     n_stages: int  # 1 if the model cannot be cut
     batch: int  # samples of a micro-batch
-    placement: str  # of the workers: per_microbatch, per_stage or one
+    placement: str  # of the workers
     device: str  # that was measured
     hardware: Hardware  # the user's machines
     compute: str  # source of the predicted seconds: measured on the device, or roofline
@@ -177,14 +177,15 @@ class Pilot:
             return []
         shape = [*self.form.example(1, "meta").shape[1:]]
         source = "measured here" if self.compute == "measured" else "of its roofline"
+        memory = f"{self.room} a device" if self.limited else "memory not given"
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
             f" {self.form.samples} of shape {shape}, {self.n_stages} stages, in"
             f" {self.seconds:.0f} s.",
             f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
-            f" links, {f'{self.room} a device' if self.limited else 'memory not given'}; computing"
-            f" takes the time {source}. Simulated, not run there: disturbances of a real machine"
-            f" are not included.{' DP runs as GPipe.' * (self.placement == 'per_stage')}",
+            f" links (not measured), {memory}; computing takes the time {source}. Simulated, not"
+            " run there: disturbances of a real machine are not included."
+            f"{' DP runs as GPipe.' * (self.placement == 'per_stage')}",
             "Ranges of measured ratios are quartiles over rounds; those of predicted ratios are for"
             f" computing that takes {self.slack[0]:.2f} to {self.slack[1]:.2f} of that time.",
         ]

@@ -83,8 +83,8 @@ def pilot(
         hardware: the machines' links and memory, and with ``compute="roofline"`` also their
             speed; by default devices like this one with links of 10 Gbit/s.
         placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline with
-            one stage a device; ``one``: all workers share a device, and the stages have equal
-            activations instead of equal FLOPs.
+            one stage a device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
+            workers share a device, and the stages have equal activations instead of equal FLOPs.
         compute: source of the predicted computing times: ``measured`` here, or the ``roofline``
             of the hardware.
         budget: approximate seconds that the pilot may take; it bounds the training steps.
@@ -95,8 +95,8 @@ def pilot(
             momentum 0.9 and a learning rate of 0.05; late weights are then extrapolated where
             that allows a larger stable rate: see :func:`toolkit.plan.largest_stable_rate`.
         loss: mean loss of a micro-batch.
-        candidate: a schedule with late weights, of a plan, which is compared with DP instead of
-            CDP-v1 and CDP-v2. Workers, batch and placement are its own.
+        candidate: a schedule of a plan, which is compared with DP instead of CDP-v1 and CDP-v2.
+            Workers, batch and placement are its own.
         given: options of a command line that describe the model and its samples.
         on_progress: called with the name of the activity and its completed share.
 
@@ -209,7 +209,9 @@ def pilot(
             n_steps = int(0.8 * left / (seeds * both)) - measure.NORM_BATCHES // 2
             n_steps = min(_STEPS, n_steps) if n_steps >= _LEAST else 0
         training, untrained = None, ""
-        if not data.labelled:
+        if not found.late.predicted.staleness:
+            untrained = f"{found.late.rule} reads no weight late, and so trains as DP does"
+        elif not data.labelled:
             untrained = "the images came without classes"
         elif next(iter(data.test()), None) is None:
             untrained = f"no {form.samples} are left to test on: give more"

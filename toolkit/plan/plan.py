@@ -19,7 +19,7 @@ from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.plan.candidates import LARGEST, Candidate, candidates, data_options
-from toolkit.plan.findings import PLACEMENTS, Pilot
+from toolkit.plan.findings import Pilot
 from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search import Found, search
@@ -105,7 +105,8 @@ class Plan:
     def pilot(self, model: Model, images: Any, **options: Any) -> Pilot:
         """Measure data parallelism and the best candidate on this machine.
 
-        Where the best reads no weight late, CDP-v1 and CDP-v2 are measured in its place.
+        Where the best is data parallelism, or a pipeline whose ranks have several stages, CDP-v1
+        and CDP-v2 are measured in its place.
 
         Args:
             model: as for :func:`toolkit.plan.pilot`.
@@ -113,16 +114,18 @@ class Plan:
             options: of :func:`toolkit.plan.pilot`, besides.
         """
         best = self.best or self.baseline
+        schedule, choice = best.schedule, best.candidate.choice
         most, own = self.limits.memory, self.hardware
         memories = [min(most, memory) for memory in own.memories]
         options |= {"hardware": replace(own, memory=min(most, own.memory), memories=memories)}
-        if best.staleness:
-            return pilot(model, images, candidate=best.candidate, given=self.given, **options)
-        choice, in_step = best.candidate.choice, best.schedule.n_microbatches
-        n = best.ranks if best.ranks > 1 else max(2, choice.microbatches)
-        where = best.schedule.placement if best.schedule.placement in PLACEMENTS else "per_stage"
-        options |= {"placement": where, "batch": max(1, best.candidate.batch * in_step // n)}
-        return pilot(model, images, n, given=self.given, **options)
+        options |= {"given": self.given}
+        pipeline = choice.orders or METHODS[choice.schedule].kind == "pipeline"
+        if best.staleness or (pipeline and schedule.n_stages == best.ranks and not choice.orders):
+            return pilot(model, images, candidate=best.candidate, **options)
+        n = best.ranks if pipeline else max(2, choice.microbatches)
+        where = "per_stage" if pipeline else schedule.layout.name
+        size = max(1, best.candidate.batch * schedule.n_microbatches // n)
+        return pilot(model, images, n, batch=size, placement=where, **options)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
