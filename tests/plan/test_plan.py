@@ -12,8 +12,8 @@ from toolkit.errors import UserError
 from toolkit.model import Images, Sequences, partition
 from toolkit.plan import Limits, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
-from toolkit.plan.plan import choose, worth_settling
 from toolkit.plan.predictions import Machines, front
+from toolkit.plan.sweep import choose, worth_settling
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.choice import Choice
 from toolkit.schedule.steady_state import steps_to_time

@@ -1,44 +1,31 @@
 """Which schedule for a model, on given machines, within limits: all of them are simulated."""
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from toolkit.cost import Costs, Hardware, recomputing
+from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
-from toolkit.errors import UserError, first_line, whole
+from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, plan_cells, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
-from toolkit.plan.candidates import LARGEST, Candidate, candidates, data_options
+from toolkit.plan.candidates import data_options
 from toolkit.plan.findings import Pilot
 from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
-from toolkit.plan.search import Found, search
+from toolkit.plan.search import Found
+from toolkit.plan.sweep import NEAR, SLOW, OnProgress, Sweep, possible
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.choice import choice_of, options_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-OnProgress = Callable[[str, float], object]
-"""Called with the present activity, and the share of it that is done."""
-NEAR = 0.03
-"""Share of a step, or of memory, that makes no difference to the verdict."""
-WITHIN = 0.1
-"""Share of a step's time that a step of staleness is worth."""
-_SETTLED = 2  # schedules whose affordable delay is searched for
-_SEARCHED = 64  # their stages times micro-batches, at most: seconds
-_SLOW = 3.0  # times the fastest that a schedule may take for other cuts of it to be tried
-_LONG = 24  # steady training steps that confirm a prediction: contended links beat
 
 
 @dataclass(frozen=True)
@@ -163,7 +150,7 @@ class Plan:
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
-            f" schedules {_SLOW:g} times as slow as the fastest.{more}"
+            f" schedules {SLOW:g} times as slow as the fastest.{more}"
         )
 
     def _repr_html_(self) -> str:
@@ -220,11 +207,11 @@ def plan(
     if not sizes or any(whole(batch, "batch", 1) % n for n in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
     costs_of = partial(stage_costs, meta_copy(model), form, precision)
-    tried = _possible(costs_of, sorted(set(sizes), reverse=True), batch)
+    tried = possible(costs_of, sorted(set(sizes), reverse=True), batch)
     plainest = tried[0]
-    sweep = _Sweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
+    sweep = Sweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
     sweep.simulate("simulating schedules", [c for c in tried if c.is_plain], plainest)
-    slowest = _SLOW * min(p.seconds for p in sweep.done.values())
+    slowest = SLOW * min(p.seconds for p in sweep.done.values())
     near = {c.choice for c, p in sweep.done.items() if p.seconds <= slowest}
     more = [c for c in tried if c.choice in near and c not in sweep.done]
     sweep.simulate("simulating cuts and recomputation", more, plainest)
@@ -239,175 +226,6 @@ def plan(
         done, order, baseline, best, machines.limits, hardware, given, len(tried), sweep.left_out,
         searched,
     )  # fmt: skip
-
-
-CostsOf = Callable[[Candidate], Costs | UserError]
-
-
-def _possible(costs_of: CostsOf, ranks: Sequence[int], batch: int) -> list[Candidate]:
-    """Return the candidates; workers have fewer stages if the model cannot be cut into so many."""
-    stages = LARGEST
-    while True:
-        tried = [candidate for n in ranks for candidate in candidates(n, batch, stages)]
-        costs = costs_of(tried[0])
-        if not isinstance(costs, UserError):
-            return tried
-        if tried[0].choice.stages == 1:
-            raise costs
-        stages = tried[0].choice.stages // 2
-
-
-class _Sweep:
-    """Predictions so far, and processes that make more."""
-
-    def __init__(
-        self,
-        machines: Machines,
-        costs_of: CostsOf,
-        jobs: int,
-        on_progress: OnProgress,
-    ) -> None:
-        from joblib import Parallel
-
-        self.machines, self.costs_of, self.on_progress = machines, costs_of, on_progress
-        self.pool = Parallel(jobs, return_as="generator")
-        self.costs: dict[tuple[int, int, str], Costs] = {}
-        self.left_out: dict[int, str] = {}  # by number of stages
-        self.done: dict[Candidate, Prediction] = {}
-
-    def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
-        """Predict candidates, but for those that a prediction dominates whatever they take."""
-        new = {_key(c): c for c in tried if _key(c) not in self.costs}
-        tasks = [(c,) for c in new.values()]
-        found = self._each("analysing stages", self.costs_of, tasks, len(tasks))
-        for (key, candidate), costs in zip(new.items(), found, strict=True):
-            if isinstance(costs, UserError):
-                self.left_out[candidate.choice.stages] = first_line(costs)
-            else:
-                self.costs[key] = costs
-        possible = [c for c in tried if _key(c) in self.costs]
-        groups = [[*group] for _, group in groupby(possible, key=attrgetter("choice"))]
-
-        def unbeaten() -> Iterator[tuple[list[Candidate], list[Costs]]]:
-            for group in groups:
-                chosen = [c for c in group if c == always or not self._beaten(c)]
-                if chosen:
-                    yield chosen, [*map(self._costs, chosen)]
-
-        for predictions in self._each(what, self.machines.predict, unbeaten(), len(groups)):
-            self._add(predictions)
-
-    def settle(self) -> None:
-        """Search for the affordable delay of fast schedules with late weights."""
-        late = worth_settling([*self.done.values()])
-        tasks = [(c, self._costs(c), WITHIN) for c in late]
-        what = "searching for affordable delays"
-        self._add(self._each(what, self.machines.settle, tasks, len(tasks)))
-
-    def search(self, seconds: float) -> Found | None:
-        """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
-        fresh = [p for c, p in self.done.items() if METHODS[c.choice.schedule].kind == "pipeline"]
-        if not (fresh := [p for p in fresh if not p.staleness]):
-            return None
-        plain = min(fresh, key=lambda p: (not p.fits, p.seconds)).candidate
-        machines, costs = self.machines, self._costs(plain)
-        limits = [machines.memory_of(rank) for rank in range(plain.schedule.n_ranks)]
-        begin = time.monotonic()
-        found = search(
-            costs, plain.schedule.n_microbatches, ranks=plain.schedule.n_ranks,
-            hardware=machines.hardware, memory=limits, seconds=seconds,
-            optimizer_bytes=machines.optimizer_bytes(costs),
-            progress=lambda what, took, bound: self.on_progress(
-                f"searching for rank orders ({_time(took)})",
-                min(1.0, (time.monotonic() - begin) / seconds),
-            ),
-        )  # fmt: skip
-        orders = choice_of(replace(found.schedule, name="rank orders"))
-        mine = replace(plain, choice=orders)
-        self._add(machines.predict([mine], [costs]))
-        return found
-
-    def confirmed(self, baseline: Prediction) -> Prediction | None:
-        """Simulate the best schedules with late weights for longer; return the choice of them."""
-        known: set[Candidate] = set()
-        while True:
-            best = choose([*self.done.values()], baseline)
-            shown = [*front(self.done.values()), *[best] * bool(best)]
-            new = {p.candidate for p in shown if p and p.staleness} - known
-            if not new:
-                return best
-            known |= new
-            tasks = [([c], [self._costs(c)], _LONG) for c in new]
-            for predictions in self._each(
-                "confirming the best", self.machines.predict, tasks, len(tasks)
-            ):
-                self._add(predictions)
-
-    def _beaten(self, candidate: Candidate) -> bool:
-        bound = self.machines.bound(candidate, self._costs(candidate))
-        return not bound.fits or any(p.fits and p.dominates(bound) for p in self.done.values())
-
-    def _costs(self, candidate: Candidate) -> Costs:
-        return recomputing(self.costs[_key(candidate)], candidate.checkpoint)
-
-    def _add(self, predictions: Iterable[Prediction]) -> None:
-        self.done |= {prediction.candidate: prediction for prediction in predictions}
-
-    def _each(
-        self, what: str, call: Callable[..., Any], tasks: Iterable[tuple], n: int
-    ) -> Iterator[Any]:
-        """Yield the results of ``call`` on each of at most ``n`` tuples of arguments, in order."""
-        from joblib import delayed
-
-        self.on_progress(what, 0.0)
-        for k, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
-            yield result
-            self.on_progress(what, (k + 1) / n)
-
-
-def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
-    """Return the best of some predictions; data parallelism if it is nearly as good.
-
-    A step of staleness counts as much as a share :data:`WITHIN` of the step time. Of those that are
-    nearly equal by that, the one with the least memory, without recomputation if possible.
-
-    Args:
-        found: predictions; those within the limits count.
-        baseline: data parallelism.
-    """
-    found = [p for p in found if p.fits]
-
-    def cost(p: Prediction) -> float:
-        return p.seconds * (1 + WITHIN * p.staleness)
-
-    if not found:
-        return None
-    limit = (1 + NEAR) * min(map(cost, found))
-    if baseline.fits and cost(baseline) <= limit:
-        return baseline
-    near = [p for p in found if cost(p) <= limit]
-    return min(near, key=lambda p: (p.candidate.checkpoint != "none", p.memory, p.staleness))
-
-
-def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
-    """Return the fastest candidates with late weights that nothing fresher comes near."""
-    late = [
-        p
-        for p in done
-        if p.fits
-        and p.schedule.n_stages * p.schedule.n_microbatches <= _SEARCHED
-        and options_of(p.candidate.choice.schedule).get("delay") == 1
-        and not any(
-            q.fits and q.staleness < p.staleness and q.seconds <= (1 + WITHIN) * p.seconds
-            for q in done
-        )
-    ]
-    return [p.candidate for p in sorted(late, key=attrgetter("seconds"))[:_SETTLED]]
-
-
-def _key(candidate: Candidate) -> tuple[int, int, str]:
-    """What the costs of a candidate's stages depend on."""
-    return candidate.schedule.n_stages, candidate.batch, candidate.partition
 
 
 def _time(seconds: float) -> str:
