@@ -102,41 +102,75 @@ def partition(
     Raises:
         UserError: the model cannot be traced or cut so, or its stages would train differently.
     """
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return Traced.of(model, example).cut(n_stages, by)
+    _tensors_of(example)
+    joined, traced = chain_modules(list(model), whole(n_stages, "n_stages"), example)
+    return Traced.checked(joined, traced, example).cut(n_stages, by)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model, to be cut in several ways.
+
+    Attributes:
+        model: the whole model.
+        crossing: where it can be cut.
+    """
+
+    model: nn.Module
+    crossing: Crossings
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any) -> "Traced":
+        """Trace ``model``; arguments and errors as of :func:`partition`."""
+        _tensors_of(example)
+        return cls.checked(model, trace(model, example), example)
+
+    @classmethod
+    def checked(cls, model: nn.Module, traced: fx.GraphModule, example: Any) -> "Traced":
+        """Analyse a traced model; raise UserError if its stages would train differently."""
+        inputs = _tensors_of(example)
+        check_traceable(model, traced)
+        costs = _costs(model, traced, inputs)
+        return cls(model, Crossings(traced, costs, *sizes(model, traced, inputs, costs)))
+
+    def cut(self, n_stages: int, by: str | Sequence[str] = "flops") -> Stages:
+        """Return stages; arguments and errors as of :func:`partition`."""
+        n_stages, crossing = whole(n_stages, "n_stages"), self.crossing
+        nodes, traced = crossing.nodes, crossing.traced
+        loads = [0] * len(nodes)
+        if "modules" in traced.meta:
+            cuts = _named_cuts(n_stages, traced.meta["modules"][1:], crossing)
+        elif isinstance(by, str) or not isinstance(by, Sequence):
+            if by not in MEASURES:
+                raise UserError(
+                    f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or a list of module"
+                    " names"
+                )
+            loads = [getattr(crossing.costs[node.name], by) for node in nodes]
+            cuts = _balance(loads, n_stages, crossing)
+        else:
+            cuts = _named_cuts(n_stages, list(by), crossing)
+        spans = list(pairwise([0, *cuts, len(nodes)]))
+        return Stages(
+            model=self.model,
+            modules=tuple(crossing.stage(*span) for span in spans),
+            boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
+            outputs=crossing.outputs(),
+            results=traced.meta["results"],
+            loads=tuple(sum(loads[begin:end]) for begin, end in spans),
+        )
+
+
+def _tensors_of(example: Any) -> Inputs:
+    """The tensors of an example, at least one."""
     inputs = tensors_of(example)
     if not inputs:
         raise UserError(
             f"example must be a tensor, or a tuple or dictionary of some: got {example!r}"
         )
-    n_stages = whole(n_stages, "n_stages")
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        traced = trace(model, example)
-    else:
-        model, traced = chain_modules(list(model), n_stages, example)
-    check_traceable(model, traced)
-    costs = _costs(model, traced, inputs)
-    crossing = Crossings(traced, costs, *sizes(model, traced, inputs, costs))
-    nodes = crossing.nodes
-    loads = [0] * len(nodes)
-    if "modules" in traced.meta:
-        cuts = _named_cuts(n_stages, traced.meta["modules"][1:], crossing)
-    elif isinstance(by, str) or not isinstance(by, Sequence):
-        if by not in MEASURES:
-            raise UserError(
-                f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or a list of module names"
-            )
-        loads = [getattr(costs[node.name], by) for node in nodes]
-        cuts = _balance(loads, n_stages, crossing)
-    else:
-        cuts = _named_cuts(n_stages, list(by), crossing)
-    spans = list(pairwise([0, *cuts, len(nodes)]))
-    return Stages(
-        model=model,
-        modules=tuple(crossing.stage(*span) for span in spans),
-        boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
-        outputs=crossing.outputs(),
-        results=traced.meta["results"],
-        loads=tuple(sum(loads[begin:end]) for begin, end in spans),
-    )
+    return inputs
 
 
 def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str, NodeCost]:

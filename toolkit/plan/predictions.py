@@ -9,7 +9,8 @@ from torch import nn
 
 from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
 from toolkit.errors import UserError
-from toolkit.model import InputSpec, partition
+from toolkit.model import InputSpec
+from toolkit.model.partition import Traced
 from toolkit.plan.candidates import Candidate
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
@@ -144,15 +145,25 @@ class Machines:
 
 
 def stage_costs(
-    model: nn.Module, form: InputSpec, precision: str, candidate: Candidate
-) -> Costs | UserError:
-    """Return the costs of a model's stages without checkpoints, or why it cannot be cut so."""
-    example = form.example(candidate.batch, "meta")
+    model: nn.Module, form: InputSpec, precision: str, candidates: Sequence[Candidate]
+) -> list[Costs | UserError]:
+    """Return the costs of stages without checkpoints, or why the model cannot be cut so.
+
+    The candidates have equal micro-batches, so that the model is traced once.
+    """
+    example = form.example(candidates[0].batch, "meta")
     try:
-        stages = partition(model, candidate.choice.stages, example, candidate.partition)
-        return profile(stages, example, precision=precision)
+        traced = Traced.of(model, example)
     except UserError as error:
-        return error
+        return [error] * len(candidates)
+    found: list[Costs | UserError] = []
+    for candidate in candidates:
+        try:
+            stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
+            found.append(profile(stages, example, precision=precision))
+        except UserError as error:
+            found.append(error)
+    return found
 
 
 def front(predictions: Iterable[Prediction]) -> list[Prediction]:

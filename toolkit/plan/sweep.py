@@ -29,8 +29,8 @@ SLOW = 3.0
 _LONG = 24  # steady training steps that confirm a prediction: contended links beat
 
 
-CostsOf = Callable[[Candidate], Costs | UserError]
-"""Returns the costs of a candidate's stages, or why it has none."""
+CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
+"""Returns the costs of each candidate's stages, or why it has none."""
 
 
 def possible(costs_of: CostsOf, ranks: Sequence[int], batch: int) -> list[Candidate]:
@@ -38,7 +38,7 @@ def possible(costs_of: CostsOf, ranks: Sequence[int], batch: int) -> list[Candid
     stages = LARGEST
     while True:
         tried = [candidate for n in ranks for candidate in candidates(n, batch, stages)]
-        costs = costs_of(tried[0])
+        (costs,) = costs_of(tried[:1])
         if not isinstance(costs, UserError):
             return tried
         if tried[0].choice.stages == 1:
@@ -67,13 +67,15 @@ class Sweep:
     def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
         """Predict candidates, but for those that a prediction dominates whatever they take."""
         new = {_key(c): c for c in tried if _key(c) not in self.costs}
-        tasks = [(c,) for c in new.values()]
+        parts = [[*part] for _, part in groupby(sorted(new, key=_traced), key=_traced)]
+        tasks = [([new[key] for key in part],) for part in parts]
         found = self._each("analysing stages", self.costs_of, tasks, len(tasks))
-        for (key, candidate), costs in zip(new.items(), found, strict=True):
-            if isinstance(costs, UserError):
-                self.left_out[candidate.choice.stages] = first_line(costs)
-            else:
-                self.costs[key] = costs
+        for part, of_part in zip(parts, found, strict=True):
+            for key, costs in zip(part, of_part, strict=True):
+                if isinstance(costs, UserError):
+                    self.left_out[key[0]] = first_line(costs)
+                else:
+                    self.costs[key] = costs
         possible = [c for c in tried if _key(c) in self.costs]
         groups = [[*group] for _, group in groupby(possible, key=attrgetter("choice"))]
 
@@ -192,6 +194,11 @@ def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
         )
     ]
     return [p.candidate for p in sorted(late, key=attrgetter("seconds"))[:_SETTLED]]
+
+
+def _traced(key: tuple[int, int, str]) -> tuple[int, str]:
+    """What is traced together: enough parts for several processes."""
+    return key[1], key[2]
 
 
 def _key(candidate: Candidate) -> tuple[int, int, str]:
