@@ -85,7 +85,7 @@ class Machines:
     optimizer_words: float
 
     def predict(
-        self, candidates: Sequence[Candidate], costs: Sequence[Costs], timed: int = 4
+        self, candidates: Sequence[Candidate], costs: Sequence[Costs], timed: int = 2
     ) -> list[Prediction]:
         """Simulate candidates of one schedule, each with its own costs.
 

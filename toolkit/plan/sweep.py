@@ -24,7 +24,7 @@ WITHIN = 0.1
 """Share of a step's time that a step of staleness is worth."""
 _SETTLED = 2  # schedules whose affordable delay is searched for
 _SEARCHED = 64  # their stages times micro-batches, at most: seconds
-SLOW = 3.0
+SLOW = 2.0
 """Times the fastest that a schedule may take for other cuts of it to be tried."""
 _LONG = 24  # steady training steps that confirm a prediction: contended links beat
 
