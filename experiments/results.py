@@ -214,6 +214,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("activations", _each(_on_one_device)),
     ("communication_measured", _each(measured)),
     ("communication", _each(counted)),
+    ("plan", _each(cells.plan_cells)),
     ("pipelines", _each(cells.pipeline_cells)),
     ("simulated", _simulated),
     (f"situations{_SHORT}", _situations_short),
