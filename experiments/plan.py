@@ -44,18 +44,19 @@ def main(config: DictConfig) -> None:
     check_counts(config, "batch")
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
-    if config.pilot and config.data is None:
+    if config.pilot and not config.data:
         raise UserError("pilot=true trains for a short time: choose samples, such as data=digits")
-    if config.data is not None and (config.shape, config.classes) != (None, None):
-        raise UserError("shape and classes are those of data=...: leave them out")
-    samples = None if config.data is None else load_samples(config.data)
-    form = analysed_form(config) if samples is None else samples.form
+    samples, groups = None, ["model", "hardware"]
+    if config.data:
+        if (config.shape, config.classes) != (None, None):
+            raise UserError("shape and classes are those of data=...: leave them out")
+        samples, groups = load_samples(config.data), [*groups, "data"]
+    form = samples.form if samples else analysed_form(config)
     limits = {name: config[name] for name in ("staleness", "seconds") if config[name] is not None}
     if config.memory is not None:
         limits["memory"] = bytes_in(config.memory)
     with torch.device("meta"):
         model = build_model(config.model, form)
-    groups = ("model", "hardware", *["data"] * (samples is not None))
     given = f"{chosen(*groups)} precision={config.precision}"
     given += "" if samples else f" {data_options(form)}"
     measured = None

@@ -185,7 +185,7 @@ def _row(
     least, found, bound = times
     return {
         **dict(zip(("problem", "ranks", "micro-batches", "stages a rank"), sizes, strict=True)),
-        "memory": None if memory is None else round(memory, 3),
+        "memory": memory and round(memory, 3),
         "of": of,
         "least": round(least, 3),
         "found": round(found, 3),

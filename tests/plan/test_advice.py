@@ -201,7 +201,7 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
         assert config.schedule.placement == placement
         assert config.guard == ("stop" if placement == "per_stage" else "rollback")
         assert config.guard_factor == 2.8  # twice the highest loss that was seen
-    if how[case].get("training", "") is None:
+    if "training" in how[case] and not how[case]["training"]:
         name = "cdp_v1" if "v1" in how[case] else "cdp_v2"
         assert (experiment, list(config.rules)) == ("compare", ["dp", name])
         assert config.rules[name].placement == placement

@@ -10,8 +10,9 @@ from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate
 from toolkit.cost.affordable_delay import step_seconds
 from toolkit.errors import UserError
 from toolkit.plan import exact
+from toolkit.plan.list_schedule import list_schedule
 from toolkit.plan.order_problem import order_problem
-from toolkit.plan.search import list_schedule, search
+from toolkit.plan.search import search
 from toolkit.schedule import Schedule, catalog
 
 V_OF_3 = (0, 1, 2, 2, 1, 0)

@@ -58,8 +58,9 @@ class Candidate:
         """The schedule and what differs from plain stages, in words."""
         schedule, named = self.schedule, METHODS.get(self.choice.schedule)
         # A delay that was searched for has no short name.
-        name = schedule.name if self.within is None else f"CDP affordable {schedule.chains}"
-        name = name if named else "searched rank orders"
+        name = schedule.name if named else "searched rank orders"
+        if self.within is not None:
+            name = f"CDP affordable {schedule.chains}"
         placed = f" {schedule.placement}" if named and named.kind != "pipeline" else ""
         placed = placed.replace("_", " ").replace(" per microbatch", "")
         words = [name + placed, f"{count(schedule.n_stages, 'stage')} by {self.partition}"]
@@ -69,9 +70,9 @@ class Candidate:
 
     def options(self) -> str:
         """Options of ``experiments/simulate.py`` and ``train.py`` that make it."""
-        choice = self.choice
-        found = (choice if self.within is None else replace(choice, delay=None)).overrides()
+        found = self.choice.overrides()
         if self.within is not None:
+            found = replace(self.choice, delay=None).overrides()
             found += f" 'schedule.delay={{within: {self.within:g}}}'"
         return f"{found} batch={self.batch} partition={self.partition} checkpoint={self.checkpoint}"
 

@@ -18,10 +18,11 @@ from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.plan.candidates import data_options
 from toolkit.plan.findings import Pilot
+from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search import Found
-from toolkit.plan.sweep import NEAR, SLOW, OnProgress, Sweep, possible
+from toolkit.plan.sweep import NEAR, SLOW, Sweep
 from toolkit.schedule.catalog import METHODS
 
 if TYPE_CHECKING:
@@ -207,9 +208,9 @@ def plan(
     if not sizes or any(whole(batch, "batch", 1) % n for n in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
     costs_of = partial(stage_costs, meta_copy(model), form, precision)
-    tried = possible(costs_of, sorted(set(sizes), reverse=True), batch)
-    plainest = tried[0]
     sweep = Sweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
+    tried = sweep.possible(sorted(set(sizes), reverse=True), batch)
+    plainest = tried[0]
     sweep.simulate("simulating schedules", [c for c in tried if c.is_plain], plainest)
     slowest = SLOW * min(p.seconds for p in sweep.done.values())
     near = {c.choice for c, p in sweep.done.items() if p.seconds <= slowest}

@@ -8,7 +8,6 @@ Problems that :mod:`toolkit.plan.exact` can solve get a proof, or a better bound
 
 import random
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -18,7 +17,9 @@ from typing import TypeVar
 from toolkit.cost import UNIT, Costs, Hardware, Timeline, simulate
 from toolkit.errors import UserError, whole
 from toolkit.plan import exact as _exact
+from toolkit.plan.list_schedule import list_schedule, simple_keys
 from toolkit.plan.order_problem import OrderProblem, Word, order_problem
+from toolkit.plan.stage_placement import Places, busiest, room_of, shapes
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -26,8 +27,7 @@ Progress = Callable[[str, float, float], object]
 """Gets what a search does, the step time found so far and the bound, both in seconds."""
 
 _T = TypeVar("_T")
-_Places = tuple[int, ...]
-_Block = tuple[_Places, tuple[float, ...]]
+_Block = tuple[Places, tuple[float, ...]]
 """A placement, and the keys of :func:`list_schedule`."""
 
 _TIE = 1e-9  # relative difference of sums of seconds that are equal
@@ -101,31 +101,18 @@ def search(
             without OR-tools, or no step is as short as ``step_seconds``. If that is proven, the
             message names the fewest limits that cannot be met together.
     """
-    s, m = len(costs), whole(n_microbatches, "the number of micro-batches", 1)
-    p = whole(s if ranks is None else ranks, "the number of ranks", 1)
-    if placement is not None:
-        p = max(placement, default=0) + 1
-    if placement is not None and (len(placement) != s or {*placement} != {*range(p)}):
-        raise UserError(
-            f"placement is the rank of each of {s} stages, on ranks 0, 1, ...: got {[*placement]}"
-        )
-    if p > s:
-        raise UserError(f"each of {p} ranks runs a stage: got {s} stages")
-    usual = [hardware.memory_of(rank) for rank in range(p)]
-    limits = usual if memory is None else memory
-    limits = [limits] * p if isinstance(limits, int | float) else limits
-    if len(limits) != p:
-        raise UserError(f"memory has an entry for each of {p} ranks: got {len(limits)}")
-    equal = len({(limits[r], hardware.speed(r)) for r in range(p)}) == 1
+    m, s = whole(n_microbatches, "the number of micro-batches", 1), len(costs)
+    given_room = room_of(costs, ranks, placement, hardware, memory)
+    work, speeds, limits = given_room.work, given_room.speeds, given_room.limits
+    p = len(limits)
+    equal = len({*zip(limits, speeds, strict=True)}) == 1
     free = placement is None and not (p == s and equal and hardware.ranks_per_machine == 1)
-    work = [sum(cost.seconds(hardware)) for cost in costs]
-    speeds = [hardware.speed(rank) for rank in range(p)]
-    starts = [tuple(placement)] if placement is not None else shapes(work, speeds)
+    starts = [tuple(placement)] if placement else shapes(work, speeds)
     room, tried, end = [*limits], 0, time.monotonic() + seconds
     bounds: list[float] = []
     for attempt in range(_ATTEMPTS):
 
-        def make(where: _Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
+        def make(where: Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
             given = costs, m, where, hardware, split_backward, room, optimizer_bytes
             return order_problem(*given)
 
@@ -153,13 +140,6 @@ def search(
         raise UserError(_too_slow(given, step_seconds, took, bound, limits, seconds))
     bound, proven = min(bound, took), took <= bound * (1 + _ROUNDING)
     return Found(schedule, took, bound, proven, peaks, problem.placement, tried)
-
-
-def busiest(work: Sequence[float], speeds: Sequence[float]) -> float:
-    """Seconds of the busiest rank, at least, wherever stages of ``work`` seconds are placed."""
-    p, largest = len(speeds), sorted(work, reverse=True)
-    two = sum(largest[p - 1 : p + 1]) if len(work) > p else 0.0  # of p + 1, a rank runs two
-    return max(sum(work) / sum(speeds), max(two, largest[0]) / max(speeds))
 
 
 def _too_slow(
@@ -203,14 +183,14 @@ class _Search:
     """Random changes, and what they found."""
 
     def __init__(
-        self, make: Callable[[_Places], OrderProblem], draw: random.Random, say: Progress | None
+        self, make: Callable[[Places], OrderProblem], draw: random.Random, say: Progress | None
     ) -> None:
         self.make, self.draw, self.say = lru_cache(1000)(make), draw, say
         self.tried, self.said = 0, time.monotonic()
 
     def best(
         self,
-        starts: Sequence[_Places],
+        starts: Sequence[Places],
         free: bool,
         end: float,
         exact: bool | None,
@@ -226,7 +206,7 @@ class _Search:
             except UserError as error:  # a rank has no room
                 refused = error
                 continue
-            blocks += [(where, keys) for keys in _simple_keys(problem)]
+            blocks += [(where, keys) for keys in simple_keys(problem)]
             if catalogue:
                 orders += [(problem, words) for words in _catalogued(problem)]
         if not blocks:
@@ -360,89 +340,6 @@ class _Search:
             self.say(what, seconds, bound)
 
 
-def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[Word]:
-    """Each rank runs next, of what it can begin soon, the op with the least key.
-
-    A forward waits where the rank's micro-batches could then no longer end, the oldest first.
-
-    Args:
-        problem: what to order.
-        keys: seconds between micro-batches, seconds for which a rank waits for a lower key, and
-            those of each chain's op on micro-batch 0.
-    """
-    interval, patience, *offsets = keys
-    m, n, needs, sizes = problem.n_microbatches, len(problem.kinds), problem.needs, problem.held
-    ranks = range(problem.n_ranks)
-    ends: list[list[float]] = [[] for _ in offsets]
-    words: list[Word] = [[] for _ in ranks]
-    free = [0.0 for _ in ranks]
-    own = [[c // n for c in chains if c % n == 0] for chains in problem.of_rank]
-    whole_model = [sum(sizes[j] for j in stages) for stages in own]
-    most = [max(problem.work[c] for c in chains) for chains in problem.of_rank]
-    space = [room - work for room, work in zip(problem.room, most, strict=True)]
-
-    def fits(rank: int, stage: int) -> bool:
-        left = space[rank] - sizes[stage]
-        if left >= whole_model[rank]:
-            return True
-        made = {j: len(ends[j * n]) + (j == stage) for j in own[rank]}
-        ended = {j: len(ends[j * n + n - 1]) for j in own[rank]}
-        for k in range(min(ended.values()), max(made.values())):
-            if sum(sizes[j] for j in own[rank] if made[j] <= k) > left:
-                return False
-            left += sum(sizes[j] for j in own[rank] if ended[j] <= k < made[j])
-        return left >= 0
-
-    def choose(rank: int) -> tuple[float, int]:
-        """When the rank begins its next op, and the op's chain; -1 if it has none."""
-        able, soonest, now = [], inf, free[rank]
-        for c in problem.of_rank[rank]:
-            k = len(ends[c])
-            if k == m:
-                continue
-            start = now
-            for d, lag in needs[c]:
-                found = ends[d]
-                if len(found) <= k:
-                    break
-                if found[k] + lag > start:
-                    start = found[k] + lag
-            else:
-                if c % n or fits(rank, c // n):
-                    able.append((offsets[c] + k * interval, start, c))
-                    soonest = min(soonest, start)
-        return min((ch for ch in able if ch[1] <= soonest + patience), default=(0, inf, -1))[1:]
-
-    choices = [choose(rank) for rank in ranks]
-    while able := [(*choices[rank], rank) for rank in ranks if choices[rank][1] >= 0]:
-        start, c, rank = min(able)
-        free[rank] = start + problem.seconds[c]
-        ends[c].append(free[rank])
-        words[rank].append(c)
-        if c % n in (0, n - 1):
-            space[rank] += sizes[c // n] if c % n else -sizes[c // n]
-        for user in problem.users[c]:
-            choices[user] = choose(user)
-    return words
-
-
-def _simple_keys(problem: OrderProblem) -> Iterator[tuple[float, ...]]:
-    """Keys by the times of a lone micro-batch; weights at once, or when a rank would wait."""
-    n, s = len(problem.kinds), len(problem.held)
-    alone, now = [0.0] * len(problem.seconds), 0.0
-    for c in (*range(0, n * s, n), *range(n * (s - 1) + 1, 0, -n)):
-        alone[c] = now
-        now += problem.seconds[c]
-    busy = max(map(problem.load, range(problem.n_ranks))) / problem.n_microbatches
-    for interval in (busy / 2, busy, 2 * busy):
-        for ahead in (0.0, now):  # of the backwards
-            for late in (0.0, now, 100 * now) if n == 3 else (0.0,):
-                keys = [at + (0 if c % n else ahead) for c, at in enumerate(alone)]
-                for c in range(2, len(keys), 3) if n == 3 else ():
-                    keys[c] = keys[c - 1] + late
-                yield (interval, 0.0, *keys)
-
-
 def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
     """Orders of the catalogue that have this placement, and room."""
     s = len(problem.held)
@@ -459,36 +356,3 @@ def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
             words = problem.words(schedule)
             if all(map(problem.fits, range(problem.n_ranks), words)):
                 yield words
-
-
-def shapes(work: Sequence[float], speeds: Sequence[float]) -> list[_Places]:
-    """Neighbours on a rank, stages in turn, and to and fro; then the same, balanced."""
-    p, s = len(speeds), len(work)
-    there = [*range(p), *reversed(range(p))]
-    ranks = ((j * p // s, j % p, there[j % (2 * p)]) for j in range(s))
-    rows = ([*range(p)], there, [*range(p)] * 2, there[::-1])
-    balanced = (_balanced(row, work, speeds) for row in rows if len(row) <= s)
-    return [*dict.fromkeys((*zip(*ranks, strict=True), *balanced))]
-
-
-def _balanced(row: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> _Places:
-    """Ranks of stages, of neighbours in the order of ``row``, where the busiest is least busy."""
-    draw, s = random.Random(0), len(work)
-
-    def places(cuts: Sequence[int]) -> _Places:
-        return tuple(row[bisect_right(cuts, j)] for j in range(s))
-
-    def loads(cuts: Sequence[int]) -> list[float]:
-        found = [0.0] * len(speeds)
-        for seconds, rank in zip(work, places(cuts), strict=True):
-            found[rank] += seconds / speeds[rank]
-        return sorted(found, reverse=True)
-
-    best = [k * s // len(row) for k in range(1, len(row))]
-    for _ in range(100 * len(row)):
-        tried = [*best]
-        for _ in range(draw.choice((1, 1, 2, 3))):
-            tried[draw.randrange(len(tried))] += draw.choice((-1, 1))
-        if [0, *tried, s] == sorted({0, *tried, s}) and loads(tried) <= loads(best):
-            best = tried
-    return places(best)

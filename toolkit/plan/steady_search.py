@@ -16,7 +16,8 @@ from math import ceil
 from toolkit.cost import UNIT, Costs, Hardware
 from toolkit.errors import UserError, whole
 from toolkit.plan.order_problem import OrderProblem, order_problem
-from toolkit.plan.search import Found, Progress, busiest, shapes, simulated
+from toolkit.plan.search import Found, Progress, simulated
+from toolkit.plan.stage_placement import busiest, levelled, room_of, shapes
 from toolkit.schedule import Assigned, Op, Schedule, Timing
 from toolkit.schedule.staleness import Delay
 
@@ -58,21 +59,14 @@ def search_steady(
     Raises:
         UserError: arguments do not fit together, or no block fits into the memory.
     """
-    s, m = len(costs), whole(n_microbatches, "the number of micro-batches", 1)
-    p = whole(s if ranks is None else ranks, "the number of ranks", 1)
-    p = p if placement is None else max(placement) + 1
-    if p > s:
-        raise UserError(f"each of {p} ranks runs a stage: got {s} stages")
-    usual = [hardware.memory_of(rank) for rank in range(p)]
-    limits = (
-        [memory] * p if isinstance(memory, int | float) else usual if memory is None else memory
-    )
-    work = [sum(cost.seconds(hardware)) for cost in costs]
-    speeds = [hardware.speed(rank) for rank in range(p)]
+    m = whole(n_microbatches, "the number of micro-batches", 1)
+    given_room = room_of(costs, ranks, placement, hardware, memory)
+    work, speeds, limits = given_room.work, given_room.speeds, given_room.limits
+    p = len(limits)
     draw, problems = random.Random(seed), []
-    places = [tuple(placement)] if placement is not None else shapes(work, speeds)
-    if placement is None and s > p:
-        places += [_level(where, work, speeds, draw) for where in places]
+    places = [tuple(placement)] if placement else shapes(work, speeds)
+    if not placement and len(costs) > p:
+        places += [levelled(where, work, speeds, draw) for where in places]
     for where in dict.fromkeys(places):
         # Besides the newest version, one that late ops read.
         more = [0.0] * p
@@ -116,27 +110,6 @@ def search_steady(
         f"no pipeline with delay {delay} was found in a memory of {[*limits]} bytes: give more, or"
         " more micro-batches in a training step"
     )
-
-
-def _level(
-    where: tuple[int, ...], work: Sequence[float], speeds: Sequence[float], draw: random.Random
-) -> tuple[int, ...]:
-    """``where`` after changes that make the busiest ranks less busy."""
-
-    def loads(where: Sequence[int]) -> list[float]:
-        found = [0.0] * len(speeds)
-        for seconds, rank in zip(work, where, strict=True):
-            found[rank] += seconds / speeds[rank]
-        return sorted(found, reverse=True)
-
-    best, least = where, loads(where)
-    for _ in range(200 * len(where)):
-        tried = [*best]
-        i, j = draw.randrange(len(tried)), draw.randrange(len(tried))
-        tried[i], tried[j] = tried[j], tried[draw.choice((i, j))]
-        if len({*tried}) == len(speeds) and (new := loads(tried)) < least:
-            best, least = tuple(tried), new
-    return best
 
 
 def _load(problem: OrderProblem) -> float:

@@ -11,13 +11,12 @@ from toolkit.cost import Costs, recomputing
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
 from toolkit.plan.candidates import LARGEST, Candidate, candidates
+from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
 from toolkit.plan.search import Found, search
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.choice import choice_of, options_of
 
-OnProgress = Callable[[str, float], object]
-"""Called with the present activity, and the share of it that is done."""
 NEAR = 0.03
 """Share of a step, or of memory, that makes no difference to the verdict."""
 WITHIN = 0.1
@@ -31,19 +30,6 @@ _LONG = 24  # steady training steps that confirm a prediction: contended links b
 
 CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
 """Returns the costs of each candidate's stages, or why it has none."""
-
-
-def possible(costs_of: CostsOf, ranks: Sequence[int], batch: int) -> list[Candidate]:
-    """Return the candidates; workers have fewer stages if the model cannot be cut into so many."""
-    stages = LARGEST
-    while True:
-        tried = [candidate for n in ranks for candidate in candidates(n, batch, stages)]
-        (costs,) = costs_of(tried[:1])
-        if not isinstance(costs, UserError):
-            return tried
-        if tried[0].choice.stages == 1:
-            raise costs
-        stages = tried[0].choice.stages // 2
 
 
 class Sweep:
@@ -63,6 +49,19 @@ class Sweep:
         self.costs: dict[tuple[int, int, str], Costs] = {}
         self.left_out: dict[int, str] = {}  # by number of stages
         self.done: dict[Candidate, Prediction] = {}
+
+    def possible(self, ranks: Sequence[int], batch: int) -> list[Candidate]:
+        """Return the candidates; workers have fewer stages if the model cannot have so many."""
+        stages = LARGEST
+        while True:
+            tried = [candidate for n in ranks for candidate in candidates(n, batch, stages)]
+            (costs,) = self.costs_of(tried[:1])
+            if not isinstance(costs, UserError):
+                self.costs[_key(tried[0])] = costs
+                return tried
+            if tried[0].choice.stages == 1:
+                raise costs
+            stages = tried[0].choice.stages // 2
 
     def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
         """Predict candidates, but for those that a prediction dominates whatever they take."""

@@ -106,9 +106,10 @@ def drawable(choice: Choice) -> Schedule:
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
     """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
-    rounds = 1 if accumulate is None else whole(accumulate, "accumulate", 1)
-    sizes = {"stages": whole(stages, "stages", 1)}
-    sizes["microbatches x accumulate"] = whole(microbatches, "microbatches", 1) * rounds
+    total = whole(microbatches, "microbatches", 1)
+    if accumulate is not None:
+        total *= whole(accumulate, "accumulate", 1)
+    sizes = {"stages": whole(stages, "stages", 1), "microbatches x accumulate": total}
     for name, value in sizes.items():
         if value > LARGEST:
             raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
