@@ -184,6 +184,18 @@ def test_models_of_few_stages_and_several_numbers_of_ranks():
     assert {p.ranks for p in found.predictions} == {1, 2}
 
 
+def test_kinds_of_ranks_and_tiers_of_links(found):
+    """Rank 1 is slower and smaller; within a machine messages are fast."""
+    near = replace(SLOW, ranks_per_machine=2, local_bandwidth=1e12)
+    equal = plan(net(), IMAGES, near, 2, batch=2, jobs=1)
+    assert equal.baseline.seconds < found.baseline.seconds
+    mixed = replace(near, speeds=(1.0, 0.5), memories=(1e9, 300e3))
+    slower = plan(net(), IMAGES, mixed, 2, batch=2, jobs=1)
+    assert equal.baseline.seconds < slower.baseline.seconds
+    fits = {p.candidate: p.fits for p in slower.predictions}
+    assert equal.baseline.fits > fits[equal.baseline.candidate]
+
+
 def test_processes_find_the_same(found):
     assert plan(net(), IMAGES, SLOW, 2, batch=2, jobs=2).front == found.front
 

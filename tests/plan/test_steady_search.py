@@ -60,3 +60,7 @@ def test_mistakes():
         search_steady(stages(*[1.0] * 12), 12, memory=1, seconds=0.5)
     with pytest.raises(UserError, match="each of 3 ranks runs a stage: got 2"):
         search_steady(stages(1.0, 1.0), 2, ranks=3)
+    with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 3"):
+        search_steady(stages(1.0, 1.0), 2, memory=[1.0, 2.0, 3.0])
+    with pytest.raises(UserError, match=r"placement .* got \[0, 2\]"):
+        search_steady(stages(1.0, 1.0), 2, placement=[0, 2])

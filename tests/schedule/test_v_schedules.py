@@ -53,6 +53,23 @@ def test_literal_grid(name, sizes, grid):
     assert MAKES[name](*sizes).grid().splitlines()[1:] == grid.strip().splitlines()
 
 
+@pytest.mark.parametrize("p", range(2, 13))
+def test_bubbles_are_no_larger_than_published(p):
+    """Sail-sg's orders with enough micro-batches; those of few idle less: see :func:`bubble`."""
+    if p % 2 == 0 and p >= 4:
+        assert bubble("V-Half", p, 32) <= 3 * p - 7
+    if p % 3 == 0:
+        assert bubble("V-Min", p, 32) <= 4 * p - 7
+    for name in ("V-Half", "V-Min"):
+        for m in range(1, 33):
+            starts = MAKES[name](2 * p, m).timing.starts
+            spans = [
+                [at for op, at in starts.items() if op.stage in (r, 2 * p - 1 - r)]
+                for r in range(p)
+            ]
+            assert max(max(span) - min(span) + 1 - 6 * m for span in spans) == bubble(name, p, m)
+
+
 @every
 @given(p=st.integers(1, 9), m=st.integers(1, 24))
 @quick
