@@ -1,4 +1,4 @@
-"""Which pipeline: every one of the catalogue on the same ranks, an equal share of a model each.
+"""Which method: every one of the catalogue on the same ranks; a figure of the pipelines.
 
     python experiments/pipelines.py ranks=8 microbatches=[8,16,32]
 
@@ -22,12 +22,14 @@ activations, weights: the most that a rank holds (all ranks together), all versi
 A, P: the activations of one micro-batch, and the parameters, of the whole model
 idle: the share of a rank's time in the steady state
 staleness: steps by which weights are late; flush: each step ends before the next begins
+sent: parameters and gradients that a rank sends in a step, and their messages, on average
+boundaries: messages of outputs of stages and their gradients, likewise
 """
 
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.pipeline_table import assess, pipelines
+    from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.results import describe_cpu, write_result
@@ -36,8 +38,8 @@ def main(config: DictConfig) -> None:
     check_counts(config, "ranks")
     found: dict[tuple[int, str], Any] = {}
     left_out = []
-    for m in counts(config, "microbatches"):
-        made, refused = pipelines(config.ranks, m)
+    for m in dict.fromkeys(counts(config, "microbatches")):
+        made, refused = pipelines(config.ranks, m, {**METHODS, **WORKERS})
         found |= {(m, method): schedule for method, schedule in made.items()}
         left_out += [{"microbatches": m, "method": k, "why": why} for k, why in refused.items()]
     rows = []
@@ -47,7 +49,7 @@ def main(config: DictConfig) -> None:
 
     folder = output_folder()
     records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]
-    figures = save(draw(records), folder / "pipelines")
+    figures = save(draw([r for r in records if r["method"] in METHODS]), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
     print(f"\n{table([pipeline_cells(row) for row in records])}\n\n{LEGEND}")

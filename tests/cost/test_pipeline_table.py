@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 
-from tests.schedule.test_v_schedules import bubble, most
-from toolkit.cost.pipeline_table import METHODS, assess, pipelines
+from tests.schedule.test_v_schedules import WHOLE, bubble, most
+from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipelines
 from toolkit.errors import UserError
 
-LATE = ("PipeDream-2BW", "CDP-v1", "CDP-v2")
+LATE = ("PipeDream", "PipeDream-2BW", "CDP-v1", "CDP-v2")
 V_SCHEDULES = ("ZB-V", "V-Half", "V-Min")
 
 
@@ -16,7 +16,7 @@ def column(found, name):
     return {method: row[name] for method, row in found.items()}
 
 
-@pytest.fixture(scope="module", params=[(2, 4), (3, 3), (4, 8)], ids=str)
+@pytest.fixture(scope="module", params=[(2, 4), (4, 8), (4, 12)], ids=str)
 def sized(request):
     """Ranks p, micro-batches m, and all methods on them."""
     made, _ = pipelines(*request.param)
@@ -32,9 +32,17 @@ def test_idle_shares(sized):
     expected = {
         "GPipe": fill / (m + fill),
         "1F1B": fill / (m + fill),
+        "Eager1F1B": fill / (m + fill),
+        "looped BFS": fill / (2 * m + fill),
         "interleaved 1F1B": fill / (2 * m + fill),
         "ZB-H1": fill / (3 * m + fill),
+        "1F1B-V": WHOLE[p] / (6 * m + WHOLE[p]),
     }
+    gaps = {"ZB-H2": max(0, 2 * p - 1 - m)}
+    rounds = m // p + 1  # a gap between those that fit in unit time, and at the ends
+    gaps |= {"Hanayo": (p - 1) * rounds, "Chimera": (p - 2) * rounds}
+    gaps |= {"DualPipe": p - 2, "DualPipeV": p - 1}
+    expected |= {method: slots / (3 * m + slots) for method, slots in gaps.items()}
     for method in V_SCHEDULES:
         slots = bubble(method, p, m)
         expected[method] = slots / (6 * m + slots)
@@ -49,8 +57,12 @@ def test_no_bubble_in_zb_v_from_twice_the_ranks_on():
 def test_activations(sized):
     """In micro-batches: p stages of p, or 2p of 2p, are one."""
     p, m, found = sized
-    expected = dict.fromkeys(("1F1B", "ZB-H1", *LATE), 1) | {
-        "GPipe": Fraction(m, p),
+    expected = dict.fromkeys(("1F1B", "ZB-H1", "Hanayo", "Chimera", *LATE), 1) | {
+        **dict.fromkeys(("GPipe", "looped BFS"), Fraction(m, p)),
+        **dict.fromkeys(("Eager1F1B", "ZB-H2"), Fraction(min(m, 2 * p - 1), p)),
+        "1F1B-V": Fraction(2 * p // 3 + 1, p),
+        "DualPipe": Fraction(p + 1, p),
+        "DualPipeV": Fraction(2 * p + 1, 2 * p),
         "interleaved 1F1B": min(Fraction(m, p), 1 + Fraction(p - 1, 2 * p)),
         **{method: Fraction(most(method, p), 2 * p) for method in V_SCHEDULES},
     }
@@ -62,7 +74,8 @@ def test_activations(sized):
 
 def test_weights_and_staleness(sized):
     p, m, found = sized
-    late = {"PipeDream-2BW": 1, "CDP-v1": 1, "CDP-v2": pytest.approx((p - 1) / (2 * m))}
+    late = {"PipeDream-2BW": 1, "CDP-v1": 1}
+    late |= dict.fromkeys(("PipeDream", "CDP-v2"), pytest.approx((p - 1) / (2 * m)))
     assert column(found, "staleness_mean") == dict.fromkeys(METHODS, 0) | late
     assert column(found, "staleness_max") == dict.fromkeys(METHODS, 0) | dict.fromkeys(LATE, 1)
     assert [method for method, row in found.items() if not row["flush"]] == [*LATE]
@@ -73,7 +86,10 @@ def test_weights_and_staleness(sized):
 
 @pytest.mark.parametrize(
     ("sizes", "left_out"),
-    [((4, 3), {"PipeDream-2BW", "CDP-v1", "CDP-v2"}), ((2, 5), {"interleaved 1F1B", *LATE[1:]})],
+    [
+        ((4, 3), {"DualPipe", "DualPipeV", *LATE[1:]}),
+        ((2, 5), {"interleaved 1F1B", "DualPipe", *LATE[2:]}),
+    ],
 )
 def test_what_cannot_be_made_is_left_out(sizes, left_out):
     made, reasons = pipelines(*sizes)
@@ -88,3 +104,28 @@ def test_what_cannot_be_made_is_left_out(sizes, left_out):
 def test_rejects_no_ranks_or_micro_batches(sizes, name):
     with pytest.raises(UserError, match=f"{name}.*0"):
         pipelines(*sizes)
+
+
+def test_what_ranks_send(sized):
+    """A stage's boundaries are crossed twice by a micro-batch, and copies of a stage meet once."""
+    p, m, found = sized
+    crossings = dict.fromkeys(METHODS, p - 1)
+    crossings |= dict.fromkeys(("interleaved 1F1B", "looped BFS"), 2 * p - 1)
+    crossings |= dict.fromkeys((*V_SCHEDULES, "1F1B-V", "Hanayo", "DualPipeV"), 2 * p - 2)
+    for method, row in found.items():
+        assert row["boundaries"] == Fraction(2 * m * crossings[method], p), method
+        # An all-reduce of two ranks for each of a rank's two stages.
+        messages = 4 * (method in ("Chimera", "DualPipe"))
+        assert (row["traffic"], row["messages"]) == (Fraction(2, p) * bool(messages), messages)
+
+
+def test_workers_send_parameters_only():
+    p = 4
+    made, left_out = pipelines(p, p, WORKERS)
+    assert not left_out
+    rows = {label: assess(label, schedule) for label, schedule in made.items()}
+    for label in ("DP", "CDP-v1, whole models", "CDP-v2, whole models"):
+        assert rows[label]["traffic"] == Fraction(2 * (p - 1), p)
+    assert {row["boundaries"] for row in rows.values()} == {0}
+    assert rows["gradient accumulation"]["ranks"] == 1
+    assert rows["ZeRO-DP"]["weights"] < rows["DP"]["weights"]

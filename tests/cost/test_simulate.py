@@ -447,3 +447,28 @@ def test_two_machines_take_less_time_in_two_groups_than_in_one_or_four():
         for plan in plans
     )
     assert grouped < 0.8 * min(others)
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.75])
+def test_a_pair_starts_when_both_can_and_ends_at_once(overlap):
+    """Rank 0 waits with 0F1 for the gradient that 0B0 needs; rank 1 waits for both to end.
+
+    slot   0   1   2   3       4   5   6
+    rank 0 0F0 .   .   0F1;0B0 .   .   0B1
+    rank 1 .   1F0 1B0 .       1F1 1B1 .
+    """
+    schedule = Schedule.from_rank_orders(["0F0 0F1;0B0 0B1", "1F0 1B0 1F1 1B1"])
+    machine = replace(UNIT, overlap_time=overlap)
+    timeline = simulate(schedule.lower(1).verify(), unit_costs(2, backward=2.0), machine)
+    spans = {s.name: (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
+    end = 4 + 3 * overlap
+    assert spans == {
+        "0F0": (0, 1),
+        "1F0": (1, 2),
+        "1B0": (2, 4),
+        "0F1": (4, 4 + overlap),
+        "0B0": (4 + overlap, end),
+        "1F1": (end, end + 1),
+        "1B1": (end + 1, end + 3),
+        "0B1": (end + 3, end + 5),
+    }

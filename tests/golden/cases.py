@@ -51,6 +51,15 @@ PROGRAMS = {
     "v_half": catalog.v_half(4, 4),
     "v_min": catalog.v_min(4, 4),
     "pipedream_2bw": catalog.pipedream_2bw(2, 3),
+    "pipedream": catalog.pipedream(3, 2),
+    "eager_1f1b": catalog.eager_1f1b(3, 6),
+    "looped_bfs": catalog.looped_bfs(4, 3, 2),
+    "zb_h2": catalog.zb_h2(3, 6),
+    "one_f_one_b_v": catalog.one_f_one_b_v(6, 4),
+    "hanayo": catalog.hanayo(8, 4, 2),
+    "chimera": catalog.chimera(4, 4),
+    "dualpipe": catalog.dualpipe(4, 8),
+    "dualpipe_v": catalog.dualpipe_v(4, 4),
     "rank_orders": Schedule.from_rank_orders(("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="orders"),
 }
 

@@ -308,7 +308,7 @@ def test_rooms_of_two_ranks_in_conflict():
 
 def test_without_or_tools_exact_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ortools.sat.python", None)
-    with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[search\]'"):
+    with pytest.raises(UserError, match=r"pip install 'cyclic-dp\[search\]'"):
         exact.solve(problem(stages(1.0), 1), [[0, 1, 2]], 1.0)
 
 

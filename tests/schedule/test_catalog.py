@@ -69,7 +69,7 @@ def test_refuses_an_invalid_size(name, size):
 @pytest.mark.parametrize("method", catalog.METHODS.values(), ids=list(catalog.METHODS))
 def test_each_method_of_the_registry_is_built_by_name(method):
     sizes = signature(method.factory).parameters.keys() & {"n", "n_stages", "n_microbatches"}
-    options = dict.fromkeys(sizes, 4)
+    options = {size: 8 if size == "n_microbatches" else 4 for size in sizes}
     own = method(**options)
     assert own.name == method.label
     assert catalog.build(method.name, **options) == own
@@ -79,5 +79,6 @@ def test_each_method_of_the_registry_is_built_by_name(method):
 def test_a_schedule_of_plain_values():
     late = catalog.cyclic(2, RandomDelay(least=1, most=2))
     assert catalog.build("cdp_v2", n=2, delay={"least": 1, "most": 2}) == late
+    assert catalog.build("cdp_v1", n=2) == catalog.cdp_v1(2)
     with pytest.raises(UserError, match=r"cdp_v3.*cdp_v1"):
         catalog.build("cdp_v3", n=2)

@@ -18,6 +18,7 @@ PIPELINES = [
     catalog.interleaved_1f1b(6, 5, 3),
     catalog.zero_bubble(4, 6),
     catalog.v_half(6, 6),
+    catalog.dualpipe_v(6, 6),
     catalog.cyclic(3, placement="per_stage"),
     catalog.pipedream_2bw(2, 3),
     catalog.data_parallel(1, delay=2, n_stages=3),
@@ -77,6 +78,96 @@ def test_torch_reads_it(schedule):
         actions, schedule.n_ranks, schedule.n_stages, schedule.n_microbatches
     )
     assert found == {j: schedule.rank(j, 0) for j in range(schedule.n_stages)}
+
+
+def test_pairs_take_one_slot_or_two():
+    """A forward and a backward of one rank start together; unfolded, one after the other."""
+    orders = ["0F0 0F1;0B0 0B1", "1F0 1B0 1F1 1B1"]
+    pair = Op(Kind.FORWARD, 0, 1), Op(Kind.BACKWARD, 0, 0)
+    schedule = Schedule.from_rank_orders(orders)
+    assert schedule.grid().splitlines()[1:] == [
+        "rank 0 0F0 .   .   0F1;0B0 .   .   0B1",
+        "rank 1 .   1F0 1B0 .       1F1 1B1 .",
+    ]
+    assert schedule.timing.pairs == dict([pair])
+    assert Schedule.from_rank_orders([["0F0", pair, "0B1"], orders[1]]) == schedule
+    text = schedule.to_csv()
+    assert text == "0F0,,,(0F1;0B0)OVERLAP_F_B,,,0B1\n,1F0,1B0,,1F1,1B1,\n"
+    assert Schedule.from_csv(text) == schedule
+    assert Schedule.from_csv(text.replace("(0F1;0B0)OVERLAP_F_B", "0F1;0B0")) == schedule
+    apart = Schedule.from_csv(text, unfold=True)
+    assert apart == Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", orders[1]])
+    assert not apart.timing.pairs
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        (["0F0 0B0;0F1 0B1"], "a forward and then a backward .*: got 0B0;0F1"),
+        (["0F0 0F1;0B1 0B0"], "another micro-batch, .*: got 0F1;0B1"),
+        (["0F0 0F1;0B0;0F2 0B1 0B2"], "0F1;0B0;0F2' has 3 ops"),
+        (["0F0 0F1;0X0 0B1"], "rank 0, op 1: '0X0' is not an op"),
+        (["0F0 0F1;1B0 1F1 1B1 0B0 0B1 1F0"], "rank 0 waits at 0F1 for 1F0"),
+    ],
+)
+def test_pairs_that_cannot_be_are_refused(orders, message):
+    with pytest.raises(UserError, match=message):
+        Schedule.from_rank_orders(orders)
+
+
+def test_a_timing_pairs_what_starts_together_on_one_rank():
+    starts = {Op(kind, 0, m): 2 * m + kind for kind in list(Kind)[:2] for m in range(2)}
+    forward, backward = Op(Kind.FORWARD, 0, 1), Op(Kind.BACKWARD, 0, 0)
+    with pytest.raises(UserError, match="start in the same slot"):
+        Timing(starts, 4, pairs={forward: backward})
+    together = starts | {forward: starts[backward]}
+    with pytest.raises(UserError, match="same slot of the steady state"):
+        Schedule("none", 1, 2, Timing(together, 4), "per_stage")
+    Schedule("pair", 1, 2, Timing(together, 4, pairs={forward: backward}), "per_stage")
+    with pytest.raises(UserError, match="runs on one rank: got 0F1;0B0"):
+        Schedule("apart", 1, 2, Timing(together, 4, pairs={forward: backward}), "per_microbatch")
+
+
+WITH_MESSAGES = (
+    "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+)
+
+
+def test_communication_is_compared_with_what_is_inferred():
+    expected = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    assert Schedule.from_csv(WITH_MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0SEND_F0", "0SEND_F7", "row 1, column 3: 0SEND_F7 is no message"),
+        ("1RECV_F0", "0RECV_F0", "row 2, column 1: 0RECV_F0 is no message"),
+        ("0RESHARD", "1RESHARD", "row 1, column 11: 1RESHARD is no message"),
+        ("0RECV_B1", "", "row 1 has no 0RECV_B1"),
+    ],
+)
+def test_other_communication_is_refused(old, new, message):
+    with pytest.raises(UserError, match=message):
+        Schedule.from_csv(WITH_MESSAGES.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("make", [catalog.one_f_one_b, catalog.v_half, catalog.dualpipe_v])
+def test_files_with_torchs_communication_are_read(make):
+    """That torch infers the same messages."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = make(4, 4)
+    rows = csv.reader(io.StringIO(schedule.to_csv()))
+    actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
+    lowered = schedules._add_send_recv(
+        {r: [a for a in row if a] for r, row in actions.items()},
+        stage_to_rank=lambda j: schedule.rank(j, 0),
+        num_stages=schedule.n_stages,
+    )
+    text = "\n".join(",".join(map(str, lowered[r])) for r in sorted(lowered))
+    assert "SEND_F" in text
+    assert Schedule.from_csv(text, name=schedule.name) == schedule
 
 
 @pytest.mark.parametrize("name", ["a,b.csv", "a,b"])

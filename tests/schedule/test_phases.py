@@ -14,7 +14,7 @@ from toolkit.cost.hardware import UNIT
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import schedules
-from toolkit.schedule import Action, Buffer, Correction, Phase, after, catalog
+from toolkit.schedule import Action, Buffer, Correction, Phase, after, catalog, switched
 from toolkit.schedule.steady_state import footprint, steady_steps, steps_to_time
 
 DP, V1, V2 = (f(2) for f in (catalog.data_parallel, catalog.METHODS["cdp_v1"], catalog.cyclic))
@@ -178,3 +178,15 @@ def test_other_lengths_of_slots_make_one_program():
         program = after([(pair[0], 2)], pair[1]).lower(4).verify()
         assert {i.step for rank in program.ranks for i in rank if i.action.computes} == {*range(4)}
     assert replace(after([(coarse, 2)], fine), name="x").name == "x"
+
+
+def test_a_course_grows_by_a_change():
+    """Parts keep their lengths; a change leaves out what was planned from its step on."""
+    grown = switched(switched(switched(DP, 2, V1), 5, V2), 6, DP)
+    expected = after([(DP, 2), (V1, 3), (V2, 1)], DP, "DP")
+    assert grown == expected
+    assert switched(expected, 5, DP) == after([(DP, 2), (V1, 3)], DP, "DP")
+    assert switched(expected, 3, V2) == after([(DP, 2), (V1, 1)], V2, "CDP-v2")
+    assert switched(expected, 0, V2) is V2
+    with pytest.raises(UserError, match="n_ranks"):
+        switched(expected, 3, catalog.cyclic(2, placement="one"))

@@ -29,7 +29,8 @@ def torchs(schedule_class, method, n_ranks, **attributes):
     found = getattr(schedule, method)
     rows = found() if method == "_get_pipeline_order" else [*map(found, range(n_ranks))]
     ops = ([action for action in rows[rank] if action] for rank in range(n_ranks))
-    return text([a for a in row if a.computation_type.value in "FBIW"] for row in ops)
+    computes = ("F", "B", "I", "W", "OVERLAP_F_B")
+    return text([a for a in row if a.computation_type.value in computes] for row in ops)
 
 
 def torchs_rounds(schedule_class, n_ranks, per_rank, n_microbatches):
@@ -55,6 +56,11 @@ def test_orders_are_torchs(p, m):
     for per_rank in (2, 3) if m % max(1, m // p) == 0 else ():
         golden = torchs_rounds("ScheduleInterleaved1F1B", p, per_rank, m)
         assert text(pipeline_orders.interleaved_1f1b(p * per_rank, m, p)) == golden
+    for per_rank in (1, 2, 3):
+        method, stages = "_calculate_single_rank_operations", [None] * per_rank
+        sizes = {"pp_group_size": p, "_stages": stages, "_n_microbatches": m}
+        golden = torchs("ScheduleLoopedBFS", method, p, **sizes)
+        assert text(pipeline_orders.looped_bfs(p * per_rank, m, p)) == golden
 
 
 def test_1f1b_of_four_stages():
@@ -81,6 +87,21 @@ def test_periods_and_activations(p, m):
     assert gpipe.lower(2).peak_activations() == (m,) * p
     assert plain.lower(2).peak_activations() == tuple(min(m, p - r) for r in range(p))
     assert max(zero.lower(2).peak_activations()) <= p
+
+
+@pytest.mark.parametrize(("p", "m"), [*SIZES, (8, 15), (8, 32)])
+def test_eager_looped_and_without_bubble(p, m):
+    """Closed forms, for v stages a rank; the last two hold what their first forwards make."""
+    eager, zero = catalog.eager_1f1b(p, m), catalog.zb_h2(p, m)
+    assert eager.period == catalog.one_f_one_b(p, m).period
+    assert eager.lower(2).peak_activations() == tuple(min(m, 2 * (p - r) - 1) for r in range(p))
+    assert zero.period == 3 * m + max(0, 2 * p - 1 - m)
+    assert set(zero.lower(2).peak_activations()) == {min(m, 2 * p - 1)}
+    for v in (1, 2, 3):
+        looped = catalog.looped_bfs(v * p, m, p)
+        assert looped.lower(2).peak_activations() == (v * m,) * p
+        if m >= p:
+            assert looped.period == 2 * (v * m + p - 1)
 
 
 def test_interleaving_shrinks_the_bubble():

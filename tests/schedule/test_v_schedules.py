@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from tests.schedule.test_pipeline_orders import torchs
+from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, catalog
 
@@ -112,8 +113,44 @@ def test_zb_v_against_torchs(p, m):
         assert own.lower(1).peak_activations() == theirs.lower(1).peak_activations()
 
 
-@every
+# Of the authors' code, in slots, by ranks; 1F1B's first rank idles for 6(p-1).
+WHOLE = {1: 0, 2: 4, 3: 8, 4: 15, 5: 18, 6: 22, 7: 30, 8: 33, 9: 36}
+
+
+@pytest.mark.parametrize(("p", "bubble"), WHOLE.items())
+def test_1f1b_v_holds_and_idles_as_its_authors(p, bubble):
+    """A backward takes two slots, its stage a forward's time each."""
+    for m in (p, 2 * p, 3 * p):
+        program = catalog.one_f_one_b_v(2 * p, m).lower(2).verify()
+        assert max(program.peak_activations()) == min(2 * m, 2 * (2 * p // 3 + 1))
+        one_step = catalog.one_f_one_b_v(2 * p, m).lower(1)
+        timeline = simulate(one_step, unit_costs(2 * p, backward=2.0), UNIT)
+        spans = [
+            [s for s in timeline.spans if (s.rank, s.lane) == (r, "compute")] for r in range(p)
+        ]
+        busy = [max(s.end for s in of_rank) - min(s.start for s in of_rank) for of_rank in spans]
+        assert max(busy) - 6 * m == bubble
+
+
+@given(p=st.integers(1, 5), waves=st.integers(1, 3), m=st.integers(1, 12))
+@quick
+def test_hanayo(p, waves, m):
+    """Ranks idle 2(p-1) slots if p divides m, for any number of waves; p micro-batches at once."""
+    schedule = catalog.hanayo(2 * waves * p, m, p)
+    assert [schedule.rank(j, 0) for j in range(2 * p)] == [*range(p), *reversed(range(p))]
+    assert max(schedule.lower(2).verify().peak_activations()) == 2 * waves * min(m, p)
+    if m % p == 0:
+        assert schedule.period == 4 * waves * m + 2 * (p - 1)
+
+
+def test_hanayo_takes_whole_waves():
+    with pytest.raises(UserError, match="make 6 stages a multiple of 4"):
+        catalog.hanayo(6, 2, 2)
+
+
+@pytest.mark.parametrize("name", [*MAKES, "1F1B-V"])
 @pytest.mark.parametrize("n_stages", [1, 5])
 def test_odd_stages_are_refused(name, n_stages):
+    make = MAKES.get(name, catalog.one_f_one_b_v)
     with pytest.raises(UserError, match=f"make {n_stages} stages even"):
-        MAKES[name](n_stages, 4)
+        make(n_stages, 4)

@@ -11,14 +11,15 @@ share. Messages are handled in order of time.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
-from toolkit.schedule.instruction import RECV, SEND
+from toolkit.schedule.instruction import FORWARD, RECV, SEND
 
 Ports = tuple[int, ...]
 
@@ -40,6 +41,15 @@ class _Event(NamedTuple):
     then: Callable[[float], None]
 
 
+def _pairs(order: Sequence[Instruction]) -> list[int]:
+    """The positions of forwards that start with the next op: on one rank, those that overlap."""
+    return [
+        p
+        for p, (i, after) in enumerate(pairwise(order))
+        if i.action == FORWARD and i.tick == after.tick and after.action.computes
+    ]
+
+
 class EventQueue:
     """What each instruction waits for; which ports are busy.
 
@@ -50,6 +60,7 @@ class EventQueue:
     def __init__(self, program: Program) -> None:
         self._instructions = [i for order in program.ranks for i in order]
         self._ranks = [rank for rank, order in enumerate(program.ranks) for _ in order]
+        self.pairs: set[int] = set()  # forwards that overlap with the next instruction
         self._lacking = [0] * len(self._instructions)
         self._ready = [0.0] * len(self._instructions)
         self._users: list[list[int]] = [[] for _ in self._instructions]
@@ -95,11 +106,17 @@ class EventQueue:
         first = 0
         for rank, order in enumerate(program.ranks):
             in_order = [i.action in _IN_ORDER for i in order]
+            needs: Iterable[list[int]] = unsorted_needs(order, rank)
+            if pairs := [] if program.schedule.layout.one_device else _pairs(order):
+                needs = [*needs]
+                for p in pairs:
+                    needs[p] += [q for q in needs[p + 1] if q != p]
+                    self.pairs.add(first + p)
             ops = [(i.tick, p) for p, i in enumerate(order) if i.action.computes]
             before = collective = further = -1
             coming = iter([*ops, (inf, -1)])
             tick, op = next(coming)  # the first op within the lookahead
-            for p, found in enumerate(unsorted_needs(order, rank)):
+            for p, found in enumerate(needs):
                 i = order[p]
                 waits, last = [], -1
                 for q in found:
@@ -172,6 +189,10 @@ class EventQueue:
                 end = now + event.seconds
                 heappush(self._events, event._replace(when=end, tick=_FREES))
                 event.then(now)
+
+    def instruction(self, g: int) -> Instruction:
+        """The instruction with a number."""
+        return self._instructions[g]
 
     def occupy(
         self, g: int, ready: float, ports: Ports, seconds: float, then: Callable[[float], None]

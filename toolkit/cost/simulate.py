@@ -110,6 +110,8 @@ class _Simulation:
         schedule, n_ranks = program.schedule, len(program.ranks)
         self.program, self.costs, self.hardware = program, costs, hardware
         self.events = EventQueue(program)
+        self.overlaps = bool(self.events.pairs)
+        self.under_way: dict[int, tuple[float, float]] = {}  # by rank: a pair's backward
         self.slot = schedule.timing.ticks_per_slot
         self.spans: list[Span] = []
         self.changes: list[Change] = []
@@ -212,10 +214,13 @@ class _Simulation:
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             arrived = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, m, step))
             self._work(rank, arrived, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
-        end = start + self.seconds[stage][action] / self.speeds[rank]
+        seconds = self.seconds[stage][action] / self.speeds[rank]
+        span_end = end = start + seconds
+        if self.overlaps:
+            start, span_end, end = self._overlapped(g, rank, start, seconds)
         self.computed[rank] = end
         name, slot = f"{stage}{LETTERS[action]}{m}", tick // self.slot
-        span = (rank, COMPUTE, start, end, name, stage, m, step, 0.0, None, slot)
+        span = (rank, COMPUTE, start, span_end, name, stage, m, step, 0.0, None, slot)
         self.spans.append(_new(Span, span))
         if working := self.working[stage][action != FORWARD]:
             self._work(rank, start, end, working)
@@ -232,6 +237,25 @@ class _Simulation:
             if action != BACKWARD_INPUT:
                 self._add_to_sum(rank, i, end)
         self.events.end(g, end)
+
+    def _overlapped(
+        self, g: int, rank: int, start: float, seconds: float
+    ) -> tuple[float, float, float]:
+        """Start of an op, end of its span, and when it ends: of a pair, when both do.
+
+        The spans of a pair follow one another, so that a rank is never busy twice.
+        """
+        factor = self.hardware.overlap_time
+        if g in self.events.pairs:
+            other = self.events.instruction(g + 1)
+            both = seconds + self.seconds[other.stage][other.action] / self.speeds[rank]
+            end = start + factor * both
+            self.under_way[rank] = start + factor * seconds, end
+            return start, start + factor * seconds, end
+        if g - 1 in self.events.pairs:
+            start, end = self.under_way[rank]
+            return start, end, end
+        return start, start + seconds, start + seconds
 
     def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         seconds = self._moving(rank, self.moved_by_update[i.stage])

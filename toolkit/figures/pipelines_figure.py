@@ -58,7 +58,8 @@ def _looks(rows: Rows) -> dict[str, dict[str, Any]]:
         k, numbers[flush] = numbers[flush], numbers[flush] + 1
         look: dict[str, Any] = {"linestyle": "none", "color": SERIES[k % len(SERIES)]}
         if flush:
-            look |= {"marker": MARKERS[k % len(MARKERS)], "markersize": max(4, 8 - 3 * k)}
+            marker = MARKERS[(k + k // len(SERIES)) % len(MARKERS)]  # a new pair in each round
+            look |= {"marker": marker, "markersize": max(4, 8 - 3 * k)}
         else:
             look |= {"marker": "o", "markersize": 7 + 3 * k, "markerfacecolor": "none"}
         looks[method] = look

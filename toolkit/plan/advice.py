@@ -5,6 +5,7 @@ from math import isfinite, isnan
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from toolkit.files import started_by
 from toolkit.format import plus_minus, size
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _guard_factor(found: "Pilot") -> float:
 def _command(found: "Pilot", choice: str) -> str:
     """Command that trains by the advice, or compares where accuracy is not known yet."""
     if not found.rules:
-        return f"python experiments/train.py schedule=dp {found.given}"
+        return f"{started_by('train')} schedule=dp {found.given}"
     if choice in (STAY, UNDECIDED):
         return found.of("DP").predicted.candidate.command(found.given)
     late = found.late.predicted.candidate
@@ -242,4 +243,4 @@ def _command(found: "Pilot", choice: str) -> str:
         # On one device DP runs in as little memory, and CDP slot by slot
         more = "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
     words = [options, found.given, *rules, "seeds=5 ema=0.999", more]
-    return f"python experiments/compare.py {' '.join(words)}"
+    return f"{started_by('compare')} {' '.join(words)}"

@@ -9,6 +9,7 @@ from math import isqrt
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.files import started_by
 from toolkit.format import count
 from toolkit.model import InputSpec, Sequences
 from toolkit.model.partition import MEASURES
@@ -78,10 +79,9 @@ class Candidate:
 
     def command(self, given: str) -> str:
         """Return a command line that trains so; ``given`` has its other options."""
-        start, how = "python", "runtime.order=scheduled"
-        if (n := self.schedule.n_ranks) > 1:
-            start, how = f"torchrun --nproc-per-node {n}", "runtime=distributed"
-        return f"{start} experiments/train.py {how} {self.options()} {given}"
+        n_ranks = self.schedule.n_ranks
+        how = "runtime=distributed" if n_ranks > 1 else "runtime.order=scheduled"
+        return f"{started_by('train', n_ranks)} {how} {self.options()} {given}"
 
 
 def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidate]:

@@ -98,7 +98,7 @@ def cp_model() -> Any:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise UserError(
-            "exact=True needs OR-tools: pip install 'cdp-toolkit[search]', or leave it out"
+            "exact=True needs OR-tools: pip install 'cyclic-dp[search]', or leave it out"
         ) from error
     return cp_model
 

@@ -351,7 +351,8 @@ def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
             schedule = method(s, problem.n_microbatches, **options)
         except UserError:  # these sizes do not suit it
             continue
-        alike = problem.placement == tuple(schedule.rank(j, 0) for j in range(s))
+        ranks = zip(*schedule.layout.cycles, strict=True)  # of each micro-batch
+        alike = {*ranks} == {problem.placement}
         if alike and not schedule.max_staleness and schedule.splits_backward == problem.splits:
             words = problem.words(schedule)
             if all(map(problem.fits, range(problem.n_ranks), words)):

@@ -3,7 +3,7 @@
 from toolkit.schedule import catalog
 from toolkit.schedule.correction import CORRECTIONS, Correction
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
-from toolkit.schedule.phases import Phase, PhasedSchedule, after
+from toolkit.schedule.phases import Phase, PhasedSchedule, after, switched
 from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
 from toolkit.schedule.schedule import STATES, Schedule, labels
@@ -36,4 +36,5 @@ __all__ = [
     "catalog",
     "labels",
     "steady_state",
+    "switched",
 ]

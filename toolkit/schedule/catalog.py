@@ -11,10 +11,10 @@ from inspect import signature
 from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
-from toolkit.schedule import pipeline_orders, timing, v_schedules
+from toolkit.schedule import bidirectional, pipeline_orders, timing, v_schedules
 from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.phases import Phase, after
-from toolkit.schedule.pipeline_orders import Orders
+from toolkit.schedule.pipeline_orders import Item
 from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
@@ -95,6 +95,11 @@ def cyclic(
     return Schedule(name, s, k * n, when, placement, delay, state, chains, k, correction)
 
 
+# The names of conf/schedule
+dp, cdp_v2 = data_parallel, cyclic
+cdp_v1 = partial(cyclic, delay=1)
+
+
 def published(
     n: int, placement: str = "per_microbatch", state: str = "replicated", *, n_stages: int = 4
 ) -> Schedule:
@@ -131,6 +136,26 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("1F1B", pipeline_orders.one_f_one_b, n_stages, n_microbatches)
 
 
+def eager_1f1b(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B with up to 2S-1 micro-batches under way, so that messages have a slot to travel in.
+
+    Arguments as :func:`gpipe`. Source: arXiv 2211.05322.
+    """
+    return _pipeline("Eager1F1B", pipeline_orders.eager_1f1b, n_stages, n_microbatches)
+
+
+def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
+    """GPipe where rank r has stages r, r + n_ranks, ... Source: arXiv 2211.05953.
+
+    Args:
+        n_stages: stages of the model, a multiple of ``n_ranks``.
+        n_microbatches: micro-batches of a training step, M.
+        n_ranks: devices.
+    """
+    make = partial(pipeline_orders.looped_bfs, n_ranks=whole(n_ranks, "n_ranks", 1))
+    return _pipeline("looped BFS", make, n_stages, n_microbatches)
+
+
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     """1F1B where rank r has stages r, r + n_ranks, ... Source: arXiv 2104.04473.
 
@@ -146,6 +171,15 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with split backwards; arguments as :func:`gpipe`. Source: arXiv 2401.10241."""
     return _pipeline("ZB-H1", pipeline_orders.zero_bubble, n_stages, n_microbatches)
+
+
+def zb_h2(n_stages: int, n_microbatches: int) -> Schedule:
+    """ZB-H2: no bubble from 2S-1 micro-batches on, which every rank holds; the paper's ZB-2P.
+
+    Arguments as :func:`gpipe`. Source: arXiv 2401.10241, section 2.
+    """
+    make = partial(pipeline_orders.zero_bubble, hops=2)
+    return _pipeline("ZB-H2", make, n_stages, n_microbatches)
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
@@ -168,6 +202,67 @@ def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
+def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B-V: as :func:`zb_v`, two thirds of the memory of 1F1B. Source: arXiv 2405.15362."""
+    return _pipeline("1F1B-V", v_schedules.one_f_one_b_v, n_stages, n_microbatches)
+
+
+def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
+    """1F1B in waves: micro-batches go down and up the ranks W times. Source: arXiv 2308.15762.
+
+    Args:
+        n_stages: stages of the model, 2 W ``n_ranks``.
+        n_microbatches: micro-batches of a training step; best a multiple of ``n_ranks``.
+        n_ranks: devices.
+    """
+    make = partial(v_schedules.hanayo, n_ranks=whole(n_ranks, "n_ranks", 1))
+    return _pipeline("Hanayo", make, n_stages, n_microbatches)
+
+
+def chimera(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B in two directions at once; every rank has two stages. Source: arXiv 2107.06925.
+
+    Args:
+        n_stages: stages of the model and ranks, an even number.
+        n_microbatches: micro-batches of a training step, half of them in each direction; best a
+            multiple of the stages.
+    """
+    return _pipeline("Chimera", bidirectional.chimera, n_stages, n_microbatches)
+
+
+def dualpipe(n_stages: int, n_microbatches: int) -> Schedule:
+    """Two directions and overlapped pairs of a forward and a backward. Source: arXiv 2412.19437.
+
+    Args:
+        n_stages: stages of the model and ranks, an even number.
+        n_microbatches: micro-batches of a training step, an even number, two a stage or more.
+    """
+    return _pipeline("DualPipe", bidirectional.dualpipe, n_stages, n_microbatches)
+
+
+def dualpipe_v(n_stages: int, n_microbatches: int) -> Schedule:
+    """DualPipe folded to a V, with one copy of the weights. Source: arXiv 2412.19437.
+
+    Args:
+        n_stages: stages of the model, 2p for p ranks; rank r has r and 2p-1-r.
+        n_microbatches: micro-batches of a training step, one a stage or more.
+    """
+    return _pipeline("DualPipeV", bidirectional.dualpipe_v, n_stages, n_microbatches)
+
+
+def pipedream(
+    n_stages: int, n_microbatches: int, *, correction: str | Correction = "none"
+) -> Schedule:
+    """PipeDream: 1F1B without flush, on the weights that are the newest as a forward starts.
+
+    With a micro-batch a step, as in the paper, stage j reads weights S-1-j steps late. Arguments as
+    :func:`pipedream_2bw`. Source: arXiv 1806.03377.
+    """
+    s, m, _ = _sizes(n_stages, n_microbatches)
+    name, when = _name("PipeDream", correction=correction), timing.pipelined(s, m)
+    return Schedule(name, s, m, when, "per_stage", FRESHEST, correction=correction)
+
+
 def pipedream_2bw(
     n_stages: int, n_microbatches: int, *, correction: str | Correction = "none"
 ) -> Schedule:
@@ -184,7 +279,10 @@ def pipedream_2bw(
 
 
 def _pipeline(
-    name: str, make: Callable[[int, int], Orders], n_stages: int, n_microbatches: int
+    name: str,
+    make: Callable[[int, int], Sequence[Sequence[Item]]],
+    n_stages: int,
+    n_microbatches: int,
 ) -> Schedule:
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule.from_rank_orders(make(s, m), name=name)
@@ -242,6 +340,8 @@ class Method:
 _CDP, _2BW, _V = "arXiv 2403.08837", "arXiv 2006.09503", "arXiv 2405.15362"
 _MEGATRON, _PAIR = "arXiv 2104.04473", {"n_ranks": 2}
 _ACCUMULATION, _INTERLEAVED = "gradient accumulation", "interleaved 1F1B"
+_WAVES, _TWO_WAYS, _EAGER = "arXiv 2308.15762", "arXiv 2107.06925", "arXiv 2211.05322"
+_DUAL = "arXiv 2412.19437"
 _ZERO, _ZB, _SHARDED = "arXiv 1910.02054", "arXiv 2401.10241", {"state": "sharded"}
 
 METHODS: Mapping[str, Method] = {
@@ -254,11 +354,20 @@ METHODS: Mapping[str, Method] = {
         Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
         Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
         Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
+        Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", _EAGER),
+        Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _PAIR, 2),
         Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _PAIR, 2),
         Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
+        Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZB),
         Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
         Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),
         Method("v_min", "V-Min", v_min, "pipeline", _V, stages_per_rank=2),
+        Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V, stages_per_rank=2),
+        Method("hanayo", "Hanayo", hanayo, "pipeline", _WAVES, _PAIR, 2),
+        Method("chimera", "Chimera", chimera, "pipeline", _TWO_WAYS),
+        Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUAL),
+        Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUAL, stages_per_rank=2),
+        Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
         Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
         Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
         Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
@@ -305,22 +414,35 @@ def with_phases(schedule: Schedule, phases: Sequence[Mapping[str, Any]]) -> Sche
         )
     found = []
     for given in phases:
-        if not isinstance(given, Mapping) or given.get("schedule") not in METHODS:
-            name = given.get("schedule") if isinstance(given, Mapping) else given
-            raise UserError(
-                f"phases: got {given!r}; expected {{schedule: NAME, epochs: 1}}, or steps, each:"
-                f" {suggest(str(name), [*METHODS])}"
-            )
-        own = {k: v for k, v in given.items() if k not in ("schedule", "steps", "epochs")}
-        usual = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
-        usual |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
-        usual |= {"accumulate": schedule.accumulate}
-        takes = signature(METHODS[given["schedule"]].factory).parameters
-        options = {k: v for k, v in usual.items() if k in takes} | own
-        found.append(
-            Phase(build(given["schedule"], **options), given.get("steps"), given.get("epochs"))
-        )
+        if not isinstance(given, Mapping):
+            raise UserError(f"phases: got {given!r}; expected {{schedule: NAME, epochs: 1}}, each")
+        lasts = {name: given.get(name) for name in ("steps", "epochs")}
+        own = {name: value for name, value in given.items() if name not in lasts}
+        found.append(Phase(alike(schedule, own, "phases"), **lasts))
     return after(found, schedule) if found else schedule
+
+
+def alike(schedule: Schedule, given: Any, what: str = "candidates") -> Schedule:
+    """Build a method of as many stages, micro-batches and ranks as ``schedule``.
+
+    Args:
+        schedule: what gives the sizes, and the placement and state unless the method has its own.
+        given: the name of a method; or a mapping of ``schedule``, its name, and its options.
+        what: what it is for, in errors.
+    """
+    name, own = given, {}
+    if isinstance(given, Mapping):
+        name, own = given.get("schedule"), {k: v for k, v in given.items() if k != "schedule"}
+    if name not in METHODS:
+        raise UserError(
+            f"{what}: got {given!r}; expected the name of a method, or {{schedule: NAME}} with"
+            f" options: {suggest(str(name), [*METHODS])}"
+        )
+    usual = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
+    usual |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
+    usual |= {"accumulate": schedule.accumulate}
+    takes = signature(METHODS[name].factory).parameters
+    return build(name, **{k: v for k, v in usual.items() if k in takes} | own)
 
 
 DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}

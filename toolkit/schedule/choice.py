@@ -1,6 +1,6 @@
 """A method and its options as one value: an object, a line of Python, or overrides of Hydra."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from inspect import signature
@@ -126,7 +126,25 @@ def choice_of(schedule: Schedule) -> Choice:
             f"no choice makes {schedule!r}: choices are schedules of the catalogue, and rank orders"
             " that drain; toolkit.figures.schedules draws any"
         )
-    return min(alike, key=lambda found: found[1].name != schedule.name)[0]
+    return min(alike, key=lambda f: (f[1].name != schedule.name, len(f[0].given)))[0]
+
+
+def phases_of(parts: Sequence[tuple[Schedule, int]]) -> str:
+    """Options of ``experiments/train.py`` that train by one schedule after another.
+
+    Args:
+        parts: schedules and the training steps of each; the last continues.
+
+    Raises:
+        UserError: no choice makes one of them.
+    """
+    choices = [choice_of(schedule) for schedule, _ in parts]
+    phases = []
+    for choice, (_, n) in zip(choices[:-1], parts, strict=False):
+        options = {"schedule": choice.schedule, "steps": n} | choice.given
+        phases.append("{" + ",".join(f"{k}:{_in_hydra(v)}" for k, v in options.items()) + "}")
+    given = [quote(f"schedule.phases=[{','.join(phases)}]")] * bool(phases)
+    return " ".join([choices[-1].overrides(), *given])
 
 
 def _candidates(schedule: Schedule) -> Iterator[Choice]:

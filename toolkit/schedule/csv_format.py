@@ -1,15 +1,20 @@
 """Rank orders as text, and as the compute format of torch.distributed.pipelining.
 
 An op is ``<stage><kind><microbatch>``, kind one of F, B, I (backward, input) and W (backward,
-weights): ``0F0``. A rank's order is ops with spaces between; a CSV file has a row a rank and a cell
-a slot, empty where the rank is idle::
+weights): ``0F0``. ``0F1;1B0`` is a forward and a backward that the rank overlaps; torch writes
+``(0F1;1B0)OVERLAP_F_B``. A rank's order is ops with spaces between; a CSV file has a row a rank and
+a cell a slot, empty where the rank is idle::
 
     0F0,0F1,,0B0,,0B1            0F0 period=4,,0F1,0B0,,0B1
     ,1F0,1B0,1F1,1B1,            ,1F0,1B0,1F1,1B1,
 
 Without a period, on the left, slots do not bind: each op starts as early as it can, and the
 pipeline drains before the next training step. With one, on the right, a training step begins every
-so many slots, and no op starts before its own. torch reads both, and drains.
+so many slots, and no op starts before its own. torch reads both, and drains; it takes one rank a
+stage, so that it does not read pipelines in two directions.
+
+Communication is inferred. Cells such as ``0SEND_F1``, of torch's files with communication, are
+compared with what is inferred.
 """
 
 import csv
@@ -17,24 +22,45 @@ import io
 import os.path
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import UserError
 from toolkit.schedule.instruction import LETTERS, Kind, Op
-from toolkit.schedule.pipeline_orders import as_early_as_possible
-from toolkit.schedule.placement import Placement
-from toolkit.schedule.timing import Timing
+from toolkit.schedule.pipeline_orders import Item, as_early_as_possible
+from toolkit.schedule.placement import Assigned, Placement
+from toolkit.schedule.timing import Timing, check_pair
 
 _OP = re.compile(rf"(\d{{1,9}})([{LETTERS}])(\d{{1,9}})")
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_MESSAGE = re.compile(
+    r"(\d{1,9})((?:SEND|RECV)_[FB])(\d{1,9})|(\d{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)"
+)
 _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d{1,9})")
 
 
-def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
-    """One rank's ops, from ops or text."""
+def parse_order(order: str | Sequence[Item | str], rank: int) -> list[Item]:
+    """One rank's ops and pairs, from ops or text."""
     if not isinstance(order, Sequence):
         raise UserError(f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {order!r}")
     words = order.split() if isinstance(order, str) else order
-    return [_op(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
+    return [_item(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
+
+
+def _item(word: Item | str, where: str) -> Item:
+    if isinstance(word, str):
+        text = found[1] if (found := _PAIR.fullmatch(word)) else word
+        ops = [_op(text, where) for text in text.split(";")]
+    elif isinstance(word, Op) or len(word) != 2:
+        ops = [_op(word, where)]
+    else:
+        ops = [_op(op, where) for op in word]
+    if len(ops) == 1:
+        return ops[0]
+    if len(ops) > 2:
+        raise UserError(f"{where}: {word!r} has {len(ops)} ops: a rank overlaps two at most")
+    check_pair(*ops)
+    return ops[0], ops[1]
 
 
 def _op(word: Op | str, where: str) -> Op:
@@ -47,14 +73,53 @@ def _op(word: Op | str, where: str) -> Op:
     return Op(Kind(LETTERS.index(found[2])), int(found[1]), int(found[3]))
 
 
-def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | None]:
-    """Rank orders, the slot of each op, and the period if given, from a CSV file or its text.
+@dataclass(frozen=True)
+class RankOrders:
+    """What a CSV file says."""
+
+    orders: list[list[Item]]
+    slots: dict[Op, int]
+    period: int | None
+    messages: dict[tuple[int, str], str]  # by rank and text of the cell, where it is
+
+    def check_messages(self, layout: Placement, n_stages: int) -> None:
+        """Raise UserError unless the file has no communication, or what is inferred."""
+        inferred: set[tuple[int, str]] = set()
+        for j in range(n_stages - 1):
+            for m in range(layout.n_microbatches):
+                here, there = layout.rank(j, m), layout.rank(j + 1, m)
+                if here != there:
+                    inferred |= {(here, f"{j}SEND_F{m}"), (there, f"{j + 1}RECV_F{m}")}
+                    inferred |= {(there, f"{j + 1}SEND_B{m}"), (here, f"{j}RECV_B{m}")}
+        held = {(rank, str(j)) for j in range(n_stages) for rank in layout.ranks(j)}
+        sent: set[tuple[int, str]] = set()
+        for (rank, text), where in self.messages.items():
+            if text[-1].isdecimal():
+                known, sent = (rank, text) in inferred, sent | {(rank, text)}
+            else:  # of weights and gradients: the state says when they travel
+                known = (rank, text.rstrip("ACDEGHINRSU_")) in held
+            if not known:
+                raise UserError(
+                    f"{where}: {text} is no message of these orders, whose communication is"
+                    " inferred; leave it out"
+                )
+        if sent and (missing := inferred - sent):
+            rank, text = min(missing)
+            raise UserError(
+                f"row {rank + 1} has no {text}, which these orders need; give all messages or"
+                " none, since communication is inferred"
+            )
+
+
+def read_csv(source: str | Path) -> RankOrders:
+    """Rank orders from a CSV file or its text.
 
     Raises:
         UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
     """
-    orders: list[list[Op]] = []
+    orders: list[list[Item]] = []
     slots: dict[Op, int] = {}
+    messages: dict[tuple[int, str], str] = {}
     periods: dict[int, str] = {}
     try:
         rows = [*csv.reader(io.StringIO(_content(source)))]
@@ -70,13 +135,16 @@ def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | N
             if found := _WITH_PERIOD.fullmatch(cell):
                 cell = found[1]
                 periods[int(found[2])] = where
-            op = _op(cell, where)
-            orders[-1].append(op)
-            slots[op] = slot
+            if _MESSAGE.fullmatch(cell):
+                messages[len(orders) - 1, cell] = where
+                continue
+            item = _item(cell, where)
+            orders[-1].append(item)
+            slots |= dict.fromkeys((item,) if isinstance(item, Op) else item, slot)
     if len(periods) > 1:
         listed = " and ".join(f"period={period} ({where})" for period, where in periods.items())
         raise UserError(f"a file has one period: got {listed}")
-    return orders, slots, next(iter(periods), None)
+    return RankOrders(orders, slots, next(iter(periods), None), messages)
 
 
 def _content(source: str | Path) -> str:
@@ -97,28 +165,34 @@ def _content(source: str | Path) -> str:
 def write_csv(name: str, timing: Timing, layout: Placement) -> str:
     """One training step as CSV; see :meth:`Schedule.to_csv`."""
     most = max(len(set(ranks)) for ranks in layout.cycles)
-    if most > 1 or layout.one_device or timing.ticks_per_slot != 1:
+    dealt_out = isinstance(layout, Assigned)  # as rank orders are, also in two directions
+    if (most > 1 and not dealt_out) or layout.one_device or timing.ticks_per_slot != 1:
         raise UserError(
             "the CSV format is for pipelines, with one rank a stage and one op a slot and rank:"
             f" {name} has up to {most} ranks a stage, placement {layout.name!r}, and"
             f" {timing.ticks_per_slot} start times in a slot; place it per_stage"
         )
     starts = timing.starts
-    by_time = sorted(starts, key=starts.__getitem__)
+    by_time = sorted(starts, key=lambda op: (starts[op], op))  # pairs forward first
+    overlapped = {*timing.pairs.values()}
     orders: list[list[Op]] = [[] for _ in range(layout.n_ranks)]
     rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
     for op in by_time:
         rank = layout.rank(op.stage, op.microbatch)
         orders[rank].append(op)
-        rows[rank][starts[op]] = str(op)
+        pair = f"({op};{timing.pairs[op]})OVERLAP_F_B" if op in timing.pairs else str(op)
+        if op not in overlapped:
+            rows[rank][starts[op]] = pair
     if not all(orders):
         raise UserError(
             f"the CSV format has ops of every rank: rank {orders.index([])} of {name} is idle"
         )
-    if as_early_as_possible(orders) != timing:  # the orders alone would be timed differently
+    if (
+        as_early_as_possible(orders, pairs=timing.pairs) != timing
+    ):  # the orders alone would be timed differently
         first = by_time[0]
         row = rows[layout.rank(first.stage, first.microbatch)]
-        row[starts[first]] = f"{first} period={timing.period}"
+        row[starts[first]] += f" period={timing.period}"
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -1,4 +1,12 @@
-"""What an op, or an instruction of a lowered program, must wait for."""
+"""What an op, or an instruction of a lowered program, must wait for.
+
+Micro-batches are independent. Splits of a sequence (Seq1F1B, arXiv 2406.03488) are not: a split's
+forward reads the keys and values of earlier splits at its stage, and its backward waits for the
+gradients that later splits add to them. To take them, an op would name its split, and
+:func:`dependencies` would yield the forward of the split before and the backward of the split
+after. Activations would stay until the last reader's backward, on the rank of all splits, and
+runtimes would hand a stage the keys and values that it kept, with their gradients.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence

@@ -48,7 +48,8 @@ def render(
                 text = f"[{text}]"
                 marked = row, at
             columns = cells.setdefault(row, {})
-            columns[at] = f"{columns[at]}/{text}" if at in columns else text
+            joint = ";" if timing.pairs else "/"
+            columns[at] = f"{columns[at]}{joint}{text}" if at in columns else text
             for further in range(at + 1, at + tick):
                 columns.setdefault(further, "-")
             last = max(last, at + tick)

@@ -189,6 +189,24 @@ def after(
     return PhasedSchedule(**own, phases=found)
 
 
+def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:
+    """Train by ``course`` until ``step``, and by ``schedule`` from there on.
+
+    Args:
+        course: the schedule of the training so far, with phases or without.
+        step: the first training step by ``schedule``; later changes of ``course`` are left out.
+        schedule: without phases; of as many stages, micro-batches and ranks.
+
+    Raises:
+        UserError: as :func:`after`.
+    """
+    before = [phase.schedule for phase in getattr(course, "phases", ())]
+    starts = [0, *course.changes(range(step)), whole(step, "step of a change", 0)]
+    lengths = (end - start for start, end in pairwise(starts))
+    phases = [*zip([*before, course.final], lengths, strict=False)]
+    return after(phases, schedule, schedule.name) if step else schedule
+
+
 def _own(kind: type) -> Iterator[Any]:
     """The arguments of a dataclass."""
     return (f for f in fields(kind) if f.init)

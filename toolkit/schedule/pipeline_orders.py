@@ -19,6 +19,18 @@ from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
 
 Orders = Sequence[Sequence[Op]]
+Item = Op | tuple[Op, Op]
+"""An op, or a forward and a backward that the rank overlaps."""
+
+
+def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op, Op]]:
+    """The ops of each rank in order, and the backward that each overlapped forward has."""
+    pairs = dict(item for order in orders for item in order if not isinstance(item, Op))
+    ops = [
+        [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
+        for order in orders
+    ]
+    return ops, pairs
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
@@ -37,6 +49,36 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
     return interleaved_1f1b(n_stages, n_microbatches, n_stages)
 
 
+def eager_1f1b(n_stages: int, n_microbatches: int) -> Orders:
+    """1F1B that begins with twice as many forwards, so that a message has a slot to travel in.
+
+    Rank r holds at most 2(S-r)-1 micro-batches. Source: arXiv 2211.05322, section 4.
+    """
+    orders = []
+    for rank in range(n_stages):
+        forwards = [Op(Kind.FORWARD, rank, m) for m in range(n_microbatches)]
+        backwards = [Op(Kind.BACKWARD, rank, m) for m in range(n_microbatches)]
+        orders.append(_one_forward_one_backward(forwards, backwards, 2 * (n_stages - 1 - rank)))
+    return orders
+
+
+def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
+    """GPipe where rank r has stages r, r + n_ranks, ..., one after another for all micro-batches.
+
+    The backwards take micro-batches in reverse, as torch's do. Source: arXiv 2211.05953, section 3.
+
+    Raises:
+        UserError: stages cannot be dealt out evenly.
+    """
+    _per_rank(n_stages, n_ranks)
+    orders = []
+    for rank in range(n_ranks):
+        turns = [(j, m) for j in range(rank, n_stages, n_ranks) for m in range(n_microbatches)]
+        forwards = [Op(Kind.FORWARD, *turn) for turn in turns]
+        orders.append([*forwards, *(Op(Kind.BACKWARD, *turn) for turn in reversed(turns))])
+    return orders
+
+
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     """1F1B where rank r has stages r, r + n_ranks, ..., in rounds of n_ranks micro-batches.
 
@@ -46,11 +88,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     Raises:
         UserError: stages or micro-batches cannot be dealt out evenly.
     """
-    if n_stages % n_ranks:
-        raise UserError(
-            f"{n_stages} stages cannot be dealt out evenly to {n_ranks} ranks: make them a multiple"
-        )
-    per_rank = n_stages // n_ranks
+    per_rank = _per_rank(n_stages, n_ranks)
     rounds = max(1, n_microbatches // n_ranks)
     if per_rank > 1 and n_microbatches % rounds:
         raise UserError(
@@ -76,11 +114,21 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     return orders
 
 
-def zero_bubble(n_stages: int, n_microbatches: int) -> Orders:
+def _per_rank(n_stages: int, n_ranks: int) -> int:
+    """Stages of a rank."""
+    if n_stages % n_ranks:
+        raise UserError(
+            f"{n_stages} stages cannot be dealt out evenly to {n_ranks} ranks: make them a multiple"
+        )
+    return n_stages // n_ranks
+
+
+def zero_bubble(n_stages: int, n_microbatches: int, hops: int = 1) -> Orders:
     """ZB-H1: 1F1B with split backwards, within the activations of 1F1B's first stage.
 
     Rank r delays its backwards of the weights by r micro-batches; they fill the slots in which
-    1F1B waits. Source: arXiv 2401.10241, section 2.
+    1F1B waits. With ``hops=2``, ZB-H2, forwards lead and weights wait twice as far from rank to
+    rank: 2S-1 micro-batches are held, and no slot waits. Source: arXiv 2401.10241, section 2.
     """
     orders = []
     for rank in range(n_stages):
@@ -88,9 +136,9 @@ def zero_bubble(n_stages: int, n_microbatches: int) -> Orders:
         inputs = [Op(Kind.BACKWARD_INPUT, rank, m) for m in range(n_microbatches)]
         weights = (Op(Kind.BACKWARD_WEIGHT, rank, m) for m in range(n_microbatches))
         order = []
-        for op in _one_forward_one_backward(forwards, inputs, n_stages - 1 - rank):
+        for op in _one_forward_one_backward(forwards, inputs, hops * (n_stages - 1 - rank)):
             order.append(op)
-            if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= rank:
+            if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= hops * rank:
                 order.append(next(weights))
         orders.append([*order, *weights])
     return orders
@@ -110,21 +158,26 @@ def as_early_as_possible(
     delay: Delay = 0,
     period: int | None = None,
     not_before: Mapping[Op, int] | None = None,
+    pairs: Mapping[Op, Op] | None = None,
 ) -> Timing:
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
-    With a period, a rank is not free in a slot in which it is busy with another step. Arguments
-    and errors are those of :meth:`Schedule.from_rank_orders`.
+    With a period, a rank is not free in a slot in which it is busy with another step. A pair of
+    ops, forward first, takes one slot. Arguments and errors are those of
+    :meth:`Schedule.from_rank_orders`.
     """
-    longest = max(range(len(orders)), key=lambda rank: len(orders[rank]))
-    if period is not None and (least := len(orders[longest])) > period:
+    pairs = pairs or {}
+    slots = [len(order) - sum(op in pairs for op in order) for order in orders]
+    if period is not None and (least := max(slots)) > period:
         raise UserError(
-            f"rank {longest} has {least} ops in a training step: give a period of {least} slots or"
-            f" more, not {period}"
+            f"rank {slots.index(least)} has {least} ops in a training step: give a period of"
+            f" {least} slots or more, not {period}"
         )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
+    for forward, backward in pairs.items():
+        needs[forward] += needs[backward]
     ends: dict[Op, int] = {}
     free = [0] * len(orders)
     busy: list[set[int]] = [set() for _ in orders]
@@ -144,9 +197,11 @@ def as_early_as_possible(
                 while start % period in busy[rank]:
                     start += 1
                 busy[rank].add(start % period)
-            ends[op] = free[rank] = start + 1
-            left[rank].popleft()
-            ready += waiting.pop(op, [])
+            free[rank] = start + 1
+            for _ in range(1 + (op in pairs)):
+                ended = left[rank].popleft()
+                ends[ended] = start + 1
+                ready += waiting.pop(ended, [])
     if waiting:
         stuck = sorted((rank, op) for op, ranks in waiting.items() for rank in ranks)
         waits = "; ".join(f"rank {rank} waits at {left[rank][0]} for {op}" for rank, op in stuck)
@@ -157,7 +212,7 @@ def as_early_as_possible(
     starts = {op: end - 1 for op, end in ends.items()}
     if period is None:
         period = _period(orders, starts, delay)
-    return Timing(starts, period)
+    return Timing(starts, period, pairs=pairs)
 
 
 def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:

@@ -13,7 +13,7 @@ from toolkit.schedule import grid as _grid
 from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.instruction import Buffer, Kind, Op
 from toolkit.schedule.lower import lower
-from toolkit.schedule.pipeline_orders import as_early_as_possible
+from toolkit.schedule.pipeline_orders import Item, as_early_as_possible, unpaired
 from toolkit.schedule.placement import CHAINS, IN_ORDER, Assigned, Placement, place, ring_of
 from toolkit.schedule.staleness import (
     FRESHEST,
@@ -278,7 +278,7 @@ class Schedule:
     @classmethod
     def from_rank_orders(
         cls,
-        orders: Sequence[str | Sequence[Op | str]],
+        orders: Sequence[str | Sequence[Item | str]],
         *,
         name: str = "rank orders",
         delay: Delay = 0,
@@ -286,11 +286,13 @@ class Schedule:
         correction: str | Correction = "none",
         period: int | None = None,
         not_before: Mapping[Op, int] | None = None,
+        unfold: bool = False,
     ) -> "Schedule":
         """A schedule from the order of each rank's ops, each as early as it can start.
 
         Args:
-            orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``.
+            orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``; a forward and a
+                backward that the rank overlaps are one item, ``"0F1;1B0"``.
             name: name in tables and figures.
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
@@ -299,6 +301,7 @@ class Schedule:
                 overlap. None: the least at which no rank has two steps at once and weights are
                 ready.
             not_before: slots before which an op does not start.
+            unfold: run overlapped pairs one after the other, the forward first.
 
         Raises:
             UserError: an op is missing, unknown, repeated or apart from its forward; a rank has
@@ -306,11 +309,12 @@ class Schedule:
         """
         if isinstance(orders, str) or not isinstance(orders, Sequence):
             raise UserError(f"orders are a list with one for each rank: got {orders!r}")
-        parsed = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
+        items = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
+        parsed, pairs = unpaired(items)
         table = _ranks(parsed)
         if period is not None:
             period = whole(period, "a period in slots", 1)
-        timing = as_early_as_possible(parsed, delay, period, not_before or {})
+        timing = as_early_as_possible(parsed, delay, period, not_before, {} if unfold else pairs)
         sizes, layout = (len(table), len(table[0])), Assigned(table, "per_stage")
         return cls(name, *sizes, timing, layout, delay, state, correction=correction)
 
@@ -327,14 +331,19 @@ class Schedule:
 
         Raises:
             UserError: as :meth:`from_rank_orders`, with row and column if a cell is to blame; or
-                the file has another period.
+                the file has another period, or communication other than what is inferred.
         """
-        orders, slots, of_file = csv_format.read_csv(source)
-        if None not in (period, of_file) and period != of_file:
-            raise UserError(f"the file has period={of_file}: got period={period}; leave one out")
-        period = of_file if period is None else period
-        not_before = None if period is None else slots
-        return cls.from_rank_orders(orders, period=period, not_before=not_before, **options)
+        file = csv_format.read_csv(source)
+        if None not in (period, file.period) and period != file.period:
+            raise UserError(
+                f"the file has period={file.period}: got period={period}; leave one out"
+            )
+        period = file.period if period is None else period
+        not_before = None if period is None else file.slots
+        options |= {"period": period, "not_before": not_before}
+        schedule = cls.from_rank_orders(file.orders, **options)
+        file.check_messages(schedule.layout, schedule.n_stages)
+        return schedule
 
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.

@@ -14,7 +14,7 @@ micro-batches w, w + n, w + 2n, ... one after another.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 from toolkit.errors import UserError, whole
@@ -29,11 +29,14 @@ class Timing:
         starts: tick at which each op starts, from the start of the step.
         period: ticks between the starts of consecutive training steps.
         ticks_per_slot: ticks of a slot, the time that one stage's forward or backward takes.
+        pairs: the backward, by the forward that its rank overlaps with it: both start in the same
+            slot, on different micro-batches.
     """
 
     starts: Mapping[Op, int]
     period: int
     ticks_per_slot: int = 1
+    pairs: Mapping[Op, Op] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("period", "ticks_per_slot"):
@@ -46,6 +49,14 @@ class Timing:
                 raise UserError(f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}")
             if type(start) is not int or start < 0:
                 whole(start, f"the start of {op}, in ticks,", 0)
+        for pair in self.pairs.items():
+            check_pair(*pair)
+            slots = {self.starts.get(op) for op in pair}
+            if None in slots or len(slots) > 1 or len({*self.pairs.values()}) < len(self.pairs):
+                raise UserError(
+                    f"an overlapped pair is two ops that start in the same slot, and in no other"
+                    f" pair: got {pair[0]};{pair[1]}"
+                )
 
     def __hash__(self) -> int:
         return hash((frozenset(self.starts.items()), self.period, self.ticks_per_slot))
@@ -67,6 +78,17 @@ class Timing:
     def update_ready(self, stage: int, n_microbatches: int) -> int:
         """The tick at which all micro-batches' gradients are complete: the stage can be updated."""
         return max(self.gradient_end(stage, m) for m in range(n_microbatches))
+
+
+def check_pair(forward: Op, backward: Op) -> None:
+    """Raise UserError unless a rank can overlap the two ops."""
+    kinds = forward.kind, backward.kind
+    wrong = kinds not in ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUT))
+    if wrong or forward.microbatch == backward.microbatch:
+        raise UserError(
+            "an overlapped pair is a forward and then a backward of another micro-batch, such as"
+            f" 0F1;1B0: got {forward};{backward}"
+        )
 
 
 def _staggered(

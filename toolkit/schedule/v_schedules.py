@@ -1,4 +1,6 @@
-"""V-shaped pipelines: two stages a rank, backwards in halves, and a third to all of 1F1B's memory.
+"""V-shaped pipelines: a micro-batch goes down the ranks and up again, once or several times.
+
+Two stages a rank and backwards in halves hold a third to all of 1F1B's memory.
 
 Rank r of p has stages r and 2p-1-r, so a micro-batch goes down the ranks and up again, forward and
 backward. All micro-batches repeat one building block, six slots apart. That of V-Min on four ranks,
@@ -22,11 +24,14 @@ a step (many micro-batches): 6p-1-3k, or 0. 1F1B's first rank holds 2p and idles
     ZB-V      k = 2p              0
     V-Half    k = 2 ((p+2) // 2)  3p-4, or 3p-7 if 2 divides p
     V-Min     k = 2 ((p+4) // 3)  4p-5, or 4p-7 if 3 divides p, or 4p-9 if 3 divides p+1
+    1F1B-V    k = 2 (2p // 3 + 1)  backwards whole, of two slots
 
-Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6.
+Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6; Hanayo arXiv 2308.15762.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
@@ -142,4 +147,89 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
             orders[rank].append(op)
         assert len(ends) > before, "the block's ranks wait for each other"
         slot += 1
+    return orders
+
+
+def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
+    """About two thirds of the activations of 1F1B's first rank, with whole backwards.
+
+    A backward takes two of a block's six slots. Each op of the repeated block moves to the first
+    gap of its rank in which it fits, a forward only while the rank then holds no more than before.
+    """
+    p = _n_ranks(n_stages)
+    block, slot = {Op(Kind.FORWARD, j, 0): j for j in range(2 * p)}, 2 * p + 3 * (p % 3 == 0)
+    for j in reversed(range(2 * p)):
+        block[Op(Kind.BACKWARD, j, 0)] = slot
+        slot += 2 + 3 * ((j - p) % 3 == 1)  # a fourth in a row would take slots of the first
+    starts = {
+        op._replace(microbatch=m): at + m * _INTERVAL
+        for op, at in block.items()
+        for m in range(n_microbatches)
+    }
+    lengths = {op: 2 if op.kind == Kind.BACKWARD else 1 for op in starts}
+    place = {op: min(op.stage, 2 * p - 1 - op.stage) for op in starts}
+    taken: list[set[int]] = [set() for _ in range(p)]
+    held: list[Counter[int]] = [Counter() for _ in range(p)]  # stage-activations, by slot
+    for op, at in starts.items():
+        taken[place[op]].update(range(at, at + lengths[op]))
+        if op.kind == Kind.FORWARD:
+            end = starts[op._replace(kind=Kind.BACKWARD)] + 2
+            held[place[op]].update(range(at, end))
+    most = max(max(by_slot.values()) for by_slot in held)
+    for op, at in sorted(starts.items(), key=lambda item: item[1]):
+        rank, length = place[op], lengths[op]
+        before = [*dependencies(op, starts, 2 * p)]
+        if op.microbatch:
+            before.append(op._replace(microbatch=op.microbatch - 1))
+        first = max((starts[other] + lengths[other] for other in before), default=0)
+        if op.kind == Kind.FORWARD:
+            full = (s for s in reversed(range(first, at)) if held[rank][s] == most)
+            first = next(full, first - 1) + 1
+        taken[rank].difference_update(range(at, at + length))
+        gaps = (s for s in range(first, at) if taken[rank].isdisjoint(range(s, s + length)))
+        starts[op] = new = next(gaps, at)
+        taken[rank].update(range(new, new + length))
+        if op.kind == Kind.FORWARD:
+            held[rank].update(range(new, at))
+        else:
+            held[rank].subtract(range(new + length, at + length))
+    orders: list[list[Op]] = [[] for _ in range(p)]
+    for op in sorted(starts, key=starts.__getitem__):
+        orders[place[op]].append(op)
+    return orders
+
+
+def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
+    """1F1B in W waves: a micro-batch goes down and up the p ranks W times, 2Wp stages.
+
+    At most p micro-batches are under way. A rank prefers backwards, then early micro-batches. It
+    idles for 2(p-1) slots, those of a 2W-th of a rank's layers. Source: arXiv 2308.15762.
+
+    Raises:
+        UserError: stages are no multiple of 2p.
+    """
+    if n_stages % (2 * n_ranks):
+        raise UserError(
+            f"a wave has two stages for each of {n_ranks} ranks: make {n_stages} stages a multiple"
+            f" of {2 * n_ranks}"
+        )
+    stages = range(n_stages)
+    way = [(Kind.FORWARD, j) for j in stages] + [(Kind.BACKWARD, j) for j in reversed(stages)]
+    orders: list[list[Op]] = [[] for _ in range(n_ranks)]
+    # [rank], ops that can start, the next first: whether a forward, micro-batch, - place on the way
+    waiting: list[list[tuple[bool, int, int]]] = [[] for _ in orders]
+    waiting[0] = [(True, m, 0) for m in range(min(n_ranks, n_microbatches))]
+    while any(waiting):
+        running = [(rank, heappop(queue)) for rank, queue in enumerate(waiting) if queue]
+        for rank, (_, m, negative) in running:
+            kind, j = way[-negative]
+            orders[rank].append(Op(kind, j, m))
+            following = 1 - negative
+            if following == len(way):
+                m, following = m + n_ranks, 0
+            if m < n_microbatches:
+                kind, j = way[following]
+                at = j % (2 * n_ranks)
+                queue = waiting[min(at, 2 * n_ranks - 1 - at)]
+                heappush(queue, (kind == Kind.FORWARD, m, -following))
     return orders

@@ -60,7 +60,7 @@ def check_dependencies(timing: Timing, layout: Placement, n_stages: int) -> None
 
 
 def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
-    """Raise UserError if a rank runs two ops at once; a single device may."""
+    """Raise UserError if a rank runs two ops at once; a single device may, and pairs do."""
     if layout.one_device:
         return
     tick, period = timing.ticks_per_slot, timing.period
@@ -71,7 +71,13 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     for stage, n in enumerate(turns):
         if n > 1 and _first_come_first_served(timing, stage, layout.n_microbatches):
             turns[stage] = 0  # a rank is free again when its turn comes
+    for pair in timing.pairs.items():
+        if len({layout.rank(op.stage, op.microbatch) for op in pair}) > 1:
+            raise UserError(f"an overlapped pair runs on one rank: got {pair[0]};{pair[1]}")
+    overlapped = {*timing.pairs.values()}  # with a forward, which stands for both
     for op, start in timing.starts.items():
+        if op in overlapped:
+            continue
         lap = turns[op.stage] * period
         for step in range(turns[op.stage]):
             rank = layout.rank(op.stage, op.microbatch, step)
