@@ -1,12 +1,14 @@
-"""torch's own runtimes, under this toolkit's interface; each is imported at first use."""
+"""Runtimes of other systems, under this toolkit's interface; each is imported at first use."""
 
 from importlib import import_module
 from typing import Any
 
 _MODULES = {
     "DDP": "ddp",
+    "DeepSpeed": "deepspeed",
     "DelayedAllReduce": "delayed_allreduce",
     "FSDP": "fsdp",
+    "Horovod": "horovod",
     "TorchPipelining": "torch_pipelining",
 }
 

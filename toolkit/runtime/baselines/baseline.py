@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from toolkit.schedule import RandomDelay, Schedule
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Baseline(OnRanks):
-    """A runtime of torch's own, under this toolkit's interface.
+    """A runtime of another system, under this toolkit's interface.
 
     Every rank starts with the weights of rank 0.
 
@@ -126,6 +127,15 @@ class Released:
         for parameter, shape in self._shapes.items():
             if parameter.shape != shape:
                 parameter.data = parameter.data.new_empty(shape)
+
+
+def import_system(module: str, runtime: str, way_out: str) -> Any:
+    """Return a module of another system; raise UserError with ``way_out`` if it is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise UserError(f"runtime={runtime} needs {name} ({error}): {way_out}") from error
 
 
 def check_data_parallel(

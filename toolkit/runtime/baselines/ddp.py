@@ -85,7 +85,7 @@ class Synchronous(Baseline):
         """Raise UserError unless ``schedule`` is data parallelism of delay 0."""
         check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
 
-    def _check_options(self) -> None:
+    def _check_options(self, schedule: Schedule) -> None:
         self.options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if self.options.precision == "fp16":
             raise UserError(
@@ -120,10 +120,18 @@ class Synchronous(Baseline):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
-            loss.backward()
+            self._backward(loss)
+        self._update()
+        return self._result(step, outputs, loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Leave the gradients that are averaged over the ranks."""
+        loss.backward()
+
+    def _update(self) -> None:
+        """One step of every stage's optimizer."""
         for updater in self._updaters:
             updater.apply()
-        return self._result(step, outputs, loss)
 
     @torch.no_grad()
     def _settle(self) -> None:

@@ -49,7 +49,7 @@ class TorchPipelining(Baseline):
     runtime = "torch_pipelining"
     _all_save = True
 
-    def _check_options(self) -> None:
+    def _check_options(self, schedule: Schedule) -> None:
         self.options.check_only(self.runtime, "precision")
         if self.options.autocasts:
             raise UserError(

@@ -1,0 +1,256 @@
+"""DeepSpeed's ZeRO 1, 2 and 3."""
+
+import copy
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError
+from toolkit.runtime.baselines.baseline import Released, import_system
+from toolkit.runtime.baselines.ddp import Chain, Synchronous
+from toolkit.runtime.microbatches import StepResult
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import Updater
+from toolkit.schedule import Schedule
+
+_INSTALL = "pip install -e '.[deepspeed]'"
+# These update each element by itself: the engine's optimizer has flat pieces of the weights.
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DeepSpeed(Synchronous):
+    """Data parallelism by DeepSpeed's ZeRO.
+
+    The optimizer computes in 32 bits, whatever the weights are. While it trains, the model's own
+    parameters are empty; :meth:`module` fills them.
+
+    Args:
+        stages, optimizer, loss, lr_scheduler, seed, world: as in ``Distributed``. The optimizer is
+            one of torch's that updates each element by itself, the same for every stage.
+        schedule: ``catalog.data_parallel(n)``, its state sharded or not.
+        options: only precision (fp32, tf32) and memory format may be set.
+        zero: what the ranks share: optimizer states (1), gradients too (2), weights too (3).
+        offload: keep optimizer states, and with ZeRO-3 the shares of weights, in the CPU's memory.
+
+    Raises:
+        UserError: the schedule is not data parallelism, an option has no such value, or DeepSpeed
+            is not installed.
+
+    Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
+    """
+
+    runtime = "deepspeed"
+    states = ("replicated", "sharded")
+
+    zero: int = 3
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero not in (1, 2, 3):
+            raise UserError(f"zero is ZeRO's stage, 1, 2 or 3: got {self.zero}")
+        super().__post_init__()
+
+    def _check_options(self, schedule: Schedule) -> None:
+        super()._check_options(schedule)
+        if self.options.autocasts:
+            raise UserError(
+                f"runtime=deepspeed takes no precision={self.options.precision}: use fp32 or tf32,"
+                " or runtime=fsdp"
+            )
+        # DeepSpeed asks for its device as it is imported.
+        devices = {parameter.device.type for parameter in self.stages.model.parameters()}
+        os.environ.setdefault("DS_ACCELERATOR", devices.pop())
+        self._deepspeed = import_system("deepspeed", self.runtime, _INSTALL)
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+    def _build(self) -> Sequence[Updater]:
+        self._check_no_gloo_on_gpus()
+        if self.world.group is not None:
+            raise UserError(
+                "runtime=deepspeed sends by torch's first process group, which this script or a"
+                " larger job has made: start as many ranks as the schedule has"
+            )
+        whole = Chain(self.stages, self.seed)
+        # The engine cuts its parameters up. It shares the buffers with the model.
+        self._chain = copy.deepcopy(whole, {id(buffer): buffer for buffer in whole.buffers()})
+        self._twins = dict(zip(whole.parameters(), self._chain.parameters(), strict=True))
+        self._released = Released(self._twins)
+        updaters = [Updater(s, self.optimizer, self.lr_scheduler) for s in whole.stages]
+        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
+        self._wrapped: Any = self._wrap(self._chain)
+        return updaters
+
+    def _wrap(self, model: Chain) -> nn.Module:
+        joint = _joint(self._optimizers, self._twins)
+        self._group_of = {p: k for k, g in enumerate(joint.param_groups) for p in g["params"]}
+        with self.world.watch.waiting("DeepSpeed on all ranks", self._everyone):
+            engine, *_ = self._deepspeed.initialize(
+                model=model, optimizer=joint, config=self._settings(), dist_init_required=False
+            )
+        return engine
+
+    def _settings(self) -> dict[str, Any]:
+        on_cpu = {"device": "cpu"}
+        offloaded = {"offload_optimizer": on_cpu}
+        if self.zero == 3:
+            offloaded["offload_param"] = on_cpu
+        zero: dict[str, Any] = {
+            "stage": self.zero,
+            "stage3_param_persistence_threshold": 0,  # shard small weights, too
+            "memory_efficient_linear": False,  # or it replaces torch's linear for all models
+        }
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # only its own log uses it
+            "gradient_clipping": 0.0,  # none; unless said, DeepSpeed clips to 1
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero | (offloaded if self.offload else {}),
+        }
+
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        self._released.release()
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        return super()._train(step, inputs, targets)
+
+    def _in_forward(self) -> AbstractContextManager[None]:
+        return self.world.watch.waiting("the weights of all ranks", self._everyone)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._wrapped.backward(loss)
+
+    def _update(self) -> None:
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        for group, current in zip(
+            self._wrapped.optimizer.optimizer.param_groups, groups, strict=True
+        ):
+            group |= {name: value for name, value in current.items() if name != "params"}
+        with self.world.watch.waiting("the updated weights of all ranks", self._everyone):
+            self._wrapped.step()
+        for updater in self._updaters:
+            updater.apply()  # has no gradients, and advances the learning rate
+            updater.unused = []
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Gather the shares of all ranks into the model and the optimizers of its stages."""
+        super()._settle()
+        self._released.restore()
+        self._copy_weights(to_engine=False)
+        for parameter, piece, optimizer in self._pieces():
+            optimizer.state[parameter] = {
+                key: self._gathered(piece, value, parameter)
+                if _shaped_like(piece.share, value)
+                else copy.deepcopy(value)  # parameters of a share have one count of steps
+                for key, value in self._states[piece.share].items()
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
+        self._released.restore()  # its form is compared with that of the model
+        super().load_state_dict(state)
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
+        self._copy_weights(to_engine=True)
+        self._states.clear()
+        for parameter, piece, optimizer in self._pieces():
+            piece.cut(piece.share, parameter)
+            kept = self._states[piece.share]
+            for key, value in optimizer.state[parameter].items():
+                if _shaped_like(parameter, value):
+                    piece.cut(kept.setdefault(key, torch.zeros_like(piece.share)), value)
+                else:
+                    kept[key] = value
+
+    def _copy_weights(self, *, to_engine: bool) -> None:
+        """Copy all weights, a stage at a time, from the engine to the model, or back."""
+        for stage in self.stages:
+            pairs = {p: self._twins[p] for p in stage.parameters()}
+            with self._deepspeed.zero.GatheredParameters(
+                [*pairs.values()], 0 if to_engine else None
+            ):
+                for parameter, twin in pairs.items():
+                    source, target = (parameter, twin) if to_engine else (twin, parameter)
+                    target.data.copy_(source.data)
+
+    @property
+    def _states(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of the engine's optimizer, of each share."""
+        return self._wrapped.optimizer.optimizer.state
+
+    def _pieces(self) -> Iterator[tuple[nn.Parameter, "_Piece", Optimizer]]:
+        """Yield each trained parameter, this rank's piece of it, and its stage's optimizer."""
+        for optimizer in self._optimizers:
+            for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+                yield parameter, self._piece(self._twins[parameter]), optimizer
+
+    def _piece(self, twin: nn.Parameter) -> "_Piece":
+        zero: Any = self._wrapped.optimizer
+        if self.zero == 3:
+            index, position, length = zero.grad_position[zero.get_param_id(twin)]
+            share = zero.fp32_partitioned_groups_flat[index]
+            return _Piece(share, position, self.rank * length, length)
+        share = zero.single_partition_of_fp32_groups[self._group_of[twin]]
+        if (mapping := cast(Any, twin)._hp_mapping) is None:
+            return _Piece(share, 0, 0, 0)
+        inside, of_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Piece(share, inside.start, of_parameter.start, inside.numel)
+
+    def _gathered(self, piece: "_Piece", values: Tensor, like: Tensor) -> Tensor:
+        """Return the values that belong to a parameter, from the pieces of all ranks."""
+        whole = torch.zeros(like.numel(), dtype=like.dtype)
+        part = whole[piece.start : piece.start + piece.length]
+        part.copy_(values[piece.position :][: len(part)])
+        return self.total(whole).to(like.device).view_as(like)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Where a rank keeps its piece of a parameter.
+
+    Args:
+        share: the rank's weights of a parameter group in 32 bits, ``[elements]``.
+        position: of the piece in the share.
+        start: of the piece in the flat parameter.
+        length: elements of the piece.
+    """
+
+    share: Tensor
+    position: int
+    start: int
+    length: int
+
+    def cut(self, values: Tensor, parameter: Tensor) -> None:
+        """Copy the piece of ``parameter`` to its place in ``values``, laid out as the share."""
+        part = parameter.flatten()[self.start : self.start + self.length]
+        values[self.position :][: len(part)].copy_(part)
+
+
+def _shaped_like(tensor: Tensor, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _joint(
+    optimizers: Sequence[Optimizer], twins: Mapping[nn.Parameter, nn.Parameter]
+) -> Optimizer:
+    """Return one optimizer of the twins of all parameters, with the same settings."""
+    kinds: set[Any] = {type(optimizer) for optimizer in optimizers}
+    if len(kinds) > 1 or not kinds <= set(_ELEMENTWISE):
+        possible = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise UserError(
+            f"runtime=deepspeed takes one of torch's {possible} for all stages: got"
+            f" {', '.join(sorted(kind.__name__ for kind in kinds))}; or use runtime=fsdp"
+        )
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return kinds.pop()([g | {"params": [twins[p] for p in g["params"]]} for g in groups])
