@@ -40,6 +40,8 @@ def main(config: DictConfig) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].isidentifier():
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    if sys.argv[1].isidentifier():
         sys.argv[1] = f"bench={sys.argv[1]}"
     main()

@@ -20,13 +20,14 @@ from omegaconf import DictConfig
 
 from toolkit.cli import STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
-from toolkit.errors import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.files import note_write_errors, write_csv, write_json
 from toolkit.format import rank_cells, table
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
     from toolkit.results import Tracker
+    from toolkit.runtime import Look, Switching
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.training import Epoch, Outcome, Step, TrainingRun
 
@@ -112,6 +113,8 @@ def conclude(
             write_csv(folder / "delays.csv", delays)
     if measured:
         ranks = conclude_measured(measured, run, notes, folder, tracker)
+    if run.switching is not None:
+        notes += conclude_switching(run.switching, folder, tracker)
     records.track_weights()
     seconds = time.perf_counter() - start
     tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
@@ -154,6 +157,9 @@ class Records(ExitStack):
         self.progress = Progress(run.options.epochs, shown=here)
         self.progress.run(f"{run.schedule.name}, seed {run.options.seed}")
         self.enter_context(self.progress)
+        self.run = run
+        if run.switching is not None:
+            run.switching.on_look = self.look
         profile = Profile(run.record["profile"], folder / "profile.json", here=here)
         self.profile = self.enter_context(profile)
 
@@ -167,6 +173,16 @@ class Records(ExitStack):
         self.tracker.step(step)
         self.delays.put([asdict(delay) for delay in step.result.delays])
         self.profile.step()
+
+    def look(self, look: "Look") -> None:
+        values: dict[str, float] = {"switch/seconds": look.seconds}
+        values |= {f"switch/predicted/{name}": t for name, t in look.predicted.items()}
+        if self.run.switching is not None:
+            chosen = self.run.switching.candidates[look.schedule]
+            values["switch/staleness"] = chosen.mean_staleness
+        self.tracker.log(values, look.step)
+        if look.reason:
+            self.line(f"step {look.step}: {look.schedule} from here on ({look.reason})")
 
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -202,6 +218,32 @@ def show(run: "TrainingRun", result: dict[str, Any], records: Records) -> None:
 def as_row(epoch: Any) -> dict[str, Any]:
     """An epoch's metrics, without those that are None."""
     return {name: value for name, value in asdict(epoch).items() if value is not None}
+
+
+def conclude_switching(switching: "Switching", folder: Path, tracker: "Tracker") -> list[str]:
+    """Write and track what the run decided; return how to repeat it."""
+    from toolkit.figures import save
+    from toolkit.figures import switching as draw
+    from toolkit.schedule.choice import phases_of
+
+    parts = [part for part in switching.parts() if part[1]]
+    looks, begins = switching.looks, [0, *(look.step for look in switching.looks)]
+    taken = [
+        look.seconds
+        for look, begin in zip(looks, begins, strict=False)
+        for _ in range(look.step - begin)
+    ]
+    notes = [f"trained {' and then '.join(f'{n} steps by {name}' for name, n in parts)}"]
+    with suppress(UserError):  # a schedule of the user's own has no name
+        repeated = phases_of([(switching.candidates[name], n) for name, n in parts])
+        notes[0] += f"; to repeat it, leave switch out and give {repeated}"
+    with note_write_errors(notes, folder):
+        write_csv(folder / "looks.csv", [asdict(look) for look in looks])
+        if looks:
+            figure = draw(taken, [name for name, n in parts for _ in range(n)])
+            save(figure, folder / "switching")
+            tracker.log({"switching": figure})
+    return notes
 
 
 def conclude_measured(

@@ -95,6 +95,41 @@ class SaveOptions:
 
 
 @dataclass(frozen=True)
+class SwitchOptions:
+    """When a run goes over to another schedule; see :class:`toolkit.runtime.Switching`.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    candidates: Sequence[Any] = option(
+        (), "methods, or {schedule: METHOD} with options, to choose from; empty: never switch"
+    )
+    every: int = option(20, "training steps from one decision to the next")
+    threshold: float = option(0.05, "share of a step's time that a switch has to gain")
+    staleness_price: float = option(
+        0.0, "share of a step's time that weights one step late on average are counted as"
+    )
+    loss_factor: float | None = option(
+        None, "loss, by the lowest so far, above which delay is left until the loss is calm"
+    )
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in (
+            ("every", self.every >= 1, "is 1 or more training steps"),
+            ("threshold", 0 <= self.threshold < 1, "is 0 or more, and below 1"),
+            ("staleness_price", self.staleness_price >= 0, "is 0 or more"),
+            (
+                "loss_factor",
+                self.loss_factor is None or self.loss_factor > 1,
+                "is above 1, or null",
+            ),
+        ):
+            if not holds:
+                raise UserError(f"switch.{name} {rule}: got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class TrainingOptions(StepSettings):
     """Plain values of a training run; see :func:`toolkit.training.prepare`.
 
@@ -118,6 +153,7 @@ class TrainingOptions(StepSettings):
     guard: str = option("stop", "if the loss diverges: off, stop, or rollback and continue with DP")
     guard_factor: float = option(10.0, "loss, by that of the first step, that counts as diverged")
     save: SaveOptions = field(default_factory=SaveOptions)
+    switch: SwitchOptions = field(default_factory=SwitchOptions)
 
     def __post_init__(self) -> None:
         check_choice("readout", self.readout, READOUTS)
@@ -174,7 +210,7 @@ class TrackingOptions:
     mode: str = field(
         default_factory=_tracking_mode, metadata={"help": "offline, online or disabled"}
     )
-    project: str = "cdp-toolkit"
+    project: str = "cyclic-dp"
     entity: str | None = option(None, "user or team; null: the default one of the account")
     group: str | None = option(None, "null: the folder of a sweep or a comparison")
     name: str | None = option(None, "null: the schedule and the seed")

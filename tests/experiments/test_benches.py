@@ -126,3 +126,13 @@ def test_bench_architectures(tmp_path):
     assert row["difference"] < 1e-9
     assert row["larger stage"] < 0.6
     assert not row["failed"]
+
+
+def test_bench_controller(tmp_path):
+    small = options(batch=2, rounds=2, steps=8, ends=2, kills=3, keep_every=2)
+    command = "bench=controller", "device=cpu", *small, f"hydra.run.dir={tmp_path}"
+    run("bench", *command)  # its status depends on seconds
+    found = rows(tmp_path / "bench.csv")
+    assert [int(row["rounds"]) for row in found] == [1, 2, 2, 3, 1, 1]
+    assert int(found[3]["steps lost"]) <= 2
+    assert [int(row["failed"]) for row in found[4:]] == [0, 0]

@@ -9,6 +9,7 @@ import torch
 from tests.experiments.command import assert_figures, cases, complete, refused, rows, run, succeeded
 from toolkit.cli import build_schedule, settings
 from toolkit.cost import memory_curve
+from toolkit.cost.pipeline_table import METHODS
 from toolkit.model import build
 
 SMALL = ("model=resnet8", "shape=[3,16,16]", "classes=10", "batch=4")
@@ -118,13 +119,17 @@ def test_pipelines(tmp_path):
     out = succeeded("pipelines", tmp_path, "ranks=2", "microbatches=[2,5,2]")
     assert_figures(tmp_path, "pipelines")
     found = rows(tmp_path / "pipelines.csv")
-    assert [row["microbatches"] for row in found] == ["2"] * 10 + ["5"] * 7
+    assert [row["microbatches"] for row in found] == ["2"] * 25 + ["5"] * 16
     (gpipe,) = (r for r in found if (r["method"], r["microbatches"]) == ("GPipe", "5"))
     assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx((2.5, 1 / 6))
     assert gpipe["flush"] == "True"
     assert "5 micro-batches, without CDP-v2: " in out
     left_out = json.loads((tmp_path / "result.json").read_text())["left_out"]
-    assert [each["method"] for each in left_out] == ["interleaved 1F1B", "CDP-v1", "CDP-v2"]
+    pipelines = [each for each in left_out if each["method"] in METHODS]
+    assert [(each["microbatches"], each["method"]) for each in pipelines] == [
+        *((2, method) for method in ("DualPipe", "DualPipeV")),
+        *((5, method) for method in ("interleaved 1F1B", "DualPipe", "CDP-v1", "CDP-v2")),
+    ]
 
 
 def test_pipelines_of_one_number_of_microbatches(tmp_path):

@@ -16,6 +16,7 @@ from tests.thorough import thorough
 from toolkit.cli.errors import explain
 from toolkit.cli.process import exit_with_error
 from toolkit.runtime import launch
+from toolkit.runtime.controller import shared
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED
 
@@ -62,6 +63,23 @@ def test_the_same_results_as_in_one_process_and_a_resume(tmp_path):
     assert result(together)["metrics"]["epoch"] == 1
 
 
+def test_a_controller_gives_the_same_results_and_checkpoints(tmp_path):
+    alone, driven, options = tmp_path / "alone", tmp_path / "driven", (*OPTIONS, "lr=constant")
+    assert run("train", *options, "epochs=2", f"hydra.run.dir={alone}").status == 0
+    given = "runtime=controller", "runtime.record=2", "runtime.keep_every=3", "device=cpu"
+    assert run("train", *options, *given, f"hydra.run.dir={driven}").status == 0
+    shared(1).close()  # which ends the ranks
+    rows = result(driven)["ranks"]
+    assert [row["rank"] for row in rows] == [0, 1]
+    assert all(row["peak_activations"] == row["predicted_activations"] for row in rows)
+    resumed = run("train", f"resume={driven}", "epochs=2", "runtime=single_process")
+    assert resumed.status == 0, resumed.err
+    expected, found = result(alone)["metrics"], result(driven)["metrics"]
+    for metrics in (expected, found):
+        del metrics["samples_per_second"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 @thorough
 def test_mistake_is_reported_once_and_ends_all_ranks(tmp_path):
     finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
@@ -88,6 +106,8 @@ SCHEDULES = {
     "fsdp": "dp",
     "delayed_allreduce": "cdp_v1",
     "torch_pipelining": "gpipe",
+    "deepspeed": "zero_dp",
+    "horovod": "dp",
 }
 
 

@@ -28,10 +28,18 @@ CHANGING = after([(catalog.cyclic(2), 2), (catalog.cyclic(2, 1), 2)], catalog.gp
 GPIPE = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 
+def pipelines(n_ranks, n_microbatches):
+    """Every pipeline of the catalogue."""
+    for method in catalog.METHODS.values():
+        if method.kind == "pipeline":
+            ranks = {"n_ranks": n_ranks} if "n_ranks" in method.options else {}
+            yield method(n_ranks * method.stages_per_rank, n_microbatches, **ranks)
+
+
 def schedules(n_ranks):
     """Every method that takes ``n_ranks``: 1, 2, 3, 4 or 6.
 
-    A new method is added here, and is then tested by the whole suite.
+    A new method other than a pipeline is added here, and is then tested by the whole suite.
     """
     if n_ranks == 1:
         yield catalog.gradient_accumulation(2, 3)
@@ -66,15 +74,16 @@ def schedules(n_ranks):
         yield catalog.cyclic(4, 1, groups=2, chains="rotated")
         yield catalog.cyclic(4, state="sharded", groups=2)
         yield catalog.data_parallel(2, "per_stage_and_microbatch")
+        yield catalog.chimera(4, 4)
+        yield catalog.dualpipe(4, 8)
+        yield catalog.hanayo(8, 4, 4)
         gpipe = catalog.gpipe(4, 3)
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
     if n == 2:
         yield catalog.cyclic(2, 2)
         yield catalog.data_parallel(2, delay=1)
         yield catalog.published(2)
-        yield catalog.gpipe(2, 2)
-        yield catalog.zb_v(4, 4)
-        yield catalog.v_min(4, 4)
+        yield from pipelines(2, 4)
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
         yield Schedule.from_rank_orders(GPIPE, name="GPipe overlapping", period=4, delay="freshest")
         yield catalog.cyclic(2, accumulate=2)

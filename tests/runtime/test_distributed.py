@@ -3,7 +3,6 @@
 import copy
 import operator
 import sys
-from functools import wraps
 
 import pytest
 import torch
@@ -254,19 +253,7 @@ SUITES = {
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_every_method_is_conformant(monkeypatch, suite):
+def test_every_method_is_conformant(suite):
     """Both conformance suites have every method of the catalogue."""
-    factories, made = catalog.FACTORIES, set()
-
-    def noting(name):
-        @wraps(factories[name])
-        def make(*args, **kwargs):
-            made.add(name)
-            return factories[name](*args, **kwargs)
-
-        return make
-
-    for name in factories:
-        monkeypatch.setattr(catalog, name, noting(name))
-    assert [*SUITES[suite]()]
-    assert made == {*factories}
+    names = {schedule.name for schedule in SUITES[suite]()}
+    assert {method.label for method in catalog.METHODS.values()} <= names

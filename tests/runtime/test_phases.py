@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from tests.runtime import models
 from tests.runtime.models import assert_same, cut, make_batches, residual, runtime_for
@@ -90,3 +91,37 @@ def test_lengths_in_epochs_are_given_in_steps_first():
     with pytest.raises(UserError, match="in_steps"):
         runtime_for(residual(), schedule, "grouped")
     runtime_for(residual(), schedule.in_steps(4), "grouped")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", ORDERS)
+def test_switching_equals_the_same_phases_to_the_bit_and_resumes(order, dtype):
+    model, batches = residual().to(dtype), make_batches(3, 7)
+    batches = [(inputs.to(dtype), targets) for inputs, targets in batches]
+    runtime = runtime_for(copy.deepcopy(model), DP, order)
+    list(runtime.run(batches[:2]))
+    runtime.switch(V1)
+    list(runtime.run(batches[2:5]))
+    saved, course = runtime.state_dict(), runtime.course
+    list(runtime.run(batches[5:6]))
+    runtime.switch(LATE)
+    list(runtime.run(batches[6:]))
+    phased = runtime_for(copy.deepcopy(model), after([(DP, 2), (V1, 4)], LATE), order)
+    list(phased.run(batches))
+    expected = phased.module().state_dict()
+    assert_same(runtime.module().state_dict(), expected, rtol=0, atol=0)
+    resumed = runtime_for(copy.deepcopy(model), DP, order)
+    resumed.follow(course)
+    resumed.load_state_dict(saved)
+    list(resumed.run(batches[5:6]))
+    resumed.switch(LATE)
+    list(resumed.run(batches[6:]))
+    assert_same(resumed.module().state_dict(), expected, rtol=0, atol=0)
+
+
+def test_a_switch_that_is_refused_changes_nothing():
+    runtime = runtime_for(residual(), DP, "grouped")
+    list(runtime.run(make_batches(3, 1)))
+    with pytest.raises(UserError, match="n_microbatches"):
+        runtime.switch(catalog.cyclic(4, n_stages=3))
+    assert runtime.course is DP

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.runtime import models
+from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, make_batches, name_of, residual, runtime_for
 from tests.runtime.reference import adamw, decaying, sgd, trajectory
 from tests.thorough import more
@@ -64,11 +64,10 @@ def _pipelines():
     """Whose ranks have orders of their own; and delays that no stagger makes."""
     for n in more([3], [2, 3, 5]):
         yield catalog.published(n)
-        for make in (catalog.gpipe, catalog.one_f_one_b, catalog.zero_bubble):
-            yield make(2, n)
-        for make in (catalog.zb_v, catalog.v_half, catalog.v_min):
-            yield make(4, n)
-    yield catalog.interleaved_1f1b(4, 2, 2)
+    yield from conform.pipelines(2, 4)
+    yield catalog.one_f_one_b(2, 3)
+    yield catalog.zb_v(4, 3)
+    yield catalog.chimera(4, 6)
     orders = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
     yield Schedule.from_rank_orders(orders, name="overlapping", period=4, delay="freshest")
 

@@ -36,6 +36,8 @@ class Hardware:
         ranks_per_machine: consecutive ranks that share a machine, and its one port to others.
         local_bandwidth: bytes per second of a rank's port within its machine, in each direction.
         local_latency: as ``link_latency``, within a machine.
+        overlap_time: seconds of a forward and a backward that a rank overlaps, divided by those of
+            one after the other; 1 unless measured.
 
     Raises:
         UserError: a number is not positive (latencies may be 0), or only one of
@@ -54,6 +56,7 @@ class Hardware:
     ranks_per_machine: int = 1
     local_bandwidth: float = inf
     local_latency: float = 0.0
+    overlap_time: float = 1.0
 
     def __post_init__(self) -> None:
         fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits

@@ -8,6 +8,7 @@ from toolkit.figures.pipelines_figure import pipelines
 from toolkit.figures.plan_figure import plan_figure
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save, style
+from toolkit.figures.switching_figure import switching
 from toolkit.figures.timeline_figure import timelines
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "save",
     "schedules",
     "style",
+    "switching",
     "timelines",
 ]
 

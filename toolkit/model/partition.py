@@ -208,10 +208,10 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     if 4 * limits[0] < 3 * limits[1]:
         allowed = possible
     if not 1 <= n_stages <= len(allowed) + 1:
-        obstacle = "".join(f"; most other cuts fail: {why}" for why, _ in commonest)
+        obstacle = "".join(f"; elsewhere a cut fails, mostly since {why}" for why, _ in commonest)
         raise UserError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
-            f"{obstacle if n_stages > 1 else ''}"
+            f"{obstacle if 1 < n_stages <= len(loads) else ''}"
         )
     edges = [0, *allowed, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]

@@ -1,24 +1,31 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
+from toolkit.runtime.controller import Controlled, Controller
 from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World, join, leave
-from toolkit.runtime.process_group.launch import RankError, launch, report
+from toolkit.runtime.process_group.launch import launch
+from toolkit.runtime.process_group.rank_process import RankError, report
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.single_process import ORDERS, SingleProcess
 from toolkit.runtime.step_options import StepOptions
+from toolkit.runtime.switching import Look, Switching
 from toolkit.runtime.updater import by_name
 
 __all__ = [
     "ORDERS",
+    "Controlled",
+    "Controller",
     "CyclicDataParallel",
     "Distributed",
     "JobFailedError",
+    "Look",
     "RankError",
     "SingleProcess",
     "StepOptions",
     "StepResult",
+    "Switching",
     "World",
     "by_name",
     "join",

@@ -1,6 +1,7 @@
 """The base class of all runtimes, and what each of them refuses."""
 
 import copy
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
@@ -22,7 +24,7 @@ from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
-from toolkit.schedule import Schedule
+from toolkit.schedule import Schedule, switched
 
 Steps = Generator[StepResult, None, None]
 
@@ -48,6 +50,8 @@ class Runtime(ABC):
         steps_done: number of training steps so far.
         course: the given schedule; ``schedule`` is that of the next step.
         distributed: whether each rank of the schedule is a process of its own.
+        knows_costs: whether it can measure its stages and links while it trains; see
+            :meth:`costs`.
 
     Raises:
         UserError: stages, schedule, optimizer, loss, options and ranks do not fit together.
@@ -62,7 +66,7 @@ class Runtime(ABC):
     seed: int = 0
     options: StepOptions = PLAIN
 
-    distributed = False
+    distributed = knows_costs = False
     _overlaps = False  # whether the last updates are complete only when a run is exhausted
     _way_out = "load a state"
     _alike = False  # whether all batches of a run have one shape
@@ -71,14 +75,8 @@ class Runtime(ABC):
     def __post_init__(self) -> None:
         _check_arguments(self.stages, self.schedule, self.optimizer, self.loss, self.options)
         self.steps_done = 0
-        self.course, step = self.schedule, 0
-        while True:
-            self.schedule = self.course.at(step)
-            self.check_schedule(self.schedule)
-            self._check_options()
-            if (change := self.course.next_change(step)) is None:
-                break
-            step = change
+        self.course = self.schedule
+        self.check_course(self.course)
         self.schedule = self.course.at(0)
         self._loss = _scalar(self.loss, self.options, self.stages.results)
         self._form = form_of(self.stages)
@@ -97,8 +95,14 @@ class Runtime(ABC):
         """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
         return
 
-    def _check_options(self) -> None:
-        self.options.check(self.schedule, whole_step=self._whole_step)
+    def check_course(self, course: Schedule) -> None:
+        """Raise UserError if the runtime cannot run a schedule of ``course``, or its options."""
+        for step in (0, *course.changes(range(sys.maxsize))):
+            self.check_schedule(course.at(step))
+            self._check_options(course.at(step))
+
+    def _check_options(self, schedule: Schedule) -> None:
+        self.options.check(schedule, whole_step=self._whole_step)
 
     def _make_runners(self) -> list[StageRunner]:
         given = self.optimizer, self.lr_scheduler, self.seed, self.options
@@ -121,6 +125,20 @@ class Runtime(ABC):
     def measurements(self) -> Measurements:
         """Return what all ranks measured; UserError if nothing was. Every rank calls it."""
         raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
+
+    def time_costs(self, n_steps: int) -> None:
+        """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
+        return
+
+    def costs(self) -> tuple[Costs, Hardware]:
+        """Return the costs of stages, as timed last, and of links as they are now.
+
+        Every rank calls it, between runs.
+
+        Raises:
+            UserError: nothing was timed, or the runtime does not know its costs.
+        """
+        raise UserError(f"{type(self).__name__} does not know its costs: use Distributed")
 
     @property
     def rank(self) -> int:
@@ -201,6 +219,29 @@ class Runtime(ABC):
                 return
             self._follow(change)
         yield from self._steps(source)
+
+    def switch(self, schedule: Schedule) -> None:
+        """Train by ``schedule`` from the next step on, with all state. Every rank calls it.
+
+        Args:
+            schedule: without phases; of as many stages, micro-batches and ranks as before.
+
+        Raises:
+            UserError: sizes differ, the runtime cannot run it, or a run was not exhausted.
+        """
+        self.follow(switched(self.course, self.steps_done, schedule))
+
+    def follow(self, course: Schedule) -> None:
+        """Train by ``course`` from the next step on, with all state. Every rank calls it.
+
+        Args:
+            course: its schedules before the next step are those of :attr:`course`; before a state
+                is loaded, those that led to the state.
+        """
+        self._check_ended()
+        self.check_course(course)
+        self.course = course
+        self._follow(self.steps_done)
 
     def _follow(self, step: int) -> None:
         """Go over to the schedule of ``step``, with all state. Every rank calls it."""

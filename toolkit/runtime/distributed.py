@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.runtime.base import OnRanks, Steps
@@ -15,6 +16,7 @@ from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
+from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.rank import Feed, Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
@@ -75,6 +77,7 @@ class Distributed(OnRanks):
     per_machine: int = 0
     pacing: bool = False
 
+    knows_costs = True
     _overlaps = _alike = True
     _way_out = "start the ranks again"  # since messages are still under way
 
@@ -91,6 +94,7 @@ class Distributed(OnRanks):
         masters = [runner.masters.values() for runner in self._runners]
         self._stage_bytes = [sum(x.nbytes for x in stage) for stage in masters]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
+        self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
@@ -116,7 +120,8 @@ class Distributed(OnRanks):
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
-        executor = Executor(rank, messages, program, meter, overlap=self.overlap)
+            meter.stopwatch = self._stopwatch
+        executor = Executor(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
         for i in executor.run(executor.ends):
             yield feed.result(cast(int, i.step))
         if meter is not None:
@@ -174,9 +179,10 @@ class Distributed(OnRanks):
         return rank
 
     def _adopt(self, schedule: Schedule) -> None:
-        self._weight_store.collect()
+        self._weight_store.allocate()
         super()._adopt(schedule)
-        self._weight_store = WeightStore(self.world, self.stages, schedule, self._runners)
+        given = self.world, self.stages, schedule, self._runners
+        self._weight_store = WeightStore(*given, loads=True)
 
     def _module(self) -> nn.Module:
         """Until the next :meth:`run` it takes the memory of the whole model."""
@@ -197,6 +203,21 @@ class Distributed(OnRanks):
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
         return Measurements(self.course, self.world.gather(self._meter.record), self._stage_bytes)
+
+    def time_costs(self, n_steps: int) -> None:
+        """Time the ops of the next ``n_steps``."""
+        self._stopwatch = Stopwatch(self.world.device, self.steps_done + n_steps)
+
+    def costs(self) -> tuple[Costs, Hardware]:
+        """Return costs just measured; see :meth:`Runtime.costs`."""
+        self._check_ended()
+        mine = self._stopwatch.medians() if self._stopwatch else {}
+        measured = self.world.gather(mine)
+        if not all(measured):
+            raise UserError("no op was timed: call time_costs(n_steps), then train")
+        mean = sum(self._stage_bytes) / len(self._stage_bytes)
+        links = probe_links(self.world, mean)
+        return running_costs(measured, next(reversed(self._layouts.values())), *links)
 
     @property
     def own(self) -> list[int]:
@@ -224,10 +245,7 @@ class Distributed(OnRanks):
             self._runners[j].load(state["stages"][j])
 
     def _reads(self, step: int) -> list[int]:
-        """The micro-batches whose inputs or targets this rank's first or last stage takes."""
-        ends, everything = (0, self.schedule.n_stages - 1), range(self.schedule.n_microbatches)
-        readers = ({self.course.rank(j, m, step) for j in ends} for m in everything)
-        return [m for m, ranks in enumerate(readers) if self.rank in ranks]
+        return microbatches_read(self.course, self.rank, step)
 
     def _find_layouts(self, shape: Shape | None) -> Layouts:
         """The layouts for micro-batches of ``shape``, which not every rank has seen."""
@@ -245,6 +263,13 @@ class Distributed(OnRanks):
             warm_up(self._runners, layouts, inputs, device, computed, self.own)
         self._layouts[seen] = layouts
         return layouts
+
+
+def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:
+    """The micro-batches whose inputs or targets the first or last stage of ``rank`` takes."""
+    ends, everything = (0, course.n_stages - 1), range(course.n_microbatches)
+    readers = ({course.rank(j, m, step) for j in ends} for m in everything)
+    return [m for m, ranks in enumerate(readers) if rank in ranks]
 
 
 def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:

@@ -19,6 +19,7 @@ import torch
 from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.measurements import Meter
+from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
@@ -41,7 +42,7 @@ class Executor:
         rank: Rank,
         messages: Messages,
         program: Program,
-        meter: Meter | None,
+        meter: Meter | Stopwatch | None,
         *,
         overlap: bool,
         stepwise: bool = False,

@@ -22,11 +22,17 @@ class WeightStore:
 
     A rank keeps, in ``versions[stage]``, the versions that are still read of the stages that it
     has ``updated``. It receives what it reads first of the others as a program begins, and the rest
-    by the program.
+    by the program. With ``loads`` a state is loaded next, and ranks agree on no first weights.
     """
 
     def __init__(
-        self, world: World, stages: Stages, schedule: Schedule, runners: Sequence[StageRunner]
+        self,
+        world: World,
+        stages: Stages,
+        schedule: Schedule,
+        runners: Sequence[StageRunner],
+        *,
+        loads: bool = False,
     ) -> None:
         self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
         program, everything = schedule.lower(1), range(len(runners))
@@ -34,7 +40,8 @@ class WeightStore:
         self._updaters = [{r for r, own in enumerate(of_rank) if j in own} for j in everything]
         self._layouts = [Layout.of(self._state(j)) for j in everything]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
-        for j, layout in enumerate(self._layouts):  # all ranks start with the weights of rank 0
+        # All ranks start with the weights of rank 0, unless a state is loaded next.
+        for j, layout in enumerate(() if loads else self._layouts):
             received = self._broadcast(layout, 0, self._state(j))
             for name, tensor in self._state(j).items():
                 tensor.copy_(received[name])
@@ -58,21 +65,27 @@ class WeightStore:
         """
         self.forget()
         rank = self.world.rank
-        held = {(j, v): weights for j, own in self.versions.items() for v, weights in own.items()}
-        sent = []
+        held: dict[tuple, Weights] = {
+            (j, v): weights for j, own in self.versions.items() for v, weights in own.items()
+        }
+        sent, coming = [], []
         for j, owner in enumerate(self.schedule.owners):
             lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
             for version in self.schedule.versions(j, step):
                 what = (j, None, None, version, Buffer.WEIGHTS)
-                # Do not wait yet: two owners that wait for each other would deadlock.
+                # Do not wait yet: two owners that wait for each other would deadlock, and a sender
+                # waits for each receive.
                 for receiver in lacking if rank == owner else ():
                     send = Instruction(0, Action.SEND, *what, (receiver,))
                     sent.append((send, messages.send(send, held[j, version])))
                 if rank in lacking:
                     receive = Instruction(0, Action.RECV, *what, (owner,))
-                    transfer = messages.receive(receive)
-                    self._await(receive, step, transfer)
-                    held[j, version] = cast(Weights, messages.received(receive, transfer))
+                    coming.append((receive, messages.receive(receive)))
+        for receive, transfer in coming:
+            self._await(receive, step, transfer)
+            held[receive.stage, receive.version] = cast(
+                Weights, messages.received(receive, transfer)
+            )
         for send, transfer in sent:
             self._await(send, step, transfer)
         return held
@@ -93,6 +106,13 @@ class WeightStore:
                     master.data = received[name]
                 for name, buffer in runner.stage.named_buffers():
                     buffer.copy_(received[name])
+
+    def allocate(self) -> None:
+        """Make memory for the weights of stages that this rank does not update."""
+        for j, runner in enumerate(self.runners):
+            shapes = {part.place: part.shape for part in self._layouts[j].parts}
+            for name, master in runner.masters.items() if j not in self.versions else ():
+                master.data = torch.empty(shapes[name], dtype=master.dtype, device=master.device)
 
     def averages(self) -> Weights:
         """Return the averages of all stages' weights, from their owners."""

@@ -94,6 +94,7 @@ class Position:
     learning_rate: float = nan  # of the epoch's first update
     history: list[Epoch] = field(default_factory=list)  # the epochs before
     rolled_back: bool = False  # after a divergence; it continues without delay
+    switching: dict[str, Any] | None = None  # state of the run's Switching
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -128,6 +129,7 @@ def fit(
 ) -> list[Epoch]:
     """Train from ``position`` on; see :meth:`TrainingRun.run`."""
     runtime, samples, batch_size = run.runtime, run.samples, run.batch_size
+    switching = None if position.rolled_back else run.switching
     for epoch in range(position.epoch, run.options.epochs):
         batches = samples.train(batch_size, run.options.seed, epoch, run.device)
         moved = epoch * len(batches) + position.step != position.steps_done
@@ -142,14 +144,20 @@ def fit(
             position.learning_rate = run.rate(position.steps_done)
         while (left := len(batches) - position.step) > 0:
             n_steps = min(left, callback.steps(position, left))
-            losses = []
+            if switching:
+                n_steps = min(n_steps, switching.steps_to_look())
+            losses, begun = [], time.perf_counter()
             part = batches.between(position.step, position.step + n_steps)
             for k, result in enumerate(runtime.run(part)):
                 losses.append(result.losses)
                 rate = run.rate(position.steps_done + k)
                 on_step(Step(position.step + k + 1, len(batches), result, rate, batch_size))
                 del result  # its memory is free before the next step
-            _check(run, _add_losses(position, losses, runtime), position, "training")
+            loss = _add_losses(position, losses, runtime)
+            _check(run, loss, position, "training")
+            if switching:
+                switching.trained(n_steps, time.perf_counter() - begun, loss)
+                position.switching = switching.state()
             if position.step < len(batches):
                 callback.end(position)
         seconds = time.perf_counter() - start

@@ -156,8 +156,9 @@ def run_with_checkpoints(
         if lost and safe is not None:
             notes += callback.notes()
             run = run.again(safe)
-            position = _load(run, checkpoints, _read(run, checkpoints, note))
-            position.rolled_back = True
+            state = _read(run, checkpoints, note)
+            state["run"]["position"]["rolled_back"] = True
+            position = _load(run, checkpoints, state)
             note(
                 f"{lost}: rolled back to epoch {position.epoch}, step {position.step},"
                 f" and continued{' without delay' * delayed}"
@@ -366,9 +367,13 @@ def _read(
 
 def _load(run: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
     """Load ``state`` into ``run``; return its position."""
-    with _refuse_misfits(checkpoints):
-        run.runtime.load_state_dict(state["runtime"])
     position = state["run"]["position"]
+    with _refuse_misfits(checkpoints):
+        if (switched := position.get("switching")) and not position.get("rolled_back"):
+            if run.switching is None:
+                raise UserError("the run chose its schedules: give its switch.candidates")
+            run.switching.resume(switched)
+        run.runtime.load_state_dict(state["runtime"])
     return Position(**position | {"history": [Epoch(**epoch) for epoch in position["history"]]})
 
 

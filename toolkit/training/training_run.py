@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError, first_line
 from toolkit.model import check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
-from toolkit.schedule import Schedule
+from toolkit.schedule import Schedule, catalog
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
@@ -38,6 +38,7 @@ class TrainingRun:
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
+    switching: Switching | None  # chooses the schedules, if the options say so
     device: torch.device  # of the model
     optimizer: Optimizer  # one of a single number, which has the options of all
     rate: Callable[[int], float]  # from a training step to the learning rate of its update
@@ -170,22 +171,26 @@ def prepare(
     step = StepOptions(**{f.name: getattr(options, f.name) for f in fields(StepSettings)})
     allow_tf32(step.precision == "tf32")
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    made = runtime(
+        stages,
+        schedule,
+        optimizer=optimizer,
+        loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
+        lr_scheduler=partial(Rates, factor=factor),
+        seed=options.seed,
+        options=step,
+        **({"world": world} if world else {}),
+        **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
+    )
+    candidates = [catalog.alike(schedule.final, given) for given in options.switch.candidates]
+    named = {candidate.name: candidate for candidate in candidates}
     return TrainingRun(
         options=options,
         step_options=step,
         schedule=schedule,
         samples=samples,
-        runtime=runtime(
-            stages,
-            schedule,
-            optimizer=optimizer,
-            loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
-            lr_scheduler=partial(Rates, factor=factor),
-            seed=options.seed,
-            options=step,
-            **({"world": world} if world else {}),
-            **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
-        ),
+        runtime=made,
+        switching=Switching(made, named, options.switch) if named else None,
         device=device,
         optimizer=usual,
         rate=lambda step: optimizer_rate * factor(step),
@@ -208,8 +213,8 @@ def join_ranks(
         return join(schedule.n_ranks, device=device, **options)
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
-            f"runtime=single_process is one process and {started} were started: leave torchrun"
-            " out, or choose runtime=distributed"
+            f"runtime=single_process or controller is one process and {started} were started:"
+            " leave torchrun out, or choose runtime=distributed"
         )
     return None
 
@@ -242,7 +247,9 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (ImportError, RuntimeError, AssertionError) as error:
-        reason = first_line(error)
+        reason = first_line(error).partition(". ")[0]
+        if len(reason) > 60:  # torch's lists of backends
+            reason = "this build of torch has no such device"
         raise UserError(f"device={name} cannot be used: {reason}; try device=auto") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")

@@ -14,7 +14,8 @@ import torch
 
 from toolkit.errors import UserError
 from toolkit.runtime.process_group import join as world
-from toolkit.runtime.process_group.launch import RankError, launch, report
+from toolkit.runtime.process_group.launch import launch
+from toolkit.runtime.process_group.rank_process import RankError, report
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.runtime.process_group.watch import JobFailedError
 
@@ -107,7 +108,7 @@ def test_another_exception_comes_with_its_traceback():
     text = str(caught.value)
     assert "Traceback (most recent call last):" in text
     assert "in fail\n" in text
-    assert "/launch.py" not in text
+    assert "/rank_process.py" not in text
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_the_end_of_the_parent_leaves_no_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, threading\n"
-        "from toolkit.runtime.process_group.launch import launch, report\n"
+        "from toolkit.runtime import launch, report\n"
         "def function():\n"
         "    report(os.getpid())\n"
         "    if os.environ['RANK'] == '1':\n"

@@ -23,6 +23,7 @@ from toolkit.cost.timeline import (
     Span,
     Timeline,
 )
+from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import Values
 from toolkit.runtime.streams import finish_stream
@@ -84,6 +85,7 @@ class Meter:
     def __init__(self, rank: int, device: torch.device, origin: float) -> None:
         self.record = Record(rank)
         self.activations = _Saved()
+        self.stopwatch: Stopwatch | None = None  # takes the times, too
         self._device = device
         self._origin = origin
         self._tick = 0  # at which the program began
@@ -107,8 +109,11 @@ class Meter:
 
     def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
         """Record an instruction that started at ``start`` and ends now. Any thread may call it."""
+        end = self.now()
         held = (self.activations.bytes, _held(rank.weights), _summed(rank))
-        self.record.events.append(Event(i, self._tick + i.tick, start, self.now(), n_bytes, *held))
+        self.record.events.append(Event(i, self._tick + i.tick, start, end, n_bytes, *held))
+        if self.stopwatch is not None:
+            self.stopwatch.add(i, end - start)
 
     def finish(self, program: Program) -> None:
         """Finish ``program``, and sort its events into its order."""

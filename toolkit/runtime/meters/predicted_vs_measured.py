@@ -13,7 +13,7 @@ from toolkit.model import Stages, partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import join
-from toolkit.runtime.process_group.launch import report
+from toolkit.runtime.process_group.rank_process import report
 from toolkit.schedule import Buffer
 from toolkit.schedule.paper_table import RULES, SETTINGS
 from toolkit.schedule.program import traffic_of

@@ -206,6 +206,18 @@ class Peers:
                 self._stopping.wait(BEAT)
 
 
+def records(store: dist.Store, size: int) -> dict[int, Record]:
+    """Return the latest records of the ranks that meet in ``store``, as far as they have come."""
+    store, found = dist.PrefixStore("watch", store), {}
+    for rank in range(size):
+        if store.check([f"process/{rank}"]):
+            where, pid, started, fd = json.loads(store.get(f"process/{rank}"))
+            shared = SharedStatus.of(pid, fd) if where == machine() else None
+            beat = Record.decode(store.get(f"beat/{rank}"))
+            found[rank] = shared.read() if shared and not Process(pid, started).gone else beat
+    return found
+
+
 def machine() -> str:
     """Return a name that only processes share that have the same clock and process numbers."""
     with contextlib.suppress(OSError):

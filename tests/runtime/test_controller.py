@@ -1,0 +1,265 @@
+"""A controller's ranks follow the single process, and end as they should."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.runtime import conform, models
+from tests.runtime.models import assert_same, name_of
+from toolkit.errors import UserError
+from toolkit.runtime import Controlled, Controller, JobFailedError, RankError, SingleProcess
+from toolkit.runtime.process_group.shared_status import Process
+from toolkit.schedule import catalog
+
+ROOT = Path(__file__).parents[2]
+SCHEDULES = [
+    catalog.data_parallel(2),
+    catalog.cyclic(2, state="sharded"),
+    catalog.cyclic(2, 1, correction="extrapolate"),
+    catalog.one_f_one_b(2, 4),
+    conform.CHANGING,
+]
+
+
+@pytest.fixture(scope="module")
+def controller():
+    """Two ranks, which the tests use one after another."""
+    with Controller(ranks=2) as found:
+        yield found
+
+
+def arguments(schedule, loss=F.cross_entropy):
+    return models.cut(models.residual(), schedule), schedule, conform.sgd, loss
+
+
+def alone(schedule):
+    """A single process that has trained five steps, and the results."""
+    runtime = SingleProcess(*arguments(schedule))
+    return runtime, list(runtime.run(models.make_batches(schedule.n_microbatches)))
+
+
+def processes_of(controller):
+    return [Process(row["process"]) for row in controller.status()]
+
+
+def await_end(processes):
+    end = time.monotonic() + 60
+    while not all(process.gone for process in processes) and time.monotonic() < end:
+        time.sleep(0.02)
+    return all(process.gone for process in processes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_follows_the_single_process(controller, schedule):
+    batches = models.make_batches(schedule.n_microbatches)
+    found = list(controller.train(*arguments(schedule), batches, record=2))
+    single, expected = alone(schedule)
+    for result, of_single in zip(found, expected, strict=True):
+        assert (result.step, result.microbatches) == (of_single.step, of_single.microbatches)
+        torch.testing.assert_close(result.losses, of_single.losses, rtol=1e-10, atol=1e-12)
+    assert_same(controller.module().state_dict(), single.module().state_dict())
+    found_state, expected_state = controller.state_dict(), single.state_dict()
+    torch.testing.assert_close(
+        found_state["stages"], expected_state["stages"], rtol=1e-10, atol=1e-12
+    )
+    assert_same(found_state["model"], expected_state["model"])
+    assert {row["rank"] for row in controller.measurements().by_rank()} == {0, 1}
+
+
+def test_trainings_and_changed_functions_use_the_same_processes(controller):
+    losses, processes = [], []
+    for factor in (1.0, 2.0):
+
+        def loss(outputs, targets, factor=factor):
+            return factor * F.cross_entropy(outputs, targets)
+
+        runtime = Controlled(*arguments(catalog.cyclic(2), loss), controller=controller)
+        losses.append(runtime.step(*models.make_batches(2)[0]).loss)
+        processes.append([row["process"] for row in controller.status()])
+    assert losses[1] == 2 * losses[0]
+    assert processes[0] == processes[1]
+
+
+def test_a_state_continues_in_the_same_ranks_and_in_new_ones(controller):
+    schedule = catalog.cyclic(2, 1)
+    single, _ = alone(schedule)
+    batches = models.make_batches(2)
+    runtime = Controlled(*arguments(schedule), controller=controller)
+    list(runtime.run(batches[:3]))
+    state = runtime.state_dict()
+    for new in (False, True):
+        if new:
+            for process in processes_of(controller):
+                process.kill()
+            while controller.processes.ready():
+                time.sleep(0.02)
+            with pytest.raises(UserError, match="load a state"):
+                runtime.module()
+        runtime.load_state_dict(copy.deepcopy(state))
+        list(runtime.run(batches[3:]))
+        assert_same(runtime.module().state_dict(), single.module().state_dict())
+
+
+def test_switches_in_the_course_of_a_training(controller):
+    batches = models.make_batches(2)
+    expected = SingleProcess(*arguments(catalog.cyclic(2)))
+    found = Controlled(*arguments(catalog.cyclic(2)), controller=controller)
+    for runtime in (found, expected):
+        list(runtime.run(batches[:2]))
+        runtime.switch(catalog.data_parallel(2))
+        list(runtime.run(batches[2:]))
+    assert_same(found.module().state_dict(), expected.module().state_dict())
+
+
+def test_batches_without_length_and_a_rank_without_data(controller):
+    schedule = catalog.gpipe(2, 4)
+    made = (batch for batch in models.make_batches(4))
+    with pytest.raises(UserError, match="give n_steps"):
+        next(controller.train(*arguments(schedule), made))
+    assert len(list(controller.train(*arguments(schedule), made, 5))) == 5
+
+
+def test_an_exception_names_rank_and_instruction(controller):
+    def loss(outputs, targets):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no loss here")
+        return F.cross_entropy(outputs, targets)
+
+    with pytest.raises(RankError, match=r"rank 1, in step 0 at FORWARD stage 1.*no loss here"):
+        list(controller.train(*arguments(catalog.cyclic(2), loss), models.make_batches(2)))
+    assert await_end(processes_of(controller))
+    assert len(list(controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2)))) == 5
+
+
+def test_a_mistake_stays_a_users_error(controller):
+    with pytest.raises(UserError, match="scalar"):
+        list(
+            controller.train(
+                *arguments(catalog.cyclic(2), lambda outputs, targets: outputs),
+                models.make_batches(2),
+            )
+        )
+    with pytest.raises(UserError, match="multiple of 2"):
+        list(
+            controller.train(
+                *arguments(catalog.cyclic(2)), [(torch.zeros(3, 3, 6, 6), torch.zeros(3))]
+            )
+        )
+    with pytest.raises(UserError, match=r"Controller\(ranks=3\)"):
+        controller.train(*arguments(catalog.cyclic(3)), models.make_batches(3))
+    lock = threading.Lock()
+    with pytest.raises(UserError, match="lock"):
+        controller.train(*arguments(catalog.cyclic(2), lambda *_: lock), models.make_batches(2))
+
+
+def test_a_killed_rank_is_named(controller):
+    steps = controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2, 50))
+    next(steps)
+    processes = processes_of(controller)
+    processes[1].kill()
+    with pytest.raises(JobFailedError, match=r"rank 1 .*(died|ended by signal 9)"):
+        list(steps)
+    assert await_end(processes)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [catalog.cyclic(2, 1), catalog.cyclic(2, state="sharded"), catalog.one_f_one_b(2, 2)],
+    ids=name_of,
+)
+def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, schedule):
+    batches = iter(models.make_batches(2, 12))  # each is read once
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=5)
+    found = []
+    for result in runtime.run(batches, 12):
+        found.append(result)
+        if result.step in (3, 8):
+            processes_of(controller)[result.step % 2].kill()
+    expected = SingleProcess(*arguments(schedule))
+    of_single = list(expected.run(models.make_batches(2, 12)))
+    assert [result.step for result in found] == [result.step for result in of_single]
+    for one, other in zip(found, of_single, strict=True):
+        torch.testing.assert_close(one.losses, other.losses, rtol=1e-10, atol=1e-12)
+    assert len(runtime.recoveries) == 2
+    assert all(0 <= lost.step - lost.restart <= 5 for lost in runtime.recoveries)
+    assert runtime.kept["steps_done"] == 12
+    for process in processes_of(controller):
+        process.kill()
+    while controller.processes.ready():
+        time.sleep(0.02)
+    assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
+def test_a_rank_that_is_lost_again_and_again_ends_the_training(controller):
+    def loss(outputs, targets):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    runtime = Controlled(*arguments(catalog.cyclic(2), loss), controller=controller, keep_every=5)
+    with pytest.raises(JobFailedError, match="rank 1"):
+        list(runtime.run(models.make_batches(2)))
+    assert len(runtime.recoveries) == 2
+
+
+@pytest.mark.parametrize("how", ["break", "interrupt"])
+def test_what_is_not_exhausted_ends_the_ranks_and_can_be_repeated(controller, how):
+    schedule = catalog.cyclic(2)
+    steps = controller.train(*arguments(schedule), models.make_batches(2, 50))
+    next(steps)
+    processes = processes_of(controller)
+    if how == "break":
+        steps.close()
+    else:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            assert [time.sleep(0.05) for _ in steps]
+        steps.close()
+    assert await_end(processes)
+    with pytest.raises(UserError, match="not exhausted"):
+        controller.module()
+    assert len(list(controller.train(*arguments(schedule), models.make_batches(2)))) == 5
+
+
+def test_status_is_a_table_of_live_ranks(controller):
+    list(controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2)))
+    rows = controller.status()
+    assert [(row["rank"], row["alive"]) for row in rows] == [(0, True), (1, True)]
+    assert all("in step 4" in row["at"] for row in rows)
+    assert controller._repr_html_().count("<tr>") == 3
+
+
+def test_closing_twice_and_before_use():
+    unused = Controller(ranks=2)
+    with pytest.raises(UserError, match="call train"):
+        unused.module()
+    assert unused.status() == []
+    unused.close()
+    unused.close()
+
+
+def test_the_end_of_the_caller_leaves_no_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.runtime.test_controller import *\n"
+        "controller = Controller(ranks=2)\n"
+        "steps = controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2, 1000))\n"
+        "next(steps)\n"
+        "print(*controller.processes.process_ids.values(), flush=True)\n"
+        "for _ in steps: pass\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        processes = [Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(processes) == 2
+        parent.kill()
+    assert await_end(processes)

@@ -1,0 +1,82 @@
+"""Pickles of stages, from one process to another of the same program."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A node, among the arguments of another."""
+
+    of: str
+
+
+def _name(node: fx.Node) -> Any:
+    return _Name(node.name)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles graph modules as they are.
+
+    torch pickles their code, and traces it again when it is loaded: that loses a stage's ``meta``,
+    and cannot trace what the toolkit's own tracer can.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, fx.GraphModule) and type(value.graph._codegen) is fx.graph.CodeGen:
+            nodes = [
+                (n.op, n.target, map_arg(n.args, _name), map_arg(n.kwargs, _name), n.name)
+                for n in value.graph.nodes
+            ]
+            kept = "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training"
+            attributes = {k: v for k, v in vars(value).items() if k in kept or k[0] != "_"}
+            return _graph_module, (type(value).__name__, attributes, nodes)
+        if isinstance(value, torch._ops.OpOverload):
+            return _overload, (value.namespace, value._opname, value._overloadname)
+        return super().reducer_override(value)
+
+
+def dumps(value: Any) -> bytes:
+    """Return ``value``, pickled: functions of a notebook or a script by value.
+
+    Raises:
+        UserError: it cannot be pickled.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(value)
+    except Exception as error:
+        raise UserError(
+            f"cannot pickle the function and its arguments: {error};"
+            " open files and locks have to be made within the function"
+        ) from error
+    return file.getvalue()
+
+
+def _graph_module(
+    name: str, attributes: Mapping[str, Any], nodes: Sequence[tuple[Any, ...]]
+) -> fx.GraphModule:
+    root, graph = nn.Module(), fx.Graph()
+    root.__dict__.update(attributes)
+    known: dict[str, fx.Node] = {}
+    for op, target, args, kwargs, own in nodes:
+        args, kwargs = map_aggregate(
+            (args, kwargs), lambda x: known[x.of] if isinstance(x, _Name) else x
+        )
+        known[own] = graph.create_node(op, target, args, kwargs, own)
+    found = fx.GraphModule(root, graph, name)
+    found.__dict__.update({k: v for k, v in attributes.items() if k in ("training", "meta")})
+    return found
+
+
+def _overload(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)

@@ -1,0 +1,158 @@
+"""Costs of stages and links, measured while ranks train, to choose the next schedule by."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from toolkit.cost import Costs, Hardware, StageCost
+from toolkit.runtime.message_layout import Layouts
+from toolkit.runtime.process_group.join import World
+from toolkit.runtime.rank import Rank
+from toolkit.runtime.streams import finish_stream
+from toolkit.schedule import Action, Instruction
+from toolkit.schedule.instruction import LETTERS
+
+_LETTERS = f"{LETTERS}U"  # of Action.FORWARD to UPDATE
+_LEAST, _MOST = 2**16, 2**22  # bytes of a message that measures bandwidth
+
+Seconds = Mapping[tuple[int, str], float]
+"""Median seconds by stage and letter of an op, F, B, I or W; U is an update."""
+
+
+class Stopwatch:
+    """Times the ops and updates of this rank before training step ``end``.
+
+    Unlike a Meter it watches no memory and keeps no events, so that it can run all the time.
+    """
+
+    def __init__(self, device: torch.device, end: int) -> None:
+        self._device, self._end = device, end
+        self._found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+
+    def now(self) -> float:
+        """Return the time, in seconds."""
+        return time.perf_counter()
+
+    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
+        """Execute an instruction by ``do``; time it if it is an op or an update."""
+        if not self._times(i):
+            do(i)
+            return
+        finish_stream(self._device)
+        start = self.now()
+        do(i)
+        finish_stream(self._device)
+        self.add(i, self.now() - start)
+
+    def add(self, i: Instruction, seconds: float) -> None:
+        """Take the ``seconds`` of an instruction, if it is to be timed."""
+        if self._times(i):
+            self._found[i.stage, _LETTERS[i.action]].append(seconds)
+
+    def _times(self, i: Instruction) -> bool:
+        return i.action <= Action.UPDATE and i.step is not None and i.step < self._end
+
+    def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
+        """Leave out a message: its time holds the wait for its sender."""
+
+    def medians(self) -> Seconds:
+        """Return the median seconds of what was timed."""
+        return {key: median(taken) for key, taken in self._found.items()}
+
+
+def running_costs(
+    measured: Sequence[Seconds], layouts: Layouts, latency: float, bandwidth: float
+) -> tuple[Costs, Hardware]:
+    """Return stage costs and hardware for :func:`toolkit.cost.simulate`.
+
+    Args:
+        measured: of each rank. A stage takes the median of its ranks; the speed of a rank is the
+            median, over its ops, of their medians by its own seconds.
+        layouts: bytes of messages.
+        latency: seconds of a message of no bytes.
+        bandwidth: bytes per second of a message.
+    """
+    of_ranks: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for found in measured:
+        for key, seconds in found.items():
+            of_ranks[key].append(seconds)
+    usual = {key: median(seconds) for key, seconds in of_ranks.items()}
+    costs = []
+    for j, weights in enumerate(layouts.weights):
+        inputs = layouts.activation_gradients[j].n_bytes
+        cost = StageCost(
+            0.0,
+            0.0,
+            input_bytes=inputs,
+            output_bytes=layouts.activations[j].n_bytes,
+            parameter_bytes=weights.n_bytes,
+            statistics_bytes=max(0, layouts.gradients[j].n_bytes - weights.n_bytes),
+            forward_seconds=usual.get((j, "F"), 0.0),
+            backward_seconds=sum(usual.get((j, letter), 0.0) for letter in "BIW"),
+        )
+        costs.append(cost)
+    rates = [
+        costs[j].update_bytes() / seconds
+        for (j, letter), seconds in usual.items()
+        if letter == "U" and seconds > 0 and costs[j].parameter_bytes
+    ]
+    speeds = [
+        median([usual[key] / seconds for key, seconds in found.items() if seconds > 0] or [1.0])
+        for found in measured
+    ]
+    memory = median(rates) if rates else inf
+    return tuple(costs), Hardware("measured", inf, memory, bandwidth, latency, speeds=speeds)
+
+
+def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
+    """Return latency (seconds) and bandwidth (bytes per second) of messages around all ranks.
+
+    Every rank calls it while no message is under way, and sends to the next rank at once, which
+    times links in both directions, also those that the present schedule does not use. Messages of
+    training would show the time that ranks wait for each other instead.
+
+    Args:
+        world: the ranks.
+        n_bytes: size of a usual message.
+
+    Returns:
+        the median latency of all ranks, and the lowest bandwidth.
+    """
+    if world.size == 1:
+        return 0.0, inf
+    size = round(min(max(n_bytes, _LEAST), _MOST))
+    ahead, behind = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+    def exchange(n: int, times: int) -> float:
+        """Least seconds of messages of ``n`` bytes, without the first."""
+        sent, received = (
+            torch.zeros(n, dtype=torch.uint8, device=world.message_device) for _ in range(2)
+        )
+        taken = []
+        for _ in range(1 + times):
+            start = time.perf_counter()
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, ahead, group=world.group),
+                    dist.P2POp(dist.irecv, received, behind, group=world.group),
+                ]
+            )
+            for work in works:
+                work.wait()
+            finish_stream(world.message_device)
+            taken.append(time.perf_counter() - start)
+        # The first brings ranks into step, and uses up what a switch lets pass at once.
+        return min(taken[1:])
+
+    with world.watch.waiting("a measurement of links", [ahead, behind]):
+        small, large = exchange(1, 3), exchange(size, 1)
+    found = world.gather((small, large))
+    latency = median(small for small, _ in found)
+    slowest = max(large for _, large in found)
+    # At least half of it: a rank that waited for a core may have had a long latency.
+    return latency, size / max(slowest - latency, slowest / 2)

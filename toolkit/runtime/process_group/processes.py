@@ -1,0 +1,293 @@
+"""Ranks on this machine that stay alive from call to call, seen from the process that uses them."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.errors import UserError, whole
+from toolkit.model.pickling import dumps
+from toolkit.runtime.process_group.fork_server import BOOT
+from toolkit.runtime.process_group.rank_process import DIED, JOB_FAILED, LEAVE, LOST, RAISED
+from toolkit.runtime.process_group.watch import JobFailedError
+
+OnReport = Callable[[int, Any], object]
+
+_LOOK = 0.05  # most seconds between looks at the time
+_FAREWELL = 10.0  # most seconds to wait for the ends of ranks
+_PATIENCE = {RAISED: 0.0, JOB_FAILED: 0.5, DIED: 3.0, LOST: 0.5}  # s to wait for a better reason
+
+
+class Processes:
+    """``n_ranks`` processes of this machine, each a rank, which carry out calls.
+
+    They start with the first call, and again with the first after a failure, an interrupt or a call
+    that was not waited for: each of these ends all of them. Use it as a context.
+
+    Args:
+        n_ranks: number of processes.
+        timeout: seconds within which all ranks have to start.
+
+    Attributes:
+        starts: how often the ranks have started.
+        store: where the ranks meet.
+        alive: ranks whose processes run.
+        process_ids: by rank.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
+
+    def __init__(self, n_ranks: int, timeout: float = 120.0) -> None:
+        self.n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
+        if not timeout > 0:
+            raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
+        self.timeout, self.starts = timeout, 0
+        self.store: dist.TCPStore | None = None  # in which the ranks meet
+        self._server: _Server | None = None
+        self._cut_short = False  # whether a message to or from the server is
+        self.alive: set[int] = set()
+        self.process_ids: dict[int, int] = {}
+        self._open: set[int] = set()  # neither with a result of the call nor failed
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        on_report: OnReport = lambda rank, value: None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank; return the values, ``[rank]``.
+
+        Args:
+            function: function that each rank calls; it and its arguments are pickled.
+            *args: positional arguments of ``function``.
+            on_report: function that is called here with the rank and the value of each report.
+            **kwargs: keyword arguments of ``function``.
+
+        Raises:
+            UserError: the function or an argument cannot be pickled.
+            ValueError: a rank raised it.
+            RankError: a rank raised another exception.
+            JobFailedError: a rank died, stalled or did not start.
+        """
+        self.begin(function, *args, **kwargs)
+        for rank, value in self.reports():
+            on_report(rank, value)
+        return self.results()
+
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin a call on every rank; the caller then exhausts :meth:`reports`."""
+        message = dumps((function, args, kwargs))
+        if not self.ready():
+            self._start()
+        self._results: dict[int, Any] = {}
+        self._open = {*range(self.n_ranks)}
+        self._failure: tuple[int, Exception, Exception | None] | None = None
+        self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
+        self._to_server("send", self._open, message)
+
+    def send(self, value: Any, ranks: Collection[int]) -> None:
+        """Send ``value`` to the ``receive()`` of ``ranks``, within a call."""
+        self._to_server("send", ranks, dumps(value))
+
+    def reports(self) -> Generator[tuple[int, Any], None, None]:
+        """Yield what ranks report, with its rank, until all have returned; raise as ``call``."""
+        try:
+            end = time.monotonic() + self.timeout
+            while self._open and time.monotonic() < self._decided_at:
+                yield from self._take(_LOOK)
+                if self._missing and self._failure is None and time.monotonic() > end:
+                    late = ", ".join(map(str, sorted(self._missing)))
+                    raise JobFailedError(
+                        f"rank {late} has not started within {self.timeout:g} s: start fewer ranks,"
+                        " or raise timeout"
+                    )
+            if self._failure is not None:
+                _, error, cause = self._failure
+                raise error from cause
+        except BaseException:  # also if the caller leaves: ranks are in the midst of the call
+            self.kill()
+            raise
+
+    def results(self) -> list[Any]:
+        """Return what each rank returned, ``[rank]``, once :meth:`reports` is exhausted."""
+        return [self._results[rank] for rank in range(self.n_ranks)]
+
+    def ready(self) -> bool:
+        """Return whether all ranks wait for a call. If only some do, end them."""
+        if self._open:  # by a call that nobody waited for
+            self.kill()
+        for _ in self._take(0.0):
+            pass
+        if 0 < len(self.alive) < self.n_ranks:
+            self.kill()
+        return bool(self.alive)
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        alive, self.alive, self._open = self.alive, set(), set()
+        if self._cut_short:
+            self._end_server()
+        elif alive and self._server is not None:
+            with contextlib.suppress(JobFailedError):
+                self._to_server("kill", None)
+                while self._server.connection.poll(_FAREWELL):
+                    if self._from_server()[0] == "killed":
+                        return
+                self._end_server()
+
+    def close(self) -> None:
+        """End all processes: ranks that wait for a call leave each other first."""
+        if self._server is not None:
+            with contextlib.suppress(JobFailedError):
+                if self.ready():
+                    self._to_server("send", self.alive, LEAVE)
+                    end = time.monotonic() + _FAREWELL
+                    while self.alive and time.monotonic() < end:
+                        for _ in self._take(_LOOK):
+                            pass
+        self._end_server()
+        self.store = None
+
+    def _start(self) -> None:
+        if self._server is None:
+            self._server = _Server(self.n_ranks)
+            self._finalizer = weakref.finalize(self, self._server.end)
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # only this machine reaches it
+        )
+        variables = {
+            "WORLD_SIZE": str(self.n_ranks),
+            "LOCAL_WORLD_SIZE": str(self.n_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        print(end="", flush=True)  # what has been printed here comes before what ranks print
+        ranks = range(self.n_ranks)
+        self.process_ids = {}
+        self._missing, self.alive = {*ranks}, {*ranks}
+        self._to_server(
+            "start", {r: variables | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks}
+        )
+        self.starts += 1
+
+    def _to_server(self, what: str, about: Any, message: bytes | None = None) -> None:
+        assert self._server is not None
+        with self._whole():
+            self._server.connection.send((what, about))
+            if message is not None:
+                self._server.connection.send_bytes(message)
+
+    def _from_server(self) -> tuple[str, int, int, bytes]:
+        assert self._server is not None
+        with self._whole():
+            what, rank, status = self._server.connection.recv()
+            message = self._server.connection.recv_bytes() if what == "said" else b""
+        return what, rank, status, message
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Know of a message that an interrupt within cuts short."""
+        self._cut_short = True
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            self._end_server()
+            raise JobFailedError("the process that starts ranks has died: start again") from error
+        self._cut_short = False
+
+    def _take(self, seconds: float) -> Iterator[tuple[int, Any]]:
+        """Act on what ranks say, for as long as they do; yield reports. Wait a little for them."""
+        while self._server is not None and self._server.connection.poll(seconds):
+            seconds = 0.0
+            what, rank, status, message = self._from_server()
+            if what == "ended":
+                self.alive.discard(rank)
+                if rank in self._open:
+                    how = f"ended with status {status} and no result"
+                    if status < 0:
+                        how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+                    self._fail(rank, DIED, JobFailedError(f"rank {rank} {how}"))
+                continue
+            what, value = pickle.loads(message)
+            match what:
+                case "came":
+                    self._missing.discard(rank)
+                    self.process_ids[rank] = value
+                case "reported":
+                    yield rank, value
+                case "announced":
+                    self._fail(None, JOB_FAILED, JobFailedError(value))
+                case "returned":
+                    self._open.discard(rank)
+                    self._results[rank] = value
+                case "raised":
+                    self._fail(rank, *value)
+
+    def _fail(
+        self, rank: int | None, reason: int, error: Exception, cause: Exception | None = None
+    ) -> None:
+        """Note a reason why the call fails; ``rank`` has no result then."""
+        self._open -= {rank}
+        if self._failure is None or reason < self._failure[0]:
+            self._failure = reason, error, cause
+        self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
+
+    def _end_server(self) -> None:
+        self.alive, self._open, self._cut_short = set(), set(), False
+        if self._server is not None:
+            self._finalizer()
+            self._server = None
+
+
+class _Server:
+    """The fork server of this machine, and the connection to it."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        variables = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // n_ranks))}
+        if sys.platform == "linux":
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                env=variables | os.environ,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            )
+
+    def end(self) -> None:
+        """End it, and all ranks with it."""
+        self.connection.close()
+        try:
+            self._process.wait(_FAREWELL)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,268 @@
+"""Go over to another schedule while training, on measured costs and on the loss.
+
+Every so many steps the pipeline has drained, and all ranks look: rank 0 simulates each candidate
+with the costs that ranks measured meanwhile, and its choice is that of all. A look costs the time
+to fill the pipeline again, a message around the ranks, and the simulation.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from math import inf, isclose, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.cost import Costs, Hardware, simulate
+from toolkit.errors import UserError
+from toolkit.options import SwitchOptions
+from toolkit.runtime.base import Runtime
+from toolkit.runtime.microbatches import Batch, StepResult
+from toolkit.schedule import Program, Schedule, switched
+from toolkit.schedule.steady_state import steps_to_time
+
+_TIMED = 4  # steps after a look whose ops are timed
+_NEAR = 0.1  # costs that have moved by less are not simulated again
+_TIE = 0.01  # share of a step's time within which the freshest candidate counts as the fastest
+
+COSTS, LOSS_ROSE, LOSS_CALM = "costs", "loss rose", "loss calm"
+"""The reasons of changes."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A decision, of which all ranks have the same.
+
+    Attributes:
+        step: training steps done; the schedule is that of the steps from there on.
+        schedule: name of the candidate.
+        reason: why the schedule changes; empty if it does not.
+        seconds: of a training step since the look before, measured.
+        loss: mean of those steps.
+        predicted: seconds of a step by each candidate; empty if costs are unknown.
+        bandwidth, latency: of links, in bytes per second and seconds; NaN if unknown.
+    """
+
+    step: int
+    schedule: str
+    reason: str = ""
+    seconds: float = nan
+    loss: float = nan
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: float = nan
+    latency: float = nan
+
+
+def choose(
+    schedules: Sequence[Schedule],
+    seconds: Sequence[float],
+    present: int,
+    threshold: float = 0.05,
+    staleness_price: float = 0.0,
+) -> int:
+    """Return which schedule to go on with.
+
+    Of those within 1 % of the fastest it is the freshest, if that gains more than ``threshold`` or
+    is fresher than the present one.
+
+    Args:
+        schedules: the candidates.
+        seconds: predicted, of a step by each.
+        present: position of the present one.
+        threshold: share of the present one's time.
+        staleness_price: share of a step's time that is added for each step of mean staleness.
+    """
+    late = [schedule.mean_staleness for schedule in schedules]
+    prices = [t * (1 + staleness_price * d) for t, d in zip(seconds, late, strict=True)]
+    tied = [k for k, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)]
+    best = min(tied, key=lambda k: (late[k], prices[k]))
+    gains = prices[best] < (1 - threshold) * prices[present]
+    return best if gains or late[best] < late[present] else present
+
+
+class Switching:
+    """Chooses, at each look, the schedule by which a runtime goes on.
+
+    On costs, if the runtime knows them: the candidate that is fastest by :func:`choose`. On the
+    loss, with ``options.loss_factor``: the freshest candidate while the loss is above that multiple
+    of the lowest so far, until it is no higher than at the look before it rose.
+
+    Args:
+        runtime: the runtime, whose schedule is a candidate too.
+        candidates: schedules by name, of equal stages, micro-batches and ranks.
+        options: when to look, and what a change has to gain; its ``candidates`` are not used.
+
+    Attributes:
+        looks: all decisions so far.
+        present: name of the schedule of the next step.
+        on_look: function that is called with each decision.
+
+    Raises:
+        UserError: the runtime cannot go over to a candidate, or has nothing to decide by.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        candidates: Mapping[str, Schedule],
+        options: SwitchOptions | None = None,
+    ) -> None:
+        self.runtime, self.options = runtime, options or SwitchOptions()
+        if not runtime.knows_costs and self.options.loss_factor is None:
+            raise UserError(
+                f"switch: {type(runtime).__name__} does not know its costs: give"
+                " switch.loss_factor, or use runtime=distributed"
+            )
+        for schedule in candidates.values():
+            runtime.check_course(switched(runtime.course, runtime.steps_done + 1, schedule))
+        self.candidates, own = dict(candidates), runtime.course.final
+        names = [name for name, schedule in candidates.items() if schedule == own]
+        self.present = names[0] if names else own.name
+        self.candidates.setdefault(self.present, own)
+        self._first = self.present
+        self.looks: list[Look] = []
+        self.on_look: Callable[[Look], None] = lambda look: None
+        self._window = [0.0] * 3  # steps since the last look, their seconds, and sum of losses
+        self._fresh = min(self.candidates, key=lambda name: self.candidates[name].mean_staleness)
+        self._lowest, self._last = inf, inf  # losses
+        self._calm: float | None = None  # the loss at which a fall-back ends
+        self._before = self.present  # the schedule before a fall-back
+        self._programs: dict[str, Program] = {}
+        self._known: tuple[list[float], dict[str, float]] = [], {}  # costs, and predictions by them
+        runtime.time_costs(_TIMED)
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+        """Train as :meth:`Runtime.run` does, in parts, with a look after each."""
+        left = iter(batches)
+        while part := [*islice(left, self.steps_to_look())]:
+            start, losses = time.perf_counter(), []
+            for result in self.runtime.run(part):
+                losses.append(result.losses)
+                yield result
+                del result
+            seconds = time.perf_counter() - start
+            self.trained(len(part), seconds, mean_loss(self.runtime, losses))
+
+    def steps_to_look(self) -> int:
+        """Return the training steps until the next look."""
+        return self.options.every - self.runtime.steps_done % self.options.every
+
+    def trained(self, n_steps: int, seconds: float, loss: float) -> None:
+        """Count steps that have run; look, if it is time to. Every rank calls it.
+
+        Args:
+            n_steps: their number, at most :meth:`steps_to_look`.
+            seconds: that they took together.
+            loss: their mean, the same on every rank.
+        """
+        sums = zip(self._window, (n_steps, seconds, n_steps * loss), strict=True)
+        self._window = n, seconds, loss = [a + b for a, b in sums]
+        if self.runtime.steps_done % self.options.every == 0:
+            self._window = [0.0] * 3
+            self.look(seconds / n, loss / n)
+
+    def look(self, seconds: float, loss: float) -> Look:
+        """Choose the schedule of the next steps, and go over to it. Every rank calls it.
+
+        Args:
+            seconds: of a training step since the last look.
+            loss: mean of those steps, the same on every rank.
+        """
+        runtime, step = self.runtime, self.runtime.steps_done
+        name, reason = self._by_loss(loss)
+        found = Look(step, name, reason, seconds, loss)
+        if runtime.knows_costs:
+            costs, hardware = runtime.costs()
+            if runtime.rank == 0:
+                found = self._by_costs(found, costs, hardware)
+            if runtime.world is not None:
+                found = runtime.world.gather(found)[0]
+        self._take(found)
+        if found.reason:
+            runtime.switch(self.candidates[found.schedule])
+        runtime.time_costs(_TIMED)
+        self.on_look(found)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the decisions so far, as plain values."""
+        return {"looks": [asdict(look) for look in self.looks], "window": self._window}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue after :meth:`state` of an earlier run, whose own state the runtime loads next.
+
+        Raises:
+            UserError: the earlier run went over to a schedule that is no candidate.
+        """
+        course, self._window = self.runtime.course, state["window"]
+        for look in (Look(**values) for values in state["looks"]):
+            if look.schedule not in self.candidates:
+                raise UserError(
+                    f"the run has gone over to {look.schedule}: give that as a candidate, too"
+                )
+            self._by_loss(look.loss)
+            self._take(look)
+            if look.reason:
+                course = switched(course, look.step, self.candidates[look.schedule])
+        self.runtime.follow(course)
+
+    def parts(self) -> list[tuple[str, int]]:
+        """Return the schedules by which the run has trained, and the steps of each."""
+        starts = [(0, self._first), *((k.step, k.schedule) for k in self.looks if k.reason)]
+        ends = [*(step for step, _ in starts[1:]), self.runtime.steps_done]
+        return [(name, end - begin) for (begin, name), end in zip(starts, ends, strict=True)]
+
+    def _take(self, look: Look) -> None:
+        self.looks.append(look)
+        self.present = look.schedule
+
+    def _by_loss(self, loss: float) -> tuple[str, str]:
+        """Return the schedule that the loss asks for, and the reason if it is another."""
+        factor, last = self.options.loss_factor or inf, self._last
+        self._lowest, self._last = min(self._lowest, loss), loss
+        if self._calm is None and loss > factor * self._lowest:
+            self._calm, self._before = last, self.present
+            return self._fresh, LOSS_ROSE if self.present != self._fresh else ""
+        if self._calm is not None and loss <= self._calm:
+            self._calm = None
+            return self._before, LOSS_CALM if self.present != self._before else ""
+        return self.present, ""
+
+    def _by_costs(self, look: Look, costs: Costs, hardware: Hardware) -> Look:
+        """Return ``look`` with predictions, and the candidate that is fastest by them."""
+        predicted = self._predict(costs, hardware)
+        name, reason = look.schedule, look.reason
+        if not reason and self._calm is None:
+            names = [*self.candidates]
+            schedules, seconds = [*self.candidates.values()], [predicted[n] for n in names]
+            given = self.options.threshold, self.options.staleness_price
+            name = names[choose(schedules, seconds, names.index(name), *given)]
+            reason = COSTS if name != look.schedule else ""
+        links = hardware.link_bandwidth, hardware.link_latency
+        return Look(look.step, name, reason, look.seconds, look.loss, predicted, *links)
+
+    def _predict(self, costs: Costs, hardware: Hardware) -> dict[str, float]:
+        """Return the simulated seconds of a step by each candidate."""
+        compute = sum(map(sum, (cost.seconds(hardware) for cost in costs)))
+        now = [hardware.link_bandwidth, compute / min(hardware.speeds)]
+        before, predicted = self._known
+        if before and all(isclose(x, y, rel_tol=_NEAR) for x, y in zip(now, before, strict=True)):
+            return predicted
+        for name, schedule in self.candidates.items():
+            if name not in self._programs:
+                self._programs[name] = schedule.lower(steps_to_time(schedule)).verify()
+        predicted = {
+            name: simulate(program, costs, hardware).step_time
+            for name, program in self._programs.items()
+        }
+        self._known = now, predicted
+        return predicted
+
+
+def mean_loss(runtime: Runtime, losses: Sequence[Tensor]) -> float:
+    """Return the mean of all ranks' ``losses`` of micro-batches. Every rank calls it."""
+    mine = torch.cat([*losses]).double().cpu()
+    total, n = runtime.total(torch.tensor([mine.sum(), len(mine)], dtype=torch.float64)).tolist()
+    return float(total / n)
