@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test notebooks gpu lint format clean
+.PHONY: demo test notebooks docs gpu lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
@@ -12,7 +12,10 @@ test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and 
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
-	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks --durations 8
+	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks tests/docs --durations 8
+
+docs: $(READY)  ## the site, with executed notebooks, in outputs/site
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . outputs/site
 
 gpu: $(READY)  ## on a GPU: the next 9 minutes of its tests, benchmarks and trainings (data=FOLDER)
 	$(BIN)/python experiments/gpu.py --data "$(data)"

@@ -5,7 +5,7 @@
     python experiments/report.py 'runs=outputs/train/2026-*' publish=wandb entity=me project=cdp
 
 It covers all runs below these folders, finished or not. Publishing needs a key of W&B (wandb login)
-and pip install 'cdp-toolkit[reports]'.
+and pip install 'cyclic-dp[reports]'.
 """
 
 from datetime import UTC, datetime
@@ -40,7 +40,7 @@ def main(config: DictConfig) -> None:
     runs = read_runs(folders)
     report = build_report(runs, config.title, config.margin)
     folder = output_folder()
-    made = f"cdp-toolkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    made = f"cyclic-dp {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_text(folder / "report.html", to_html(report, made))
     table = frame(runs).astype(object)
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))

@@ -33,6 +33,25 @@ def test_table_keeps_formatted_cells():
     assert table([{"a": "63.30"}], "github").splitlines()[-1] == "| 63.30 |"
 
 
+def test_table_fits_into_a_line():
+    rows = [{"rule": "dp", "train_loss": 0.5, "samples per second": 12}]
+    assert table(rows, width=42).splitlines()[0] == "rule      train_loss    samples per second"
+    assert table(rows, width=30).splitlines() == [
+        "rule      train_    samples",
+        "            loss        per",
+        "                     second",
+        "------  --------  ---------",
+        "dp           0.5         12",
+    ]
+    assert [line.split() for line in table(rows, width=25).splitlines()] == [
+        ["rule", "dp"],
+        ["------------------", "----"],
+        ["train_loss", "0.5"],
+        ["samples", "per", "second", "12"],
+    ]
+    assert table(rows, "github", 10) == table(rows, "github")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -60,6 +79,7 @@ TESTED = COMPARED | {
 PIPELINE = {
     "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
     "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
+    "traffic": 0.5, "messages": 2.0, "boundaries": 14.0,
 }  # fmt: skip
 SITUATION = {
     "situation": "model parallelism", "workers": 8, "ratio": 0.5, "devices_dp": 64, "devices": 36,
@@ -111,7 +131,7 @@ RANK = {
         (form.pipeline_cells(PIPELINE), {
             "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A",
             "idle": "46.7%", "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)",
-            "flush": "yes",
+            "flush": "yes", "sent (messages)": "1/2 P (2)", "boundaries": "14",
         }),
         (form.situation_cells(SITUATION), {
             "situation": "model parallelism", "workers": 8, "M/C": "0.5", "devices": "64 → 36",

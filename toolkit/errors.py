@@ -21,6 +21,7 @@ def first_line(error: BaseException) -> str:
 def suggest(choice: str, valid: Sequence[str]) -> str:
     """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
     near = get_close_matches(choice, valid, n=1, cutoff=0.4)
+    near = [name for name in valid if choice and name.startswith(choice)][:1] or near
     return "".join(f"did you mean {name}? " for name in near) + f"choose one of {', '.join(valid)}"
 
 

@@ -1,4 +1,4 @@
-"""Paths of the repository, and files that are written atomically."""
+"""Paths of the project, and files that are written atomically."""
 
 import csv
 import io
@@ -13,7 +13,12 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.options import ENDED, TUNING, UNDER_WAY
 
-ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
+ROOT = _PACKAGE.parent
+_HOME = _PACKAGE if (_PACKAGE / "experiments").is_dir() else ROOT  # a wheel has them within
+EXPERIMENTS = _HOME / "experiments"
+CONSOLE = "cyclic-dp"
+"""The console command, and the distribution's name."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -90,8 +95,25 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def conf() -> Path:
-    """Return the folder of the configuration; raise UserError without the repository."""
-    folder = ROOT / "conf"
+    """Return the folder of the configuration; raise UserError if there is none."""
+    folder = _HOME / "conf"
     if not (folder / "hardware").is_dir():
-        raise UserError(f"no configuration in {folder}: install the repository by pip install -e .")
+        raise UserError(f"no configuration in {folder}: install the project by pip install -e .")
     return folder
+
+
+def started_by(experiment: str, n_ranks: int = 1, nodes: int = 1, folder: Path = Path()) -> str:
+    """Return the words that start an experiment in a shell.
+
+    Args:
+        experiment: train, compare, ...
+        n_ranks: processes of each node; torchrun starts more than one.
+        nodes: machines.
+        folder: working directory of the shell.
+    """
+    script = Path("experiments", f"{experiment}.py")
+    here = (folder / script).resolve() == EXPERIMENTS / script.name
+    if n_ranks * nodes == 1:
+        return f"python {script}" if here else f"{CONSOLE} {experiment}"
+    start = f"torchrun {f'--nnodes {nodes} ' * (nodes > 1)}--nproc-per-node {n_ranks}"
+    return f"{start} {script if here else f'-m toolkit {experiment}'}"

@@ -4,6 +4,8 @@ Functions named ``..._cells`` return cells by heading for one row of a ``result.
 """
 
 import re
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
@@ -71,17 +73,45 @@ def count(n: int, thing: str) -> str:
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
 
 
-def table(rows: Sequence[Row], form: str = "simple") -> str:
-    """Return rows, at least one, as aligned text or, by ``github``, as Markdown."""
+def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -> str:
+    """Return rows, at least one, as aligned text or, by ``github``, as Markdown.
+
+    Text that is too wide gets headers of several lines. If that is not enough, a row becomes a
+    column.
+
+    Args:
+        rows: cells by header.
+        form: a format of tabulate.
+        width: characters of a line, at most; by default the terminal's, if there is one.
+    """
     cells = [[f"{x:g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    headers = list(rows[0])
+    found = _aligned(headers, cells, form)
+    if width is None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    if form != "simple" or _width_of(found) <= width:
+        return found
+    split = [header.replace(" ", "\n").replace("_", "_\n") for header in headers]
+    if _width_of(narrow := _aligned(split, cells, form)) <= width:
+        return narrow
+    turned = [["" if x is None else x for x in row] for row in zip_longest(headers, *cells)]
+    upright = _aligned(turned[0], turned[1:], form)
+    return min(upright, narrow, key=_width_of)
+
+
+def _aligned(headers: Sequence[str], cells: Sequence[Sequence[object]], form: str) -> str:
     columns = zip_longest(*cells, fillvalue="")
     return tabulate(
         cells,
-        headers=list(rows[0]),
+        headers=headers,
         tablefmt=form,
         disable_numparse=True,  # keep formatted cells unchanged
         colalign=["right" if all(map(_is_number, column)) else "left" for column in columns],
     )
+
+
+def _width_of(text: str) -> int:
+    return max(map(len, text.splitlines()))
 
 
 def _is_number(cell: object) -> bool:
@@ -188,14 +218,19 @@ def agreement(row: Row, how: str) -> str:
 
 def pipeline_cells(row: Row) -> Cells:
     """Return a pipeline that :func:`toolkit.cost.pipeline_table.assess` counted."""
+    held, held_by_all, messages, boundaries = (
+        float(row[key]) for key in ("activations", "total_activations", "messages", "boundaries")
+    )
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],
-        "activations (all)": f"{row['activations']:.4g} ({row['total_activations']:.4g}) A",
+        "activations (all)": f"{held:.4g} ({held_by_all:.4g}) A",
         "idle": f"{row['idle']:z.1%}",
         "weights": f"{_fraction(row['weights'])} P",
         **staleness_cells(row),
         "flush": "yes" if row["flush"] else "no",
+        "sent (messages)": f"{_fraction(row['traffic'])} P ({messages:.4g})",
+        "boundaries": f"{boundaries:.4g}",
     }
 
 

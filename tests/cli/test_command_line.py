@@ -40,7 +40,7 @@ seed=[1 | 'seed=\[1'
 data.root=/ü | "data.root='/ü'"
 seed=1,2 | seed=1,2
 model.target=torchvision.models.mobilenet_v3_small data=synthetic | \[4, 10\]
-workers=0 | microbatches .* got 0
+workers=0 | workers .* got 0
 threads=0 | threads .* got 0
 threads=100000 | threads .* got 100000
 workers=3 microbatches=5 | workers=3 and microbatches=5

@@ -17,6 +17,7 @@ from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import (
     Status,
     Sweep,
+    discard,
     finished_before,
     mark_failed,
     read_status,
@@ -99,6 +100,27 @@ def test_the_summary_names_what_has_not_finished(tmp_path, monkeypatch):
         "  broken off: 10 (seed=10)",
         f"to continue: python experiments/train.py -m resume={tmp_path}",
     ]
+
+
+def test_the_summary_of_finished_runs_has_their_objectives(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sweep, "folder", tmp_path)
+    for name, seed, top1 in (("1", 3, 0.5), ("0", 2, None)):
+        options = ["epochs=1", f"seed={seed}"]
+        write_status(tmp_path / name, Status("finished", options, objective=top1))
+    text, complete = summary("train")
+    assert complete
+    rows = [line.split() for line in text.splitlines()[3:]]
+    assert rows[0] == ["run", "seed", "objective"]
+    assert rows[2:4] == [["0", "2"], ["1", "3", "0.5"]]
+    assert rows[-1] == ["python", "experiments/report.py", f"runs={tmp_path}"]
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    for name, content in (("refused", "status.json"), ("begun", "epochs.csv")):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / content).touch()
+        discard(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
 @pytest.fixture(scope="module")

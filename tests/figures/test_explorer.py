@@ -24,7 +24,7 @@ from toolkit.schedule.steady_state import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [
-    *(Choice(name, 4, 4) for name in METHODS),
+    *(Choice(name, 4, 8) for name in METHODS),
     Choice("cdp_v2", 3, 6),
     Choice("cdp_v2", 4, 4, delay=1, placement="one", state="sharded"),
     Choice("dp", 2, 3, delay=2, placement="per_stage_and_microbatch"),

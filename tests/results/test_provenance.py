@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.results import describe, provenance
-from toolkit.results.provenance import commit, starter
+from toolkit.results.provenance import commit, resume_command
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"seed": 3, "betas": (0.9, 0.999), "save": {"keep": 2}}
@@ -35,7 +35,7 @@ def test_what_a_reader_needs():
     found = provenance(CONFIG, "a machine", 1.23456)
     assert found["config"] == {"seed": 3, "betas": [0.9, 0.999], "save": {"keep": 2}}
     assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
-    assert found["versions"].items() >= {k: version(k) for k in ("torch", "cdp-toolkit")}.items()
+    assert found["versions"].items() >= {k: version(k) for k in ("torch", "cyclic-dp")}.items()
     assert found["started"].endswith("+00:00")
 
 
@@ -60,4 +60,7 @@ def test_the_processor_and_its_threads(monkeypatch):
     assert describe(torch.device("cpu")).endswith(f", {torch.get_num_threads()} threads")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert starter() == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments/train.py")])
+    monkeypatch.chdir(ROOT)
+    start = "torchrun --nnodes 2 --nproc-per-node 4 experiments/train.py"
+    assert resume_command(Path("a b")) == f"{start} 'resume=a b'"

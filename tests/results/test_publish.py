@@ -212,5 +212,5 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch):
         return genuine(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[reports\]'"):
+    with pytest.raises(UserError, match=r"pip install 'cyclic-dp\[reports\]'"):
         publish(Report("T", {}), [], "me", "cdp")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError, suggest
-from toolkit.options import SaveOptions, TrainingOptions, with_own
+from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
 from toolkit.schedule import Schedule, labels
 from toolkit.schedule.catalog import DESCRIBED, with_phases
 
@@ -45,9 +45,10 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def training_options(config: DictConfig) -> TrainingOptions:
     """The plain options of a training run; raise UserError if a value is out of range."""
     found = plain(config)
-    names = {field.name for field in fields(TrainingOptions)} - {"save"}
+    nested = {"save": SaveOptions, "switch": SwitchOptions}
+    names = {field.name for field in fields(TrainingOptions)}
     values = {name: value for name, value in found.items() if name in names}
-    return TrainingOptions(**values, save=SaveOptions(**found["save"]))
+    return TrainingOptions(**values | {k: make(**found[k]) for k, make in nested.items()})
 
 
 def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "TrainingRun":
@@ -78,7 +79,8 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     optimizer = _made(config.optimizer, "optimizer", "torch.optim.SGD", **how)
     if not isinstance(rate := config.optimizer.get("lr", 0), int | float):
         raise UserError(f"optimizer.lr is a number: got {rate!r}")
-    runtime = {name: value for name, value in config.runtime.items() if name not in _JOIN}
+    met = _JOIN if world else ()  # by join_world
+    runtime = {name: value for name, value in config.runtime.items() if name not in met}
     return prepare(
         options,
         model=partial(build_model, config.model, samples.form),

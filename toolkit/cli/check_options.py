@@ -100,8 +100,9 @@ def _check_choice(argument: str, known: list[str]) -> None:
         return
     for choice in value.split(","):
         if choice.strip() not in known:
+            own = "; model.target=PACKAGE.FUNCTION is your own" * (key_of(argument) == "model")
             raise UserError(
-                f"{key_of(argument)}={choice} is unknown: {suggest(choice.strip(), known)}"
+                f"{key_of(argument)}={choice} is unknown: {suggest(choice.strip(), known)}{own}"
             )
 
 
@@ -121,6 +122,7 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
         if "microbatches" in names:
             config.workers = None  # of a preset
         else:
+            check_counts(config, "workers")
             config.microbatches = config.workers
     OmegaConf.resolve(config)
     _check_known(config)

@@ -23,11 +23,11 @@ from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
-from toolkit.cli.hydra_args import flags_first, parse
+from toolkit.cli.hydra_args import flags_first, key_of, parse
 from toolkit.cli.resume import restore, resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
-from toolkit.files import ROOT, conf, resumable_in
+from toolkit.files import EXPERIMENTS, conf, resumable_in
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero, restarted
 
@@ -103,7 +103,7 @@ def command_of_job(name: str) -> list[str]:
     """Return this process's command; the job's own if a launcher's script started the process."""
     if Path(sys.argv[0]).stem == name:
         return sys.argv
-    return [str(ROOT / "experiments" / f"{name}.py"), *HydraConfig.get().overrides.task]
+    return [str(EXPERIMENTS / f"{name}.py"), *HydraConfig.get().overrides.task]
 
 
 class _CommandLine:
@@ -160,6 +160,8 @@ class _CommandLine:
         except Exception as error:
             if isinstance(error, ValueError):
                 restore(self._before)
+                if "hydra.run.dir" not in map(key_of, Sweep.options):
+                    sweeps.discard(output_folder())
             self._report(error)
             return None
         finally:

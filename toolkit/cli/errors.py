@@ -113,6 +113,11 @@ def _no_option(key: str, known: list[str]) -> str:
     if key in known:
         group = key.partition(".")[0]
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
+    if key.partition(".")[0] == "schedule" and any(name.startswith("rules.") for name in known):
+        return (
+            f"there is no option {key}: the schedules are rules here; +schedule@rules.NAME=CHOICE"
+            " adds one, '~rules.NAME' leaves one out, rules.NAME.OPTION sets an option"
+        )
     return f"there is no option {key}: {nearest(key, known)}"
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from toolkit.cli import schema
 from toolkit.cli.hydra_args import parse
-from toolkit.files import conf
+from toolkit.files import conf, started_by
 from toolkit.options import flat
 
 
@@ -22,8 +22,8 @@ def help_text(name: str, arguments: Sequence[str]) -> str:
         given = [*parse(arguments).overrides, f"hydra.searchpath={more}"]
         config = compose(name, given, return_hydra_config=True)
     lines = [
-        f"python experiments/{name}.py [OPTION=VALUE ...]    set options",
-        f"python experiments/{name}.py -m OPTION=A,B ...     one run for each combination",
+        f"{started_by(name)} [OPTION=VALUE ...]    set options",
+        f"{started_by(name)} -m OPTION=A,B ...     one run for each combination",
         "",
         "Groups (GROUP=CHOICE, and GROUP.OPTION=VALUE):",
         *dict.fromkeys(_groups(config.hydra.runtime.choices, found)),

@@ -13,6 +13,7 @@ import yaml
 from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of
 from toolkit.cli.sweeps import STATUS, sweep_options
 from toolkit.errors import UserError
+from toolkit.files import started_by
 from toolkit.torchrun import is_rank_zero
 
 _OWN = ("resume", "hydra.run.dir")  # options that are set here
@@ -40,8 +41,7 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     made_by, before, own_folder = _before(folder)
     if made_by != experiment:
         raise UserError(
-            f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
-            f" resume={folder}"
+            f"resume={folder} was made by another experiment: {started_by(made_by)} resume={folder}"
         )
     replaced = {*given, *_OWN}
     replaced |= {other for one, other in _SAME.items() if one in given}
@@ -81,7 +81,7 @@ def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         command = json.loads((folder / "result.json").read_text())["provenance"]["command"]
         _, script, *options = shlex.split(command)
-        if Path(script).name == "compare.py":
+        if Path(script).stem == "compare":
             return "compare", options, []
     return None
 

@@ -7,7 +7,10 @@ again in its folder skips runs that have finished and resumes those that have a 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,10 +19,10 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from toolkit.cli.hydra_args import key_of
+from toolkit.cli.hydra_args import key_of, value_of
 from toolkit.errors import UserError
-from toolkit.files import write_json
-from toolkit.format import count
+from toolkit.files import started_by, write_json
+from toolkit.format import count, table
 from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
@@ -95,6 +98,16 @@ class Sweep(Callback):
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / _NAME, {"options": list(Sweep.options)})
+            for option in Sweep.options:
+                values = value_of(option).split(",")
+                if len({*values}) < len(values) and not re.search(r"[\[{(]", option):
+                    print(f"warning: {option} runs the same more than once", file=sys.stderr)
+
+
+def discard(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it wrote anything."""
+    if is_rank_zero() and {path.name for path in folder.iterdir()} <= {".hydra", STATUS}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def under_way() -> bool:
@@ -167,6 +180,21 @@ def summary(experiment: str) -> tuple[str, bool]:
             lines.append(f"  {words[status.state]}: {path.name} ({' '.join(status.options)}){why}")
     complete = all(state == FINISHED for state in states)
     if not complete:
-        command = f"python experiments/{experiment}.py -m resume={Sweep.folder}"
+        command = f"{started_by(experiment)} -m resume={Sweep.folder}"
         lines.append(f"to continue: {command}")
+    elif any(status.objective is not None for status in runs.values()):
+        lines += ["", _objectives(runs), "", f"{started_by('report')} runs={Sweep.folder}"]
+        if Sweep.folder and any(Sweep.folder.glob("*/wandb/offline-run-*")):
+            lines.append(f"wandb sync {Sweep.folder}/*/wandb/offline-run-*")
     return "\n".join(lines), complete
+
+
+def _objectives(runs: Mapping[Path, Status]) -> str:
+    """The objective of each run beside the options in which the runs differ."""
+    by_run = {path: dict.fromkeys(status.options) for path, status in runs.items()}
+    shared = set.intersection(*(set(options) for options in by_run.values()))
+    rows = []
+    for path, options in sorted(by_run.items(), key=lambda item: len(item[0].name)):
+        own = {key_of(option): value_of(option) for option in options if option not in shared}
+        rows.append({"run": path.name, **own, "objective": runs[path].objective})
+    return table(rows)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.files import CONSOLE
 from toolkit.options import AROUND, INDIFFERENT, differing, flat, without
 from toolkit.results.runs import Run, read_runs, rebuild_schedule
 
@@ -58,7 +59,7 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
             _about(run)
             | {name: run.metrics.get(name, float("nan")) for name in metrics}
             | {name: own.get(name) for name in shown}
-            | {"toolkit": versions.get("cdp-toolkit"), "torch": versions.get("torch")}
+            | {"toolkit": versions.get(CONSOLE), "torch": versions.get("torch")}
             | {name: source.get(name) for name in ("commit", "device", "started", "command")}
         )
     return pd.DataFrame(rows).astype({"seed": "Int64"})

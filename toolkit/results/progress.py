@@ -71,12 +71,11 @@ class Progress:
         self._bar.n = self._before + epochs
         due = now >= self._refreshed + self._interval
         if due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
-            shown = []
+            shown = [f"loss {_mean(self._losses):.3f}"] if self._losses else []
+            shown.append(f"lr {step.learning_rate:.3g}")
             if self._samples:
                 shown.append(f"{self._samples / (now - self._since):.0f} samples/s")
-            if self._losses:
-                shown.append(f"loss {_mean(self._losses):.3f}")
-            self._figures = ", ".join([*shown, f"lr {step.learning_rate:.3g}"])
+            self._figures = ", ".join(shown)
             self.note(self._note)
         if due:
             self._refreshed = now
@@ -94,9 +93,9 @@ class Progress:
         self._bar.write(text, file=sys.stderr)
 
     def note(self, text: str) -> None:
-        """Show a short text at the end of the bar."""
+        """Show a short text in the bar, before the figures, which a narrow terminal cuts."""
         self._note = text
-        self._bar.set_postfix_str(", ".join(filter(None, [self._figures, text])), refresh=False)
+        self._bar.set_postfix_str(", ".join(filter(None, [text, self._figures])), refresh=False)
 
 
 def _mean(losses: "deque[Tensor]") -> float:

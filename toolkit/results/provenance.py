@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from toolkit.files import ROOT
+from toolkit.files import CONSOLE, EXPERIMENTS, ROOT, started_by
 
-_PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
+_PACKAGES = (CONSOLE, "torch", "torchvision", "hydra-core", "numpy")
 _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine
 
 
@@ -30,11 +30,8 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    script, *options = sys.argv
-    path = Path(script).resolve()  # shown as one would type it in the project's folder
-    script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     return {
-        "command": shlex.join(_redacted([*starter(), script, *options])),
+        "command": " ".join([_starter(ROOT), shlex.join(_redacted(sys.argv[1:]))]).strip(),
         "config": _redacted(config),
         "commit": commit(),
         "versions": versions,
@@ -97,16 +94,16 @@ def commit() -> str | None:
     return found.stdout.strip()
 
 
-def starter() -> list[str]:
-    """Return the words that started this process: Python, or torchrun with its sizes."""
+def _starter(folder: Path) -> str:
+    """Return the words that started this process, as one types them in ``folder``."""
+    path = Path(sys.argv[0]).resolve()
+    if path.parent != EXPERIMENTS:
+        return f"python {shlex.quote(path.name)}"
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return ["python"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nodes = [] if size == local else ["--nnodes", str(size // local)]
-    return ["torchrun", *nodes, "--nproc-per-node", str(local)]
+    return started_by(path.stem, local, size // local, folder)
 
 
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this experiment from ``folder``."""
-    return shlex.join([*starter(), sys.argv[0], f"resume={folder}"])
+    return f"{_starter(Path())} {shlex.quote(f'resume={folder}')}"

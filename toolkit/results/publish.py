@@ -50,7 +50,7 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
             return str(page.save().url), str(space.save().url)
         except Exception as error:  # of the client, its service or the server
             raise UserError(
-                f"publish=wandb failed ({first_line(error)}): pip install 'cdp-toolkit[reports]',"
+                f"publish=wandb failed ({first_line(error)}): pip install 'cyclic-dp[reports]',"
                 f" log in with `wandb login`, and check entity={entity} and project={project}; the"
                 " HTML report needs no network"
             ) from None

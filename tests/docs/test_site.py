@@ -1,0 +1,66 @@
+"""The site in a browser, without running the notebooks: BROWSER=1 python -m pytest tests/docs"""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+MISSING = [name for name in ("playwright", "sphinx", "furo", "myst_nb") if find_spec(name) is None]
+SHOWN = [
+    "index.html",
+    "experiments/README.html",
+    "experiments/results/README.html",
+    "conf/README.html",
+    "notebooks/1_schedules.html",
+    "docs/python/schedule.html",
+]
+OUTSIDE = "() => document.documentElement.scrollWidth - window.innerWidth"
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it"),
+    pytest.mark.skipif(bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "-q", "-c", "docs", ".", folder]
+    subprocess.run(build, cwd=ROOT, env=os.environ | {"EXECUTE": "off"}, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize("wide", [390, 800, 1280])
+def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
+    page, problems = browser.new_page(viewport={"width": wide, "height": 900}), []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.on("requestfailed", lambda request: problems.append(request.url))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in SHOWN:
+        page.goto((site / name).as_uri())
+        assert page.locator("h1").count() == 1
+        assert page.evaluate(OUTSIDE) <= 0, name
+        for image in page.locator("img").all():
+            assert image.get_attribute("alt"), name
+            assert image.evaluate("image => image.naturalWidth > 0"), name
+    assert not problems
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()

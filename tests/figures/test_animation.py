@@ -1,0 +1,26 @@
+"""The picture of README.md."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from toolkit.figures.animation import animation
+from toolkit.schedule import catalog
+
+ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_kept_picture_is_that_of_the_schedules():
+    command = [sys.executable, "-m", "toolkit.figures.animation"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    assert (ROOT / "docs" / "schedules.svg").read_text("utf-8") == made
+
+
+def test_every_op_of_the_loop_is_drawn_once_and_the_peaks_are_said():
+    image = ET.fromstring(animation({"DP": catalog.dp(2), "CDP": catalog.cdp_v2(2)}, n_slots=8))
+    first, second = (image.find(f".//*[@id='schedule{k}']") for k in range(2))
+    assert [x.text for x in first.iter(f"{SVG}text")] == list("01100110") * 2
+    assert [x.text for x in second.iter(f"{SVG}text")] == [*"01100110", *"011001"]
+    assert [x.text for x in image.iter(f"{SVG}text")][-2].endswith("1.5 micro-batches")

@@ -1,0 +1,110 @@
+"""Schedules as an animated picture: ops light up as they run, over the activations alive.
+
+The picture is an SVG without script. It follows the reader's light or dark theme, and stands still
+where animations are unwelcome. ``python -m toolkit.figures.animation`` prints that of README.md.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from toolkit.figures.explorer.page import steps
+from toolkit.figures.schedule_figure import cells
+from toolkit.figures.style import BLUE, ORANGE, SKY
+from toolkit.schedule import Action, Schedule, catalog
+from toolkit.schedule.grid import rows
+
+_SECONDS = 0.4  # of a slot
+_SLOT, _ROW = 15.0, 20.0  # pixels
+_LEFT, _TOP, _GAP, _CURVE, _BOTTOM = 62.0, 26.0, 40.0, 56.0, 24.0
+_STYLE = f"""
+text {{ font: 12px system-ui, sans-serif; fill: #24292f; }}
+.title {{ font-weight: 600; font-size: 14px; }}
+.cell {{ text-anchor: middle; font-size: 10px; fill: #000; }}
+.axis {{ stroke: #8c959f; fill: none; }}
+.forward {{ fill: {SKY}; }} .backward {{ fill: {ORANGE}; }}
+.memory {{ fill: {BLUE}; }} .key {{ text-anchor: end; }}
+.later {{ opacity: 0.22; }}
+@media (prefers-color-scheme: dark) {{ text {{ fill: #e6edf3; }} .memory {{ fill: {SKY}; }} }}
+@media (prefers-reduced-motion: reduce) {{ .later {{ opacity: 1; }} }}
+"""
+
+_KEY = (
+    '<tspan class="forward">\u25a0</tspan> forward <tspan class="backward">\u25a0</tspan> backward'
+)
+
+
+def animation(shown: Mapping[str, Schedule], n_slots: int = 24) -> str:
+    """Return an SVG of schedules side by side, all on one clock.
+
+    Args:
+        shown: schedules by title, from left to right.
+        n_slots: slots from the start of the training, in a loop.
+    """
+    widths = n_slots * _SLOT
+    shapes = [rows(schedule.layout) for schedule in shown.values()]
+    high = max(n for _, n in shapes) * _ROW
+    totals = {title: _activations(schedule, n_slots) for title, schedule in shown.items()}
+    scale = _CURVE / max(max(values) for values in totals.values())
+    wide, tall = _LEFT + len(shown) * (widths + _GAP), _TOP + high + 16 + _CURVE + _BOTTOM
+    seconds = n_slots * _SECONDS
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" role="img">',
+        f"<title>{' beside '.join(shown)}</title><style>{_STYLE}</style>",
+        f'<clipPath id="now"><rect y="-20" width="{widths:g}" height="400">'
+        f'<animate attributeName="width" from="0" to="{widths:g}" dur="{seconds:g}s"'
+        ' repeatCount="indefinite"/></rect></clipPath>',
+        f'<text x="0" y="{_TOP + high + 16 + _CURVE / 2:g}">memory</text>',
+    ]
+    name, n_rows = shapes[0]
+    parts += [
+        f'<text x="0" y="{_TOP + (r + 0.7) * _ROW:g}">{name} {r}</text>' for r in range(n_rows)
+    ]
+    for column, (title, schedule) in enumerate(shown.items()):
+        x, base, values = _LEFT + column * (widths + _GAP), high + 16 + _CURVE, totals[title]
+        drawn = _grid(schedule, n_slots)
+        move, path = f"translate(0 {base:g})", steps(values, _SLOT, scale)
+        curve = f'<path class="memory" transform="{move}" d="{path}"/>'
+        peak = base - max(values) * scale
+        words = f"peak: {max(values):g} micro-batches"
+        parts += [
+            f'<g transform="translate({x:g} {_TOP:g})">',
+            f'<text class="title" y="-10">{title}</text>',
+            f'<g class="later"><g id="schedule{column}">{drawn}{curve}</g></g>',
+            f'<g clip-path="url(#now)"><use href="#schedule{column}"/></g>',
+            f'<text class="key" x="{widths:g}" y="{base + 16:g}">{_KEY}</text>',
+            f'<path class="axis" d="M0 {base:g}H{widths:g}"/>',
+            f'<path class="axis" stroke-dasharray="2 3" d="M0 {peak:g}H{widths:g}"/>',
+            f'<text y="{base + 16:g}">{words}</text></g>',
+        ]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _activations(schedule: Schedule, n_slots: int) -> list[float]:
+    """All ranks' activations in each slot, in micro-batches of the whole model."""
+    alive = schedule.lower(_n_steps(schedule, n_slots)).total_activations()
+    return [x / schedule.n_stages for x in alive[:n_slots]]
+
+
+def _grid(schedule: Schedule, n_slots: int) -> str:
+    found = []
+    for cell in cells(schedule.lower(_n_steps(schedule, n_slots))):
+        if cell.slot < n_slots:
+            kind = "forward" if cell.instruction.action == Action.FORWARD else "backward"
+            x, y = cell.slot * _SLOT, cell.row * _ROW
+            found.append(
+                f'<rect class="{kind}" x="{x + 0.5:g}" y="{y + 1:g}" width="{_SLOT - 1:g}"'
+                f' height="{_ROW - 2:g}" rx="2"/><text class="cell" x="{x + _SLOT / 2:g}"'
+                f' y="{y + 0.7 * _ROW:g}">{cell.instruction.stage}</text>'
+            )
+    return "".join(found)
+
+
+def _n_steps(schedule: Schedule, n_slots: int) -> int:
+    return n_slots * schedule.timing.ticks_per_slot // schedule.timing.period + 2
+
+
+if __name__ == "__main__":
+    workers = 4
+    titles = f"Data parallelism, {workers} workers", f"Cyclic data parallelism, {workers} workers"
+    made = catalog.data_parallel(workers), catalog.cyclic(workers)
+    sys.stdout.write(animation(dict(zip(titles, made, strict=True))))
