@@ -109,7 +109,7 @@ def test_an_unknown_preset_suggests_the_nearest():
 
 def test_a_hardware_file_must_be_complete(monkeypatch, tmp_path):
     """A file that builds on another works on the command line only."""
-    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files._HOME", tmp_path)
     with pytest.raises(UserError, match="conf"):
         Hardware.preset("mine")
     folder = tmp_path / "conf" / "hardware"

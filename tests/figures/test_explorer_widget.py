@@ -75,14 +75,15 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
 def test_every_schedule_can_be_chosen(explorer, name):
     """It brings its own options and defaults."""
     column = explorer.columns[0]
-    explorer.stages.value = explorer.microbatches.value = 4
+    explorer.stages.value, explorer.microbatches.value = 4, 8  # DualPipe needs two a stage
     before = shown(explorer)
     column.schedule.value = name
     assert said(explorer) == ""
     assert name == "cdp_v2" or shown(explorer) != before
     assert visible(column.orders) == (name == OWN)
     workers = name in ("dp", "zero_dp") or "cdp_" in name
-    options = {"n_ranks": name == "interleaved_1f1b", "accumulate": workers}
+    options = {"n_ranks": name != OWN and "n_ranks" in catalog.METHODS[name].options}
+    options["accumulate"] = workers
     options["delay"] = workers or name == OWN
     options |= dict.fromkeys(("chains", "groups"), "cdp_" in name)
     assert {option: visible(column.options[option]) for option in options} == options
@@ -232,7 +233,7 @@ def test_costs_and_hardware_of_your_own():
 
 def test_hardware_is_read_from_the_configuration_if_it_exists(monkeypatch, tmp_path):
     assert [*Explorer().hardware.options] == ["unit", *choices([CONF], "hardware")]
-    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files._HOME", tmp_path)
     with pytest.warns(UserWarning, match="no configuration in"):
         assert [*Explorer().hardware.options] == ["unit"]
 

@@ -60,7 +60,7 @@ def test_mistakes_in_settings_are_one_sentence(experiment, options, message):
 
 
 def test_without_the_repository_there_are_no_settings(monkeypatch, tmp_path):
-    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files._HOME", tmp_path)
     with pytest.raises(UserError, match="conf"):
         settings("train")
 

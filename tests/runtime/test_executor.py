@@ -350,5 +350,6 @@ def test_an_abandoned_run_is_refused(found):
 def test_an_error_of_the_loss_surfaces(ended):
     """On the rank that has it, as it is; and its threads end."""
     reports, error = ended
-    assert error.__notes__ == ["It was raised on rank 1."]
+    (note,) = error.__notes__
+    assert "on rank 1, in step 1 at FORWARD stage 1 microbatch 1" in note
     assert reports[1]["failed"] == []

@@ -204,7 +204,7 @@ def test_averages_are_tested_like_the_weights(images):
 
 
 def test_a_resumed_epoch_counts_its_own_steps_per_second(images, monkeypatch):
-    times = iter([10.0, 12.0])
+    times = iter([10.0, 10.5, 12.0])  # the epoch's start, that of its steps, its end
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     (epoch,) = prepared(images, epochs=1).run(position=Position(step=6, steps_done=6))
     assert epoch.samples_per_second == 2 * 16 / 2

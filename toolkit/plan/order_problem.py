@@ -78,11 +78,6 @@ class OrderProblem:
         """Devices."""
         return len(self.room)
 
-    @property
-    def splits(self) -> bool:
-        """Whether backwards of inputs and weights are separate ops."""
-        return len(self.kinds) == 3
-
     def load(self, rank: int) -> float:
         """Seconds of the ops of ``rank`` in a training step."""
         return self.n_microbatches * sum(self.seconds[c] for c in self.of_rank[rank])

@@ -352,8 +352,9 @@ def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
         except UserError:  # these sizes do not suit it
             continue
         ranks = zip(*schedule.layout.cycles, strict=True)  # of each micro-batch
-        alike = {*ranks} == {problem.placement}
-        if alike and not schedule.max_staleness and schedule.splits_backward == problem.splits:
+        kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
+        alike = {*ranks} == {problem.placement} and kinds == {*problem.kinds}
+        if alike and not schedule.max_staleness:
             words = problem.words(schedule)
             if all(map(problem.fits, range(problem.n_ranks), words)):
                 yield words
