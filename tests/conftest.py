@@ -1,16 +1,19 @@
 """One thread a process: the tests' tensors are small, and idle threads would busy the cores.
 
-Nothing is tracked unless a test asks for it. What is loaded before the first test stays to the
-end, and garbage is not looked for in it.
+Nothing is tracked unless a test asks for it. Ctrl-C works even where a shell that runs the tests in
+the background has switched it off. What is loaded before the first test stays to the end, and
+garbage is not looked for in it.
 """
 
 import gc
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
 
