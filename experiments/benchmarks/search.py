@@ -118,7 +118,8 @@ def _unequal(
 ) -> Iterator[dict[str, Any]]:
     """A model's stages, each row in the memory of a method of the catalogue.
 
-    These are its fastest flush, 1F1B, and its fastest with late weights.
+    These are its fastest flush, 1F1B, and its fastest with late weights, of those that keep each
+    stage on one rank, as the search does.
     """
     hardware, m = Hardware.preset(config.hardware), p * config.microbatches
     costs = {
@@ -128,9 +129,10 @@ def _unequal(
     timed = {
         label: _timed(schedule, costs[schedule.n_stages], hardware)
         for label, schedule in made.items()
+        if all(len({*ranks}) == 1 for ranks in schedule.layout.cycles)
     }
-    late = [label for label, schedule in made.items() if schedule.max_staleness]
-    fresh = [label for label in made if label not in late]
+    late = [label for label in timed if made[label].max_staleness]
+    fresh = [label for label in timed if label not in late]
     limits = [min(labels, key=timed.__getitem__) for labels in (fresh, late)]
     for limit in dict.fromkeys((limits[0], "1F1B", limits[1])):
         memory, begin, attempts = timed[limit][1], time.perf_counter(), []
