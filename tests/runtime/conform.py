@@ -59,6 +59,8 @@ def schedules(n_ranks):
         yield catalog.cyclic(n, "freshest", state=state)
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
+    yield catalog.cyclic(n, 1, state="circulating")
+    yield catalog.weipipe(n, accumulate=n // 2)
     yield catalog.cyclic(n, 1, chains="rotated")
     yield catalog.cyclic(n, 1, correction="extrapolate")
     yield catalog.cyclic(n, "freshest", "per_stage", correction="optimizer_step")

@@ -160,6 +160,7 @@ def test_calls_of_some_ranks_only_end_the_job(mistake):
         ({"rule": "gpipe"}, "unknown rule 'gpipe'"),
         ({"rule": catalog.cyclic(3)}, "3 ranks"),
         ({"rule": catalog.cyclic(2, placement="per_stage")}, "a part of the model"),
+        ({"rule": catalog.weipipe(2, accumulate=2)}, "micro-batch 2 before .* micro-batch 0"),
         ({"rule": catalog.cyclic(2), "groups": 2}, "groups"),
         ({"model": F.relu}, "model: got a function"),
     ],

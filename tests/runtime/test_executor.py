@@ -336,7 +336,7 @@ def test_messages_do_not_accumulate(found):
 
 def test_a_sharded_state_is_fetched_two_slots_ahead(found):
     for rank in (0, 1):
-        assert found[rank]["ahead"] == {"replicated": 8, "sharded": 2}
+        assert found[rank]["ahead"] == {"replicated": 8, "sharded": 2, "circulating": 2}
 
 
 def test_an_abandoned_run_is_refused(found):

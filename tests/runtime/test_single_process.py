@@ -42,6 +42,9 @@ def _schedules():
     for placement in ("one", "per_stage_and_microbatch"):
         yield catalog.data_parallel(3, placement)
     yield catalog.data_parallel(3, state="sharded")
+    yield catalog.weipipe(3)
+    yield catalog.weipipe(2, n_stages=3, accumulate=3)
+    yield catalog.cyclic(3, state="circulating")
     yield catalog.data_parallel(3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]])
     yield catalog.data_parallel(2, delay=[2, 0])
     yield catalog.data_parallel(2, delay=RandomDelay(most=3, seed=1))

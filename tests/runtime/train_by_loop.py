@@ -18,8 +18,10 @@ STEPS = 5
 
 
 def schedules():
-    """Every method in which each of 4 ranks has the whole model."""
-    yield from (s for s in conform.schedules(4) if s.layout.has_whole_models)
+    """Every method in which each of 4 ranks has the whole model, and a micro-batch at a time."""
+    whole = (s for s in conform.schedules(4) if s.layout.has_whole_models)
+    yield from (s for s in whole if not s.name.startswith("WeiPipe"))
+    yield catalog.weipipe(4)
     yield catalog.cyclic(4, [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]])
     yield catalog.cyclic(4, accumulate=2)
     yield catalog.data_parallel(4, accumulate=2, state="sharded")

@@ -38,7 +38,7 @@ SPLIT = """
 2 RECV activation gradient stage 1 microbatch 0 step 0 from rank 1
 3 BACKWARD_INPUT stage 0 microbatch 0 step 0 version 0 <- 0 2
 4 BACKWARD_WEIGHT stage 0 microbatch 0 step 0 version 0 <- 0 3
-5 UPDATE stage 0 step 0 version 1 <- 0 4
+5 UPDATE stage 0 step 0 version 1 <- 4
 6 FREE activation stage 0 microbatch 0 step 0 <- 0 3 4
 7 FREE weights stage 0 version 0 <- 0 3 4 5
 
@@ -47,7 +47,7 @@ SPLIT = """
 2 BACKWARD_INPUT stage 1 microbatch 0 step 0 version 0 <- 1
 3 SEND activation gradient stage 1 microbatch 0 step 0 to rank 0 <- 2
 4 BACKWARD_WEIGHT stage 1 microbatch 0 step 0 version 0 <- 1 2
-5 UPDATE stage 1 step 0 version 1 <- 1 4
+5 UPDATE stage 1 step 0 version 1 <- 4
 6 FREE activation stage 1 microbatch 0 step 0 <- 1 2 4
 7 FREE weights stage 1 version 0 <- 1 2 4 5
 """
@@ -55,18 +55,18 @@ SPLIT = """
 PREDICTED = """
 0 FORWARD stage 0 microbatch 0 step 0 version 0
 1 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 0
-2 UPDATE stage 0 step 0 version 1 <- 0 1
+2 UPDATE stage 0 step 0 version 1 <- 1
 3 FREE activation stage 0 microbatch 0 step 0 <- 0 1
 4 FORWARD stage 0 microbatch 0 step 1 version 0
 5 BACKWARD stage 0 microbatch 0 step 1 version 0 <- 4
-6 UPDATE stage 0 step 1 version 2 <- 2 4 5
+6 UPDATE stage 0 step 1 version 2 <- 2 5
 7 PREDICT prediction stage 0 step 2 version 1 <- 2
 8 FREE activation stage 0 microbatch 0 step 1 <- 4 5
 9 FREE weights stage 0 version 0 <- 0 1 2 4 5 7
 10 FREE weights stage 0 version 1 <- 2 6 7
 11 FORWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7
 12 BACKWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7 11
-13 UPDATE stage 0 step 2 version 3 <- 6 11 12
+13 UPDATE stage 0 step 2 version 3 <- 6 12
 14 FREE prediction stage 0 step 2 version 1 <- 7 11 12
 15 FREE activation stage 0 microbatch 0 step 2 <- 11 12
 16 FREE weights stage 0 version 2 <- 6 13
@@ -88,7 +88,16 @@ def test_a_sum_after_an_all_reduce():
     """Every rank's update waits for it, not for what was added before."""
     for rank, order in enumerate(catalog.data_parallel(2, n_stages=1).lower(1).ranks):
         assert order[2].action == Action.ALL_REDUCE
-        assert needs(order, rank)[2:4] == [(0, 1), (2,)]
+        assert needs(order, rank)[2:4] == [(1,), (2,)]
+
+
+def test_a_sum_that_is_handed_on_again():
+    """Its next part waits until the sum before it has left."""
+    order = catalog.weipipe(3, accumulate=2).lower(1).ranks[0]
+    found = [p for p, i in enumerate(order) if i.buffer == Buffer.GRADIENT and i.stage == 0]
+    backwards = [p for p, i in enumerate(order) if i.action == Action.BACKWARD and i.stage == 0]
+    assert [order[p].action for p in found] == [Action.SEND, Action.RECV, Action.SEND]
+    assert found[0] in needs(order, 0)[backwards[1]]
 
 
 def test_a_broadcast():

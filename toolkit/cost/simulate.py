@@ -16,6 +16,7 @@ first half, if split), which takes longer by one forward.
 Cost: one event per instruction, in order of time: see :mod:`toolkit.cost.event_queue`.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import inf
@@ -140,7 +141,7 @@ class _Simulation:
         self.computed = self._starts(schedule.at(program.first_step), 0)  # ends of ops, by rank
         self.boundaries: dict[tuple, float] = {}  # when each is there, where it is
         self.inputs: dict[tuple, float] = {}  # bytes of the inputs that stages keep
-        self.begun: dict[tuple, float] = {}  # first contribution of each sum
+        self.parts: defaultdict[tuple, list[float]] = defaultdict(list)  # when sums have them
         for rank in range(n_ranks if optimizer_bytes else 0):
             for stage in program.updated(rank):
                 self._hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
@@ -262,7 +263,7 @@ class _Simulation:
 
         def begin(start: float) -> None:
             end = start + seconds
-            self._drop_sum(rank, i, end)
+            self._drop_sum(rank, i, start, end)
             # The new version is a separate tensor: late readers still use the old one.
             self._hold(start, rank, WEIGHTS, self.costs[i.stage].parameter_bytes)
             step = i.step or 0
@@ -328,7 +329,7 @@ class _Simulation:
         elif buffer == Buffer.WEIGHTS:
             self._hold(end, peer, WEIGHTS, n_bytes)
         else:
-            self._drop_sum(rank, i, end)
+            self._drop_sum(rank, i, start, end)
             self._add_to_sum(peer, i, end)
         self.events.end(g, end)
 
@@ -344,7 +345,7 @@ class _Simulation:
             if i.action == Action.BROADCAST and peer != rank:
                 self._hold(end, peer, WEIGHTS, n_bytes)
             elif i.action == Action.REDUCE and peer != rank:
-                self._drop_sum(peer, i, end)
+                self._drop_sum(peer, i, start, end)
         self.events.end(g, end)
 
     def _free(self, g: int, rank: int, i: Instruction, when: float) -> None:
@@ -379,12 +380,12 @@ class _Simulation:
             self._hold(end, rank, WORKING, -n_bytes)
 
     def _add_to_sum(self, rank: int, i: Instruction, when: float) -> None:
-        begun = self.begun.setdefault((rank, i.stage, i.step), when)
-        if when < begun:
-            self.begun[rank, i.stage, i.step] = when
+        self.parts[rank, i.stage, i.step].append(when)
 
-    def _drop_sum(self, rank: int, i: Instruction, when: float) -> None:
-        """Free the rank's gradient sum at ``when``."""
-        held = self.costs[i.stage].gradient_bytes
-        self._hold(self.begun.pop((rank, i.stage, i.step)), rank, GRADIENTS, held)
-        self._hold(when, rank, GRADIENTS, -held)
+    def _drop_sum(self, rank: int, i: Instruction, start: float, end: float) -> None:
+        """Free the sum used from ``start`` to ``end``; parts after ``start`` begin another."""
+        parts, held = self.parts.pop((rank, i.stage, i.step)), self.costs[i.stage].gradient_bytes
+        self._hold(min(parts), rank, GRADIENTS, held)
+        self._hold(end, rank, GRADIENTS, -held)
+        if later := [when for when in parts if when > start]:
+            self.parts[rank, i.stage, i.step] = later

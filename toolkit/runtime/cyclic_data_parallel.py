@@ -25,7 +25,7 @@ from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.stage import Values
 from toolkit.runtime.step_optimizer import FollowsSettings, Settings, StepOptimizer, made_alike
 from toolkit.runtime.updater import MakeOptimizer
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import Kind, Op, Schedule, catalog
 
 _TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
 
@@ -374,6 +374,13 @@ def _schedule(
             f" {'the whole model' if schedule.layout.has_whole_models else 'a part of the model'};"
             f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
         )
+    timing, n = schedule.timing, schedule.n_workers
+    for m in range(n, schedule.n_microbatches):
+        if timing.starts[Op(Kind.FORWARD, 0, m)] < timing.gradient_end(0, m - n):
+            raise UserError(
+                f"rule: {schedule.name} begins micro-batch {m} before the backward of micro-batch"
+                f" {m - n}; a loop's passes follow one another. Use accumulate=1"
+            )
     return schedule
 
 

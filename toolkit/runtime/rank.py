@@ -42,6 +42,7 @@ class SavedForward:
     weights: Weights  # leaves, which gather the gradients
     inputs: Values  # likewise
     outputs: Sequence[GradientEdge | None]  # places in the graph: their memory may be freed
+    statistics: Weights  # of the norms, for the sum of gradients
     gradients: Gradients = ()  # of the outputs; that of the loss is known at once
     second_half: Sequence[BackwardSegment] = ()  # left by the first half of a split backward
 
@@ -145,7 +146,7 @@ class Rank:
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, runner.buffers):
             outputs = runner.forward(weights, inputs, (m,), step)
-        self.sums[i.stage, step].add(runner.take_statistics())
+        statistics = runner.take_statistics()
         gradients: Gradients = ()
         if i.stage == self.last_stage and self.loss is not None:
             _, targets = self.feed.microbatch(step, m)
@@ -157,7 +158,7 @@ class Rank:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        self.kept[i.stage, m, step] = SavedForward(weights, inputs, edges, gradients)
+        self.kept[i.stage, m, step] = SavedForward(weights, inputs, edges, statistics, gradients)
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
         kept = self.kept[i.stage, i.microbatch, i.step]
@@ -196,7 +197,7 @@ class Rank:
             late, newest = (self.weights[key] for key in i.reads)
             scale = self.runners[i.stage].options.scale / self.schedule.n_microbatches
             found = compensated(found, late, newest, self.schedule.corrected.c / scale)
-        self.sums[i.stage, i.step].add(found)
+        self.sums[i.stage, i.step].add(found | kept.statistics)
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads

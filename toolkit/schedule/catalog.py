@@ -37,7 +37,7 @@ def data_parallel(
         n: workers; micro-batches of a step, M, unless they accumulate.
         placement: ``per_microbatch`` (a rank each), ``one`` (all in flight on one device) or
             ``per_stage_and_microbatch`` (times model parallelism).
-        state: ``replicated``, or ``sharded`` (ZeRO).
+        state: ``replicated``, ``sharded`` (ZeRO) or ``circulating``; see :class:`Schedule`.
         delay: as in :class:`Schedule`; other than 0 it studies staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
@@ -72,7 +72,7 @@ def cyclic(
         delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; as in :class:`Schedule`. If
             the timing cannot honour it, the error shows the grid with the op in brackets.
         placement: any; ``per_stage`` makes it a pipeline.
-        state: ``replicated``, or ``sharded`` (ZeRO).
+        state: as in :func:`data_parallel`.
         n_stages: stages of the model, ``n`` unless given.
         chains: ``in_order``, the paper's, or ``rotated``, often faster where links are slow and
             stages have equal parameters; see :data:`toolkit.schedule.placement.CHAINS`.
@@ -113,6 +113,36 @@ def published(
     delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
     name = _name("CDP-v2 as published", state)
     return Schedule(name, s, m, timing.simultaneous(s, m), placement, delay, state)
+
+
+def weipipe(
+    n: int,
+    placement: str = "per_microbatch",
+    state: str = "circulating",
+    *,
+    n_stages: int | None = None,
+    accumulate: int = 1,
+) -> Schedule:
+    """WeiPipe-Interleave: activations stay, and weights and their gradients go round the workers.
+
+    Each worker follows the one before it by a stage, and alternates the backwards of a micro-batch
+    with the forwards of its next one. A training step drains: (n-1)/(k S + n-1) of its slots are
+    idle. Weights set out from their owner at each step, and sums pass it until their last
+    micro-batch; in the paper both go on round the ring. Source: WeiPipe, PPoPP 2025.
+
+    Args:
+        n: workers; M = k n micro-batches.
+        placement: as in :func:`data_parallel`.
+        state: as in :class:`Schedule`.
+        n_stages: stages of the model, ``n`` or more; ``n`` unless given.
+        accumulate: micro-batches that each worker runs in a step, k.
+    """
+    s, n, k = _sizes(n_stages, n, accumulate)
+    if s < n:  # two workers would run a stage at the same moment
+        raise UserError(f"WeiPipe takes a stage or more for each worker: got {s} for {n}")
+    rule = "WeiPipe" if state == "circulating" else f"WeiPipe {state}"
+    name, when = _name(rule, accumulate=k), timing.interleaved(s, n, k)
+    return Schedule(name, s, k * n, when, placement, state=state, accumulate=k)
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
@@ -291,10 +321,11 @@ def _pipeline(
 def _name(
     rule: str, state: str = "", correction: str | Correction = "none", accumulate: int = 1
 ) -> str:
-    zero = "ZeRO-" if state == "sharded" else ""
+    zero = "ZeRO-" if state in ("sharded", "circulating") else ""
+    round_ = " circulating" * (state == "circulating")
     rounds = f" accumulate {accumulate}" if accumulate > 1 else ""
     label = correction_of(correction).label
-    return zero + rule + f" {label}" * bool(label) + rounds
+    return zero + rule + round_ + f" {label}" * bool(label) + rounds
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
@@ -343,6 +374,7 @@ _ACCUMULATION, _INTERLEAVED = "gradient accumulation", "interleaved 1F1B"
 _WAVES, _TWO_WAYS, _EAGER = "arXiv 2308.15762", "arXiv 2107.06925", "arXiv 2211.05322"
 _DUAL = "arXiv 2412.19437"
 _ZERO, _ZB, _SHARDED = "arXiv 1910.02054", "arXiv 2401.10241", {"state": "sharded"}
+_ROUND = {"state": "circulating"}
 
 METHODS: Mapping[str, Method] = {
     method.name: method
@@ -370,6 +402,7 @@ METHODS: Mapping[str, Method] = {
         Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
         Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
         Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
+        Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", _ROUND),
         Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
         Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
     )
@@ -441,7 +474,7 @@ def alike(schedule: Schedule, given: Any, what: str = "candidates") -> Schedule:
     usual = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
     usual |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
     usual |= {"accumulate": schedule.accumulate}
-    takes = signature(METHODS[name].factory).parameters
+    takes = signature(METHODS[name].factory).parameters.keys() - METHODS[name].options
     return build(name, **{k: v for k, v in usual.items() if k in takes} | own)
 
 

@@ -45,7 +45,7 @@ class Choice:
     delay: Delay | None = None  # steps by which weights are late; a list, a matrix or "freshest"
     correction: str | Correction | None = None  # what is done about late weights
     placement: str | None = None  # the rank of each op
-    state: str | None = None  # replicated or sharded
+    state: str | None = None  # replicated, sharded or circulating
     n_ranks: int | None = None  # of interleaved 1F1B
     accumulate: int | None = None  # micro-batches of a worker, one after another in a step
     chains: str | None = None  # order of the ranks that sum a gradient

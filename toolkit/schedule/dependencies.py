@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from toolkit.schedule.instruction import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
-    BACKWARD_INPUT,
+    BACKWARD,
     BACKWARD_WEIGHT,
     FORWARD,
     FREE,
@@ -46,7 +46,8 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
     """For each of the instructions of ``rank`` the positions of those that it waits for, ascending.
 
     A sum of gradients is used when all parts before have been added; a received part is added when
-    the sum is used. A weight version is freed after its last use, and comes again only after that.
+    the sum is used, and later parts after it was sent. A weight version is freed after its last
+    use, and comes again only after that.
     """
     return [tuple(sorted(found)) for found in unsorted_needs(instructions, rank)]
 
@@ -67,6 +68,7 @@ class _Needs:
         self.freed: dict[tuple, int] = {}  # weights
         self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
         self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
+        self.handed: defaultdict[tuple, list[int]] = defaultdict(list)  # sums sent
         self.kept: defaultdict[tuple, list[int]] = defaultdict(list)  # ops on a micro-batch
         self.do: list[Callable[[int, Instruction], list[int]]] = [
             *[self.op] * len(Kind),
@@ -89,7 +91,8 @@ class _Needs:
         elif action != BACKWARD_WEIGHT:
             found += self._take((ACTIVATION_GRADIENT, j + 1, m, step))
             self.made[ACTIVATION_GRADIENT, j, m, step] = position
-        if action != BACKWARD_INPUT:  # a forward adds the statistics of norms
+        if action in (BACKWARD, BACKWARD_WEIGHT):
+            found += self.handed[j, step]  # or the message could take this part along
             self.parts[j, step].append(position)
         return found
 
@@ -125,6 +128,8 @@ class _Needs:
         found = [] if action == RECV else self.parts.pop((j, step), [])
         if i.leaves(self.rank):
             self.parts[j, step].append(position)
+        elif action == SEND:
+            self.handed[j, step] = [position]
         return found
 
     def _use(self, position: int, key: tuple) -> list[int]:

@@ -7,12 +7,14 @@ Everything inferred follows from six rules.
 2. *Gradients.* A rank sums what it computed. Sums that are complete on several ranks at the same
    moment meet in a collective: an all-reduce, or, where the state is sharded, a reduction to the
    owner. Otherwise a running sum is handed from rank to rank in the order in which they finish,
-   or round the stage's ring if chains are rotated, and ends at the stage's owner.
+   or round the stage's ring if chains are rotated, and ends at the stage's owner. If the state
+   circulates, a rank hands the sum on after each of its micro-batches, and keeps no share.
 3. *Updates.* The owner updates; after an all-reduce every rank does, from the same sum.
 4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
    need it, or round the ring; among those that need it when the owner does, from the owner on.
    Where the state is sharded a rank keeps it for one op only and hands it on after that; ranks that
-   need it at the same moment get it by a broadcast from the owner.
+   need it at the same moment get it by a broadcast from the owner. If the state circulates, it goes
+   from one forward to the next and, as another copy, from one backward to the next.
 5. *Corrections.* Where late weights are predicted, a rank does so before the first forward that
    reads them, from the version that is there and the one before it. Where their gradients are
    compensated, the backward reads the weights of its step, too.
@@ -25,7 +27,6 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, dropwhile, groupby, pairwise
@@ -81,6 +82,7 @@ class _Read(NamedTuple):
     start: int
     end: int
     rank: int
+    backward: bool = False
 
 
 # Of many named tuples: their own constructors take twice as long.
@@ -111,20 +113,21 @@ class _Lowering:
         self.owner = schedule.owners
         self.rings = schedule.rings
         self.slot = schedule.timing.ticks_per_slot
+        self.circulates = schedule.state == "circulating"
         # [rank][phase], in any order of ticks
         self.ranks: list[list[list[Instruction]]] = [
             [[] for _ in _PHASES] for _ in range(schedule.n_ranks)
         ]
         # [stage, version]; [stage, version, step][rank], from the first read to the last;
-        # [stage, step][rank], the tick at which its share is summed
+        # [stage, step], rank and end of each micro-batch's gradient
         self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
         self.predicted: dict[tuple[int, int, int], dict[int, _Read]] = defaultdict(dict)
-        self.shares: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self.shares: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
 
     def program(self) -> Program:
         self._compute()
         self._predict()
-        supply = self._travel if self.schedule.state == "sharded" else self._hand_on
+        supply = self._hand_on if self.schedule.state == "replicated" else self._travel
         for j in range(self.schedule.n_stages):
             given = _Update(0, self.schedule.first_holders(j))
             for version in self.schedule.versions(j, self.steps.start)[:-1]:
@@ -174,7 +177,7 @@ class _Lowering:
                 end = start + self.slot
                 rank = place[j][m]
                 version = max(oldest[j], step - delays[j][m])
-                read = _read((start, end, rank))
+                read = _read((start, end, rank, kind != Kind.FORWARD))
                 buffer = schedule.read_by(Op(kind, j, m), version, step) if corrected else None
                 if buffer == PREDICTION:
                     here = self.predicted[j, version, step]
@@ -194,13 +197,13 @@ class _Lowering:
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
                     free = end, FREE, j, m, step, None, ACTIVATION, ()
                     phases[_FREES].append(_instruction(free))
-                    self.shares[j, step][rank] = end  # ends ascend
+                    self.shares[j, step].append((rank, end))  # ends ascend
 
     def _predict(self) -> None:
         """What is read instead of late weights, from just before its first use to its last."""
         for (j, version, step), reads in self.predicted.items():
             what = (j, None, step, version, PREDICTION)
-            for start, end, rank in reads.values():
+            for start, end, rank, _ in reads.values():
                 self.ranks[rank][_PREDICTIONS].append(Instruction(start, PREDICT, *what))
                 self.ranks[rank][_FORGETS].append(Instruction(end, FREE, *what))
                 for needed in (version - 1, version):
@@ -208,7 +211,8 @@ class _Lowering:
 
     def _reduce_and_update(self, j: int, step: int) -> _Update:
         """Sum stage j's gradient of ``step``, and update."""
-        shares = self.shares[j, step]
+        parts = self.shares[j, step]
+        shares = dict(parts)  # the tick at which each rank's is summed
         owner = self.owner[j]
         ready = max(shares.values())
         updaters: tuple[int, ...] = (owner,)
@@ -223,20 +227,24 @@ class _Lowering:
                 self.ranks[rank][_REDUCTIONS].append(reduce)
         else:
             summed = 0
-            for source, target in pairwise(self._chain(j, shares)):
-                summed = max(summed, shares[source])
-                self._message(source, target, summed, GRADIENT, j, step=step)
+            for (source, end), (target, _) in pairwise(self._chain(j, parts)):
+                summed = max(summed, end)
+                if source != target:
+                    self._message(source, target, summed, GRADIENT, j, step=step)
         for rank in updaters:
             update = Instruction(ready, UPDATE, j, step=step, version=step + 1)
             self.ranks[rank][_UPDATES].append(update)
         return _Update(ready, updaters)
 
-    def _chain(self, j: int, shares: dict[int, int]) -> Sequence[int]:
-        """The ranks that hand on stage j's running sum, its owner last."""
+    def _chain(self, j: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ranks that hand on stage j's running sum, each with its end; its owner last."""
+        owner, shares = self.owner[j], dict(parts)
         if self.rings:
-            return [*chain.from_iterable(self.rings[j])]
-        owner = self.owner[j]
-        return sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
+            return [(rank, shares[rank]) for rank in chain.from_iterable(self.rings[j])]
+        if not self.circulates:  # a rank adds to its share until its last micro-batch
+            parts = sorted(shares.items(), key=itemgetter(1, 0))
+        last = shares.get(owner, 0)
+        return [*(part for part in parts if part[0] != owner), (owner, last)]
 
     def _hand_on(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Replicated: the version goes once to each rank that reads it, and stays there."""
@@ -286,16 +294,19 @@ class _Lowering:
         for start, group in groupby(sorted(self.reads[j, version]), key=lambda read: read.start):
             reads = [*group]
             ranks = sorted({read.rank for read in reads})
-            moments.append((start, ranks, max(read.end for read in reads)))
-        at_once = any(len(ranks) > 1 for _, ranks, _ in moments)
+            moments.append((start, ranks, max(read.end for read in reads), reads[0].backward))
+        at_once = any(len(ranks) > 1 for _, ranks, *_ in moments)
         master = _Stay(owner, made.tick, remade.tick if remade else made.tick)
         if at_once:
             master.until = max(master.until, moments[-1][0])
         stays, lasting = [master], [master]
-        holder, used = master, made.tick
-        for start, ranks, end in moments:
-            lasting = [s for s in lasting if start - self.slot <= s.until or s is holder]
-            here = {stay.rank: stay for stay in lasting}
+        # Who hands it on, and until when it was used: in forwards; in backwards, if it circulates.
+        holders = [(master, made.tick)] * 2
+        for start, ranks, end, backward in moments:
+            flow = self.circulates and backward
+            holder, used = holders[flow]
+            lasting = [stay for stay in lasting if start - self.slot <= stay.until]
+            here = {stay.rank: stay for stay in (*lasting, holder)}
             missing = [rank for rank in ranks if rank not in here]
             if len(missing) > 1:
                 what = (j, None, None, version, WEIGHTS, (owner, *missing))
@@ -312,7 +323,10 @@ class _Lowering:
             for rank in ranks:
                 here[rank].until = max(here[rank].until, end)
             if not at_once:
-                holder, used = here[ranks[0]], end
+                last = here[ranks[0]]
+                for k, (stay, _) in enumerate(holders):  # a rank holds a version once
+                    if k == flow or stay.rank == last.rank:
+                        holders[k] = last, end
         for stay in stays:
             self._free_weights(stay.until, stay.rank, j, version)
 

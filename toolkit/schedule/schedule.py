@@ -30,7 +30,7 @@ from toolkit.schedule.timing import Timing
 if TYPE_CHECKING:
     from toolkit.schedule.program import Program
 
-STATES = ("replicated", "sharded")
+STATES = ("replicated", "sharded", "circulating")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Schedule:
         delay: steps by which every weight version read is late; a list ``[stage]`` or a matrix
             ``[stage][microbatch]`` of them; ``"freshest"``, the least that the timing allows; or a
             :class:`RandomDelay`, drawn anew at every step.
-        state: ``replicated``, or ``sharded`` (each stage's parameters, gradients and optimizer
-            state have one owner).
+        state: ``replicated``; ``sharded`` (each stage's parameters, gradients and optimizer state
+            have one owner); or ``circulating``, as sharded, but a stage's weights go from forward
+            to forward and from backward to backward, and its sum is handed on after each one.
         chains: ``in_order``, or ``rotated``, which balances bytes and updates over the ranks; see
             :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
@@ -155,9 +156,9 @@ class Schedule:
     @property
     def lookahead(self) -> int:
         """Ticks by which a message may start before its place in its ranks' programs."""
-        # Two micro-batch lifetimes: each kind of message has two buffers. If the state is sharded,
-        # two slots: a rank then holds its share of the weights and little more.
-        slots = 2 if self.state == "sharded" else 4 * self.n_stages
+        # Two micro-batch lifetimes: each kind of message has two buffers. Unless the state is
+        # replicated, two slots: a rank then holds its share of the weights and little more.
+        slots = 4 * self.n_stages if self.state == "replicated" else 2
         return slots * self.timing.ticks_per_slot
 
     @property
@@ -181,10 +182,10 @@ class Schedule:
     def owners(self) -> tuple[int, ...]:
         """The rank that updates each stage and keeps its optimizer state.
 
-        Replicated: the last rank of the stage's chain of gradients. Sharded in data parallelism:
+        Replicated: the last rank of the stage's chain of gradients. Otherwise, in data parallelism,
         stages are dealt out evenly, the last to the first rank, which cyclic timing updates first.
         """
-        if self.state == "sharded" and self.layout.has_whole_models:
+        if self.state != "replicated" and self.layout.has_whole_models:
             last = self.n_ranks - 1
             return tuple(last - j * self.n_ranks // self.n_stages for j in range(self.n_stages))
         if self.rings:
@@ -242,7 +243,7 @@ class Schedule:
 
     def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
         """The ranks that hold the weights of ``stage`` as a program begins with ``step``."""
-        if self.state == "sharded":
+        if self.state != "replicated":
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
 

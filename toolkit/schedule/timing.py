@@ -126,6 +126,23 @@ def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | Non
     return Timing(starts, length * tick * accumulate, tick)
 
 
+def interleaved(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
+    """Workers a stage after one another, each with a forward and a backward in turn, drained.
+
+    In turn w + r S + j, worker w runs the forward of stage j on its micro-batch r; S turns later it
+    begins the backward, which precedes that turn's forward. Period 2(k S + n - 1).
+    """
+    starts: dict[Op, int] = {}
+    forwards = accumulate * n_stages + n_workers - 1  # turns with one
+    for m in range(n_workers * accumulate):
+        first = m % n_workers + m // n_workers * n_stages
+        for j in range(n_stages):
+            turn, later = first + j, first + 2 * n_stages - 1 - j
+            starts[Op(Kind.FORWARD, j, m)] = turn + max(0, turn + 1 - n_stages)
+            starts[Op(Kind.BACKWARD, j, m)] = min(later, forwards) + later - n_stages
+    return Timing(starts, 2 * forwards)
+
+
 def pipelined(n_stages: int, n_microbatches: int) -> Timing:
     """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S)."""
     starts = _staggered(n_stages, n_microbatches, lambda m: 2 * m, tick=1)
