@@ -9,6 +9,7 @@ from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, catalog
 from toolkit.schedule.steady_state import footprint
 
+ARRIVES = (Action.RECV, Buffer.GRADIENT)
 SIZES = [(n, k) for n in range(3, 9) for k in (1, 2, 3)]
 
 
@@ -35,15 +36,21 @@ def test_closed_forms(n, k):
 
 @pytest.mark.parametrize(
     "schedule",
-    [catalog.weipipe(4, n_stages=5, accumulate=2), catalog.cyclic(4, 1, state="circulating")],
+    [catalog.weipipe(8, accumulate=3), catalog.cyclic(4, 1, state="circulating")],
     ids=lambda schedule: schedule.name,
 )
 def test_a_rank_sums_nothing_that_it_can_hand_on(schedule):
     program, n = schedule.lower(3).verify(), schedule.n_ranks
     ends, sent = Counter(), Counter()
     for rank, order in enumerate(program.ranks):
+        held: set[tuple] = set()  # sums
         for i in order:
             key = rank, i.stage, i.step
+            if i.action == Action.BACKWARD or (i.action, i.buffer) == ARRIVES:
+                held.add(key)
+                assert len(held) <= 4
+            elif i.action == Action.UPDATE or i.buffer == Buffer.GRADIENT:
+                held.remove(key)
             if i.action == Action.BACKWARD and rank != schedule.owners[i.stage]:
                 ends[(*key, i.tick + schedule.timing.ticks_per_slot)] += 1
             elif i.action == Action.SEND and i.buffer == Buffer.GRADIENT:
