@@ -89,6 +89,8 @@ def main(config: DictConfig) -> None:
         notes += faster(schedule, timeline.step_time, predict, config)
         predicted.append(replace(predict(schedule, steps=config.steps), name=name))
         predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
+        if config.kineto:
+            predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")
         predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     figures = save(timelines(predicted), folder / "timeline")
     write_csv(folder / "ranks.csv", ranks)

@@ -15,6 +15,8 @@ from toolkit.cost.timeline import KINDS, LANES
 from toolkit.schedule import catalog, steady_state
 from toolkit.schedule.steady_state import steps_to_time
 
+KINETO = ("kernel", "cuda_runtime", "user_annotation")
+
 
 def timeline(spans=(), changes=(), n_ranks=2, step_ends=(1.0,)):
     return Timeline("hand", n_ranks, spans, changes, step_ends)
@@ -150,6 +152,30 @@ def test_to_chrome_trace(tmp_path):
     assert sum(e["ph"] == "X" for e in events) == len(found.spans)
     memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert memory == [(1e6 * time, n_bytes) for time, n_bytes in found.memory(0)]
+
+
+def test_to_kineto_traces(tmp_path):
+    """A file per rank; each kernel has one launch, and a message one kernel at each end."""
+    found = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
+    found.to_kineto_traces(tmp_path / "kineto")
+    kernels = []
+    for rank in range(2):
+        trace = json.loads((tmp_path / "kineto" / f"rank_{rank}.json").read_text())
+        assert trace["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
+        by_kind = {kind: [e for e in trace["traceEvents"] if e["cat"] == kind] for kind in KINETO}
+        assert sum(map(len, by_kind.values())) == len(trace["traceEvents"])
+        own, launches, (step,) = by_kind.values()
+        numbers = [e["args"]["correlation"] for e in launches]
+        assert numbers == [e["args"]["correlation"] for e in own] == [*range(1, len(own) + 1)]
+        assert step["name"] == "ProfilerStep#0"
+        assert len(own) == sum(span.rank == rank for span in found.spans)
+        kernels += own
+    moved = [e for e in kernels if e["name"] == "ncclKernel activation"]
+    assert [(e["pid"], e["args"]["peer"], e["ts"], e["dur"]) for e in moved] == [
+        (0, 1, 2_000_000, 2_500_000),
+        (1, 0, 2_000_000, 2_500_000),
+    ]
+    assert {e["args"]["stream"] for e in kernels if e["name"] == "0F0"} == {1}
 
 
 @given(programs(), machines(), st.data())

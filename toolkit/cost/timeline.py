@@ -15,6 +15,7 @@ ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 INPUTS, OPTIMIZER, WORKING = "stage inputs", "optimizer", "working"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS, WORKING)
 
+_HOST = 0  # the thread that launches kernels
 _MOMENT = 1e-12  # relative rounding of equal sums of seconds
 
 
@@ -190,3 +191,44 @@ class Timeline:
             bar = {"ph": "X", "pid": rank, "tid": LANES.index(lane), "cat": lane, "name": name}
             events.append(bar | {"ts": start, "dur": end - start, "args": args})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def to_kineto_traces(self, folder: str | Path) -> None:
+        """Write a trace per rank in torch.profiler's form, for Holistic Trace Analysis (HTA).
+
+        Ops, updates and messages are kernels, a stream per lane, and messages are named as NCCL's.
+        Launches take no time. HTA takes whole microseconds.
+
+        Args:
+            folder: where to write ``rank_0.json`` and so on; created if missing.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        own: list[list[Span]] = [[] for _ in range(self.n_ranks)]
+        for span in self.spans:
+            own[span.rank].append(span)
+        for rank, spans in enumerate(own):
+            info = {"backend": "nccl", "rank": rank, "world_size": self.n_ranks}
+            trace = {"schemaVersion": 1, "distributedInfo": info, "traceEvents": _kineto(spans)}
+            (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(trace))
+
+
+def _kineto(spans: Sequence[Span]) -> list[dict]:
+    """One rank's kernels, their launches, and its training steps."""
+    events: list[dict] = []
+    steps: dict[int, list[int]] = {}
+    for k, span in enumerate(spans, 1):
+        start, end = round(span.start * 1e6), round(span.end * 1e6)
+        moves, stream = span.lane in (SEND, RECEIVE), LANES.index(span.lane) + 1
+        about = {"stage": span.stage, "step": span.step, "bytes": span.bytes, "peer": span.peer}
+        args = {"stream": stream, "device": span.rank, "correlation": k, **about}
+        name = f"ncclKernel {span.name}" if moves else span.name
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": span.rank, "tid": stream}
+        events.append(kernel | {"ts": start, "dur": end - start, "args": args})
+        launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": _HOST, "dur": 0}
+        events.append(kernel | launch | {"ts": start, "args": {"correlation": k}})
+        if span.lane == COMPUTE and span.step is not None:
+            steps[span.step] = [*steps.get(span.step, ()), start, end]
+    for step, at in steps.items():
+        name, kind = f"ProfilerStep#{step}", {"cat": "user_annotation", "tid": _HOST}
+        event = {"ph": "X", "name": name, "pid": spans[0].rank, **kind}
+        events.append(event | {"ts": min(at), "dur": max(at) - min(at), "args": {}})
+    return events
