@@ -8,6 +8,7 @@ from tests.experiments.command import EXPERIMENTS
 from toolkit.cli import build_schedule, schema
 from toolkit.cli.build import rule_config
 from toolkit.cli.help import choices, groups
+from toolkit.errors import UserError
 from toolkit.schedule import Correction, RandomDelay, after, catalog
 
 CONF = EXPERIMENTS.parent / "conf"
@@ -173,3 +174,13 @@ def test_the_steps_of_a_file_may_overlap(schedule, file):
     delay = [] if schedule == "cdp_v2" else ["+schedule.delay=freshest"]
     built = build_schedule(composed("train", *options, *delay).schedule)
     assert (built.period, built.staleness) == (4, ((1, 1), (0, 0)))
+
+
+def test_the_pairs_of_a_file_unfold(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("0F0,0F1;0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    for options, pairs in (([], 1), (["schedule.unfold=true"], 0)):
+        built = build_schedule(composed("train", f"schedule.file={path}", *options).schedule)
+        assert len(built.timing.pairs) == pairs
+    with pytest.raises(UserError, match=r"schedule\.unfold=True"):
+        build_schedule(composed("train", "schedule.unfold=true").schedule)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
+from tests.schedule.test_pipeline_orders import torchs
 from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, Timing, catalog
 from toolkit.schedule.placement import Assigned
@@ -153,21 +154,38 @@ def test_other_communication_is_refused(old, new, message):
         Schedule.from_csv(WITH_MESSAGES.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("make", [catalog.one_f_one_b, catalog.v_half, catalog.dualpipe_v])
-def test_files_with_torchs_communication_are_read(make):
-    """That torch infers the same messages."""
+@pytest.mark.parametrize(
+    ("schedule_class", "per_rank"),
+    [
+        ("ScheduleGPipe", 1),
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 1),
+        ("ScheduleInterleavedZeroBubble", 3),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8)])
+def test_orders_and_messages_of_torch_are_read(schedule_class, per_rank, p, m):
+    """That torch infers the same messages: a file with others is refused."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = make(4, 4)
-    rows = csv.reader(io.StringIO(schedule.to_csv()))
-    actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
+    gpipe = schedule_class == "ScheduleGPipe"
+    method = "_get_pipeline_order" if gpipe else "_calculate_single_rank_operations"
+    rounds = {"number_of_rounds": m // p, "microbatches_per_round": p, "_n_microbatches": m}
+    stages = {"n_local_stages": per_rank, "_stages": [None] * per_rank}
+    stages |= dict.fromkeys(("num_stages", "_num_stages"), p * per_rank)
+    orders = torchs(schedule_class, method, p, pp_group_size=p, **rounds, **stages)
+    schedule = Schedule.from_rank_orders(orders)
+    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (p, p * per_rank, m)
     lowered = schedules._add_send_recv(
-        {r: [a for a in row if a] for r, row in actions.items()},
+        {r: [*map(schedules._Action.from_str, order.split())] for r, order in enumerate(orders)},
         stage_to_rank=lambda j: schedule.rank(j, 0),
         num_stages=schedule.n_stages,
     )
     text = "\n".join(",".join(map(str, lowered[r])) for r in sorted(lowered))
     assert "SEND_F" in text
-    assert Schedule.from_csv(text, name=schedule.name) == schedule
+    assert Schedule.from_csv(text) == schedule
 
 
 @pytest.mark.parametrize("name", ["a,b.csv", "a,b"])

@@ -136,22 +136,24 @@ def build_schedule(config: DictConfig) -> Schedule:
             f" +schedule@rules.{config}={config} (for simulate, +schedule@also.{config}={config})"
         )
     options = plain(config)
-    file, period = options.pop("file", None), options.pop("period", None)
+    file = options.pop("file", None)
+    of_file = {"period": options.pop("period", None), "unfold": options.pop("unfold", False)}
     phases = options.pop("phases", None) or []
     late = {k: _described(options.pop(k), kind) for k, kind in DESCRIBED.items() if k in options}
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
-    usual = {"period": None} if file is None else _OF_METHODS
-    for name, value in (options | {"period": period}).items():
+    usual = {"period": None, "unfold": False} if file is None else _OF_METHODS
+    for name, value in (options | of_file).items():
         if value != usual.get(name, value):
             raise UserError(
                 f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains,"
-                " accumulate and groups belong to named methods, period to files: leave one out"
+                " accumulate and groups belong to named methods, period and unfold to files: leave"
+                " one out"
             )
     if file is not None:
         free = {"state": options["state"]} if "state" in options else {}
         path = Path(file)
-        found = Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
+        found = Schedule.from_csv(path, name=path.stem, **of_file, **free, **late)
         return with_phases(found, phases)
     how = {"_partial_": True, "_convert_": "all"}
     schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **how)(**late)

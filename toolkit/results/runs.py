@@ -273,7 +273,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")
-    around = ("_target_", "file", "period", DIGEST)
+    around = ("_target_", "file", "period", "unfold", DIGEST)
     arguments = {k: v for k, v in options.items() if k not in around}
     if arguments.pop("predict", False):  # its name in runs before there were others
         arguments["correction"] = "extrapolate"
@@ -283,8 +283,9 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
         if file := options.get("file"):
             free: dict[str, Any] = catalog.from_mappings(arguments)
             free |= {"state": arguments["state"]} if "state" in arguments else {}
+            free |= {k: options[k] for k in ("period", "unfold") if k in options}
             path = Path(file)
-            found = Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
+            found = Schedule.from_csv(path, name=path.stem, **free)
             return catalog.with_phases(found, arguments.get("phases") or ())
         return catalog.build(name, **arguments)
     except (OSError, TypeError, OverflowError) as error:
