@@ -43,7 +43,7 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost import profile, recomputing, simulate
+    from toolkit.cost import profile, recomputing, simulate, write_chakra
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.format import table
@@ -91,6 +91,9 @@ def main(config: DictConfig) -> None:
         predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
         if config.kineto:
             predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")
+        if config.chakra:
+            program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
+            write_chakra(program, costs, hardware, folder / f"chakra{k or ''}")
         predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     figures = save(timelines(predicted), folder / "timeline")
     write_csv(folder / "ranks.csv", ranks)

@@ -2,6 +2,7 @@
 
 from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
 from toolkit.cost.calibrate import calibrate, predict_calibrated
+from toolkit.cost.chakra import write_chakra
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
 from toolkit.cost.simulate import simulate
@@ -27,4 +28,5 @@ __all__ = [
     "recomputing",
     "simulate",
     "unit_costs",
+    "write_chakra",
 ]

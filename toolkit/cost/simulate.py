@@ -23,7 +23,7 @@ from math import inf
 
 from toolkit.cost.event_queue import EventQueue, Ports
 from toolkit.cost.hardware import Hardware, check_hardware
-from toolkit.cost.stage_costs import Costs
+from toolkit.cost.stage_costs import Costs, moved_bytes
 from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,
@@ -47,7 +47,6 @@ from toolkit.schedule.instruction import (
     BACKWARD,
     BACKWARD_INPUT,
     FORWARD,
-    GRADIENT,
     LETTERS,
     collector_paused,
 )
@@ -118,17 +117,12 @@ class _Simulation:
         self.changes: list[Change] = []
         self.step_ends: dict[int, float] = {}
         # Of each stage
-        self.seconds = [self._seconds(stage) for stage in range(len(costs))]
+        self.seconds = [cost.op_seconds(hardware) for cost in costs]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
         self.working = [cost.working_bytes for cost in costs]
         self.kept = [cost.kept_bytes for cost in costs]
-        self.moved: dict[Buffer | None, list[float]] = {
-            ACTIVATION: [cost.output_bytes for cost in costs],
-            ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
-            GRADIENT: [cost.gradient_bytes for cost in costs],
-            Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
-        }
+        self.moved = moved_bytes(costs)
         # [local][buffer][stage], seconds of a message
         self.messages = [
             {buffer: [hardware.message(n, local=local) for n in moved] for buffer, moved in found}
@@ -172,13 +166,6 @@ class _Simulation:
         schedule, n_ranks = self.program.schedule, len(self.program.ranks)
         steady = steady_steps(schedule, len(ends), self.program.first_step)
         return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
-
-    def _seconds(self, stage: int) -> list[float]:
-        """Seconds of each kind of op."""
-        forward, backward = self.costs[stage].seconds(self.hardware)
-        if self.costs[stage].recomputes:
-            return [forward, forward + backward, forward + backward, 0.0]
-        return [forward, backward, backward / 2, backward / 2]
 
     def _starts(self, schedule: Schedule, tick: int) -> list[float]:
         """Earliest start of each rank from ``tick`` on: as in ``schedule`` if it has stage 0."""

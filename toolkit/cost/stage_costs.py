@@ -21,6 +21,7 @@ from toolkit.model.partition import check_checkpoint, check_stages, recomputes
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.structure import tensors_of
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
+from toolkit.schedule import Buffer
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,26 @@ class StageCost:
         )
         return sum(forward), sum(backward)
 
+    def op_seconds(self, hardware: Hardware) -> list[float]:
+        """Return the seconds of each kind of op."""
+        forward, backward = self.seconds(hardware)
+        if self.recomputes:
+            return [forward, forward + backward, forward + backward, 0.0]
+        return [forward, backward, backward / 2, backward / 2]
+
 
 Costs = Sequence[StageCost]
 Values = tuple[Tensor, ...]
+
+
+def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
+    """Return the bytes of a message, ``[stage]``, by what it moves."""
+    return {
+        Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
+        Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
+        Buffer.GRADIENT: [cost.gradient_bytes for cost in costs],
+        Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
+    }
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
