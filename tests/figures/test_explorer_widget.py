@@ -83,7 +83,7 @@ def test_every_schedule_can_be_chosen(explorer, name):
     assert visible(column.orders) == (name == OWN)
     workers = name in ("dp", "zero_dp") or "cdp_" in name
     options = {"n_ranks": name != OWN and "n_ranks" in catalog.METHODS[name].options}
-    options["accumulate"] = workers
+    options["accumulate"] = workers or name == "weipipe"
     options["delay"] = workers or name == OWN
     options |= dict.fromkeys(("chains", "groups"), "cdp_" in name)
     assert {option: visible(column.options[option]) for option in options} == options

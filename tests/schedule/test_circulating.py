@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import pytest
 
-from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, catalog
 from toolkit.schedule.steady_state import footprint
 
@@ -74,6 +73,10 @@ def is_sent(i):
     return i.action == Action.SEND and i.buffer == Buffer.WEIGHTS
 
 
-def test_refuses_fewer_stages_than_workers():
-    with pytest.raises(UserError, match="got 2 for 3"):
-        catalog.weipipe(3, n_stages=2)
+@pytest.mark.parametrize("n_stages", range(2, 7))
+def test_any_number_of_stages(n_stages):
+    """With fewer than workers, several run a stage at once."""
+    schedule = catalog.weipipe(4, n_stages=n_stages, accumulate=3)
+    program = schedule.lower(3).verify()
+    at_once = any(i.action == Action.BROADCAST for rank in program.ranks for i in rank)
+    assert at_once == (n_stages < 4)

@@ -134,12 +134,11 @@ def weipipe(
         n: workers; M = k n micro-batches.
         placement: as in :func:`data_parallel`.
         state: as in :class:`Schedule`.
-        n_stages: stages of the model, ``n`` or more; ``n`` unless given.
+        n_stages: stages of the model, ``n`` unless given. If fewer, workers meet at a stage, whose
+            owner then sends its weights to all.
         accumulate: micro-batches that each worker runs in a step, k.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    if s < n:  # two workers would run a stage at the same moment
-        raise UserError(f"WeiPipe takes a stage or more for each worker: got {s} for {n}")
     rule = "WeiPipe" if state == "circulating" else f"WeiPipe {state}"
     name, when = _name(rule, accumulate=k), timing.interleaved(s, n, k)
     return Schedule(name, s, k * n, when, placement, state=state, accumulate=k)
