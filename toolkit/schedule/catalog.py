@@ -127,8 +127,8 @@ def weipipe(
 
     Each worker follows the one before it by a stage, and alternates the backwards of a micro-batch
     with the forwards of its next one. A training step drains: (n-1)/(k S + n-1) of its slots are
-    idle. Weights set out from their owner at each step, and sums pass it until their last
-    micro-batch; in the paper both go on round the ring. Source: WeiPipe, PPoPP 2025.
+    idle. Weights start at their owner, and sums skip it until their last micro-batch; in the
+    authors' code sums pass every worker. Source: WeiPipe, PPoPP 2025.
 
     Args:
         n: workers; M = k n micro-batches.
