@@ -105,7 +105,9 @@ class SwitchOptions:
     candidates: Sequence[Any] = option(
         (), "methods, or {schedule: METHOD} with options, to choose from; empty: never switch"
     )
-    every: int = option(20, "training steps from one decision to the next")
+    every: int = option(
+        20, "training steps from one decision to the next; on costs, more while all stays alike"
+    )
     threshold: float = option(0.05, "share of a step's time that a switch has to gain")
     staleness_price: float = option(
         0.0, "share of a step's time that weights one step late on average are counted as"

@@ -106,14 +106,17 @@ def test_refuses_what_it_cannot_decide_or_run():
 
 
 def costs_at(step):
-    """Fast links, slow ones from step 4 to 8, and fast ones again."""
+    """Fast links, slow ones from step 4 to 14, and fast ones again."""
     cost = StageCost(0, 0, parameter_bytes=1e6, forward_seconds=0.1, backward_seconds=0.2)
-    slow = 4 <= step < 8
+    slow = 4 <= step < 14
     return (cost,) * 2, Hardware("made up", 1, 1e12, 1e6 if slow else 1e9, speeds=(1, 1))
 
 
 class Scripted(Distributed):
-    """Knows its costs beforehand, on rank 0 only."""
+    """Knows its costs beforehand, on rank 0 only; rank 1 wants a look from step 5 on."""
+
+    def end_early(self, every, wants):
+        super().end_early(every, lambda at: self.rank == 1 and self.steps_done + len(at) >= 5)
 
     def costs(self):
         super().costs()  # its messages are real
@@ -121,7 +124,7 @@ class Scripted(Distributed):
 
 
 def on_ranks():
-    world, batches, found = join(device="cpu"), make_batches(2, 12), {}
+    world, batches, found = join(device="cpu"), make_batches(2, 18), {}
     for dtype in (torch.float32, torch.float64):
         typed = [(inputs.to(dtype), targets) for inputs, targets in batches]
 
@@ -158,10 +161,11 @@ def ranks():
 def test_ranks_switch_together_and_their_changes_replay_to_the_bit(ranks, dtype):
     for found, *_ in ranks:
         steps, looks, switched, replayed = found[dtype]
-        assert steps == [*range(12)]
+        assert steps == [*range(18)]
         changes = [(look.step, look.schedule, look.reason) for look in looks if look.reason]
-        assert changes == [(4, "cdp_v1", COSTS), (8, "dp", COSTS)]
-        assert [look.step for look in looks] == [2, 4, 6, 8, 10, 12]
+        assert changes == [(8, "cdp_v1", COSTS), (16, "dp", COSTS)]
+        # Where nothing changes the next look is far away, unless a rank wants one.
+        assert [look.step for look in looks] == [2, 8, 12, 16, 18]
         assert not any(isnan(look.loss) or look.seconds <= 0 for look in looks)
         assert_same(switched, replayed, rtol=0, atol=0)
         assert repr(looks) == repr(ranks[0][0][dtype][1])  # all ranks know the same

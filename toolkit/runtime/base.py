@@ -17,6 +17,7 @@ from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.model.structure import Results
+from toolkit.runtime.early_end import Wants
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.join import World, join
@@ -128,6 +129,13 @@ class Runtime(ABC):
 
     def time_costs(self, n_steps: int) -> None:
         """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
+        return
+
+    def end_early(self, every: int, wants: Wants) -> None:
+        """Let a :meth:`run` end before its last batch where a rank ``wants`` it; by default, never.
+
+        All ranks then end before the same step, a multiple of ``every``.
+        """
         return
 
     def costs(self) -> tuple[Costs, Hardware]:
@@ -246,9 +254,13 @@ class Runtime(ABC):
     def _follow(self, step: int) -> None:
         """Go over to the schedule of ``step``, with all state. Every rank calls it."""
         if self.schedule is not (schedule := self.course.at(step)):
-            state = self._state()
-            self._adopt(schedule)
-            self._load(state)
+            self._go_over(schedule)
+
+    def _go_over(self, schedule: Schedule) -> None:
+        """Train by another schedule, with all state."""
+        state = self._state()
+        self._adopt(schedule)
+        self._load(state)
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train by another schedule; a state is loaded next."""

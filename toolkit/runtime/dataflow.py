@@ -74,7 +74,7 @@ class Dataflow:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)
 
-    def raise_limit(self, step: int) -> None:
+    def raise_limit(self, step: float) -> None:
         """Allow what follows from training steps up to ``step`` to begin."""
         self._limit = max(self._limit, step)
         for held in [step for step in self._held if step <= self._limit]:

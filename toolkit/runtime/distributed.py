@@ -1,5 +1,6 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
+import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -12,12 +13,13 @@ from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.runtime.base import OnRanks, Steps
+from toolkit.runtime.early_end import NEVER, EarlyEnd, Wants
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, StepResult
 from toolkit.runtime.rank import Feed, Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import part_of
@@ -95,6 +97,7 @@ class Distributed(OnRanks):
         self._stage_bytes = [sum(x.nbytes for x in stage) for stage in masters]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._stopwatch: Stopwatch | None = None
+        self._ends_early: tuple[int, Wants] = NEVER
         self._meter: Meter | None = None
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
@@ -110,24 +113,42 @@ class Distributed(OnRanks):
             while (left := end - self.steps_done) > 0:
                 length = min(window, left, self.record - self.n_recorded or left)
                 program = self.schedule.lower(length, self.steps_done).verify()
-                yield from self._run(program, feed, messages)
-                self.steps_done += length
+                self.steps_done = yield from self._run(program, feed, messages)
+                if self.steps_done < program.steps.stop:
+                    break
         feed.skip_to(self.steps_done)
 
-    def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
+    def _run(
+        self, program: Program, feed: MicrobatchQueue, messages: Messages
+    ) -> Generator[StepResult, None, int]:
+        """Train by ``program``; return the training steps done."""
         rank = self._begin(program, feed, messages, self._loss)
         meter = self._meter if self.n_recorded < self.record else None
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
             meter.stopwatch = self._stopwatch
-        executor = Executor(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
+        end = EarlyEnd(program, self.world, *(NEVER if meter else self._ends_early))
+        timed = meter or self._stopwatch
+        executor = Executor(rank, messages, program, timed, overlap=self.overlap, limit=end.limit)
+        rank.next_step = end.before
         for i in executor.run(executor.ends):
-            yield feed.result(cast(int, i.step))
+            step = cast(int, i.step)
+            if end.ended(step + 1, time.perf_counter()):
+                executor.end_here()
+            else:
+                rank.next_step = end.before
+                executor.go_on(end.limit)
+            yield feed.result(step)
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
+        return rank.next_step
+
+    def end_early(self, every: int, wants: Wants) -> None:
+        """Let runs end early; see :meth:`Runtime.end_early`."""
+        self._ends_early = every, wants
 
     def stepwise(self, feed: Feed, shape: Shape) -> Generator["Pause", bool | None, None]:
         """Train without a loss and without known end; pause after each forward and backward.
@@ -177,6 +198,11 @@ class Distributed(OnRanks):
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
         rank.weights = held
         return rank
+
+    def _go_over(self, schedule: Schedule) -> None:
+        state = self._weight_store.handed_over(self.course, self._part_of(self.own))
+        self._adopt(schedule)
+        self._load(state)
 
     def _adopt(self, schedule: Schedule) -> None:
         self._weight_store.allocate()
@@ -230,7 +256,9 @@ class Distributed(OnRanks):
         return [[*runner.masters] for runner in self._runners]
 
     def _part(self) -> dict[str, Any]:
-        own = [j for j in self.own if self.schedule.owners[j] == self.rank]
+        return self._part_of([j for j in self.own if self.schedule.owners[j] == self.rank])
+
+    def _part_of(self, own: Collection[int]) -> dict[str, Any]:
         given = self.stages, self._runners, self._weight_store.versions, own
         return part_of(self.steps_done, *given, leads=self.rank == 0)
 

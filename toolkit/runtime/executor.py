@@ -34,7 +34,8 @@ class Executor:
 
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
     program exactly. With ``stepwise`` a training step begins with its first op and not before, and
-    :meth:`end_here` can end the program after any step, if all ranks do.
+    :meth:`end_here` can end the program after any step, if all ranks do. With a ``limit`` no later
+    training step begins before :meth:`go_on`, and :meth:`end_here` ends the program after that one.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Executor:
         *,
         overlap: bool,
         stepwise: bool = False,
+        limit: float = inf,
     ) -> None:
         self._rank, self._messages, self._meter = rank, messages, meter
         self._world, self._watch = messages.world, messages.world.watch
@@ -58,7 +60,7 @@ class Executor:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         # NCCL has no tags: messages between two ranks match by order alone.
-        limit = program.first_step - 1 if stepwise else inf
+        limit = program.first_step - 1 if stepwise else limit
         self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered, limit=limit)
         self._stepwise, self._ending = stepwise, False
         self._overlap = overlap
@@ -72,6 +74,12 @@ class Executor:
         self._closed = False
         self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
+
+    def go_on(self, limit: float) -> None:
+        """Allow training steps up to ``limit`` to begin."""
+        with self._changed:
+            self._flow.raise_limit(limit)
+            self._changed.notify_all()
 
     def end_here(self) -> None:
         """Let :meth:`run`, when it goes on, end with the training steps that have begun."""

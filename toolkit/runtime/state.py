@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
@@ -42,6 +42,22 @@ def part_of(
         "versions": {j: dict(versions[j]) for j in own},
         "stages": {j: updaters[j].state() for j in own},
     }
+
+
+def part_of_stages(
+    part: Mapping[str, Any], stages: Stages, read: Mapping[int, Collection[int]]
+) -> dict[str, Any]:
+    """Return what of ``part`` belongs to the stages of ``read``, and their versions, on the CPU."""
+    names = {name for j in read for name in stages[j].state_dict()}
+    own = {
+        "fixed": {name: tensor for name, tensor in part["fixed"].items() if name in names},
+        "versions": {
+            j: {v: weights for v, weights in part["versions"][j].items() if v in versions}
+            for j, versions in read.items()
+        },
+        "stages": {j: part["stages"][j] for j in read},
+    }
+    return tree_map_only(Tensor, Tensor.cpu, own)
 
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

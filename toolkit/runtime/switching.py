@@ -1,16 +1,18 @@
 """Go over to another schedule while training, on measured costs and on the loss.
 
-Every so many steps the pipeline has drained, and all ranks look: rank 0 simulates each candidate
-with the costs that ranks measured meanwhile, and its choice is that of all. A look costs the time
-to fill the pipeline again, a message around the ranks, and the simulation.
+At a look the pipeline has drained: rank 0 simulates each candidate with the costs that ranks
+measured meanwhile, and its choice is that of all. A look costs the time to fill the pipeline again,
+a message around the ranks, and the simulation. So looks become rare while nothing changes; and
+where a rank's steps take another time than before, all ranks end their run for one.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import pairwise
 from math import inf, isclose, nan
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ from toolkit.schedule import Program, Schedule, switched
 from toolkit.schedule.steady_state import steps_to_time
 
 _TIMED = 4  # steps after a look whose ops are timed
+_FILLING = 2  # steps in which a pipeline fills, whose time is not compared
+_COMPARED = 3  # steps whose median time is compared with that of the first ones
+_DRIFT = 0.2  # share by which it differs if something has changed
+_RARER = 4  # factor by which steps to the next look grow, at each look in a row
+_RAREST = _RARER**3
 _NEAR = 0.1  # costs that have moved by less are not simulated again
 _TIE = 0.01  # share of a step's time within which the freshest candidate counts as the fastest
 
@@ -132,28 +139,49 @@ class Switching:
         self._programs: dict[str, Program] = {}
         self._known: tuple[list[float], dict[str, float]] = [], {}  # costs, and predictions by them
         runtime.time_costs(_TIMED)
+        if self._by_costs_alone:
+            runtime.end_early(self.options.every, _drifts)
 
-    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
-        """Train as :meth:`Runtime.run` does, in parts, with a look after each."""
-        left = iter(batches)
-        while part := [*islice(left, self.steps_to_look())]:
+    @property
+    def _by_costs_alone(self) -> bool:
+        return self.runtime.knows_costs and self.options.loss_factor is None
+
+    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+        """Train as :meth:`Runtime.run` does, in parts, with a look after each.
+
+        Raises:
+            UserError: the number of batches is unknown.
+        """
+        if n_steps is None and not isinstance(batches, Sized):
+            raise UserError("run() ends parts before a look: give n_steps")
+        left, batches = n_steps if n_steps is not None else len(cast(Sized, batches)), iter(batches)
+        while left:
             start, losses = time.perf_counter(), []
-            for result in self.runtime.run(part):
+            for result in self.runtime.run(batches, min(left, self.steps_to_look())):
                 losses.append(result.losses)
                 yield result
                 del result
             seconds = time.perf_counter() - start
-            self.trained(len(part), seconds, mean_loss(self.runtime, losses))
+            self.trained(len(losses), seconds, mean_loss(self.runtime, losses))
+            left -= len(losses)
 
     def steps_to_look(self) -> int:
-        """Return the training steps until the next look."""
-        return self.options.every - self.runtime.steps_done % self.options.every
+        """Return the training steps until the next look, unless a run ends early before.
+
+        On costs alone they grow with each look since the last change.
+        """
+        done, every = self.runtime.steps_done, self.options.every
+        last = self.looks[-1].step if self.looks else 0
+        changes = [k for k, look in enumerate(self.looks) if look.reason]
+        in_row = len(self.looks) - (changes[-1] if changes else 0)
+        span = min(_RARER**in_row, _RAREST) if self._by_costs_alone else 1
+        return max(every - done % every, last - last % every + span * every - done)
 
     def trained(self, n_steps: int, seconds: float, loss: float) -> None:
         """Count steps that have run; look, if it is time to. Every rank calls it.
 
         Args:
-            n_steps: their number, at most :meth:`steps_to_look`.
+            n_steps: their number, at most :meth:`steps_to_look` before them.
             seconds: that they took together.
             loss: their mean, the same on every rank.
         """
@@ -259,6 +287,13 @@ class Switching:
         }
         self._known = now, predicted
         return predicted
+
+
+def _drifts(moments: list[float]) -> bool:
+    """Whether the last steps of a run take another time than the first ones."""
+    seconds = [end - begin for begin, end in pairwise(moments)][_FILLING - 1 :]
+    first, last = seconds[: 2 * _COMPARED], seconds[-_COMPARED:]
+    return len(seconds) > _COMPARED and not isclose(median(first), median(last), rel_tol=_DRIFT)
 
 
 def mean_loss(runtime: Runtime, losses: Sequence[Tensor]) -> float:

@@ -1,6 +1,7 @@
 """Which weights a rank holds between programs, and how the newest come together."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from toolkit.runtime.message_layout import Layout
 from toolkit.runtime.message_transfer import Messages, Transfer
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.state import load_model, loaded
+from toolkit.runtime.state import load_model, loaded, merged, part_of_stages
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
@@ -35,9 +36,7 @@ class WeightStore:
         loads: bool = False,
     ) -> None:
         self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
-        program, everything = schedule.lower(1), range(len(runners))
-        of_rank = [program.updated(rank) for rank in range(schedule.n_ranks)]
-        self._updaters = [{r for r, own in enumerate(of_rank) if j in own} for j in everything]
+        self._updaters, everything = _updaters(schedule), range(len(runners))
         self._layouts = [Layout.of(self._state(j)) for j in everything]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         # All ranks start with the weights of rank 0, unless a state is loaded next.
@@ -45,7 +44,7 @@ class WeightStore:
             received = self._broadcast(layout, 0, self._state(j))
             for name, tensor in self._state(j).items():
                 tensor.copy_(received[name])
-        self.updated = sorted(of_rank[world.rank])
+        self.updated = [j for j in everything if world.rank in self._updaters[j]]
         self.versions = {j: {0: runners[j].newest()} for j in self.updated}
         for j in self.updated:
             runners[j].begin_average()
@@ -61,31 +60,30 @@ class WeightStore:
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
         """Return the weights by (stage, version) held as a program begins at ``step``.
 
-        Every rank calls it.
+        Every rank calls it. Ranks that lack a version hand it on from one to the next, so that the
+        owner sends it once.
         """
         self.forget()
         rank = self.world.rank
         held: dict[tuple, Weights] = {
             (j, v): weights for j, own in self.versions.items() for v, weights in own.items()
         }
-        sent, coming = [], []
+        sent = []
         for j, owner in enumerate(self.schedule.owners):
-            lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
+            chain = handed_on(owner, {*self.schedule.first_holders(j)} - self._updaters[j])
+            if rank not in chain:
+                continue
+            place = chain.index(rank)
             for version in self.schedule.versions(j, step):
                 what = (j, None, None, version, Buffer.WEIGHTS)
-                # Do not wait yet: two owners that wait for each other would deadlock, and a sender
-                # waits for each receive.
-                for receiver in lacking if rank == owner else ():
-                    send = Instruction(0, Action.SEND, *what, (receiver,))
+                # All ranks wait in the order of stages and versions: so none deadlocks.
+                if place > 0:
+                    receive = Instruction(0, Action.RECV, *what, (chain[place - 1],))
+                    self._await(receive, step, coming := messages.receive(receive))
+                    held[j, version] = cast(Weights, messages.received(receive, coming))
+                if place + 1 < len(chain):
+                    send = Instruction(0, Action.SEND, *what, (chain[place + 1],))
                     sent.append((send, messages.send(send, held[j, version])))
-                if rank in lacking:
-                    receive = Instruction(0, Action.RECV, *what, (owner,))
-                    coming.append((receive, messages.receive(receive)))
-        for receive, transfer in coming:
-            self._await(receive, step, transfer)
-            held[receive.stage, receive.version] = cast(
-                Weights, messages.received(receive, transfer)
-            )
         for send, transfer in sent:
             self._await(send, step, transfer)
         return held
@@ -123,6 +121,31 @@ class WeightStore:
                 found |= self._broadcast(self._averaged[j], owner, runner.averages)
         return found
 
+    def handed_over(self, course: Schedule, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state from which this rank can go over to the next schedule of ``course``.
+
+        A rank that will update a stage gets that stage's state, unless it updates it now. Every
+        rank calls it.
+
+        Args:
+            course: schedules of the same ranks.
+            part: the state of the stages that this rank updates, as of :func:`part_of`.
+        """
+        found, step = part, part["steps_done"]
+        after, stages_of = _updaters(course.at(step)), defaultdict(list)
+        for j, owner in enumerate(self.schedule.owners):
+            stages_of[handed_on(owner, after[j] - self._updaters[j])].append(j)
+        for chain, stages in stages_of.items():
+            if self.world.rank in chain:
+                own = None
+                if self.world.rank == chain[0]:
+                    read = {j: course.versions(j, step) for j in stages}
+                    own = part_of_stages(part, self.stages, read)
+                found = merged(found, self.world.relay(own, chain))
+        newest = {k: x for known in found["versions"].values() for k, x in known[step].items()}
+        model = self.stages.model.state_dict() | found["fixed"] | newest
+        return {**found, "model": model}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the updated stages of ``state``, and what is frozen of the others."""
         self.forget()
@@ -149,3 +172,16 @@ class WeightStore:
             dist.broadcast(flat, root, group=self.world.group)
         received = layout.unpack(flat.to(self.world.device))
         return {name: tensor.clone() for name, tensor in received.items()}
+
+
+def _updaters(schedule: Schedule) -> list[set[int]]:
+    """The ranks that update each stage."""
+    program, ranks = schedule.lower(1), range(schedule.n_ranks)
+    updated = [program.updated(rank) for rank in ranks]
+    return [{r for r in ranks if j in updated[r]} for j in range(schedule.n_stages)]
+
+
+def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
+    """The ranks by which the ``owner`` of weights reaches those ``lacking`` them, in turn."""
+    later = sorted(lacking, key=lambda rank: (rank < owner, rank))
+    return (owner, *later) if later else ()

@@ -156,7 +156,7 @@ def fit(
             loss = _add_losses(position, losses, runtime)
             _check(run, loss, position, "training")
             if switching:
-                switching.trained(n_steps, time.perf_counter() - begun, loss)
+                switching.trained(len(losses), time.perf_counter() - begun, loss)
                 position.switching = switching.state()
             if position.step < len(batches):
                 callback.end(position)

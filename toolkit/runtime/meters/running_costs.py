@@ -150,7 +150,7 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
         return min(taken[1:])
 
     with world.watch.waiting("a measurement of links", [ahead, behind]):
-        small, large = exchange(1, 3), exchange(size, 1)
+        small, large = exchange(1, 3), exchange(size, 2)
     found = world.gather((small, large))
     latency = median(small for small, _ in found)
     slowest = max(large for _, large in found)

@@ -1,5 +1,6 @@
 """The ranks of a job, and how one meets the others: its place, its GPU, the store, the backend."""
 
+import io
 import os
 import shlex
 import socket
@@ -26,6 +27,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SUBMITIT = "SUBMITIT_EXECUTOR"  # set in tasks that submitit has started
 
 _BACKEND_GRACE = 30.0  # seconds by which the watch speaks before the backend's own time-out
+
+_RELAYED = 2**18  # bytes of a chunk of an object
 
 Group = tuple[str, tuple[int, ...]]
 """What a process group is for, and its ranks, ascending."""
@@ -158,6 +161,37 @@ class World:
         with self.watch.waiting("results of all ranks", range(self.size)):
             dist.all_gather_object(found, value, group=self.objects)
         return found
+
+    def relay(self, value: Any, ranks: Sequence[int]) -> Any:
+        """Hand ``value`` of the first of ``ranks`` on from each to the next; return it on all.
+
+        They alone call it. A large value travels in chunks: all their links carry it at once.
+        """
+        place, sent = ranks.index(self.rank), list[dist.Work]()
+        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
+        size = torch.zeros(1, dtype=torch.int64)
+        if not before:
+            torch.save(value, stream := io.BytesIO())
+            size[0] = len(stream.getbuffer())
+
+        def hand_on(part: Tensor) -> None:
+            for rank in before:
+                dist.recv(part, rank, group=self.objects)
+            for rank in after:
+                sent.append(cast(dist.Work, dist.isend(part, rank, group=self.objects)))
+
+        with self.watch.waiting("state of stages", ranks):
+            hand_on(size)
+            flat = torch.empty(int(size), dtype=torch.uint8)
+            if not before:
+                flat = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+            for chunk in flat.split(_RELAYED):
+                hand_on(chunk)
+            for work in sent:
+                work.wait()
+        if before:
+            value = torch.load(io.BytesIO(flat.numpy().tobytes()), weights_only=False)
+        return value
 
     def agree(self, check: Callable[[], None]) -> None:
         """Call ``check`` on every rank, and raise on all if one raises. Every rank calls it.
