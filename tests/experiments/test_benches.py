@@ -74,6 +74,15 @@ def test_bench_one_device(tmp_path):
     assert [row["computed again"] != "" for row in found] == [False, False, True]
 
 
+def test_bench_unlike(tmp_path):
+    small = options(ranks=2, stages=3, microbatches=3, sleep=0.02, steps=4, search_seconds=0.5)
+    command = "bench=unlike", "device=cpu", *small, f"hydra.run.dir={tmp_path}"
+    run("bench", *command)  # its status depends on seconds
+    found = rows(tmp_path / "bench.csv")
+    assert [row["forwards of ranks"] for row in found[1::2]] == ["6 3", "6 3"]
+    assert all(float(row[f"{what} (s)"]) > 0 for row in found for what in ("predicted", "measured"))
+
+
 def test_bench_predictions(tmp_path):
     small = options(models="[resnet8]", image_size=8, batch=8, steps=4, configurations=6)
     found = complete("bench", tmp_path, "bench=predictions", "device=cpu", *small)["metrics"]

@@ -2,6 +2,7 @@
 
 from toolkit.plan.advice import Advice, advise
 from toolkit.plan.curvature import Curvature, largest_curvature
+from toolkit.plan.deal import deal
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.offsets import Staggered, best_offsets
 from toolkit.plan.one_device import LeastPeak, least_peak
@@ -27,6 +28,7 @@ __all__ = [
     "TrainingFindings",
     "advise",
     "best_offsets",
+    "deal",
     "largest_curvature",
     "largest_stable_rate",
     "least_peak",
