@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from tests.runtime import conform, models
 from tests.runtime.models import assert_same, name_of
 from toolkit.errors import UserError
 from toolkit.runtime import Controlled, Controller, JobFailedError, RankError, SingleProcess
+from toolkit.runtime.process_group import processes
+from toolkit.runtime.process_group.machines import this_machine
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.schedule import catalog
 
@@ -263,3 +267,26 @@ def test_the_end_of_the_caller_leaves_no_process(tmp_path):
         assert len(processes) == 2
         parent.kill()
     assert await_end(processes)
+
+
+def test_ranks_of_several_machines_act_as_one_job():
+    def place():
+        return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+
+    def machines(n_ranks):
+        each = (range(2), range(2, 3))
+        return [replace(this_machine(len(ranks))[0], ranks=ranks) for ranks in each]
+
+    with mock.patch.object(processes, "this_machine", machines), processes.Processes(3) as made:
+        assert made.call(place) == [["0", "0", "2"], ["1", "1", "2"], ["2", "0", "1"]]
+        made.begin(time.sleep, 60)
+        os.kill(made.process_ids[2], signal.SIGKILL)
+        with pytest.raises(JobFailedError, match="rank 2"):
+            list(made.reports())
+        assert made.call(place)[2] == ["2", "0", "1"]
+
+
+def test_other_machines_need_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'cyclic-dp\[controller\]'"):
+        Controller(2, hosts=["10.0.0.1"]).processes.call(print)

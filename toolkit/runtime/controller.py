@@ -6,11 +6,12 @@ and functions are pickled by value, so a cell that has changed is used at once. 
 reads the batches, cuts them, and sends each rank the micro-batches that it reads, a few training
 steps ahead; a rank answers with its losses. All other messages travel between the ranks.
 
-The ranks are on this machine, which needs no engine. PyTorch Monarch and Ray take 10 s and more to
-start four actors and 2 to 3 ms a call, more than all that a controlled step adds to a step of
-``Distributed``. Monarch's wheel (0.7.0) also installs top-level packages ``tests`` and
-``examples``, and its calls can time out where an actor blocks its own thread, as a rank does. Ray
-is the one to start fork servers on other machines; that is not done yet.
+On this machine the ranks need no engine. PyTorch Monarch and Ray take 10 to 13 s to start four
+actors and 2 to 3 ms a call, more than all that a controlled step adds to a step of ``Distributed``.
+Their messages carry tensors at a half to a seventh of gloo's rate, so tensors stay on gloo or NCCL.
+On several machines Ray starts a fork server on each, and does no more. Monarch's wheel (0.7.0) also
+installs top-level packages ``tests`` and ``examples``, and its calls can time out where an actor
+blocks its own thread, as a rank does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import html
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ _GONE = "the ranks no longer have this training, since they ended or train anoth
 
 
 class Controller:
-    """Ranks on this machine that train what this process says.
+    """Ranks that train what this process says.
 
     A training, in a script or a notebook's cell::
 
@@ -65,6 +66,7 @@ class Controller:
 
     Args:
         ranks: number of processes.
+        hosts: addresses of their machines, nodes of a running Ray cluster; none: this machine.
         backend, timeout, interface: as of :func:`toolkit.runtime.join`.
 
     Raises:
@@ -75,11 +77,12 @@ class Controller:
         self,
         ranks: int,
         *,
+        hosts: Sequence[str] = (),
         backend: str = "auto",
         timeout: float = 120.0,
         interface: str | None = None,
     ) -> None:
-        self.processes = Processes(ranks, timeout)
+        self.processes = Processes(ranks, timeout, hosts)
         self.reach = {"backend": backend, "timeout": timeout, "interface": interface}
         self.runtime: Controlled | None = None  # that of the latest training
 
@@ -140,7 +143,8 @@ class Controller:
             {
                 "rank": rank,
                 "process": process,
-                "alive": not Process(process).gone,
+                "alive": rank in self.processes.alive
+                and (self.processes.elsewhere or not Process(process).gone),
                 "at": at[rank].position if rank in at else "start",
             }
             for rank, process in sorted(processes.items())

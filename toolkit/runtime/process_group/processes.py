@@ -1,24 +1,22 @@
-"""Ranks on this machine that stay alive from call to call, seen from the process that uses them."""
+"""Ranks that stay alive from call to call, seen from the process that uses them."""
 
 import contextlib
 import math
-import multiprocessing
-import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
 
 from toolkit.errors import UserError, whole
 from toolkit.model.pickling import dumps
-from toolkit.runtime.process_group.fork_server import BOOT
+from toolkit.runtime.process_group.machines import Machine, ray_machines, this_machine
 from toolkit.runtime.process_group.rank_process import DIED, JOB_FAILED, LEAVE, LOST, RAISED
 from toolkit.runtime.process_group.watch import JobFailedError
 
@@ -30,7 +28,7 @@ _PATIENCE = {RAISED: 0.0, JOB_FAILED: 0.5, DIED: 3.0, LOST: 0.5}  # s to wait fo
 
 
 class Processes:
-    """``n_ranks`` processes of this machine, each a rank, which carry out calls.
+    """``n_ranks`` processes, each a rank, which carry out calls.
 
     They start with the first call, and again with the first after a failure, an interrupt or a call
     that was not waited for: each of these ends all of them. Use it as a context.
@@ -38,8 +36,10 @@ class Processes:
     Args:
         n_ranks: number of processes.
         timeout: seconds within which all ranks have to start.
+        hosts: machines of the ranks, as in :func:`ray_machines`; none: this machine.
 
     Attributes:
+        elsewhere: whether ranks may be on other machines.
         starts: how often the ranks have started.
         store: where the ranks meet.
         alive: ranks whose processes run.
@@ -49,14 +49,16 @@ class Processes:
         UserError: an argument is invalid.
     """
 
-    def __init__(self, n_ranks: int, timeout: float = 120.0) -> None:
+    def __init__(self, n_ranks: int, timeout: float = 120.0, hosts: Sequence[str] = ()) -> None:
         self.n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
         if not timeout > 0:
             raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
         self.timeout, self.starts = timeout, 0
         self.store: dist.TCPStore | None = None  # in which the ranks meet
-        self._server: _Server | None = None
-        self._cut_short = False  # whether a message to or from the server is
+        self._open_machines = partial(ray_machines, hosts) if hosts else this_machine
+        self._machines: list[Machine] = []
+        self.elsewhere = bool(hosts)
+        self._cut_short = False  # whether a message to or from a machine is
         self.alive: set[int] = set()
         self.process_ids: dict[int, int] = {}
         self._open: set[int] = set()  # neither with a result of the call nor failed
@@ -102,11 +104,11 @@ class Processes:
         self._open = {*range(self.n_ranks)}
         self._failure: tuple[int, Exception, Exception | None] | None = None
         self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
-        self._to_server("send", self._open, message)
+        self._to_ranks(self._open, message)
 
     def send(self, value: Any, ranks: Collection[int]) -> None:
         """Send ``value`` to the ``receive()`` of ``ranks``, within a call."""
-        self._to_server("send", ranks, dumps(value))
+        self._to_ranks(ranks, dumps(value))
 
     def reports(self) -> Generator[tuple[int, Any], None, None]:
         """Yield what ranks report, with its rank, until all have returned; raise as ``call``."""
@@ -145,45 +147,49 @@ class Processes:
         """End the ranks at once."""
         alive, self.alive, self._open = self.alive, set(), set()
         if self._cut_short:
-            self._end_server()
-        elif alive and self._server is not None:
+            self._end_machines()
+        elif alive:
             with contextlib.suppress(JobFailedError):
-                self._to_server("kill", None)
-                while self._server.connection.poll(_FAREWELL):
-                    if self._from_server()[0] == "killed":
-                        return
-                self._end_server()
+                for machine in self._machines:
+                    self._send(machine, "kill", None)
+                if not all(map(self._killed, self._machines)):
+                    self._end_machines()
+
+    def _killed(self, machine: Machine) -> bool:
+        while machine.connection.poll(_FAREWELL):
+            if self._receive(machine)[0] == "killed":
+                return True
+        return False
 
     def close(self) -> None:
         """End all processes: ranks that wait for a call leave each other first."""
-        if self._server is not None:
-            with contextlib.suppress(JobFailedError):
-                if self.ready():
-                    self._to_server("send", self.alive, LEAVE)
-                    end = time.monotonic() + _FAREWELL
-                    while self.alive and time.monotonic() < end:
-                        for _ in self._take(_LOOK):
-                            pass
-        self._end_server()
+        with contextlib.suppress(JobFailedError):
+            if self.ready():
+                self._to_ranks(self.alive, LEAVE)
+                end = time.monotonic() + _FAREWELL
+                while self.alive and time.monotonic() < end:
+                    for _ in self._take(_LOOK):
+                        pass
+        self._end_machines()
         self.store = None
 
     def _start(self) -> None:
-        if self._server is None:
-            self._server = _Server(self.n_ranks)
-            self._finalizer = weakref.finalize(self, self._server.end)
-        listening = socket.create_server(("127.0.0.1", 0))
+        if not self._machines:
+            self._machines = self._open_machines(self.n_ranks)
+            self._finalizer = weakref.finalize(self, _end, self._machines)
+        here = self._machines[0].parent
+        listening = socket.create_server((here, 0))
         port = listening.getsockname()[1]
         self.store = dist.TCPStore(
-            "127.0.0.1",
+            here,
             port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # only this machine reaches it
+            master_listen_fd=listening.detach(),  # only machines of ranks reach it
         )
         variables = {
             "WORLD_SIZE": str(self.n_ranks),
-            "LOCAL_WORLD_SIZE": str(self.n_ranks),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": here,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -191,24 +197,36 @@ class Processes:
         ranks = range(self.n_ranks)
         self.process_ids = {}
         self._missing, self.alive = {*ranks}, {*ranks}
-        self._to_server(
-            "start", {r: variables | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks}
-        )
+        for machine in self._machines:
+            variables["LOCAL_WORLD_SIZE"] = str(len(machine.ranks))
+            places = enumerate(machine.ranks)
+            own = {r: variables | {"RANK": str(r), "LOCAL_RANK": str(k)} for k, r in places}
+            self._send(machine, "start", own)
         self.starts += 1
 
-    def _to_server(self, what: str, about: Any, message: bytes | None = None) -> None:
-        assert self._server is not None
-        with self._whole():
-            self._server.connection.send((what, about))
-            if message is not None:
-                self._server.connection.send_bytes(message)
+    def _to_ranks(self, ranks: Collection[int], message: bytes) -> None:
+        for machine in self._machines:
+            if own := [rank for rank in ranks if rank in machine.ranks]:
+                self._send(machine, "send", own, message)
 
-    def _from_server(self) -> tuple[str, int, int, bytes]:
-        assert self._server is not None
+    def _send(self, machine: Machine, what: str, about: Any, message: bytes | None = None) -> None:
         with self._whole():
-            what, rank, status = self._server.connection.recv()
-            message = self._server.connection.recv_bytes() if what == "said" else b""
+            machine.connection.send((what, about))
+            if message is not None:
+                machine.connection.send_bytes(message)
+
+    def _receive(self, machine: Machine) -> tuple[str, int, int, bytes]:
+        with self._whole():
+            what, rank, status = machine.connection.recv()
+            message = machine.connection.recv_bytes() if what == "said" else b""
         return what, rank, status, message
+
+    def _messages(self, seconds: float) -> Iterator[tuple[str, int, int, bytes]]:
+        """What machines send, for as long as they do; wait a little for them."""
+        while ready := wait([machine.connection for machine in self._machines], seconds):
+            seconds = 0.0
+            for machine in [m for m in self._machines if m.connection in ready]:
+                yield self._receive(machine)
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -217,15 +235,13 @@ class Processes:
         try:
             yield
         except (EOFError, OSError) as error:
-            self._end_server()
+            self._end_machines()
             raise JobFailedError("the process that starts ranks has died: start again") from error
         self._cut_short = False
 
     def _take(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """Act on what ranks say, for as long as they do; yield reports. Wait a little for them."""
-        while self._server is not None and self._server.connection.poll(seconds):
-            seconds = 0.0
-            what, rank, status, message = self._from_server()
+        """Act on what ranks say; yield reports."""
+        for what, rank, status, message in self._messages(seconds):
             if what == "ended":
                 self.alive.discard(rank)
                 if rank in self._open:
@@ -258,36 +274,15 @@ class Processes:
             self._failure = reason, error, cause
         self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
 
-    def _end_server(self) -> None:
+    def _end_machines(self) -> None:
         self.alive, self._open, self._cut_short = set(), set(), False
-        if self._server is not None:
+        if self._machines:
             self._finalizer()
-            self._server = None
+            self._machines = []
 
 
-class _Server:
-    """The fork server of this machine, and the connection to it."""
-
-    def __init__(self, n_ranks: int) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        variables = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // n_ranks))}
-        if sys.platform == "linux":
-            variables["GLOO_SOCKET_IFNAME"] = "lo"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                env=variables | os.environ,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the parent
-            )
-
-    def end(self) -> None:
-        """End it, and all ranks with it."""
-        self.connection.close()
-        try:
-            self._process.wait(_FAREWELL)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def _end(machines: Collection[Machine]) -> None:
+    for machine in machines:
+        machine.connection.close()
+    for machine in machines:
+        machine.end()

@@ -1,0 +1,123 @@
+"""The machines of ranks: a fork server on each, and the connection to it."""
+
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from socket import create_server
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.runtime.process_group.fork_server import BOOT
+
+_FAREWELL = 10.0  # most seconds to wait for the end of a fork server
+_ARRIVAL = 60.0  # most seconds to wait for its start on another machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A fork server.
+
+    Attributes:
+        connection: to the fork server.
+        ranks: those that it starts.
+        parent: address by which they reach this process.
+        end: ends it, and all its ranks with it, once the connection is closed.
+    """
+
+    connection: Any
+    ranks: range
+    parent: str
+    end: Callable[[], object]
+
+
+def this_machine(n_ranks: int) -> list[Machine]:
+    """Start a fork server for all ranks here."""
+    connection, theirs = multiprocessing.Pipe()
+    with theirs:
+        process = _serve(theirs, n_ranks, {"GLOO_SOCKET_IFNAME": "lo"}, sys.path)
+
+    def end() -> None:
+        try:
+            process.wait(_FAREWELL)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    return [Machine(connection, range(n_ranks), "127.0.0.1", end)]
+
+
+def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
+    """Start a fork server on each of ``hosts`` by Ray, for equally many consecutive ranks.
+
+    Ray only starts them. Calls and reports travel by a connection of this process to each, which
+    both sides authenticate, and tensors between ranks as on one machine.
+
+    Args:
+        hosts: addresses of nodes of the running Ray cluster to which this process belongs. The
+            toolkit is installed alike on all.
+        n_ranks: number of ranks on all hosts together.
+
+    Raises:
+        UserError: Ray is not installed, no cluster runs here, a host is not in it or does not
+            answer, or ranks cannot be divided.
+    """
+    try:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    except ImportError as error:
+        way_out = "pip install 'cyclic-dp[controller]'"
+        raise UserError(f"hosts= starts ranks by Ray, which is missing: {way_out}") from error
+    if n_ranks % len(hosts):
+        raise UserError(f"{n_ranks} ranks cannot be divided by {len(hosts)} hosts: use a multiple")
+    try:
+        ray.init("auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise UserError("hosts= needs a Ray cluster: run `ray start` on each machine") from error
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if missing := [host for host in hosts if host not in nodes]:
+        raise UserError(f"hosts: {missing[0]} is not in the Ray cluster; it has {sorted(nodes)}")
+    here, key, each = ray.util.get_node_ip_address(), secrets.token_bytes(32), n_ranks // len(hosts)
+    machines = []
+    with create_server((here, 0)) as listening:
+        listening.settimeout(_ARRIVAL)
+        address = listening.getsockname()
+        for k, host in enumerate(hosts):
+            where = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
+            task = ray.remote(_serve_there).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=where
+            )
+            task.remote(address, key, each, sys.path)
+            try:
+                connection = Connection(listening.accept()[0].detach())
+            except TimeoutError as error:
+                raise UserError(f"hosts: {host} did not answer within {_ARRIVAL:g} s") from error
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            ranks = range(k * each, (k + 1) * each)
+            machines.append(Machine(connection, ranks, here, lambda: None))
+    return machines
+
+
+def _serve_there(address: tuple[str, int], key: bytes, n_ranks: int, path: list[str]) -> None:
+    with Client(address, authkey=key) as connection:
+        process = _serve(connection, n_ranks, {}, path)
+    process.wait()
+
+
+def _serve(
+    connection: Any, n_ranks: int, variables: dict[str, str], path: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // n_ranks))}
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, str(connection.fileno()), *path],
+        stdin=subprocess.DEVNULL,
+        env=threads | (variables if sys.platform == "linux" else {}) | os.environ,
+        pass_fds=[connection.fileno()],
+        start_new_session=True,  # Ctrl-C in a terminal is for the parent
+    )
