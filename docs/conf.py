@@ -10,10 +10,13 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+from toolkit.figures.explorer.site import site_page
+
 CONTENTS = """
 
 ```{toctree}
 :hidden:
+docs/explorer
 experiments/README
 experiments/results/README
 conf/README
@@ -51,7 +54,14 @@ CHANGELOG
 project = html_title = "cyclic-dp"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "README"
-include_patterns = ["*.md", "experiments/**.md", "conf/**.md", "notebooks/*", "docs/python/*"]
+include_patterns = [
+    "*.md",
+    "experiments/**.md",
+    "conf/**.md",
+    "notebooks/*",
+    "docs/explorer.md",
+    "docs/python/*",
+]
 exclude_patterns = ["**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_copy_source = False
@@ -79,6 +89,7 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 def _make_index(app: Sphinx, error: Exception | None) -> None:
     if error is None:
         shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
+        Path(app.outdir, "explorer.html").write_text(site_page(), "utf-8")
 
 
 def _protect_summary(app: Sphinx, what: str, *given: Any) -> None:

@@ -14,6 +14,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))
 MISSING = [name for name in ("playwright", "sphinx", "furo", "myst_nb") if find_spec(name) is None]
 SHOWN = [
     "index.html",
+    "docs/explorer.html",
     "experiments/README.html",
     "experiments/results/README.html",
     "conf/README.html",
@@ -63,4 +64,30 @@ def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
             assert image.evaluate("image => image.naturalWidth > 0"), name
     assert not problems
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+@pytest.mark.parametrize("wide", [390, 800, 1280])
+def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(browser, site, wide):
+    page, problems = browser.new_page(viewport={"width": wide, "height": 900}), []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.goto((site / "explorer.html").as_uri() + "#schedule=cdp_v1&size=8")
+    verdict, arrows = page.locator(".cdp-verdict"), page.locator(".cdp-arrows path")
+    page.wait_for_function("document.querySelector('.cdp-verdict').textContent")
+    assert verdict.inner_text().startswith("CDP-v1 beside DP: ")
+    assert page.evaluate(OUTSIDE) <= 0
+    page.locator(".cdp-op").nth(100).hover()
+    assert arrows.count() == page.locator(".cdp-op.cdp-before, .cdp-op.cdp-after").count() > 1
+    page.get_by_label("model and machine").select_option("resnet50 on ethernet_10")
+    page.wait_for_function("document.querySelector('.cdp-grid').dataset.unit === 'ms'")
+    assert "saved on all ranks" in verdict.inner_text()
+    assert "schedule=cdp_v1" in page.url
+    assert "costs=resnet50" in page.url
+    page.get_by_role("button", name="play").click()
+    page.wait_for_function("document.querySelector('.cdp-veil').getAttribute('x') > 0")
+    assert page.locator("output").inner_text().endswith(" ms")
+    tops = [pane.bounding_box()["y"] for pane in page.locator(".cdp-grid").all()]
+    assert (len({*tops}) == 1) == (wide > 700)
+    assert not problems
     page.close()

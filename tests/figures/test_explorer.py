@@ -1,9 +1,12 @@
 """The explorer shows what the toolkit computes, and says a schedule in ways that mean the same."""
 
+import gzip
+import json
 import re
 import shlex
 import subprocess
 import sys
+from base64 import b64decode
 from xml.etree import ElementTree
 
 import pytest
@@ -16,8 +19,10 @@ from toolkit.cli.check_options import check_given
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import Choice
-from toolkit.figures.explorer.inspection import analyse, predict, texts
+from toolkit.figures.explorer.inspection import analyse, predict, texts, verdict, waits
 from toolkit.figures.explorer.page import draw, frame_of, steps
+from toolkit.figures.explorer.picture import in_seconds, in_slots
+from toolkit.figures.explorer.site import site_page
 from toolkit.schedule import RandomDelay, steady_state
 from toolkit.schedule.choice import METHODS, OWN, choice_of
 from toolkit.schedule.steady_state import footprint
@@ -43,8 +48,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn(choice, n_steps=2):
     """The drawing, as XML."""
-    analysis = analyse(choice, n_steps)
-    return ElementTree.fromstring(f"<page>{draw(analysis, frame_of([analysis]))}</page>")
+    picture = in_slots(analyse(choice, n_steps))
+    return ElementTree.fromstring(f"<page>{draw(picture, frame_of([picture]))}</page>")
 
 
 def made(line):
@@ -97,7 +102,7 @@ def test_every_op_is_drawn_once_in_its_place(choice):
     program = schedule.lower(n_steps)
     what = "micro-batch" if schedule.layout.name == "one" else "rank"
     page = drawn(choice, n_steps)
-    (slot,) = {float(rect.get("width")) + 1 for rect in page.iter(f"{SVG}rect")}
+    (slot,) = {float(r.get("width")) + 1 for r in page.iter(f"{SVG}rect") if r.get("x")}
     name = next(text.text for text in page.iter(f"{SVG}text"))
     assert name == ("mb 0" if what == "micro-batch" else "rank 0")
     expected = {}
@@ -116,7 +121,7 @@ def test_every_op_is_drawn_once_in_its_place(choice):
     for row, (_, cells) in zip(found, sorted(expected.items()), strict=True):
         assert [cell for _, cell in cells] == [
             (
-                cell.get("class").split()[0],
+                cell.get("class").split()[1],
                 float(cell.find(f"{SVG}rect").get("x")),
                 int(cell.find(f"{SVG}text").text),
                 cell.find(f"{SVG}path") is not None,
@@ -126,7 +131,7 @@ def test_every_op_is_drawn_once_in_its_place(choice):
 
 
 def test_charts_have_the_heights_that_the_program_counts():
-    assert steps([1, 3, 0], width=10, scale=5) == "M0 0V-5H10V-15H20V0H30V0Z"
+    assert steps([(0, 1), (1, 3), (2, 0)], end=3, width=10, scale=5) == "M0 0V-5H10V-15H20V0H30V0Z"
     page = drawn(Choice("dp", 2, 2), n_steps=1)
     paths = {path.get("class"): path.get("d") for path in page.iter(f"{SVG}path")}
     _, *levels = paths["cdp-memory"].split("V")[:-1]
@@ -140,19 +145,62 @@ def test_charts_have_the_heights_that_the_program_counts():
 
 def test_drawings_side_by_side_have_one_scale():
     """Memory of 2.5 is not drawn as high as memory of 4, nor 24 slots as long as 30."""
-    analyses = [analyse(Choice(name, 4, 4), 3) for name in ("dp", "cdp_v2")]
-    frame = frame_of(analyses)
-    assert (frame.slots, frame.activations, frame.sent) == (30, 4, 6)
+    pictures = [in_slots(analyse(Choice(name, 4, 4), 3)) for name in ("dp", "cdp_v2")]
+    frame = frame_of(pictures)
+    assert (frame.end, frame.memory, frame.sent) == (30, 4, 6)
     tops, widths = [], set()
-    for analysis in analyses:
-        svg = ElementTree.fromstring(draw(analysis, frame))[0]
+    for picture in pictures:
+        svg = ElementTree.fromstring(draw(picture, frame))[0]
         widths.add(svg.get("viewBox").split()[2])
         (path,) = [p for p in svg.iter(f"{SVG}path") if p.get("class") == "cdp-memory"]
         tops.append(min(float(word.split("H")[0]) for word in path.get("d").split("V")[1:-1]))
     assert len(widths) == 1
     assert tops[1] / tops[0] == pytest.approx(2.5 / 4, abs=0.01)
     for n, slot in ((8, 8), (16, 13)):  # 16 are scrolled, with room for two digits
-        assert frame_of([analyse(Choice(name, n, n), 3) for name in ("cdp_v2", "dp")]).slot == slot
+        pair = [in_slots(analyse(Choice(name, n, n), 3)) for name in ("cdp_v2", "dp")]
+        assert frame_of(pair).scale == slot
+
+
+def test_a_model_on_a_machine_is_drawn_in_seconds_and_bytes():
+    """Some steady steps: each op as long as its stage takes, and what a rank holds and sends."""
+    costs = [StageCost(1, 3, activation_bytes=2.0**20, parameter_bytes=2.0**20)] * 4
+    slow, found = Hardware("slow", 1.0, 2.0**40, 2.0**18), []
+    for name in ("cdp_v2", "dp"):
+        analysis = analyse(Choice(name, 4, 4), 2)
+        found.append((analysis, predict(analysis, costs, slow)))
+    dp = in_seconds(*found[1])
+    assert {round(cell.end - cell.start, 2) for cell in dp.cells} == {1, 3}
+    assert len(dp.cells) == 2 * 32
+    assert dp.end == pytest.approx(2 * found[1][1].step_time)
+    assert max(value for _, value in dp.charts[0].curve) == found[1][1].peak_memory()
+    assert (dp.axis, [*dp.ticks(10)][:2]) == ((1.0, "s"), [(0, "0"), (5, "5")])
+    said = verdict(*found, in_slots=False)
+    for part in ("CDP-v2 beside DP", "times as long", "MiB saved on all ranks", "38%", "1 step"):
+        assert part in said
+    assert "fresh" in verdict(found[1], found[1], in_slots=True)
+
+
+def test_an_op_waits_for_its_rank_its_input_and_its_weights():
+    program = analyse(Choice("cdp_v2", 2, 2), 2).drawn
+    found = {
+        (str(i.op), i.step): {(str(o.op), o.step) for o in others}
+        for i, others in waits(program).items()
+    }
+    assert found["0F0", 0] == set()
+    assert found["1F0", 0] == {("0F0", 0)}
+    assert found["0B0", 0] == {("0F0", 0), ("1B0", 0)}
+    assert found["0F0", 1] == {("0B0", 0)}  # its weights are those of the first step
+    assert found["1F1", 1] == {("0F1", 1), ("1B1", 0)}
+
+
+def test_the_page_of_the_site_has_every_schedule_and_verdict():
+    page = site_page([2], ["uniform"])
+    packed = json.loads(re.search('id="cdp-data">(.*?)</script>', page)[1])["2/uniform"]
+    text = {name: gzip.decompress(b64decode(value)).decode() for name, value in packed.items()}
+    assert {name for name in text if " " not in name} == {*METHODS}
+    assert "catalog.gpipe(" in text["gpipe"]
+    assert text["cdp_v2 dp"].startswith("CDP-v2 beside DP: ")
+    assert 'role="alert"' in text["hanayo"]  # it needs more micro-batches
 
 
 def test_an_op_says_what_it_waits_for_and_frees():

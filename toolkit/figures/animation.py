@@ -62,7 +62,7 @@ def animation(shown: Mapping[str, Schedule], n_slots: int = 24) -> str:
     for column, (title, schedule) in enumerate(shown.items()):
         x, base, values = _LEFT + column * (widths + _GAP), high + 16 + _CURVE, totals[title]
         drawn = _grid(schedule, n_slots)
-        move, path = f"translate(0 {base:g})", steps(values, _SLOT, scale)
+        move, path = f"translate(0 {base:g})", steps([*enumerate(values)], n_slots, _SLOT, scale)
         curve = f'<path class="memory" transform="{move}" d="{path}"/>'
         peak = base - max(values) * scale
         words = f"peak: {max(values):g} micro-batches"

@@ -4,9 +4,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, simulate
+import torch
+
+from toolkit.cost import (
+    UNIT,
+    Costs,
+    Hardware,
+    Timeline,
+    affordable_delay,
+    profile,
+    simulate,
+)
 from toolkit.errors import UserError, whole
-from toolkit.format import duration
+from toolkit.format import count, duration, size
+from toolkit.model import Images, build, partition
 from toolkit.schedule import (
     Action,
     Buffer,
@@ -17,7 +28,7 @@ from toolkit.schedule import (
     steady_state,
 )
 from toolkit.schedule.choice import Choice
-from toolkit.schedule.dependencies import needs
+from toolkit.schedule.dependencies import dependencies, needs
 from toolkit.schedule.program import units_sent
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -26,8 +37,11 @@ _STEPS = 3  # training steps that are simulated where messages take no time
 AFFORDABLE = "affordable"
 """The delay of :func:`toolkit.cost.affordable_delay`."""
 _SEARCHED = 64  # stages times micro-batches: seconds
-_TIMED = 2  # steps of a longer simulation whose mean time counts
+_BATCH = 32  # images of a micro-batch
+_NOTHING = 2**20  # bytes: less is no saving
+_TIMED = 2  # steps of a longer simulation, at least, whose mean time counts
 _ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
+_HELD = "simulated; without the optimizer's state"
 _SENT = "stage-parameters", "weights and gradients that all ranks send, in the steady state"
 
 
@@ -69,6 +83,12 @@ class Analysis:
         """Most that all ranks send in a slot of the steady state, in stage-parameters."""
         return float(max(self.steady.units_by_slot))
 
+    @cached_property
+    def late(self) -> float:
+        """Share of the ops that read late weights."""
+        found = [late > 0 for row in self.schedule.staleness for late in row]
+        return sum(found) / len(found)
+
     def numbers(self, timeline: Timeline, *, in_slots: bool) -> list[Number]:
         """The key numbers; times are in slots, or else in seconds."""
         schedule, steady, n = self.schedule, self.steady, self.schedule.n_stages
@@ -82,10 +102,17 @@ class Analysis:
         held = "models", "held at once: all versions, and what is predicted from them"
         late = "steps", "training steps by which the weights read are late"
         idle = f"{100 * timeline.idle_share:z.1f}"
+        memory = []
+        if not in_slots:
+            for of, peak in (("all ranks", timeline.peak_memory()),
+                             ("the fullest rank", fullest_rank(timeline))):  # fmt: skip
+                value, in_unit = size(peak).split()
+                memory.append(Number(f"memory of {of}", value, in_unit, _HELD))
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", f"{self.peak:.4g}", *_ALIVE),
             Number("of the fullest rank", f"{fullest:.4g}", *_ALIVE),
+            *memory,
             Number("weights of the fullest rank", f"{weights:.4g}", *held),
             Number("mean staleness", f"{schedule.mean_staleness:.3g}", *late),
             Number("largest staleness", str(schedule.max_staleness), *late),
@@ -94,6 +121,46 @@ class Analysis:
             Number("step time", time, unit, "of the simulated timeline"),
             Number("idle", idle, "%", "of all ranks' time, simulated"),
         ]
+
+
+def fullest_rank(timeline: Timeline) -> float:
+    """Peak bytes of the rank that holds the most."""
+    return max(map(timeline.peak_memory, range(timeline.n_ranks)))
+
+
+def verdict(
+    first: tuple[Analysis, Timeline], second: tuple[Analysis, Timeline], *, in_slots: bool
+) -> str:
+    """What the first schedule gains and costs beside the second, as one sentence."""
+    (a, of_a), (b, of_b) = first, second
+    ratio = of_a.step_time / of_b.step_time
+    found = ["a step takes as long" if 0.995 < ratio < 1.005 else f"a step takes {ratio:.3g} times"
+             " as long"]  # fmt: skip
+    if a.schedule.n_ranks != b.schedule.n_ranks:
+        found.append(f"{a.schedule.n_ranks} ranks instead of {b.schedule.n_ranks}")
+    if in_slots:
+        found.append(f"{a.peak:.4g} micro-batches' activations instead of {b.peak:.4g}")
+    else:
+        for saved, where in (
+            (fullest_rank(of_b) - fullest_rank(of_a), "on the fullest rank"),
+            (of_b.peak_memory() - of_a.peak_memory(), "on all ranks together"),
+        ):
+            words = f"{size(abs(saved))} {'saved' if saved > 0 else 'more'}"
+            found.append(f"{words if abs(saved) >= _NOTHING else 'no memory saved'} {where}")
+    most = a.schedule.max_staleness
+    late = f"{a.late:.0%} of ops read weights up to {count(most, 'step')} late"
+    found.append(late if most else "all weights are fresh")
+    return f"{a.schedule.name} beside {b.schedule.name}: {'; '.join(found)}."
+
+
+@lru_cache(maxsize=64)
+def costs_of(model: str, n_stages: int) -> Costs:
+    """Costs of a model of the zoo, on micro-batches of 32 images of 224 x 224 pixels."""
+    images = Images(3, 224, 224, 1000)
+    with torch.device("meta"):
+        net = build(model, **images.arguments)
+    example = images.example(_BATCH, "meta")
+    return profile(partition(net, n_stages, example, by="flops"), example)
 
 
 def drawable(choice: Choice) -> Schedule:
@@ -136,9 +203,30 @@ def settle(choice: Choice, costs: Costs, hardware: Hardware) -> Choice:
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
     """Simulate a few training steps; more where messages take time, to reach a steady state."""
     schedule = analysis.schedule
-    n_steps = _STEPS if hardware == UNIT else steps_to_time(schedule, _TIMED)
-    same = n_steps == len(analysis.drawn.steps)
-    return simulate(analysis.drawn if same else schedule.lower(n_steps), costs, hardware)
+    n_drawn = len(analysis.drawn.steps)
+    n_steps = _STEPS if hardware == UNIT else steps_to_time(schedule, max(_TIMED, n_drawn))
+    return simulate(
+        analysis.drawn if n_steps == n_drawn else schedule.lower(n_steps), costs, hardware
+    )
+
+
+def waits(program: Program) -> dict[Instruction, list[Instruction]]:
+    """By op of ``program`` the ops that it waits for: on its rank, for its input and weights."""
+    ops = [[i for i in rank if i.action.computes] for rank in program.ranks]
+    found = {(i.op, i.step): i for rank in ops for i in rank}
+    named = {op for op, _ in found}
+    last: dict[tuple[int, int | None], Instruction] = {}  # backward of a stage in a step
+    for i in sorted(found.values(), key=lambda i: i.tick):
+        last[i.stage, i.step] = i
+    n_stages, alone = program.schedule.n_stages, not program.schedule.layout.one_device
+    waited: dict[Instruction, list[Instruction]] = {}
+    for rank in ops:
+        for before, i in zip([None, *rank], rank, strict=False):
+            inputs = [found.get((op, i.step)) for op in dependencies(i.op, named, n_stages)]
+            updated = last.get((i.stage, (i.version or 0) - 1))
+            several = (*inputs, updated, before if alone else None)
+            waited[i] = [*dict.fromkeys(other for other in several if other)]
+    return waited
 
 
 def texts(program: Program) -> dict[Instruction, str]:

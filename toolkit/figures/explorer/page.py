@@ -1,22 +1,21 @@
-"""The explorer's drawings and key numbers as HTML without script or network."""
+"""The explorer's drawings and key numbers as HTML that needs no network and no kernel."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from toolkit.figures.explorer.inspection import Analysis, texts
-from toolkit.figures.schedule_figure import Cell, cells
+from toolkit.cost import Timeline
+from toolkit.figures.explorer.inspection import Analysis, texts, waits
+from toolkit.figures.explorer.picture import Curve, Picture, Placed, in_seconds, in_slots
 from toolkit.schedule.grid import rows
-
-if TYPE_CHECKING:
-    from toolkit.cost import Timeline
 
 # Pixels
 _WIDE, _NARROW = 740.0, 340.0  # for the slots, of one drawing and of two side by side
-_ONE_DIGIT, _TWO_DIGITS, _LARGEST = 8.0, 13.0, 36.0  # of a slot: at least, and at most
+_ONE_DIGIT, _TWO_DIGITS, _LARGEST = 8.0, 13.0, 36.0  # of a cell: at least, and at most
 _CURVE = 62.0  # of the largest value in a chart
 
 
@@ -35,66 +34,78 @@ HTML = _macros()
 class Frame(NamedTuple):
     """The common scale of drawings side by side; the last two are the tops of the charts."""
 
-    slots: int
-    slot: float  # pixels
-    activations: float  # micro-batches
-    sent: float  # stage-parameters
-
-    @property
-    def numbered(self) -> int:
-        """Slots from one number to the next, so that each has room."""
-        return next(k for k in (1, 2, 5, 10, 20, 50, 100) if k * self.slot >= 26)
+    end: float  # slots or seconds
+    scale: float  # pixels of one
+    cell: float  # pixels of a cell, the median
+    rows: int
+    memory: float
+    sent: float
 
 
-def frame_of(shown: Sequence[Analysis]) -> Frame:
-    """The frame of drawings that stand side by side."""
-    slots = max(analysis.drawn.n_slots for analysis in shown)
+def frame_of(shown: Sequence[Picture]) -> Frame:
+    """The frame of drawings that stand side by side, if there are any."""
+    if not shown:
+        return Frame(0.0, 1.0, 1.0, 0, 0.0, 0.0)
+    end = max(picture.end for picture in shown)
     room = _WIDE if len(shown) == 1 else _NARROW
-    two_digits = max(analysis.schedule.n_stages for analysis in shown) > 10
+    two_digits = max(picture.analysis.schedule.n_stages for picture in shown) > 10
     least = _TWO_DIGITS if two_digits else _ONE_DIGIT
-    return Frame(
-        slots,
-        min(_LARGEST, max(least, room / (slots + 1))),
-        max(max(analysis.peak, *analysis.activations) for analysis in shown),
-        max(max(analysis.most_sent, *analysis.traffic) for analysis in shown),
-    )
-
-
-def panes(shown: "Sequence[tuple[Analysis, Timeline]]", *, in_slots: bool) -> list[str]:
-    """For each schedule its name, key numbers, staleness and drawing, all on the same scales."""
-    frame = frame_of([analysis for analysis, _ in shown])
-    return [
-        HTML.pane(analysis, analysis.numbers(timeline, in_slots=in_slots), draw(analysis, frame))
-        for analysis, timeline in shown
+    cell = min(median(c.end - c.start for c in picture.cells) for picture in shown)
+    slots = shown[0].in_slots
+    scale = room / (end + 1) if slots else room / end
+    most = _LARGEST if slots else 3 * room / end * cell
+    cell_width = min(most, max(least, scale * cell))
+    tops = [
+        max(max(chart.level, *(value for _, value in chart.curve)) for chart in of_kind)
+        for of_kind in zip(*(picture.charts for picture in shown), strict=True)
     ]
+    n_rows = max(picture.n_rows for picture in shown)
+    return Frame(end, cell_width / cell, cell_width, n_rows, tops[0], tops[1])
+
+
+def pictures_of(shown: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool) -> list[Picture]:
+    """The pictures of schedules, over slots or over seconds."""
+    return [in_slots(a) if by_slots else in_seconds(a, timeline) for a, timeline in shown]
+
+
+def pane(analysis: Analysis, timeline: Timeline, picture: Picture, frame: Frame) -> str:
+    """A schedule's name, key numbers, staleness and drawing."""
+    numbers = analysis.numbers(timeline, in_slots=picture.in_slots)
+    return HTML.pane(analysis, numbers, draw(picture, frame))
 
 
 @lru_cache(maxsize=32)
-def draw(analysis: Analysis, frame: Frame) -> str:
-    """A program as SVG: its grid, and below it over the same slots its activations and traffic."""
-    row_name, n_rows = rows(analysis.schedule.layout)
-    by_row: list[list[Cell]] = [[] for _ in range(n_rows)]
-    for cell in sorted(cells(analysis.drawn), key=lambda cell: cell.slot):
+def draw(picture: Picture, frame: Frame) -> str:
+    """A program as SVG: its grid, and below it over the same time its memory and traffic."""
+    schedule = picture.analysis.schedule
+    row_name, n_rows = rows(schedule.layout)
+    by_row: list[list[Placed]] = [[] for _ in range(n_rows)]
+    numbers: dict[Any, int] = {}
+    for cell in sorted(picture.cells, key=lambda cell: cell.start):
         by_row[cell.row].append(cell)
-    height = 22.0 if n_rows <= 12 else 16.0 if n_rows <= 32 else 12.0
-    digit = 0.85 if analysis.schedule.n_stages <= 10 else 0.66  # of a slot
-    font = min(12.0, height - 4, frame.slot * digit)
+        numbers[cell.instruction] = len(numbers)
+    before = {
+        i: " ".join(str(numbers[other]) for other in others if other in numbers)
+        for i, others in waits(picture.program).items()
+    }
+    height = 22.0 if frame.rows <= 12 else 16.0 if frame.rows <= 32 else 12.0
+    digit = 0.85 if schedule.n_stages <= 10 else 0.66  # of a cell
+    font = min(12.0, height - 4, frame.cell * digit)
     charts = []
-    for kind, name, values, level, top, label in (
-        ("memory", "activations", analysis.activations, analysis.peak, frame.activations,
-         "peak {:.4g} micro-batches"),
-        ("traffic", "sent", analysis.traffic, analysis.most_sent, frame.sent,
-         "most {:.4g} stage-parameters a slot"),
-    ):  # fmt: skip
+    for chart, top in zip(picture.charts, (frame.memory, frame.sent), strict=True):
         scale = _CURVE / (top or 1.0)
-        chart = {"kind": kind, "name": name, "level": level * scale, "label": label.format(level)}
-        path, width = steps(values, frame.slot, scale), len(values) * frame.slot
-        charts.append({**chart, "path": path, "width": width})
-    hover = texts(analysis.drawn)
-    return HTML.drawing(analysis, frame, row_name, by_row, hover, height, font, charts)
+        path = steps(chart.curve, picture.end, frame.scale, scale)
+        charts.append({**chart._asdict(), "level": chart.level * scale, "path": path})
+    hover = texts(picture.program)
+    given = picture, frame, row_name, by_row, numbers, before
+    return HTML.drawing(*given, hover, height, font, charts)
 
 
-def steps(values: Sequence[float], width: float, scale: float) -> str:
-    """Path of a curve that is constant in each of equal intervals, closed at zero."""
-    parts = (f"V{-value * scale:g}H{k * width:g}" for k, value in enumerate(values, 1))
+def steps(curve: Curve, end: float, width: float, scale: float) -> str:
+    """Path of a step function until ``end``, closed at zero; ``width`` is pixels of its unit."""
+    ends = [when for when, _ in curve[1:]] + [end]
+    parts = (
+        f"V{-value * scale:.5g}H{until * width:.5g}"
+        for (_, value), until in zip(curve, ends, strict=True)
+    )
     return f"M0 0{''.join(parts)}V0Z"

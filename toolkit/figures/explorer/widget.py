@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from toolkit.figures.explorer.inspection import (
     Analysis,
     analyse,
     check_sizes,
+    costs_of,
     drawable,
     predict,
     settle,
+    verdict,
 )
-from toolkit.figures.explorer.page import HTML, panes
+from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
 from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
@@ -37,6 +40,7 @@ from toolkit.schedule.choice import (
 from toolkit.schedule.instruction import collector_paused
 
 UNIFORM = "uniform"
+ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
@@ -68,7 +72,7 @@ class Explorer(ui.VBox):
         compare: another schedule of the same sizes, shown side by side.
         n_steps: training steps drawn, 1 to 3.
         costs: of the stages, by :func:`toolkit.cost.profile`, or a function from the number of
-            stages to their costs; uniform unless given.
+            stages to their costs; uniform unless given. Models can be chosen, too.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
         options: of the first schedule, as in :class:`Choice`: ``delay``, ``correction``,
@@ -103,6 +107,7 @@ class Explorer(ui.VBox):
                 " {} x {} and {} x {}".format(*sizes[0], *sizes[1])
             )
         self._costs: dict[str, Costs | Callable[[int], Costs]] = {UNIFORM: unit_costs}
+        self._costs |= {name: partial(costs_of, name) for name in ANALYSED}
         self._machines = {"unit": UNIT}
         try:
             self._machines |= presets()
@@ -125,9 +130,9 @@ class Explorer(ui.VBox):
                 ("steps drawn", n_steps, _MOST_STEPS),
             )
         )
-        tip = "uniform: a forward and a whole backward take a slot each"
+        tip = "uniform: a forward and a whole backward take a slot each; or those of a model"
         self.costs = _field(ui.Dropdown, "stage costs", tip, options=[*self._costs])
-        self.costs.value = [*self._costs][-1]
+        self.costs.value = UNIFORM if costs is None else "given"
         self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines])
         self.hardware.value = hardware.name if hardware else "unit"
         look = {"width": "auto", "margin": "2px 2px 2px 100px"}
@@ -162,7 +167,7 @@ class Explorer(ui.VBox):
         return [column.choice(self.stages.value, self.microbatches.value) for column in shown]
 
     def to_html(self) -> str:
-        """A page of its own with what is shown: no script, no network, no kernel.
+        """A page of its own with what is shown: no network, no server, no kernel.
 
         Raises:
             UserError: the last choice is impossible.
@@ -238,6 +243,9 @@ class Explorer(ui.VBox):
         choices, machine = self.choices, self._machines[self.hardware.value]
         good: dict[int, tuple[Analysis, Timeline]] = {}
         shown = [""] * len(choices)
+        if self.costs.value in ANALYSED:  # seconds, at first: no figure of other costs meanwhile
+            said = f"analysing {self.costs.value} in {self.stages.value} stages ..."
+            self.view.value = HTML.working(said, self.view.value)
         with collector_paused():
             for k, choice in enumerate(choices):
                 try:
@@ -248,11 +256,13 @@ class Explorer(ui.VBox):
                 except ValueError as error:
                     shown[k] = HTML.impossible(error, self._drawn[k])
             self._good = [*good.values()]
-            drawn = panes(self._good, in_slots=uniform) if good else []
-        for k, pane in zip(good, drawn, strict=True):
-            self._drawn[k] = pane
-            shown[k] = pane + HTML.lines(choices[k])
-        self.view.value = HTML.side_by_side(shown)
+            pictures = pictures_of(self._good, by_slots=uniform)
+            frame = frame_of(pictures)
+            for (k, found), picture in zip(good.items(), pictures, strict=True):
+                self._drawn[k] = pane(*found, picture, frame)
+                shown[k] = self._drawn[k] + HTML.lines(choices[k])
+        said = verdict(*self._good, in_slots=uniform) if len(good) == 2 else ""
+        self.view.value = HTML.side_by_side(shown, said)
 
     def _costs_of(self, n_stages: int) -> Costs:
         costs = self._costs[self.costs.value]

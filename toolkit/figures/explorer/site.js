@@ -1,0 +1,36 @@
+const data = JSON.parse(document.getElementById("cdp-data").textContent);
+const form = document.querySelector(".cdp-form"), panes = document.querySelectorAll(".cdp-pane");
+const inflate = async packed => {
+  const bytes = Uint8Array.from(atob(packed ?? ""), letter => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return bytes.length ? new Response(stream).text() : "";
+};
+const show = async () => {
+  const chosen = Object.fromEntries(new FormData(form));
+  history.replaceState(null, "", `#${new URLSearchParams(chosen)}`);
+  const group = data[`${chosen.size}/${chosen.costs}`], { schedule, beside } = chosen;
+  const names = [schedule, beside, `${schedule} ${beside}`];
+  const [first, second, verdict] = await Promise.all(names.map(name => inflate(group[name])));
+  panes[0].innerHTML = first;
+  panes[1].innerHTML = second;
+  const svgs = [...document.querySelectorAll(".cdp-grid")];
+  const wide = Math.max(...svgs.map(svg => svg.viewBox.baseVal.width));
+  const least = Math.max(...svgs.map(svg => parseFloat(svg.style.minWidth)));
+  for (const svg of svgs) {
+    svg.viewBox.baseVal.width = wide;
+    Object.assign(svg.style, { minWidth: `${least}px`, maxWidth: `${1.35 * wide}px` });
+  }
+  panes[1].hidden = schedule === beside;
+  document.querySelector(".cdp-verdict").textContent = verdict;
+  document.querySelector(".cdp-play input").dispatchEvent(new Event("input", { bubbles: true }));
+};
+const read = () => {
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    const field = form.elements[name];
+    if ([...(field?.options ?? [])].some(option => option.value === value)) field.value = value;
+  }
+  show();
+};
+form.addEventListener("change", show);
+window.addEventListener("hashchange", read);
+read();
