@@ -202,7 +202,9 @@ def show(run: "TrainingRun", result: dict[str, Any], records: Records) -> None:
     """Print the results of a run."""
     from toolkit.training.profiling import WARM_UP
 
-    print(table([{"schedule": result["schedule"], "seed": run.options.seed} | result["metrics"]]))
+    metrics = {k: v for k, v in result["metrics"].items() if k != "epoch"}
+    about = {"schedule": result["schedule"], "seed": run.options.seed}
+    print(table([about | {"epochs": result["metrics"]["epoch"] + 1} | metrics]))
     if "peak_weights" in result["ranks"][0]:
         print(f"\nmeasured in the first {run.record['runtime']['record']} training steps:\n")
         print(table([rank_cells(row) for row in result["ranks"]]))

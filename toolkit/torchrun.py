@@ -1,6 +1,10 @@
 """Rank and restarts of this process, from the environment of torchrun, Slurm or ``launch``."""
 
+import json
 import os
+import time
+from contextlib import suppress
+from pathlib import Path
 
 
 def is_rank_zero() -> bool:
@@ -12,3 +16,11 @@ def is_rank_zero() -> bool:
 def restarted() -> bool:
     """Whether torchrun has restarted the ranks."""
     return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def report_error(message: str) -> None:
+    """Have torchrun, if it started this process, end its own output with ``message``."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

@@ -1,6 +1,7 @@
 """One clear line for each user's mistake, with the nearest valid choice."""
 
 import re
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
@@ -56,7 +57,9 @@ def explain(error: Exception, experiment: str) -> str | None:
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        place = str(error.filename)
+        given = [x for x in sys.argv[1:] if len(folder := value_of(x)) > 1 and folder in place]
+        return f"{(given or [place])[0]}: {error.strerror}"
     if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):

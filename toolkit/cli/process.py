@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from toolkit.torchrun import is_rank_zero
+from toolkit.torchrun import is_rank_zero, report_error
 
 if TYPE_CHECKING:
     from toolkit.runtime.process_group.join import World
@@ -34,6 +34,7 @@ def exit_with_error(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
     if (world := _world()) is not None:
         world.watch.fail(message)
+    report_error(message)
     if is_rank_zero():
         print(f"error: {message}", file=sys.stderr)
 

@@ -1,8 +1,7 @@
-"""A bar that shows how far training is, how fast, and its loss."""
+"""A bar that shows how far training is, how fast, and its mean loss of the epoch so far."""
 
 import sys
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.training import Step
-
-_SMOOTHED = 50  # training steps whose mean loss is shown
 
 
 class Progress:
@@ -30,7 +27,7 @@ class Progress:
         self._before = 0  # epochs of earlier runs
         self._new_run = True
         self._since, self._samples = 0.0, 0  # start of an epoch, and samples since
-        self._losses: deque[Tensor] = deque(maxlen=_SMOOTHED)
+        self._losses: list[Tensor] = []  # of the epoch so far
         self._figures = self._note = ""
         self._bar = tqdm(
             total=n_epochs,
@@ -48,7 +45,6 @@ class Progress:
 
     def run(self, name: str) -> None:
         """Begin a run."""
-        self._losses.clear()
         self._new_run = True
         self._bar.set_description_str(name, refresh=False)
 
@@ -66,12 +62,14 @@ class Progress:
         if self._new_run:
             self._new_run = False
             self._bar.initial += epochs - 1 / step.n_steps
+        if step.step == 1:
+            self._losses.clear()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
         self._bar.n = self._before + epochs
         due = now >= self._refreshed + self._interval
         if due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
-            shown = [f"loss {_mean(self._losses):.3f}"] if self._losses else []
+            shown = [f"train loss {_mean(self._losses):.3f}"] if self._losses else []
             shown.append(f"lr {step.learning_rate:.3g}")
             if self._samples:
                 shown.append(f"{self._samples / (now - self._since):.0f} samples/s")
@@ -98,7 +96,7 @@ class Progress:
         self._bar.set_postfix_str(", ".join(filter(None, [text, self._figures])), refresh=False)
 
 
-def _mean(losses: "deque[Tensor]") -> float:
+def _mean(losses: "list[Tensor]") -> float:
     import torch
 
-    return float(torch.cat([*losses]).mean())
+    return float(torch.cat(losses).mean())

@@ -29,6 +29,7 @@ from toolkit.runtime.process_group.shared_status import (
     Record,
     SharedStatus,
 )
+from toolkit.torchrun import report_error
 
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
@@ -324,6 +325,7 @@ class Watch:
 
     def _leave_failed(self, message: str) -> NoReturn:
         """Report the failure, show it to the other ranks, and leave."""
+        report_error(message)
         _within(_GRACE, lambda: self.on_failure(message))
         self._write(status=RankStatus.FAILED, error=message)
         if self._peers.remote:
