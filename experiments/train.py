@@ -274,7 +274,7 @@ def conclude_measured(
         save(figure, folder / "timeline")
         lines[0].to_chrome_trace(folder / "trace.json")
         lines[0].to_frame().to_csv(folder / "spans.csv", index=False)
-        track_measured(tracker, lines[0], figure, rows)
+        track_measured(tracker, figure, rows, *lines)
     return rows
 
 

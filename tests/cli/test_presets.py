@@ -1,6 +1,7 @@
 """Every preset and every choice composes; the paper's presets have the paper's settings."""
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -16,7 +17,7 @@ PRESETS = choices([CONF], "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
-    if group not in ("experiment", "bench", "study", "sweep")
+    if group not in ("experiment", "bench", "study", "sweep", "wandb")
     for choice in choices([CONF], group)
 ]
 
@@ -64,6 +65,17 @@ def test_every_sweep_composes(sweep):
         for value in ["0"] if values.startswith("range(") else values.split(","):
             assert composed("train", f"+sweep={sweep}", f"{option}={value}")
     assert f"-m +sweep={sweep}" in (CONF / "sweep" / f"{sweep}.yaml").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "wandb").iterdir()), ids=lambda path: path.stem)
+def test_every_sweep_of_wandb_has_options_that_compose(path):
+    sweep = yaml.safe_load(path.read_text())
+    assert (CONF.parent / sweep["program"]).exists()
+    *_, tracked = sweep["command"]
+    for option, asked in sweep["parameters"].items():
+        for value in asked.get("values", [asked.get("min")]):
+            assert composed("train", tracked, f"{option}={value}").tracking.mode == "online"
+    assert f"wandb sweep {path.relative_to(CONF.parent)}" in path.read_text()
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

@@ -12,6 +12,7 @@ from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.results import Tracker, provenance, wandb_run
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
+_NAMED = "rule", "schedule_label", "schedule_family"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
 
 
@@ -109,7 +110,11 @@ def test_comparison_tracks_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
     finished = run("compare", *arguments)
     assert finished.status == 0, finished.err
-    assert {run.name for run in wandb_runs} == {"dp, seed 0", "cdp_v1, seed 0"}
+    assert {run.name for run in wandb_runs} == {"DP, seed 0", "CDP-v1, seed 0"}
+    found = {tuple(run.config[key] for key in _NAMED) for run in wandb_runs}
+    assert found == {("dp", "DP", "data_parallel"), ("cdp_v1", "CDP-v1", "cyclic")}
+    assert {run.summary["schedule/peak_activations"] for run in wandb_runs} == {2.5, 4}
+    assert wandb_runs[0].defined["epoch/top1"]["summary"] == "max,last"
     for one in wandb_runs:
         assert (one.group, one.job_type) == (tmp_path.name, "compare")
         assert (one.config["seed"], "rules" in one.config) == (0, False)

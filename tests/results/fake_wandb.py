@@ -15,10 +15,10 @@ class FakeRun:
         self.dir = str(Path(dir) / "wandb" / f"offline-run-20260101_000000-{id}" / "files")
         self.url = f"https://wandb.test/{id}" if mode == "online" else None
         self.history, self.summary, self.media, self.artifacts = [], {}, {}, []
-        self.exit_code = None
+        self.exit_code, self.defined = None, {}
 
-    def define_metric(self, *_, **__):
-        pass
+    def define_metric(self, name, **options):
+        self.defined[name] = options
 
     def log(self, values):
         if "step" in values:

@@ -137,13 +137,14 @@ def _trained(
         run.record,
         folder,
         device=describe(run.device),
-        name=called,
+        name=f"{run.schedule.name}, seed {seed}",
         job_type="compare",
         group=group_of(folder),
         resume=True,
         own=own,
         here=is_rank_zero(),
     ) as tracker:
+        tracker.config({"rule": name})
         track_schedule(tracker, run.schedule)
 
         def count(step: Step) -> None:

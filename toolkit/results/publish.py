@@ -28,6 +28,14 @@ _LOGGED = {
     "Memory": (["schedule/grid"], ["schedule/activations_by_slot", "measured/memory"]),
     "Communication": (["measured/timeline"], ["schedule/traffic_by_slot", "measured/ranks"]),
 }
+_SCALARS = {  # bars of the runs, by section
+    "Memory": (["schedule/peak_activations"], ["measured/peak_mib_of_rank"]),
+    "Communication": (
+        ["schedule/traffic_mean", "schedule/traffic_max"],
+        ["measured/bytes_sent_a_step"],
+        ["measured/step_seconds", "predicted/step_seconds"],
+    ),
+}
 _CURVES = (
     *("epoch/top1", "epoch/test_loss", "epoch/samples_per_second"),
     *("train/loss", "train/lr"),
@@ -88,11 +96,15 @@ def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
     images, tables = _LOGGED.get(section, ([], []))
     panels = [wr.MediaBrowser(title=key, media_keys=[key]) for key in images]
     panels += [wr.WeavePanelSummaryTable(table_name=key) for key in tables]
+    panels += [wr.BarPlot(title=keys[0], metrics=keys) for keys in _SCALARS.get(section, ())]
     if section == "Accuracy":
         judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
         finals = [f"final/{by.key}" for by in judges]
-        panels += [wr.LinePlot(title=key, x=STEP, y=[key]) for key in _CURVES]
+        panels += [wr.LinePlot(title=k, x=k.partition("/")[0].replace("train", STEP), y=[k])
+                   for k in _CURVES]  # fmt: skip
         panels += [wr.BarPlot(title=key, metrics=[key]) for key in finals]
+        late = "schedule/staleness_mean"
+        panels += [wr.ScatterPlot(title=f"{key} by staleness", x=late, y=key) for key in finals]
         panels.append(wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*"))
     return panels
 

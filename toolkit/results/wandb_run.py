@@ -16,13 +16,15 @@ from dataclasses import asdict
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from tqdm.auto import tqdm
 
-from toolkit.errors import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.files import write_json
+from toolkit.format import MIB
 from toolkit.options import AROUND, TrackingOptions, without
 from toolkit.results.provenance import provenance
 from toolkit.results.record import DamagedError, read_json
@@ -104,6 +106,10 @@ class Tracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set results of the whole run."""
         self._try(lambda run: run.summary.update(dict(values)))
+
+    def config(self, values: Mapping[str, Any]) -> None:
+        """Add to the run's options."""
+        self._try(lambda run: run.config.update(dict(values)))
 
     def files(self, name: str, paths: Sequence[Path]) -> None:
         """Upload files as an artifact."""
@@ -214,7 +220,8 @@ def track(
     content = without(source.pop("config"), AROUND) | {"provenance": source}
     identity, home = (own or folder) / WANDB_RUN, folder / "wandb"
     known = read_identity(identity) if resume else {}
-    identifier = known.get("id") or uuid4().hex[:8]
+    # An agent of a W&B sweep names its runs.
+    identifier = known.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
     group = options.group or known.get("group") or group
     places = {"WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
     with environment(WANDB_SILENT="true", **places):
@@ -241,6 +248,10 @@ def track(
             )
             run.define_metric(STEP, hidden=True)
             run.define_metric("*", step_metric=STEP)
+            run.define_metric("epoch", hidden=True)
+            run.define_metric("epoch/*", step_metric="epoch")
+            for metric, best in (("epoch/top1", "max"), ("epoch/test_loss", "min")):
+                run.define_metric(metric, step_metric="epoch", summary=f"{best},last")
             tracker = Tracker(run, options.every)
         except ImportError:
             tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
@@ -288,21 +299,40 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
-    """Log a schedule's grid, and its expected memory and traffic by slot, unless it is large.
+    """Log a schedule's name, grid, and expected memory and traffic, unless it is large.
 
-    The unit of memory is the activations of one stage and micro-batch; the unit of traffic is the
-    parameters of one stage.
+    By slot, the unit of memory is the activations of one stage and micro-batch. In the summary it
+    is a micro-batch. The unit of traffic is the parameters of one stage.
     """
+    tracker.config({"schedule_label": schedule.name})
     if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
         return
     from toolkit.figures import schedules
     from toolkit.schedule import steady_state
+    from toolkit.schedule.choice import SCHEDULES, choice_of
 
+    with suppress(UserError):  # no method of the catalogue
+        tracker.config({"schedule_family": SCHEDULES[choice_of(schedule).schedule].kind})
     try:
         steady = steady_state(schedule)
     except ValueError as error:  # training may still accept the schedule
         tracker.note(f"the schedule is not tracked: {first_line(error)}")
         return
+    sent, n_steps = steady.units_by_slot, len(steady.traffic) / float(schedule.period)
+    tracker.summary(
+        {
+            "schedule/ranks": schedule.n_ranks,
+            "schedule/peak_activations": steady.peak_activations / schedule.n_stages,
+            "schedule/peak_activations_of_rank": max(map(max, steady.activations))
+            / schedule.n_stages,
+            "schedule/staleness_mean": schedule.mean_staleness,
+            "schedule/staleness_max": schedule.max_staleness,
+            "schedule/traffic_mean": float(sum(sent)) / len(sent),
+            "schedule/traffic_max": float(max(sent)),
+            "schedule/messages_a_step": sum(r.messages for slot in steady.traffic for r in slot)
+            / n_steps,
+        }
+    )
     activations = [
         {"slot": slot, "all ranks": total, "fullest rank": max(ranks)}
         for slot, (total, ranks) in enumerate(
@@ -328,9 +358,16 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 
 
 def track_measured(
-    tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
+    tracker: Tracker,
+    figure: "Figure",
+    ranks: list[dict[str, Any]],
+    timeline: "Timeline",
+    predicted: "Timeline | None" = None,
 ) -> None:
-    """Log a measured timeline: its figure, memory and messages over time, and a row per rank."""
+    """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
+
+    The summary has the step times in seconds, also the predicted one, and the means over ranks.
+    """
     columns = ["rank", "start", "end", "bytes", "slot"]
     sent = [span for span in timeline.spans if span.lane == "send"]
     tracker.log(
@@ -341,3 +378,13 @@ def track_measured(
             "measured/ranks": ranks,
         }
     )
+    peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
+    scalars = {
+        "measured/peak_mib_of_rank": max(peaks) / MIB,
+        "measured/bytes_sent_a_step": mean(timeline.bytes_a_step()),
+        "measured/messages_a_step": len(sent) / len(timeline.step_ends) / timeline.n_ranks,
+        "measured/step_seconds": timeline.step_time,
+    }
+    if predicted is not None:
+        scalars["predicted/step_seconds"] = predicted.step_time
+    tracker.summary(scalars)
