@@ -27,6 +27,10 @@ activations, weights: the most that a rank holds (all ranks together); kept: fro
 sent: by a rank in a step on average; in a slot: the most by any rank
 messages: collectives are a ring (all-reduce) or a tree; rounds: of them between two slots
 """
+BESIDE = """\
+timeline.png: a rank a row, measured on the left; on the right what the simulator makes of the same
+program if each op and message takes its median time. They differ mostly where ranks share cores.
+"""
 
 
 @entry_point("communication")
@@ -50,7 +54,7 @@ def main(config: DictConfig) -> int:
         for record, row in zip(records, ran, strict=True):
             record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
         shown = [measured_cells(r) | {"as counted": agreement(r, "_measured")} for r in records]
-        print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n")
+        print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n\n{BESIDE}")
         wrong += differences(ran, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("1_schedules", "2_memory", "3_communication", "4_accuracy", "5_plan")
+NAMES = ("1_schedules", "2_memory", "3_communication", "4_accuracy", "5_plan", "6_tracking")
 _LONGEST_FUNCTION = 6  # lines
 _LONGEST_CELL = 16
 _TIMEOUT = 180  # seconds for a cell
