@@ -128,6 +128,9 @@ def test_the_explorer_in_jupyterlab(tmp_path):
         assert (grids.first.locator("title").count(), number("peak activations")) == (96, "2.5")
 
         assert len({grid.bounding_box()["y"] for grid in grids.all()}) == 1  # side by side
+        assert "CDP-v2 beside DP" in shown.locator(".cdp-explorer .cdp-verdict").inner_text()
+        grids.first.locator(".cdp-op").nth(20).hover()
+        assert grids.first.locator(".cdp-arrows path").count() > 1
 
         drag(shown, handle("stages"), 120)
         shown.wait_for_function(OPS.replace("SIGN", ">"), arg=96, timeout=WAIT)

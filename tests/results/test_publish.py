@@ -33,7 +33,9 @@ def runs(tmp_path):
     (tmp_path / "s" / "sweep.json").write_text("{}")
     folders.train(tmp_path / "t", batch=8)
     (tmp_path / "t" / "wandb_run.json").write_text('{"id": "abc12345", "group": null}')
-    return read_runs([tmp_path])
+    moved = [f"{what}_{way}" for what in ("messages", "bytes") for way in ("sent", "received")]
+    rank = dict.fromkeys(["rank", *moved], 0)
+    return [replace(run, ranks=[rank]) for run in read_runs([tmp_path])]
 
 
 def spec_of(report, runs):
@@ -76,6 +78,12 @@ def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bar
     n_panels = {section.name: len(section.panels) for section in sections}
     expected = {"Accuracy": 6 + 2 * len(bars), "Memory": 5, "Communication": 6}
     assert {name: n_panels[name] for name in expected} == expected
+
+
+def test_what_was_not_measured_has_no_panels(runs):
+    words = json.dumps(spec_of(Report("T", EMPTY), [replace(run, ranks=[]) for run in runs]))
+    assert "measured/" not in words
+    assert "schedule/peak_activations" in words
 
 
 def test_what_panels_show_is_logged():

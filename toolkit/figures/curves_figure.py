@@ -16,6 +16,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
 
+_LAST_EPOCHS = 9  # or more: the last third is also drawn larger
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """By rule, one sequence a run: a value after each epoch."""
 
@@ -59,20 +60,29 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
             raise UserError(f"runs of {rule} differ in their epochs: got {lengths}; cut the longer")
     with drawing((5.2, 2.6)) as figure:
         axes = figure.subplots()
+        n_epochs = max(len(run) for runs in curves.values() for run in runs)
+        shown = [axes]
+        if n_epochs >= _LAST_EPOCHS:
+            shown.append(axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42)))
+            shown[1].tick_params(labelsize=6)
+            shown[1].set_title("the last epochs", fontsize=6, pad=2)
         for k, (rule, runs) in enumerate(curves.items()):
             # Diverged runs are masked; an epoch without others is masked as a whole
             values = np.ma.masked_invalid(np.array(runs, dtype=float))
             low, mean, high = (of(0).filled(np.nan) for of in (values.min, values.mean, values.max))
             epochs = range(1, len(mean) + 1)
             line = series(k)
-            axes.fill_between(epochs, low, high, color=line["color"], alpha=0.18, linewidth=0)
-            marker = MARKERS[k % len(MARKERS)]
-            axes.plot(epochs, mean, marker=marker, label=fill(rule, 28), **line)
+            look = {"marker": MARKERS[k % len(MARKERS)], "label": fill(rule, 28), **line}
+            for panel, first in zip(shown, (0, 2 * n_epochs // 3), strict=False):
+                at, band = epochs[first:], {"color": line["color"], "alpha": 0.18, "linewidth": 0}
+                panel.fill_between(at, low[first:], high[first:], **band)
+                panel.plot(at, mean[first:], **look)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:
             axes.set_ylim(top=min(101, axes.get_ylim()[1]))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        for panel in shown:
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         legend_right(axes)
     return figure
 

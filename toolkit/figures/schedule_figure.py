@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MultipleLocator
 
 from toolkit.errors import UserError
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing
@@ -27,6 +27,7 @@ _COLUMN = 3.2  # inches of a schedule
 _WIDE = 2.9 * 72  # points of that for its slots
 _GRID, _MEMORY, _AROUND = 1.75, 1.15, 0.5  # inches, from top to bottom
 _ROW, _TALLEST = 0.13, 6.0  # inches of a row at least, and of a grid at most
+_TICKS = 8  # labels of the slots, at most
 _LETTERS, _SMALLEST = 5.5, 4.0  # points: in a cell, and where they are left out
 
 
@@ -75,6 +76,7 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
             _draw_memory(memory, totals)
             memory.set_ylim(0, 1.2 * max(map(max, alive)))
             memory.set_xlabel("slot")
+            memory.xaxis.set_major_locator(MultipleLocator(_ticks(shown[0], n_slots)))
             memory.tick_params(labelleft=memory is memories[0])
         align(grids, shapes)
         memories[0].set_ylabel("activations\n(micro-batches)")
@@ -83,6 +85,12 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
         ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
         figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
     return figure
+
+
+def _ticks(schedule: Schedule, n_slots: int) -> float:
+    """Slots between two labels of the axis: a training step, or several."""
+    step = max(1, round(schedule.final.period))
+    return step * -(-n_slots // step // _TICKS)
 
 
 def _lowered(schedule: Schedule, n_steps: int) -> Program:
@@ -147,4 +155,3 @@ def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
     axes.hlines(peak, 0, len(totals), color=BLACK, linewidth=0.6, linestyle=":")
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 7}
     axes.annotate(f"peak {peak:.4g}", (len(totals), peak), (0, 3), **look)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

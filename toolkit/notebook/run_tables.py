@@ -15,7 +15,6 @@ import pandas as pd
 
 from toolkit.errors import UserError
 from toolkit.format import (
-    count,
     counted_cells,
     metric_cells,
     rank_cells,
@@ -24,6 +23,7 @@ from toolkit.format import (
     staleness_cells,
 )
 from toolkit.metric import ACCURACY, Metric
+from toolkit.results.statistics import in_a_sentence, interval, says
 from toolkit.schedule import labels
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def differences(
         rule: {
             "runs": row["runs"],
             **metric_cells(row, measure, baseline),
-            "says": "" if rule == baseline else _says(*_interval(row, measure)),
+            "says": "" if rule == baseline else says(*interval(row, measure)),
         }
         for rule, row in _summaries(epochs, baseline, measure, margin).items()
     }
@@ -173,21 +173,9 @@ def in_words(
     """The table of :func:`differences` in sentences, a list item for each rule."""
     lines = []
     for rule, row in _summaries(epochs, baseline, measure, margin).items():
-        low, high = _interval(row, measure)
-        middle, unit = row[measure.columns[2]], measure.unit_of_differences
-        if rule == baseline or isnan(middle):
-            continue
-        side = "below" if middle < 0 else "above"
-        line = f"- **{rule}** ends {abs(middle):.{measure.decimals}f} {unit} {side} {baseline}"
-        if isnan(low):
-            line += f", with {count(row['runs'], 'run')} and no spread: this shows nothing"
-        else:
-            line += f" (interval {low:+.{measure.decimals}f} to {high:+.{measure.decimals}f})"
-            line += f": {_says(low, high)}"
-        if verdict := row.get("verdict"):
-            shown = verdict != "not shown"
-            line += f"; {verdict if shown else f'equivalence within {margin:g} is not shown'}"
-        lines.append(f"{line}.")
+        if rule != baseline and not isnan(row[measure.columns[2]]):
+            said = in_a_sentence(f"**{rule}**", baseline, row, row["runs"], measure, margin)
+            lines.append(f"- {said}")
     return Markdown("\n".join(lines))
 
 
@@ -215,20 +203,6 @@ def _summaries(
         n_runs = sum(not isnan(value) for value in mine.values())
         rows[rule] = over_seeds(mine, ends[baseline], measure, margin) | {"runs": n_runs}
     return rows
-
-
-def _interval(row: Mapping[str, Any], measure: Metric) -> tuple[float, float]:
-    middle, half_width = (row[name] for name in measure.columns[2:])
-    return middle - half_width, middle + half_width
-
-
-def _says(low: float, high: float) -> str:
-    """What an interval says about a difference."""
-    if isnan(low):
-        return "no spread: nothing"
-    if high < 0:
-        return "lower"
-    return "higher" if low > 0 else "no difference shown"
 
 
 def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[float]]]:

@@ -93,10 +93,16 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
 
 def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
     """Panels of what was logged for a section, with bars of the runs' own metric."""
-    images, tables = _LOGGED.get(section, ([], []))
+    measured = not runs or any(run.ranks for run in runs)  # else these panels would be empty
+
+    def logged(keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if measured or key.startswith("schedule/")]
+
+    images, tables = map(logged, _LOGGED.get(section, ([], [])))
     panels = [wr.MediaBrowser(title=key, media_keys=[key]) for key in images]
     panels += [wr.WeavePanelSummaryTable(table_name=key) for key in tables]
-    panels += [wr.BarPlot(title=keys[0], metrics=keys) for keys in _SCALARS.get(section, ())]
+    scalars = filter(None, map(logged, _SCALARS.get(section, ())))
+    panels += [wr.BarPlot(title=keys[0], metrics=keys) for keys in scalars]
     if section == "Accuracy":
         judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
         finals = [f"final/{by.key}" for by in judges]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.collect import PRINCIPAL, Group, flat_options, group_runs
 from toolkit.results.provenance import strip_folders
 from toolkit.results.runs import MESSAGES, Run, rebuild_schedule
-from toolkit.results.statistics import check_margin, delay_means, over_seeds
+from toolkit.results.statistics import check_margin, delay_means, in_a_sentence, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Schedules = dict[str, "Schedule"]
 
 _CURVES = 7  # in one figure
-_SIZE = (4.5, 2.7)  # inches; legible on a phone
+_SIZE = (8.2, 3.2)  # inches
 _GRIDS, _ROWS = 3, 12  # schedules in one figure, and rows of the largest one drawn
 _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
 _MOST_VALUES = 4  # of an option
@@ -132,13 +132,28 @@ def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -
     tasks = group_runs(runs)
     schedules, left_out = _schedules(tasks)
     sections = {
-        "Summary": _summary(runs, tasks),
+        "Summary": [*_conclusions(tasks, margin), *_summary(runs, tasks)],
         "Accuracy": _accuracy(tasks, margin),
         "Memory": [*left_out, *_memory(schedules)],
         "Communication": _communication(tasks, schedules),
         "Reproduce": _commands(runs),
     }
     return Report(title, {name: [*blocks] for name, blocks in sections.items()})
+
+
+def _conclusions(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterator[Text]:
+    """A sentence on each rule beside the first of its task."""
+    for task, groups in tasks.items():
+        for group in groups:
+            baseline = group.baseline(groups)
+            if group is baseline or not group.by_seed:
+                continue
+            by = group.runs[0].judged_by
+            row = over_seeds(*_ends(group, baseline, by), by, margin)
+            if not isnan(row[by.columns[2]]):
+                n_runs = len(group.by_seed)
+                said = in_a_sentence(group.label, baseline.label, row, n_runs, by, margin)
+                yield Text(f"{task}, test {by.name}: {said}")
 
 
 def _summary(runs: Sequence[Run], tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
@@ -196,8 +211,10 @@ def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterato
         yield from _curves(task, shown, by)
         first = {group.baseline(shown).label for group in shown}
         baseline = first.pop() if len(first) == 1 else "the first rule with these options"
+        finals = [_final(group, group.baseline(shown), by, baseline, least) for group in shown]
+        filled = [k for k in finals[0] if any(row[k] != "-" for row in finals)]
         yield Table(
-            [_final(group, group.baseline(shown), by, baseline, least) for group in shown],
+            [{k: row[k] for k in filled} for row in finals],
             f"{task}: test {by.name} after the last epoch, mean ± standard deviation over seeds,"
             f" and the difference from {baseline}, paired by seed, in {by.unit_of_differences}, ±"
             " its 95 % interval. A single seed has neither: a difference may be chance. A seed that"
@@ -250,16 +267,20 @@ def _curves(task: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
         )
 
 
-def _final(
-    group: Group, baseline: Group, by: Metric, first: str, margin: float | None
-) -> dict[str, str]:
-    other = ACCURACY if by is LOSS else LOSS
+def _ends(group: Group, baseline: Group, by: Metric) -> tuple[dict[int, float], dict[int, float]]:
+    """The last test metric by seed, of a group and of its baseline."""
     own, base = (
         {seed: run.metrics.get(by.key, nan) for seed, run in of.by_seed.items()} or {-1: nan}
         for of in (group, baseline)
     )
-    if not own.keys() & base.keys():
-        base = dict.fromkeys(own, nan)
+    return own, base if own.keys() & base.keys() else dict.fromkeys(own, nan)
+
+
+def _final(
+    group: Group, baseline: Group, by: Metric, first: str, margin: float | None
+) -> dict[str, str]:
+    other = ACCURACY if by is LOSS else LOSS
+    own, base = _ends(group, baseline, by)
     rows = [run.metrics for run in group.by_seed.values()] or [{}]
     means = {k: mean(row.get(k, nan) for row in rows) for k in (other.key, "samples_per_second")}
     lost = sum(run.diverged and not run.counts for run in group.runs)

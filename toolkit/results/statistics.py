@@ -7,6 +7,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.format import count
 from toolkit.metric import Metric
 
 _DELAY_MEASURES = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "weights"]
@@ -164,6 +165,38 @@ def over_seeds(
             tested = equivalence(own, base, margin, by)
         row |= {"margin": margin, "equivalence_p": tested.p, "verdict": tested.verdict}
     return row
+
+
+def interval(row: Mapping[str, Any], by: Metric) -> tuple[float, float]:
+    """Ends of the 95 % interval of a row of :func:`over_seeds`."""
+    middle, half_width = (row[name] for name in by.columns[2:])
+    return middle - half_width, middle + half_width
+
+
+def says(low: float, high: float) -> str:
+    """What an interval says about a difference."""
+    if isnan(low):
+        return "no spread: nothing"
+    if high < 0:
+        return "lower"
+    return "higher" if low > 0 else "no difference shown"
+
+
+def in_a_sentence(
+    rule: str, first: str, row: Mapping[str, Any], n_runs: int, by: Metric, margin: float | None
+) -> str:
+    """A row of :func:`over_seeds`, of ``rule`` beside rule ``first``, as a sentence."""
+    (low, high), middle = interval(row, by), row[by.columns[2]]
+    side = "below" if middle < 0 else "above"
+    line = f"{rule} ends {abs(middle):.{by.decimals}f} {by.unit_of_differences} {side} {first}"
+    if isnan(low):
+        line += f", with {count(n_runs, 'run')} and no spread: this shows nothing"
+    else:
+        line += f" (interval {low:+.{by.decimals}f} to {high:+.{by.decimals}f}): {says(low, high)}"
+    if verdict := row.get("verdict"):
+        shown = verdict != "not shown"
+        line += f"; {verdict if shown else f'equivalence within {margin:g} is not shown'}"
+    return f"{line}."
 
 
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
