@@ -160,6 +160,7 @@ def test_the_explorer_in_jupyterlab(tmp_path):
 
 
 def drag(shown, handle, pixels):
+    handle.scroll_into_view_if_needed()
     box = handle.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     shown.mouse.move(x, y)
