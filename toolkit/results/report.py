@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 Schedules = dict[str, "Schedule"]
 
-_CURVES = 7  # in one figure
-_SIZE = (8.2, 3.2)  # inches
+_CURVES, _SIZE = 7, (8.2, 3.2)  # lines in one figure, and its inches
 _GRIDS, _ROWS = 3, 12  # schedules in one figure, and rows of the largest one drawn
 _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
 _MOST_VALUES = 4  # of an option
-_PIXELS_PER_INCH = 91  # of a drawing on the page
-_WIDTH = 640  # pixels of a PNG on the page
+_PIXELS_PER_INCH, _WIDTH = 91, 640  # on the page: of a drawing, and of a PNG
 _EQUIVALENCE = (
     " At a margin: whether the difference is shown to be smaller than that, by two one-sided paired"
     " t-tests at 5 %, whose larger p-value is p."
@@ -145,14 +143,11 @@ def _conclusions(tasks: Mapping[str, list[Group]], margin: float | None) -> Iter
     """A sentence on each rule beside the first of its task."""
     for task, groups in tasks.items():
         for group in groups:
-            baseline = group.baseline(groups)
-            if group is baseline or not group.by_seed:
-                continue
-            by = group.runs[0].judged_by
+            baseline, by = group.baseline(groups), group.runs[0].judged_by
             row = over_seeds(*_ends(group, baseline, by), by, margin)
-            if not isnan(row[by.columns[2]]):
-                n_runs = len(group.by_seed)
-                said = in_a_sentence(group.label, baseline.label, row, n_runs, by, margin)
+            if group is not baseline and not isnan(row[by.columns[2]]):
+                given = row, len(group.by_seed), by, margin
+                said = in_a_sentence(group.label, baseline.label, *given)
                 yield Text(f"{task}, test {by.name}: {said}")
 
 
@@ -228,13 +223,12 @@ def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterato
             for row in run.delays
             if "stage" in row
         ]
-    cells = [
+    if cells := [
         {"training": row["training"], "rule": row["rule"], "stage": f"{row['stage']:.0f}"}
         | {"steps late": f"{row['delay']:.2f}", "cosine": f"{row['cosine']:.3f}"}
         | {"moved": f"{100 * row['moved'] / (row['weights'] or nan):.2f} %"}
         for row in delay_means(rows, ["training", "rule", "stage"])
-    ]
-    if cells:
+    ]:
         yield Table(
             cells,
             "What the delay does to the gradients, mean over the steps looked into: how many steps"
@@ -258,8 +252,7 @@ def _curves(task: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
         shown = {rule: curves[rule] for rule in labels[k : k + _CURVES]}
         last = {rule: mean(run[-1] for run in runs) for rule, runs in shown.items()}
         ends = ", ".join(f"{r} {x:.{by.decimals - 1}f} {by.unit}" for r, x in last.items())
-        figure = over_epochs(shown, by)
-        figure.set_size_inches(_SIZE)
+        (figure := over_epochs(shown, by)).set_size_inches(_SIZE)
         yield Figure(
             figure,
             f"{task}: test {by.name} after each epoch, mean over seeds and the band they span.",
@@ -326,9 +319,9 @@ def _memory(schedules: Schedules) -> Iterator[Block]:
     small = [name for name, of in schedules.items() if rows(of.layout)[1] <= _ROWS]
     for k in range(0, len(small), _GRIDS):
         drawn = small[k : k + _GRIDS]
-        names = ", ".join(drawn)
+        figure, names = draw([schedules[name] for name in drawn]), ", ".join(drawn)
         yield Figure(
-            draw([schedules[name] for name in drawn]),
+            figure,
             f"{names}: the stage that each rank runs in each slot of three training steps, above"
             " the activations that all ranks together keep.",
             f"Grids of {names}, over their activation memory.",
@@ -362,7 +355,7 @@ def _communication(tasks: Mapping[str, list[Group]], schedules: Schedules) -> It
     rows = []
     for name, schedule in schedules.items():
         steady = steady_state(schedule)
-        sent = [float(units) for units in steady.units_by_slot]
+        sent = [*map(float, steady.units_by_slot)]
         messages = sum(rank.messages for slot in steady.traffic for rank in slot)
         cells = {"mean in a slot": f"{mean(sent):.4g}", "largest in a slot": f"{max(sent):.4g}"}
         rows.append({"schedule": name} | cells | {"messages a step": str(messages)})
