@@ -1,5 +1,6 @@
 """Signals where no training hears them, and output that cannot be written."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from toolkit.cli import process as process_module
+from toolkit.cli.errors import explain
 from toolkit.cli.process import LossyStream, interruptible, lossy_output
 
 
@@ -113,3 +115,19 @@ sys.exit(7)
 def test_closed_streams():
     command = f"{sys.executable} -c '{PROGRAM}' <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 7
+
+
+def test_torchrun_gets_the_message_for_the_end_of_its_output(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    process_module.exit_with_error("stages is 1 or more: got 0")
+    assert capsys.readouterr().err == "error: stages is 1 or more: got 0\n"
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["extraInfo"]["py_callstack"] == "stages is 1 or more: got 0"
+
+
+def test_an_error_of_a_folder_names_its_option(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "hydra.run.dir=/nowhere/a"])
+    error = FileNotFoundError(2, "No such file or directory", "/nowhere/a/b")
+    assert explain(error, "train") == "hydra.run.dir=/nowhere/a: No such file or directory"
+    other = FileNotFoundError(2, "No such file or directory", "/elsewhere")
+    assert explain(other, "train") == "/elsewhere: No such file or directory"
