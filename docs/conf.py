@@ -77,6 +77,7 @@ nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 # The explorer brings a page without script; widgets would load theirs from elsewhere.
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]
 
