@@ -18,6 +18,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Return ``text``, cut in the middle to at most ``most`` characters."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
 def suggest(choice: str, valid: Sequence[str]) -> str:
     """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
     near = get_close_matches(choice, valid, n=1, cutoff=0.4)

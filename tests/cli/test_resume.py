@@ -1,6 +1,8 @@
 """A resumed run has the options of the run that it resumes."""
 
+import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -84,6 +86,57 @@ def test_a_folder_of_another_experiment_is_refused(folder):
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 
 
+HOSTILE = r"""
+--config-dir=evil
+hydra.callbacks.x._target_=os.system
+hydra.searchpath=[evil]
+hydra.output_subdir=../..
+hydra/launcher=../evil
++hydra.launcher._target_=os.system
+schedule@hydra.callbacks=dp
+model.target=os.system
+++optimizer._target_=os.system
++optimizer._target_=torch.optim.lr_scheduler.sys.exit
+'optimizer.betas=[{_target_: os.system}]'
++data={_target_:toolkit.files.write_text}
+optimizer=[../../evil]
+optimizer=evil
+data.root=${oc.env:HOME}
++qwerty=1
+"""
+
+
+@pytest.mark.parametrize("option", [pytest.param(o, id=o) for o in HOSTILE.split("\n")[1:-1]])
+def test_options_that_could_run_code_need_trust(folder, option):
+    """They come with the folder, which anybody may have written."""
+    (option,) = shlex.split(option)
+    write_options(folder, ["schedule=dp", option])
+    with pytest.raises(UserError, match="trust=true"):
+        resume_arguments([f"resume={folder}"], "train")
+    assert option in resume_arguments([f"resume={folder}", "trust=true"], "train")
+    (folder / "sweep.json").write_text(json.dumps({"options": ["-m", "seed=0,1", option]}))
+    with pytest.raises(UserError, match="trust=true"):
+        resume_arguments(["-m", f"resume={folder}"], "train")
+
+
+def test_options_of_the_toolkit_need_no_trust(folder):
+    own = "+sweep=workers optimizer=adamw +model.arguments.a=1 optimizer._target_=torch.optim.Adam"
+    sweep = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", *own.split()]
+    (folder / "sweep.json").write_text(json.dumps({"options": sweep}))
+    assert resume_arguments(["-m", f"resume={folder}"], "train")[:-1] == sweep
+
+
+def test_reading_a_folder_is_bounded(folder):
+    """Aliases that expand to 10**9 values."""
+    lines = [
+        "a0: &a0 [x]",
+        *(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)),
+    ]
+    (folder / ".hydra" / "hydra.yaml").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="has no options"):
+        resume_arguments([f"resume={folder}"], "train")
+
+
 METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
 
 
@@ -102,9 +155,10 @@ METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
 )
 def test_options_given_anew_replace_those_of_before(folder, before, given, kept):
     """Options of a choice go with it: they may mean something else to the new one, or nothing."""
-    write_options(folder, before.split())
+    experiment = "compare" if "rules" in before else "train"
+    write_options(folder, before.split(), experiment)
     end = [f"resume={folder}", f"hydra.run.dir={folder}"]
-    found = resume_arguments([*given.split(), end[0], "hydra.run.dir=elsewhere"], "train")
+    found = resume_arguments([*given.split(), end[0], "hydra.run.dir=elsewhere"], experiment)
     assert found == [*kept.split(), *given.split(), *end]
 
 

@@ -1,6 +1,5 @@
 """``resume=FOLDER`` on a command line: the options of the run or sweep there, and its folder."""
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -8,17 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of
 from toolkit.cli.sweeps import STATUS, sweep_options
+from toolkit.cli.trust import check_options
 from toolkit.errors import UserError
-from toolkit.files import started_by
+from toolkit.files import read_plain, started_by
 from toolkit.torchrun import is_rank_zero
 
-_OWN = ("resume", "hydra.run.dir")  # options that are set here
+_OWN = ("resume", "trust", "hydra.run.dir")  # options that are set here
 _SAME = {"workers": "microbatches", "microbatches": "workers"}  # the later one counts
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
@@ -35,7 +32,7 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     if not folder.is_dir() or not name:
         raise UserError(f"resume={name} is not a folder: give the output directory of a run")
     if (of_sweep := sweep_options(folder)) is not None:
-        return _sweep_resumed(arguments, of_sweep, folder)
+        return _sweep_resumed(arguments, of_sweep, folder, experiment)
     if parse(arguments).multirun:
         raise UserError(f"resume={folder} is one run: leave out -m")
     made_by, before, own_folder = _before(folder)
@@ -56,7 +53,17 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     rest = [argument for argument in arguments if key_of(argument) not in _OWN]
     where = quoted(str(folder))
     own_folder = [] if parse(arguments).config_dir else own_folder
+    _check_trusted([*own_folder, *kept], arguments, experiment, folder)
     return [*own_folder, *kept, *rest, f"resume={where}", f"hydra.run.dir={where}"]
+
+
+def _check_trusted(
+    options: Sequence[str], arguments: Sequence[str], experiment: str, folder: Path
+) -> None:
+    """Raise UserError if ``folder`` has ``options`` that need trust, unless ``trust=true``."""
+    given = {key_of(argument): value_of(argument) for argument in arguments}
+    if given.get("trust", "").lower() != "true":
+        check_options(options, arguments, experiment, folder)
 
 
 def _before(folder: Path) -> tuple[str, list[str], list[str]]:
@@ -64,12 +71,12 @@ def _before(folder: Path) -> tuple[str, list[str], list[str]]:
     if not (folder / ".hydra").exists() and (of_result := _of_result(folder)):
         return of_result
     try:
-        found = yaml.load((folder / ".hydra" / "hydra.yaml").read_text(), Loader=_Loader)["hydra"]
+        found = read_plain(folder / ".hydra" / "hydra.yaml")["hydra"]
         sources: list[dict[str, Any]] = found["runtime"]["config_sources"]
         own = [s["path"] for s in sources if s["provider"] == "command-line"]
         options = [str(option) for option in found["overrides"]["task"]]
         return found["job"]["name"], options, [f"--config-dir={path}" for path in own]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"resume={folder} is not the output directory of a run or a sweep: its"
             " .hydra/hydra.yaml has no options"
@@ -79,7 +86,7 @@ def _before(folder: Path) -> tuple[str, list[str], list[str]]:
 def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
     """The same of a comparison that was kept, whose result has the command; None without one."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        command = json.loads((folder / "result.json").read_text())["provenance"]["command"]
+        command = read_plain(folder / "result.json")["provenance"]["command"]
         _, script, *options = shlex.split(command)
         if Path(script).stem == "compare":
             return "compare", options, []
@@ -103,7 +110,9 @@ def restore(files: dict[Path, bytes]) -> None:
             path.write_bytes(content)
 
 
-def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: Path) -> list[str]:
+def _sweep_resumed(
+    arguments: Sequence[str], before: Sequence[str], folder: Path, experiment: str
+) -> list[str]:
     own = (*_OWN, "-m", "--multirun", "hydra.sweep.dir")
     if given := [a for a in arguments if key_of(a) not in own and a not in before]:
         raise UserError(
@@ -116,4 +125,5 @@ def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: Path
             " folder of one"
         )
     kept = [option for option in before if key_of(option) not in own]
+    _check_trusted(kept, arguments, experiment, folder)
     return ["-m", *kept, f"hydra.sweep.dir={quoted(str(folder))}"]

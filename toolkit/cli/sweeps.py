@@ -5,7 +5,6 @@ again in its folder skips runs that have finished and resumes those that have a 
 """
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli.hydra_args import key_of, value_of
 from toolkit.errors import UserError
-from toolkit.files import started_by, write_json
+from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
 from toolkit.torchrun import is_rank_zero
 
@@ -57,7 +56,7 @@ def mark_failed(folder: Path, message: str) -> None:
 def read_status(folder: Path) -> Status | None:
     """Read ``status.json``; None if it is missing or unreadable."""
     try:
-        return Status(**json.loads((folder / STATUS).read_text()))
+        return Status(**read_plain(folder / STATUS))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -142,7 +141,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 def sweep_options(folder: Path) -> list[str] | None:
     """Command line of the sweep in ``folder``; None if it is not a sweep's."""
     try:
-        return [str(option) for option in json.loads((folder / _NAME).read_text())["options"]]
+        return [str(option) for option in read_plain(folder / _NAME)["options"]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

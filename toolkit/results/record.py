@@ -15,14 +15,13 @@ Metrics and provenance are required, experiments may add other fields, and NaN i
 """
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, first_line
-from toolkit.files import write_csv, write_json
+from toolkit.files import check_regular, read_plain, write_csv, write_json
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results.provenance import provenance
 
@@ -99,8 +98,8 @@ def _is_list(value: object, of: type) -> bool:
 def read_json(path: Path) -> Row:
     """Read a JSON object; raise DamagedError if it cannot be read, or is not an object."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_plain(path)
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise DamagedError(f"{path.name} is not a JSON object")
@@ -109,11 +108,9 @@ def read_json(path: Path) -> Row:
 
 def read_yaml(path: Path) -> Row:
     """Read a YAML mapping; empty if it cannot be read."""
-    import yaml
-
     try:
-        content = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = read_plain(path)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -128,6 +125,7 @@ def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = Fals
     if not path.exists():
         return rows
     try:
+        check_regular(path)
         with path.open(newline="") as file:
             reader = csv.DictReader(file, strict=True)
             for row in reader:

@@ -1,0 +1,78 @@
+"""Which options of a run's folder are taken: anybody may have written them.
+
+Hydra imports and calls what a ``_target_`` names, reads a folder of choices that a flag names, and
+its own options name files and callbacks. So the options of a folder are those of a list, and
+``trust=true`` takes all others too.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from toolkit.cli import schema
+from toolkit.cli.help import choices, folders, groups
+from toolkit.cli.hydra_args import key_of, parse, value_of
+from toolkit.errors import UserError, shortened
+from toolkit.files import conf
+
+_OF_SWEEPS = re.compile(
+    r"hydra/(launcher|sweeper(/sampler)?)=\w+"
+    r"|hydra\.launcher\.n_jobs=-?\d+"
+    r"|hydra\.sweeper\.(n_trials|n_jobs|direction|max_failure_rate|sampler\.seed)=[\w.]+"
+)
+_PLACES = ("", "rules", "also", "own")  # of GROUP@PLACE.NAME
+_CALLED = re.compile(r"[+\w.]*\btarget=([\w.]+)|[+\w.]*\b_target_=([\w.]+)")
+_OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")
+
+
+def check_options(
+    options: Sequence[str], arguments: Sequence[str], experiment: str, folder: Path
+) -> None:
+    """Raise UserError if an option could run code or reach a file that the experiment does not.
+
+    Args:
+        options: flags and options that ``folder`` holds.
+        arguments: this command line, whose own folder of choices is trusted.
+        experiment: train, compare, ...
+        folder: the folder, for the message.
+    """
+    found = vars(parse(options))
+    overrides = found.pop("overrides")
+    refused = [
+        f"--{name.replace('_', '-')}" for name in found if found[name] and name != "multirun"
+    ]
+    known = {name.partition(".")[0] for name in schema.option_names(experiment)}
+    known |= {*groups(conf())}
+    refused += [option for option in overrides if not _is_safe(option, known, folders(arguments))]
+    if refused:
+        raise UserError(
+            f"resume={folder}: its options have {shortened(refused[0])}, which could run code of"
+            " whoever wrote the folder: add trust=true if you trust it"
+        )
+
+
+def _is_safe(option: str, known: set[str], found: Sequence[Path]) -> bool:
+    key, value = key_of(option), value_of(option)
+    group, _, place = key.partition("@")
+    if "${" in option:  # reads the environment
+        return False
+    if key.startswith("hydra"):
+        return bool(_OF_SWEEPS.fullmatch(option))
+    if group.partition(".")[0] not in known or place.partition(".")[0] not in _PLACES:
+        return False
+    if "target" in option:
+        called = _CALLED.fullmatch(option)
+        target = called and (called[1] or called[2])
+        return target in _targets() or bool(target and _OPTIMIZER.fullmatch(target))
+    if group in groups(conf()) and not option.startswith("~"):
+        offered = [*choices(found, group), "null"]
+        return all(choice.strip() in offered for choice in value.split(","))
+    return True
+
+
+@cache
+def _targets() -> set[str]:
+    """What the files of conf/ call."""
+    texts = (path.read_text() for path in conf().rglob("*.yaml"))
+    return {name for text in texts for name in re.findall(r"^ *_target_: (\S+)", text, re.M)}
