@@ -1,8 +1,11 @@
 """Checkpoints are whole or not read, and the latest and the best are kept."""
 
+import hashlib
+import io
 import os
 import random
 import shutil
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from toolkit.runtime.baselines import FSDP
 from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import catalog
 from toolkit.training.checkpoint import (
+    _MAGIC,
     Checkpoints,
     DamagedCheckpointError,
     read,
@@ -307,7 +311,38 @@ def written(tmp_path):
     return tmp_path / "a.ckpt"
 
 
-@pytest.mark.parametrize("state", [{}, {"n_ranks": 1, "part": {"a": 1}}, {"n_ranks": "x"}])
+def not_ours(path):
+    """Files that are not checkpoints, most under a right checksum."""
+    for state in ([], b"", 1, torch.zeros(2)):
+        yield lambda state=state: write(path, state)
+    cut, script = io.BytesIO(), io.BytesIO()
+    torch.save({"x": torch.zeros(99)}, cut)
+    with zipfile.ZipFile(script, "w") as archive:  # as TorchScript's
+        archive.writestr("archive/constants.pkl", b"")
+    for payload in (b"", b"junk", cut.getvalue()[:-200], script.getvalue()):
+        digest = hashlib.sha256(payload).hexdigest().encode()
+        yield lambda content=_MAGIC + digest + b"\n" + payload: path.write_bytes(content)
+    yield lambda: os.mkfifo(path)
+    yield path.mkdir
+    yield lambda: path.symlink_to("/dev/zero")
+    yield lambda: [path.touch(), os.truncate(path, 2**40)]
+
+
+def test_uses_the_one_before_a_file_that_is_no_checkpoint(tmp_path):
+    checkpoints, latest = Checkpoints(tmp_path), tmp_path / "step_000000002.ckpt"
+    save(checkpoints, 1)
+    for make in not_ours(latest):
+        make()
+        found, (sentence,) = checkpoints.load(Saved())
+        same(found, 1)
+        assert latest.name in sentence
+        assert "\n" not in sentence
+        latest.rmdir() if latest.is_dir() else latest.unlink()
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"n_ranks": 1, "part": {"a": 1}}, {"n_ranks": "x"}, {"n_ranks": 10**12}]
+)
 def test_other_content_is_refused(written, state):
     write(written / "rank_0.ckpt", state)
     with pytest.raises(DamagedCheckpointError, match=written.name):

@@ -211,6 +211,56 @@ def test_datasets_of_another_kind_are_refused(train, message):
         Datasets(train, Noisy(4), 10)
 
 
+class Spoilt(Noisy):
+    """One sample of it is what a function returns."""
+
+    def __init__(self, make):
+        super().__init__(32)
+        self.make = make
+
+    def __getitem__(self, number):
+        return (
+            self.make(*super().__getitem__(number)) if number == 7 else super().__getitem__(number)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda x, y: (x, 10), "10"),
+        (lambda x, y: (x, -1), "-1"),
+        (lambda x, y: (x, 1.5), r"1\.5"),
+        (lambda x, y: (x, None), "None"),
+        (lambda x, y: None, "None"),
+        (lambda x, y: (x, y, y), "7, 7"),
+        (lambda x, y: (x.double(), y), "float64"),
+        (lambda x, y: (x[:1], y), r"\[1, 8, 8\]"),
+        (lambda x, y: 1 / 0, "ZeroDivisionError: division"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_spoilt_sample_is_named(make, got, split):
+    samples = Datasets(*((Spoilt(make), Noisy(8))[:: 1 if split == "train" else -1]), 10)
+    batches = samples.train(32, 0, 0, CPU) if split == "train" else samples.test(32, CPU)
+    with pytest.raises(UserError, match=f"^{split}: sample 7 .*{got}"):
+        list(batches)
+
+
+class Negative(Noisy):
+    def __len__(self):
+        return -1
+
+
+def test_a_wrong_length_or_class_is_refused():
+    with pytest.raises(UserError, match=r"^test: its length"):
+        Datasets(Noisy(4), Negative(4), 10)
+    with pytest.raises(UserError, match=r"^test: .* length 0"):
+        Datasets(Noisy(4), Noisy(0), 10)
+    held = Labelled(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 10, 2]))
+    with pytest.raises(UserError, match=r"^test: sample 2 has class 10"):
+        InMemory(Labelled(held.images, held.labels % 10), held, 10, (0.5,), (0.5,))
+
+
 def test_other_batches_are_refused():
     samples = Datasets(Noisy(32), Noisy(8), 10)
     samples.train = lambda *_: DataLoader(Noisy(32), 8)

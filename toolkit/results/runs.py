@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, first_line
-from toolkit.files import resumable_in
+from toolkit.files import check_regular, resumable_in
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE, with_own
 from toolkit.results import record
@@ -285,6 +285,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
             free |= {"state": arguments["state"]} if "state" in arguments else {}
             free |= {k: options[k] for k in ("period", "unfold") if k in options}
             path = Path(file)
+            check_regular(path)
             found = Schedule.from_csv(path, name=path.stem, **free)
             return catalog.with_phases(found, arguments.get("phases") or ())
         return catalog.build(name, **arguments)

@@ -8,7 +8,6 @@ sharded checkpoint is a folder of such files, `rank_K.ckpt`, that any number of 
 import hashlib
 import io
 import os
-import pickle
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map, tree_map_only
 
-from toolkit.errors import UserError
-from toolkit.files import replacing
+from toolkit.errors import UserError, first_line, shortened
+from toolkit.files import check_regular, replacing
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.state import joined, merged
@@ -50,20 +49,26 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Return what was written to ``path``, on the CPU; DamagedCheckpointError if it has changed."""
-    content = path.read_bytes()
-    head = len(_MAGIC)
-    digest, payload = content[head : head + 65], memoryview(content)[head + 65 :]
-    if not _MAGIC.startswith(content[:head]):
-        raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
-    if digest != hashlib.sha256(payload).hexdigest().encode() + b"\n":
-        raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
+    check_regular(path, most=None)
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+        if not _MAGIC.startswith(head):  # before the rest of what may be a huge file is read
+            raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
+        digest, start = file.read(65), file.tell()
+        if digest != hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n":
+            raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
+        file.seek(start)
+        payload = file.read()
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # torch.load raises anything on what torch.save has not written
         raise DamagedCheckpointError(
-            f"{path} was not written by this toolkit: it holds more than tensors and plain values"
+            f"{path} was not written by this toolkit: {shortened(first_line(error))}"
         ) from error
-    assert isinstance(state, dict)
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(
+            f"{path} was not written by this toolkit: it holds a {type(state).__name__}"
+        )
     return state
 
 
@@ -118,7 +123,7 @@ def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
     names = {file.name for file in path.iterdir()}
     n_ranks = read(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
-    expected = [f"rank_{k}.ckpt" for k in range(n_ranks)]
+    expected = [f"rank_{k}.ckpt" for k in range(min(n_ranks, len(names) + 1))]
     if differing := sorted(names ^ {*expected}):
         raise DamagedCheckpointError(
             f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line, shortened
 from toolkit.model.input_spec import Images, InputSpec
 
 T = TypeVar("T")
@@ -154,6 +155,8 @@ class Datasets(SampleSet):
     What a Dataset draws from torch's CPU generator, as torchvision's transforms do, follows from
     the seed, the epoch and the sample, so a resumed run sees the same samples.
 
+    Reading raises UserError at the first sample that cannot be read, or differs from the form.
+
     Args:
         train, test: Datasets with a length, of pairs: a float tensor ``[channels, height, width]``
             and the number of a class.
@@ -168,11 +171,28 @@ class Datasets(SampleSet):
         self, train: Any, test: Any, n_classes: int, form: InputSpec | None = None
     ) -> None:
         for name, dataset in (("train", train), ("test", test)):
-            if not isinstance(dataset, Sized):
+            try:
+                n = len(dataset) if isinstance(dataset, Sized) else None
+            except Exception as error:
                 raise UserError(
-                    f"{name}: got a {type(dataset).__name__}; expected a Dataset with a length"
-                )
-        super().__init__(_Samples(train), _Samples(test), form or _images(train[0], n_classes))
+                    f"{name}: its length cannot be read: {first_line(error)}"
+                ) from error
+            if not n:
+                got = type(dataset).__name__ + ("" if n is None else " of length 0")
+                raise UserError(f"{name}: got a {got}; expected a Dataset with a length above 0")
+        form = form or _images(_sample(train, "train", 0, seed=0), n_classes)
+        super().__init__(_Samples(train, "train", form), _Samples(test, "test", form), form)
+
+
+def _sample(dataset: Any, name: str, k: int, seed: int) -> Any:
+    """Return sample ``k``; raise UserError if the user's code cannot read it."""
+    try:
+        return seeded(hash((seed, k)), dataset.__getitem__, k)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(
+            f"{name}: sample {k} cannot be read: {kind}{shortened(first_line(error))}"
+        ) from error
 
 
 def _images(sample: Any, n_classes: int) -> Images:
@@ -190,16 +210,41 @@ def _images(sample: Any, n_classes: int) -> Images:
 @dataclass(frozen=True)
 class _Samples(Source):
     dataset: Any
+    name: str  # train or test
+    form: InputSpec
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def _pair(self, k: int, seed: int, expected: Tensor) -> Batch:
+        """Return sample ``k`` and its classes; raise UserError if they are not as ``expected``."""
+        sample, n = _sample(self.dataset, self.name, k, seed), self.form.n_classes
+        with suppress(TypeError, ValueError, RuntimeError):
+            x, y = sample[0], torch.as_tensor(sample[1])
+            alike = (x.shape, x.dtype, len(sample)) == (expected.shape, expected.dtype, 2)
+            whole = not y.is_floating_point() and y.shape == self.form.output(1)[1:-1]
+            if alike and whole and y.min() >= 0 and y.max() < n:
+                return x, y.long()
+        raise UserError(
+            f"{self.name}: sample {k} is {_described(sample)}; expected a pair of a tensor"
+            f" {_described(expected)} and a class from 0 to {n - 1}"
+        )
+
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
+        expected = self.form.example(1, "meta")[0]
         for chosen, _ in batches:
-            pairs = [seeded(hash((seed, k)), self.dataset.__getitem__, k) for k in chosen.tolist()]
-            inputs = torch.stack([x for x, _ in pairs])
-            targets = torch.stack([torch.as_tensor(y) for _, y in pairs])
+            pairs = (self._pair(k, seed, expected) for k in chosen.tolist())
+            inputs, targets = map(torch.stack, zip(*pairs, strict=True))
             yield send(inputs, device), send(targets, device)
+
+
+def _described(value: Any) -> str:
+    """``value`` in a few words; of tensors, the type of their numbers and the shape."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_described(x) for x in value[:3])})"
+    if isinstance(value, Tensor) and value.dim():
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return shortened(repr(value), 80)
 
 
 def seeded(seed: int, function: Callable[..., T], *arguments: Any) -> T:

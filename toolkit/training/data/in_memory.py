@@ -62,6 +62,12 @@ class InMemory(SampleSet):
     ) -> None:
         if crop_padding < 0:
             raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
+        for name, held in (("train", train), ("test", test)):
+            if (wrong := (held.labels < 0) | (held.labels >= n_classes)).any():
+                k = int(wrong.nonzero()[0])
+                raise UserError(
+                    f"{name}: sample {k} has class {held.labels[k]}; expected 0 to {n_classes - 1}"
+                )
         options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)

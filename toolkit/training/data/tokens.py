@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import UserError
+from toolkit.files import check_regular
 from toolkit.model.input_spec import Sequences
 from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, send
 
@@ -110,6 +111,8 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         path = Path(root).expanduser()
         files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
         try:
+            for file in files:
+                check_regular(file, most=None)
             content = b"".join(file.read_bytes() for file in files)
         except OSError as error:
             raise UserError(f"data.root={root} cannot be read: {error}") from error
