@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
@@ -58,7 +58,7 @@ def main(config: DictConfig) -> None:
 
 def expanded(runs: Any) -> list[str]:
     """The folders that ``runs`` names, a list or a glob of them."""
-    given = [runs] if isinstance(runs, str) else list(runs or ())
+    given = list(runs) if OmegaConf.is_list(runs) else [runs]
     if not given or not all(isinstance(name, str) and name for name in given):
         raise UserError(f"runs=... needs output folders or a glob of them: got {runs}")
     found = []

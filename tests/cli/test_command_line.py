@@ -91,6 +91,12 @@ data=cifar10 data.root=/no/such | data.root=/no/such
 -m hydra/sweeper=bsic | hydra/sweeper=bsic .* basic
 -m seed=1,abc | seed=abc
 --help sed=1 | sed: .* seed
+--foo | --foo
+--cfg=foo | --cfg
+runtime=[1] | runtime=\[1\]
++runtime.pacing=false | \+runtime.pacing: .*
+workers.x=1 | workers.x=1
+data=text data.root=/dev/zero | data.root=/dev/zero .* regular
 """
 
 
@@ -144,6 +150,9 @@ report runs=conf | no runs in conf
 report runs=conf publish=wandb entity=me | project=
 report runs=conf publish=wanbd | publish 'wanbd'
 report run=conf | option run: .* runs
+report runs=3 | runs=\.\.\. .* got 3
+pipelines ranks=1000000 | ranks=1000000
+pipelines microbatches=[1000000] | microbatches=1000000
 bench bench=failure bench.ranks=1 | bench.ranks .* got 1
 bench bench=failure bench.timeout=0 | bench.timeout .* got 0
 bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'
@@ -156,6 +165,11 @@ bench bench=one_device device=cpu bench.stages=0 | bench.stages .* got 0
 @pytest.mark.parametrize(("arguments", "pattern"), cases(OTHERS_REFUSE))
 def test_others_refuse(tmp_path, arguments, pattern):
     refused(*arguments, f"hydra.run.dir={tmp_path}", match=pattern)
+
+
+def test_long_values_are_cut(tmp_path):
+    message = refused("train", f"optimizer.lr={'x' * 3000}", f"hydra.run.dir={tmp_path}")
+    assert len(message) < 1000
 
 
 def test_bug_keeps_its_traceback(monkeypatch, tmp_path):
@@ -216,7 +230,8 @@ def test_own_choices(own, tmp_path):
     config = OmegaConf.load(tmp_path / "run/result.json").provenance.config
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
     assert config.microbatches == 2  # though the preset has workers=8
-    again = run("train", "epochs=2", f"resume={tmp_path}/run")
+    refused("train", "epochs=2", f"resume={tmp_path}/run", match="--config-dir .* trust=true")
+    again = run("train", "epochs=2", f"resume={tmp_path}/run", "trust=true")
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", *own.split("="), "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from math import prod
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from toolkit.cli import schema
 from toolkit.cli.errors import nearest
@@ -17,6 +18,8 @@ from toolkit.options import OWN
 
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
+_SIZES = ("ranks", "stages", "microbatches", "steps")
+_MOST_OPS = 1_000_000  # of a training step
 
 
 def check_counts(config: Mapping[Any, Any], *names: str, of: str = "") -> None:
@@ -96,7 +99,7 @@ def check_given(arguments: Sequence[str]) -> None:
 
 def _check_choice(argument: str, known: list[str]) -> None:
     value = unquoted(value_of(argument))
-    if "(" in value or "[" in value:  # Hydra's functions and lists of choices
+    if "(" in value:  # Hydra's functions, in sweeps
         return
     for choice in value.split(","):
         if choice.strip() not in known:
@@ -126,6 +129,7 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
             config.microbatches = config.workers
     OmegaConf.resolve(config)
     _check_known(config)
+    _check_size(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise UserError(f"seed is 0 or more, and below 2**63: got {config.seed}")
     threads, most = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
@@ -137,10 +141,23 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
         torch.set_num_threads(threads)
 
 
+def _check_size(config: DictConfig) -> None:
+    """Refuse more ops of a training step than a schedule can be made of within minutes."""
+    schedule = config.get("schedule") or {}
+    given = {name: config.get(name) for name in _SIZES}
+    given |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
+    lists = {name: v if isinstance(v, ListConfig) else [v] for name, v in given.items()}
+    sizes = {k: max((n for n in v if type(n) is int), default=1) for k, v in lists.items()}
+    sizes = {name: n for name, n in sizes.items() if n > 1}
+    if prod(sizes.values()) > _MOST_OPS:
+        shown = " and ".join(f"{name}={n}" for name, n in sizes.items())
+        raise UserError(f"{shown}: their product is at most {_MOST_OPS}: choose smaller ones")
+
+
 def _check_known(config: DictConfig, group: str = "") -> None:
     """Reject options, added by ``+``, that no schema has; a ``_target_`` checks its own."""
     kind = OmegaConf.get_type(config)
-    if "_target_" in config or not is_dataclass(kind):
+    if ("_target_" in config and group != "runtime.") or not is_dataclass(kind):
         return
     known = [f"{group}{field.name}" for field in fields(kind)]
     for name in map(str, config):

@@ -18,13 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.cli import schema
 from toolkit.cli.hydra_args import key_of, quoted, value_of
-from toolkit.errors import UserError, first_line, suggest
+from toolkit.errors import UserError, first_line, shortened, suggest
 
 _PLUGINS = {
     "optuna": "hydra-optuna-sweeper",
     "joblib": "hydra-joblib-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
 }
+_LONG_WORD = re.compile(r"\S{400,}")
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']+)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
@@ -34,12 +35,17 @@ _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 
 
 def explain(error: Exception, experiment: str) -> str | None:
-    """Return the message for a user's mistake; None for any other error.
+    """Return the message for a user's mistake, its longest words cut; None for any other error.
 
     Args:
         error: the exception.
         experiment: name of the experiment.
     """
+    message = _message(error, experiment)
+    return message and _LONG_WORD.sub(lambda word: shortened(word[0]), message)
+
+
+def _message(error: Exception, experiment: str) -> str | None:
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         found, cause = _TARGET.match(str(error)), error.__cause__
         if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):

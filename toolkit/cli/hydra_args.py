@@ -3,15 +3,28 @@
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from toolkit.errors import UserError
+
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return Hydra's flags by name, and the options, in any order, as ``overrides``."""
-    return get_args_parser().parse_intermixed_args([*arguments])
+    """Return Hydra's flags by name, and the options, in any order, as ``overrides``.
+
+    Raises:
+        UserError: there is no such flag, or its value is wrong.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args([*arguments])
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}: --hydra-help lists the flags, --help the options")
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:

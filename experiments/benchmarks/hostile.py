@@ -1,0 +1,249 @@
+"""Hostile and broken input: random command lines, mutated schedules and folders that attack.
+
+Hypothesis draws the input and, where something fails, finds its shortest reproduction. Each command
+line and each folder is read by a forked process, whose time and memory are bounded:
+
+refused  one sentence of at most 3 lines, status 2
+ran      status 0
+long     it trains at the time limit, and has shown its progress
+
+Anything else is a failure: a traceback, silence at the time limit, a file written outside the
+output folder, a process started, or a mutation that is accepted and changes the program.
+"""
+
+import importlib
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+from toolkit.cli import schema
+from toolkit.cli.check_options import check_counts
+from toolkit.cli.help import choices, groups
+from toolkit.files import conf
+
+_MOST_SECONDS = 60.0
+_MOST_LINES = 3  # of a message, without the rows of a schedule's grid
+_MOST_CHARACTERS = 3000
+_TINY = "model=resnet8 model.width=4 data=synthetic data.n_train=32 data.n_test=8 data.image_size=8"
+_TRAIN = f"{_TINY} batch=4 epochs=1 stages=2 microbatches=2 stability=false tracking.mode=disabled"
+_MODEL = "model=resnet8 batch=2 shape=[3,8,8]"
+BASES = {
+    "train": _TRAIN,
+    "compare": f"{_TRAIN} seeds=1 ~rules.cdp_v1",
+    "simulate": f"{_MODEL} stages=2 microbatches=2",
+    "memory": f"{_MODEL} workers=[2]",
+    "pipelines": "ranks=2 microbatches=[2]",
+    "communication": "workers=2",
+    "stability": "stages=2 microbatches=2",
+    "plan": f"{_MODEL} batch=8 ranks=2 jobs=1",
+    "report": "runs=.",
+}
+"""Experiments, and options with which each takes a second."""
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each attack: examples by outcome, and the shortest that fails."""
+    check_counts(config, *ATTACKS, of="bench.")
+    schema.register()
+    return [_attacked(name, *ATTACKS[name](), config[name], seed) for name in ATTACKS]
+
+
+def _attacked(
+    name: str, strategy: Any, check: Callable[[Any], str], n: int, seed: int
+) -> dict[str, Any]:
+    """Check ``n`` examples; ``check`` returns the outcome, or raises at one that fails."""
+    found, start, failure = Counter[str](), time.perf_counter(), ""
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=n, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+    )
+    @hypothesis.given(strategy)
+    def attack(example: Any) -> None:
+        found[check(example)] += 1
+
+    try:
+        attack()
+    except Exception as error:
+        failure = "; ".join([*getattr(error, "__notes__", ()), *str(error).splitlines()])
+        print(f"{name} fails:", *getattr(error, "__notes__", ()), error, sep="\n", file=sys.stderr)
+    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(found.items()))
+    row = {"attack": name, "examples": found.total(), "outcomes": outcomes}
+    seconds = round(time.perf_counter() - start)
+    return row | {"seconds": seconds, "failed": int(bool(failure)), "message": failure[:500]}
+
+
+# Command lines
+
+
+def command_lines() -> tuple[Any, Callable[[Any], str]]:
+    """Random command lines of the schemas, well-typed and not, on top of tiny ones."""
+
+    def of(name: str) -> Any:
+        given = st.lists(_option(name), min_size=1, max_size=2)
+        return given.map(lambda options: [name, *BASES[name].split(), *options])
+
+    return st.sampled_from([*BASES]).flatmap(of), _command_line
+
+
+def _option(experiment: str) -> Any:
+    """Strategy of an option of an experiment: half of them are likely to be valid."""
+    own = {f.name: f for f in fields(schema.schemas()["experiment"][experiment])}
+    kinds = {name: f.type for name, f in own.items()}
+    chosen = [group for group in groups(conf()) if group in own or group in schema.PRESETS]
+    for name, f in own.items():
+        if is_dataclass(node := f.default_factory):
+            kinds |= {f"{name}.{inner.name}": inner.type for inner in fields(node)}
+    likely = sorted(kinds.keys() - {*_NEVER, *chosen})
+    for group in chosen:
+        for node in schema.schemas().get(group, {}).values():
+            kinds |= {f"{group}.{f.name}": f.type for f in fields(node)}
+    names = sorted(kinds.keys() - {*_NEVER})
+    picked = [f"{g}={name}" for g in chosen for name in choices([conf()], g) if name not in _SLOW]
+    good = st.sampled_from(likely).flatmap(lambda k: _value(k, kinds[k], st.sampled_from([1, 2])))
+    typed = st.sampled_from(names).flatmap(lambda k: _value(k, kinds[k], _NUMBERS))
+    return st.one_of(
+        *[good, good, good, good, good, typed, typed],
+        *[st.sampled_from(picked)] * 2 * bool(picked),
+        st.tuples(st.sampled_from(names), _ANY).map("=".join),
+        st.tuples(st.sampled_from(["+", "~", "++"]), typed).map("".join),
+        st.tuples(st.sampled_from(names), _ANY).map(".x=".join),
+        st.tuples(st.sampled_from(chosen or names), _ANY).map("=".join),
+        st.sampled_from(_ODD),
+    )
+
+
+_NEVER = ("_target_", "resume", "runtime.interface", "jobs")
+_SLOW = ("resnet50", "resnet18", "vit_b_16", "gpt2", "gpt2_xl", "gpt3")
+_ODD = ("--foo", "-m", "=", "+", "~epochs", "++", "[", "a=b=c", "--cfg", "", "+a.b=1", "-h=1")
+_NUMBERS = st.sampled_from([0, 1, 2, 5, -7, 100, 10**6, 10**12, 2**63])
+_FEW = st.sampled_from([0, 1, 2, 3, 4, 8, -1])
+_LONG = (
+    *("epochs", "seeds", "n_train", "n_test", "image_size", "width", "layers", "steps"),
+    *("search_seconds", "pilot_seconds"),
+)
+"""Options that may well make a run long."""
+_TEXT = st.sampled_from(
+    [
+        *("", "a", "auto", "cpu", "all", "none", "null", "true", "flops", "1F1B", "ü", "../x"),
+        *("/dev/zero", "/dev/null", "${seed}", "${nope}", "x" * 3000, "'", "[", "{a:1}"),
+        *("nan", "1e400", "0x1", "-0.0", "inf", "1.5", "\udc80"),
+    ]
+)
+_ANY = st.one_of(
+    _TEXT,
+    _NUMBERS.map(str),
+    st.lists(_NUMBERS, max_size=3).map(lambda found: str(found).replace(" ", "")),
+    st.sampled_from(["[[]]", "{}", "[null]", "[a,b]", "{x:{y:1}}", "[1,[2]]"]),
+)
+
+
+def _value(name: str, kind: Any, numbers: Any) -> Any:
+    """Strategy of ``name=value``, with a value of the type ``kind``."""
+    found = next((k for k in get_args(kind) if k is not type(None)), kind)
+    whole = (_FEW if name.rpartition(".")[2] in _LONG else numbers).map(str)
+    values = {
+        bool: st.sampled_from(["true", "false"]),
+        int: whole,
+        float: st.sampled_from(["0.1", "0.5", "1.0", "2.5", "0.0", "-1.0", "1e-9", "1e9", "nan"]),
+        str: _TEXT,
+    }
+    return values.get(found, st.one_of(_ANY, whole)).map(f"{name}={{}}".format)
+
+
+def _command_line(line: Sequence[str]) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        name, *options = line
+        dirs = [f"hydra.run.dir={scratch}/out", f"hydra.sweep.dir={scratch}/sweep"]
+        return judged(*forked(lambda: _main(name, [*options, *dirs]), Path(scratch)))
+
+
+def _main(name: str, options: Sequence[str]) -> None:
+    sys.argv = [f"experiments/{name}.py", *options]
+    importlib.import_module(name).main()
+
+
+def judged(status: int | None, output: str) -> str:
+    """Return the outcome; raise AssertionError on a failure."""
+    if status is None:
+        assert re.search(r"\d%\||predict|search|measur", output), f"silent: {output[-300:]}"
+        return "long"
+    assert "Traceback" not in output, f"traceback: {output[-600:]}"
+    if status == 0:
+        return "ran"
+    message = output[output.find("error: ") :]
+    refused = "error: " in output and status in (1, 2)
+    assert refused, f"status {status}: {output[-300:]}"
+    lines = [line for line in message.strip().splitlines() if not line.startswith(("rank ", " "))]
+    assert len(lines) <= _MOST_LINES, f"{len(lines)} lines: {message[:600]}"
+    assert len(message) <= _MOST_CHARACTERS, f"{len(message)} characters: {message[:300]}"
+    return "refused"
+
+
+def forked(function: Callable[[], object], folder: Path) -> tuple[int | None, str]:
+    """Call ``function`` in a forked process in ``folder``; return its status and output.
+
+    The status is None where it was killed at the time limit.
+    """
+    log = folder / "log.txt"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (pid := os.fork()):
+        _child(function, folder, log)
+    deadline, status = time.monotonic() + _MOST_SECONDS, None
+    while status is None and time.monotonic() < deadline:
+        done, code = os.waitpid(pid, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
+        time.sleep(0.005)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if status is None:
+        os.waitpid(pid, 0)
+    return status, log.read_text(errors="replace")
+
+
+def _child(function: Callable[[], object], folder: Path, log: Path) -> None:
+    """Call ``function`` and end this process."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30,) * 2)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        function()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+ATTACKS: dict[str, Callable[[], tuple[Any, Callable[[Any], str]]]] = {
+    "command_lines": command_lines,
+}
+"""By name, what returns a strategy of examples and a check of one."""
