@@ -12,17 +12,11 @@ output folder, a process started, or a mutation that is accepted and changes the
 """
 
 import importlib
-import os
-import re
-import resource
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -33,16 +27,14 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
+from benchmarks import folders, mutated
+from benchmarks.forked import TINY, command, judged
 from toolkit.cli import schema
 from toolkit.cli.check_options import check_counts
 from toolkit.cli.help import choices, groups
-from toolkit.files import conf
+from toolkit.files import EXPERIMENTS, conf
 
-_MOST_SECONDS = 60.0
-_MOST_LINES = 3  # of a message, without the rows of a schedule's grid
-_MOST_CHARACTERS = 3000
-_TINY = "model=resnet8 model.width=4 data=synthetic data.n_train=32 data.n_test=8 data.image_size=8"
-_TRAIN = f"{_TINY} batch=4 epochs=1 stages=2 microbatches=2 stability=false tracking.mode=disabled"
+_TRAIN = f"{TINY} epochs=1 tracking.mode=disabled"
 _MODEL = "model=resnet8 batch=2 shape=[3,8,8]"
 BASES = {
     "train": _TRAIN,
@@ -53,23 +45,29 @@ BASES = {
     "communication": "workers=2",
     "stability": "stages=2 microbatches=2",
     "plan": f"{_MODEL} batch=8 ranks=2 jobs=1",
-    "report": "runs=.",
+    "report": f"runs={EXPERIMENTS / 'results' / 'digits'}",
 }
 """Experiments, and options with which each takes a second."""
+_WARM = (
+    *("matplotlib.pyplot", "pandas", "torchvision", "torch._dynamo", "torch.export"),
+    *("toolkit.figures", "toolkit.plan", "toolkit.results.report", "toolkit.training.data"),
+)
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row for each attack: examples by outcome, and the shortest that fails."""
-    check_counts(config, *ATTACKS, of="bench.")
-    schema.register()
-    return [_attacked(name, *ATTACKS[name](), config[name], seed) for name in ATTACKS]
+    for name in (*BASES, *_WARM):  # once, for all forked processes
+        importlib.import_module(name)
+    wanted = [name for name in ATTACKS if config[name]]
+    check_counts(config, *wanted, of="bench.")
+    return [_attacked(name, *ATTACKS[name](), config[name], seed) for name in wanted]
 
 
 def _attacked(
-    name: str, strategy: Any, check: Callable[[Any], str], n: int, seed: int
+    name: str, strategy: Any, check: Callable[[Any], str | list[str]], n: int, seed: int
 ) -> dict[str, Any]:
-    """Check ``n`` examples; ``check`` returns the outcome, or raises at one that fails."""
-    found, start, failure = Counter[str](), time.perf_counter(), ""
+    """Check ``n`` examples; ``check`` returns outcomes, or raises at an example that fails."""
+    found, examples, start, failure = Counter[str](), 0, time.perf_counter(), ""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -77,7 +75,10 @@ def _attacked(
     )
     @hypothesis.given(strategy)
     def attack(example: Any) -> None:
-        found[check(example)] += 1
+        nonlocal examples
+        outcome = check(example)
+        examples += 1
+        found.update([outcome] if isinstance(outcome, str) else outcome)
 
     try:
         attack()
@@ -85,7 +86,7 @@ def _attacked(
         failure = "; ".join([*getattr(error, "__notes__", ()), *str(error).splitlines()])
         print(f"{name} fails:", *getattr(error, "__notes__", ()), error, sep="\n", file=sys.stderr)
     outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(found.items()))
-    row = {"attack": name, "examples": found.total(), "outcomes": outcomes}
+    row = {"attack": name, "examples": examples, "outcomes": outcomes}
     seconds = round(time.perf_counter() - start)
     return row | {"seconds": seconds, "failed": int(bool(failure)), "message": failure[:500]}
 
@@ -100,7 +101,7 @@ def command_lines() -> tuple[Any, Callable[[Any], str]]:
         given = st.lists(_option(name), min_size=1, max_size=2)
         return given.map(lambda options: [name, *BASES[name].split(), *options])
 
-    return st.sampled_from([*BASES]).flatmap(of), _command_line
+    return st.sampled_from([*BASES, "train", "train", "simulate"]).flatmap(of), _command_line
 
 
 def _option(experiment: str) -> Any:
@@ -109,7 +110,8 @@ def _option(experiment: str) -> Any:
     kinds = {name: f.type for name, f in own.items()}
     chosen = [group for group in groups(conf()) if group in own or group in schema.PRESETS]
     for name, f in own.items():
-        if is_dataclass(node := f.default_factory):
+        node: Any = f.default_factory
+        if is_dataclass(node):
             kinds |= {f"{name}.{inner.name}": inner.type for inner in fields(node)}
     likely = sorted(kinds.keys() - {*_NEVER, *chosen})
     for group in chosen:
@@ -172,78 +174,15 @@ def _command_line(line: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         name, *options = line
         dirs = [f"hydra.run.dir={scratch}/out", f"hydra.sweep.dir={scratch}/sweep"]
-        return judged(*forked(lambda: _main(name, [*options, *dirs]), Path(scratch)))
+        return judged(*command(Path(scratch), name, *options, *dirs))
 
 
-def _main(name: str, options: Sequence[str]) -> None:
-    sys.argv = [f"experiments/{name}.py", *options]
-    importlib.import_module(name).main()
-
-
-def judged(status: int | None, output: str) -> str:
-    """Return the outcome; raise AssertionError on a failure."""
-    if status is None:
-        assert re.search(r"\d%\||predict|search|measur", output), f"silent: {output[-300:]}"
-        return "long"
-    assert "Traceback" not in output, f"traceback: {output[-600:]}"
-    if status == 0:
-        return "ran"
-    message = output[output.find("error: ") :]
-    refused = "error: " in output and status in (1, 2)
-    assert refused, f"status {status}: {output[-300:]}"
-    lines = [line for line in message.strip().splitlines() if not line.startswith(("rank ", " "))]
-    assert len(lines) <= _MOST_LINES, f"{len(lines)} lines: {message[:600]}"
-    assert len(message) <= _MOST_CHARACTERS, f"{len(message)} characters: {message[:300]}"
-    return "refused"
-
-
-def forked(function: Callable[[], object], folder: Path) -> tuple[int | None, str]:
-    """Call ``function`` in a forked process in ``folder``; return its status and output.
-
-    The status is None where it was killed at the time limit.
-    """
-    log = folder / "log.txt"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not (pid := os.fork()):
-        _child(function, folder, log)
-    deadline, status = time.monotonic() + _MOST_SECONDS, None
-    while status is None and time.monotonic() < deadline:
-        done, code = os.waitpid(pid, os.WNOHANG)
-        status = os.waitstatus_to_exitcode(code) if done else None
-        time.sleep(0.005)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if status is None:
-        os.waitpid(pid, 0)
-    return status, log.read_text(errors="replace")
-
-
-def _child(function: Callable[[], object], folder: Path, log: Path) -> None:
-    """Call ``function`` and end this process."""
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        os.chdir(folder)
-        resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30,) * 2)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        function()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(bool(end.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-ATTACKS: dict[str, Callable[[], tuple[Any, Callable[[Any], str]]]] = {
+ATTACKS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
     "command_lines": command_lines,
+    "mutations": mutated.mutations,
+    "order_files": mutated.order_files,
+    "datasets": mutated.datasets,
+    "folders": folders.folders,
+    "kills": folders.kills,
 }
-"""By name, what returns a strategy of examples and a check of one."""
+"""By name, what returns a strategy of examples, and the check of one."""

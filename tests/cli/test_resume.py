@@ -119,6 +119,17 @@ def test_options_that_could_run_code_need_trust(folder, option):
         resume_arguments(["-m", f"resume={folder}"], "train")
 
 
+@pytest.mark.parametrize("name", ["checkpoints", ".hydra/config.yaml", "0/status.json"])
+def test_links_that_lead_out_need_trust(folder, tmp_path_factory, name):
+    """The run would write through them."""
+    outside = tmp_path_factory.mktemp("outside")
+    (folder / "0").mkdir()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(UserError, match=f"{name} is a link to {outside}.* trust=true"):
+        resume_arguments([f"resume={folder}"], "train")
+    assert resume_arguments([f"resume={folder}", "trust=true"], "train")
+
+
 def test_options_of_the_toolkit_need_no_trust(folder):
     own = "+sweep=workers optimizer=adamw +model.arguments.a=1 optimizer._target_=torch.optim.Adam"
     sweep = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", *own.split()]

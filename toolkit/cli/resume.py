@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of
 from toolkit.cli.sweeps import STATUS, sweep_options
-from toolkit.cli.trust import check_options
+from toolkit.cli.trust import check_links, check_options
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by
 from toolkit.torchrun import is_rank_zero
@@ -60,10 +60,11 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
 def _check_trusted(
     options: Sequence[str], arguments: Sequence[str], experiment: str, folder: Path
 ) -> None:
-    """Raise UserError if ``folder`` has ``options`` that need trust, unless ``trust=true``."""
+    """Raise UserError if ``folder``, or its ``options``, need trust, unless ``trust=true``."""
     given = {key_of(argument): value_of(argument) for argument in arguments}
     if given.get("trust", "").lower() != "true":
         check_options(options, arguments, experiment, folder)
+        check_links(folder)
 
 
 def _before(folder: Path) -> tuple[str, list[str], list[str]]:

@@ -5,6 +5,7 @@ its own options name files and callbacks. So the options of a folder are those o
 ``trust=true`` takes all others too.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -50,6 +51,19 @@ def check_options(
             f"resume={folder}: its options have {shortened(refused[0])}, which could run code of"
             " whoever wrote the folder: add trust=true if you trust it"
         )
+
+
+def check_links(folder: Path) -> None:
+    """Raise UserError if a link in ``folder`` leads out of it: a resumed run writes through it."""
+    root = folder.resolve()
+    for place, folders_here, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders_here, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise UserError(
+                    f"resume={folder}: {path} is a link to {path.resolve()}, where the run would"
+                    " write: remove it, or add trust=true if you trust who made it"
+                )
+        folders_here[:] = [name for name in folders_here if name != "wandb"]  # it links to its logs
 
 
 def _is_safe(option: str, known: set[str], found: Sequence[Path]) -> bool:
