@@ -87,7 +87,7 @@ def main(config: DictConfig) -> Ended:
     if late := [note for note in tracker.notes if note not in result["notes"]]:
         with suppress(OSError):
             write_json(folder / "result.json", result | {"notes": [*result["notes"], *late]})
-    return Ended(0 if written else 1, objective)
+    return Ended(0 if written and not outcome.weights_lost else 1, objective)
 
 
 def conclude(

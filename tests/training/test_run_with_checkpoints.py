@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -428,12 +429,27 @@ def test_a_full_disk(disk, capsys, sharded):
     assert (damaged, run.runtime.steps_done) == ([], 4)
 
 
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_a_folder_that_vanishes_stays_so(tmp_path, sharded):
+    folder = tmp_path / "run"
+
+    def remove(step):
+        shutil.rmtree(folder, ignore_errors=True)
+
+    options = ("save.steps=4", f"save.sharded={sharded}")
+    outcome = run_with_checkpoints(built(*options), folder, on_step=remove)
+    (note,) = outcome.notes
+    assert note.startswith("not written (")
+    assert outcome.weights_lost
+    assert not folder.exists()
+
+
 def test_a_disk_that_is_full_from_the_first_shows_the_result(disk):
     """Only the small files of Hydra fit."""
     folder, mount = disk
     assert mount("remount", "size=48k")
     finished = train_command("train", *TINY, f"hydra.run.dir={folder}")
-    assert finished.status == int(not (folder / "result.json").exists())
+    assert finished.status == 1  # model.pt is lost
     assert "Traceback" not in finished.err
     assert "top1" in finished.out
     assert "not written" in finished.out

@@ -119,6 +119,8 @@ class _CommandLine:
         """Run the experiment or print help; exit unless all has succeeded."""
         with process.lossy_output(), process.interruptible(sweeps.under_way):
             schema.register()
+            # Without c10d's warnings and their frames: the watch of a rank says why it ends.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
             Sweep.folder, Sweep.options = None, ()
             try:

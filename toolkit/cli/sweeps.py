@@ -42,7 +42,6 @@ class Status:
 def write_status(folder: Path, status: Status) -> None:
     """Write ``status.json`` if possible."""
     with suppress(OSError):  # a full disk does not end the run; the result reports it
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STATUS, asdict(status))
 
 

@@ -297,7 +297,9 @@ def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[in
         ]
         if not inside:
             paths = dict.fromkeys(path for node in crossing.nodes for path in _paths(node) if path)
-            near = "".join(f"did you mean {path}? " for path in get_close_matches(name, paths, 1))
+            near = "".join(
+                f"did you mean {path}? " for path in get_close_matches(str(name), paths, 1)
+            )
             outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
             raise UserError(
                 f"torch.fx sees no module {name!r} in this model: {near}choose from"

@@ -223,7 +223,7 @@ def keep_options(folder: Path, options: Options) -> None:
     own = {k: v for k, v in (old.get("own") or {}).items() if k not in content["rules"]}
     content["own"] = own | content.get("own", {})
     content["rules"] = (old.get("rules") or {}) | content["rules"]
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
@@ -260,7 +260,8 @@ def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> 
     own = under_way(folder, rule, seed)
     if here and not has_checkpoint(own):
         shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
+        own.parent.mkdir(exist_ok=True)
+        own.mkdir()
     return own
 
 

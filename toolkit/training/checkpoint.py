@@ -83,7 +83,8 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
         with _raise_on_every_rank(world):
             if rank == 0:
                 _remove(temporary)
-                temporary.mkdir(parents=True)
+                path.parent.mkdir(exist_ok=True)
+                temporary.mkdir()
         with _raise_on_every_rank(world):
             state = {"part": dict(part), "n_ranks": size}
             write(temporary / f"rank_{rank}.ckpt", tree_map_only(Tensor, _rows(rank), state))
@@ -207,7 +208,7 @@ class Checkpoints:
             alone = runtime.world is None
             state = joined([runtime.part()]) if alone else runtime.state_dict()
             if leads:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
                 write(path, {"runtime": state, **rest})
         if leads:
             link = self.folder / "best.ckpt"

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -84,12 +84,14 @@ class Outcome:
         notes: sentences on damaged or unwritten checkpoints, rollbacks and skipped updates.
         run: the run that ended; a new one after a rollback.
         resumed_at: training steps that were done when it was resumed; 0 if it was not.
+        weights_lost: whether the final weights should have been written, and could not be.
     """
 
     epochs: list[Epoch]
     notes: list[str]
     run: TrainingRun
     resumed_at: int = 0
+    weights_lost: bool = False
 
 
 def run_with_checkpoints(
@@ -123,6 +125,8 @@ def run_with_checkpoints(
     """
     save, safe = run.options.save, rollback_schedule(run)
     folder = from_rank_0(run.runtime, folder.resolve())
+    with suppress(OSError):  # here only: a folder that is removed later stays so
+        folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(folder / "checkpoints", save.keep, sharded=save.sharded)
     notes: list[str] = []
 
@@ -165,9 +169,9 @@ def run_with_checkpoints(
             )
             callback = CheckpointCallback(run, checkpoints, signals, weights)
             epochs = run.run(on_epoch, on_step, position, callback)
-        callback.write_model()
+        written = callback.write_model()
     notes += [*callback.notes(), *run.skipped_updates()]
-    return Outcome(epochs, notes, run, resumed_at)
+    return Outcome(epochs, notes, run, resumed_at, weights_lost=not written)
 
 
 class CheckpointCallback(LoopCallback):
@@ -240,10 +244,10 @@ class CheckpointCallback(LoopCallback):
             return False
         return True
 
-    def write_model(self) -> None:
-        """Write the final weights, for any program that has the model."""
+    def write_model(self) -> bool:
+        """Write the final weights, for any program that has the model; False if that fails."""
         if not (self.saves and self.weights):
-            return
+            return True
         # Collective calls.
         weights: Mapping[str, torch.Tensor] = self.runtime.module().state_dict()
         if self.run.options.readout == "extrapolated":
@@ -255,6 +259,8 @@ class CheckpointCallback(LoopCallback):
                 write(path, state, plain=True)
         except OSError as error:
             self._not_written(f"the weights, {path}", error)
+            return False
+        return True
 
     def notes(self) -> list[str]:
         """Return a sentence on what could not be written, if anything."""

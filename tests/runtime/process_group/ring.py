@@ -50,6 +50,8 @@ def fail() -> None:
     say(f"fault {time.time()}")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "loop":

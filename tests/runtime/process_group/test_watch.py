@@ -104,6 +104,12 @@ def test_a_fault_ends_the_job_of_torchrun(tmp_path, fault, named):
 
 
 @thorough
+def test_a_launcher_that_is_killed_is_named(tmp_path):
+    job = Job(tmp_path, "launcher").torchrun()
+    assert re.match(rf"torchrun \(process {job.started[0].pid}\), .* is gone", job.end())
+
+
+@thorough
 @pytest.mark.parametrize(
     ("fault", "options", "message", "statuses"),
     [

@@ -154,6 +154,7 @@ class Watch:
         self._well_at = 0.0  # when the backend had no error yet
         self._reason = ""  # for which the main thread ends the job
         self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
         self._watching = False
 
@@ -250,6 +251,10 @@ class Watch:
 
     def _look(self) -> None:
         self._write()
+        # A killed torchrun takes the store with it, for which another rank would be blamed.
+        if self._launcher and os.getppid() != self._launcher:
+            gone = f"torchrun (process {self._launcher}), which started the ranks, is gone"
+            self._end(Diagnosis(None, f"{gone}: start it again; resume= continues a saved run"))
         if self._reason:
             self._end(Diagnosis(None, self._reason))
         if not self.record.error:
