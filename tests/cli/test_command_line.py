@@ -230,7 +230,7 @@ def test_own_choices(own, tmp_path):
     config = OmegaConf.load(tmp_path / "run/result.json").provenance.config
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
     assert config.microbatches == 2  # though the preset has workers=8
-    refused("train", "epochs=2", f"resume={tmp_path}/run", match="--config-dir .* trust=true")
+    refused("train", "epochs=2", f"resume={tmp_path}/run", match="--config-dir.* trust=true")
     again = run("train", "epochs=2", f"resume={tmp_path}/run", "trust=true")
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", *own.split("="), "--help", "experiment=ours").out

@@ -52,6 +52,7 @@ def fail() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "launcher":
         os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "loop":

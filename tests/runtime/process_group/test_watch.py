@@ -106,7 +106,12 @@ def test_a_fault_ends_the_job_of_torchrun(tmp_path, fault, named):
 @thorough
 def test_a_launcher_that_is_killed_is_named(tmp_path):
     job = Job(tmp_path, "launcher").torchrun()
-    assert re.match(rf"torchrun \(process {job.started[0].pid}\), .* is gone", job.end())
+    deadline = time.monotonic() + 60
+    while "error: " not in job.path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    message = rf"^error: torchrun \(process {job.started[0].pid}\), .* is gone"
+    assert re.search(message, job.path.read_text(), re.MULTILINE)
+    assert job.started[0].wait() == -signal.SIGKILL
 
 
 @thorough
