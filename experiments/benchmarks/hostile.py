@@ -32,6 +32,7 @@ from benchmarks.forked import TINY, command, judged
 from toolkit.cli import schema
 from toolkit.cli.check_options import check_counts
 from toolkit.cli.help import choices, groups
+from toolkit.errors import first_line
 from toolkit.files import EXPERIMENTS, conf
 
 _TRAIN = f"{TINY} epochs=1 tracking.mode=disabled"
@@ -60,10 +61,10 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         importlib.import_module(name)
     wanted = [name for name in ATTACKS if config[name]]
     check_counts(config, *wanted, of="bench.")
-    return [_attacked(name, *ATTACKS[name](), config[name], seed) for name in wanted]
+    return [attacked(name, *ATTACKS[name](), config[name], seed) for name in wanted]
 
 
-def _attacked(
+def attacked(
     name: str, strategy: Any, check: Callable[[Any], str | list[str]], n: int, seed: int
 ) -> dict[str, Any]:
     """Check ``n`` examples; ``check`` returns outcomes, or raises at an example that fails."""
@@ -71,7 +72,11 @@ def _attacked(
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=n, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+        max_examples=n,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=[*HealthCheck],
     )
     @hypothesis.given(strategy)
     def attack(example: Any) -> None:
@@ -83,8 +88,9 @@ def _attacked(
     try:
         attack()
     except Exception as error:
-        failure = "; ".join([*getattr(error, "__notes__", ()), *str(error).splitlines()])
-        print(f"{name} fails:", *getattr(error, "__notes__", ()), error, sep="\n", file=sys.stderr)
+        shortest = "\n".join(getattr(error, "__notes__", ()))
+        failure = f"{first_line(error)}; {' '.join(shortest.split())}"
+        print(f"{name} fails: {error}\n{shortest}", file=sys.stderr)
     outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(found.items()))
     row = {"attack": name, "examples": examples, "outcomes": outcomes}
     seconds = round(time.perf_counter() - start)

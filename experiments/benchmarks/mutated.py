@@ -30,7 +30,7 @@ _FIELDS = {
     "buffer": st.none() | st.sampled_from(Buffer),
     "peers": st.lists(st.integers(-1, 9), max_size=3).map(tuple),
 }
-_CHANGES = (*_FIELDS, *_FIELDS, "dropped", "repeated", "moved to another rank")
+_CHANGES = (*_FIELDS, *_FIELDS, "dropped", "repeated", "moved to rank")
 
 
 @cache
@@ -51,39 +51,50 @@ def _program(name: str, n_ranks: int, n_microbatches: int) -> Program | None:
 _SIZES = st.tuples(st.sampled_from([*_MADE]), st.integers(1, 3), st.integers(1, 4))
 
 
+Change = tuple[tuple[str, int, int], int, int, str, Any]
+"""Sizes of a program, rank and place of an instruction, what changes, and its value."""
+
+
 @st.composite
-def _mutants(draw: Any) -> tuple[Program, str, Action]:
-    """A program of the catalogue with one change, which, and to what action."""
-    program = draw(_SIZES.map(lambda sizes: _program(*sizes)).filter(bool))
-    ranks = [list(own) for own in program.ranks]
+def _changes(draw: Any) -> Change:
+    """One change in a program of the catalogue."""
+    sizes = draw(_SIZES.filter(lambda sizes: _program(*sizes) is not None))
+    ranks = _program(*sizes).ranks  # type: ignore[union-attr]
     rank = draw(st.sampled_from([k for k, own in enumerate(ranks) if own]))
     place = draw(st.integers(0, len(ranks[rank]) - 1))
-    i, change = ranks[rank][place], draw(st.sampled_from(_CHANGES))
+    change, value = draw(st.sampled_from(_CHANGES)), None
     if change in _FIELDS:
-        changed = _FIELDS[change].filter(lambda value: value != getattr(i, change))
-        ranks[rank][place] = i._replace(**{change: draw(changed)})
-    else:
-        del ranks[rank][place]
-        other = draw(st.integers(0, len(ranks) - 1)) if change.startswith("moved") else rank
-        if change != "dropped":
-            ranks[other][place:place] = [i, i] if other == rank else [i]
-    return replace(program, ranks=tuple(map(tuple, ranks))), change, i.action
+        now = getattr(ranks[rank][place], change)
+        value = draw(_FIELDS[change].filter(lambda value: value != now))
+    elif change == "moved to rank":
+        value = draw(st.integers(0, len(ranks) - 1).filter(lambda other: other != rank))
+    return sizes, rank, place, change, value
 
 
 def mutations() -> Attack:
     """Verified programs with one change: only UserError, unless nothing changes."""
 
-    def check(mutant: tuple[Program, str, Action]) -> str:
-        program, change, action = mutant
+    def check(example: Change) -> str:
+        sizes, rank, place, change, value = example
+        program = _program(*sizes)
+        assert program is not None
+        ranks = [list(own) for own in program.ranks]
+        i = ranks[rank].pop(place)
+        if change in _FIELDS:
+            ranks[rank].insert(place, i._replace(**{change: value}))
+        elif change == "repeated":
+            ranks[rank][place:place] = [i, i]
+        elif change == "moved to rank":
+            ranks[value].insert(place, i)
         try:
-            program.verify()
+            replace(program, ranks=tuple(map(tuple, ranks))).verify()
         except UserError:
             return "refused"
-        assert change == "tick", f"accepted: {change} of {action.label}"
-        assert action in _HARMLESS, f"accepted: another tick of {action.label}"
+        assert change == "tick", f"accepted: {change} of {i}"
+        assert i.action in _HARMLESS, f"accepted: another tick of {i}"
         return "harmless"
 
-    return _mutants(), check
+    return _changes(), check
 
 
 @st.composite

@@ -104,6 +104,47 @@ def test_bench_resume(tmp_path):
     assert row == {"runtime": "single_process", "rule": "cdp_v2"} | done
 
 
+def test_bench_fuzz(tmp_path):
+    few = {"command_lines": 2, "mutations": 60, "order_files": 60, "datasets": 60}
+    slow = more({"folders": 0, "kills": 0}, {"folders": 6, "kills": 2})
+    given = options(**few, **slow)
+    found = complete("bench", tmp_path, "bench=fuzz", "device=cpu", *given)["metrics"]
+    counts = {row["attack"]: row["examples"] for row in found}
+    assert counts == few | {name: n for name, n in slow.items() if n}
+    assert not any(row["failed"] for row in found)
+
+
+def test_bench_fuzz_finds_what_is_accepted(benchmark, monkeypatch):
+    monkeypatch.setattr("toolkit.schedule.program.verify", lambda program: None)
+    attack = benchmark("mutated").mutations()
+    row = benchmark("hostile").attacked("mutations", *attack, 30, 0)
+    assert row["failed"] == 1
+    assert "accepted: " in row["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, "written", "ran"),
+        (2, "error: a=1: choose b", "refused"),
+        (None, "3%| epochs", "long"),
+        (None, "", None),
+        (1, "Traceback", None),
+        (2, "usage", None),
+        (-11, "error: a", None),
+        (2, "error: a\nb\nc\nd", None),
+        (2, f"error: {'x' * 4000}", None),
+    ],
+)
+def test_bench_fuzz_judges_a_command_line(benchmark, status, output, outcome):
+    judged = benchmark("forked").judged
+    if outcome:
+        assert judged(status, output) == outcome
+    else:
+        with pytest.raises(AssertionError):
+            judged(status, output)
+
+
 def fuzz_checkpoints(folder, mutations):
     given = *options(mutations=mutations), f"hydra.run.dir={folder}", "device=cpu"
     finished = run("bench", "bench=checkpoint_fuzz", *given)

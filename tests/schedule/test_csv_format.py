@@ -285,3 +285,9 @@ def test_a_file_that_cannot_be_read(name, content, why, tmp_path):
 def test_only_pipelines_are_written(schedule, message):
     with pytest.raises(UserError, match=message):
         schedule.to_csv()
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "\0" + "0F0"])
+def test_no_file_is_refused(source):
+    with pytest.raises(UserError, match="cannot be read"):
+        Schedule.from_csv(source)

@@ -18,6 +18,7 @@ compared with what is inferred.
 """
 
 import csv
+import errno
 import io
 import os.path
 import re
@@ -156,8 +157,10 @@ def _content(source: str | Path) -> str:
     if not (isinstance(source, Path) or named) and set(text) & {",", "\n"}:
         return text
     try:
+        if os.path.exists(text) and not (os.path.isfile(text) or os.path.isdir(text)):
+            raise OSError(errno.EINVAL, "it is a pipe or a device")  # reading might not end
         return Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"{source} cannot be read ({reason}): expected a CSV file") from error
 
