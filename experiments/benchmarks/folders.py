@@ -133,7 +133,7 @@ FOLDERS: dict[str, Callable[[Path, Path], None]] = {
     "a sweep": _sweep,
     "a schedule that calls": _json("result.json", provenance={"config": {"schedule": _CALLED}}),
     "delays that call": _json("result.json", delays=[_CALLED], ranks=[_CALLED]),
-    "many notes": _json("result.json", notes=["x" * 300] * 100_000),
+    "many notes": _json("result.json", notes=[f"{k} {'x' * 300}" for k in range(100_000)]),
     "lone surrogates": _json("result.json", notes=["\ud800"], schedule="\udfff"),
     "a message of surrogates": _json("status.json", message="\ud800", state="failed"),
     "deep JSON": _text("result.json", "[" * 100_000),

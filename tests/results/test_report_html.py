@@ -53,6 +53,14 @@ def test_it_needs_no_other_file_and_is_the_same_every_time():
     assert to_html(Report("T", {"A": [drawing(alt="what it shows")], "B": [Text("t")]})) == page
 
 
+def test_a_page_of_many_long_cells_is_bounded():
+    table = Table([{"note": f"{k} {'x' * 10_000}"} for k in range(5000)], "Notes.")
+    page = to_html(Report("Many", {"Summary": [table]}))
+    assert page.count("<tr>") == 1001
+    assert len(page) < 1_000_000
+    assert "The first 1000 of 5000 rows" in page
+
+
 def test_numbers_are_aligned():
     rows = [
         {"rule": "DP", "acc": "1.25", "d": "+1 ± 0.5"},

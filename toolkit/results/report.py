@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError, first_line, shortened
 from toolkit.format import count, metric_cells, plus_minus, rank_cells, staleness_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.collect import PRINCIPAL, Group, flat_options, group_runs
@@ -31,6 +31,7 @@ _GRIDS, _ROWS = 3, 12  # schedules in one figure, and rows of the largest one dr
 _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
 _MOST_VALUES = 4  # of an option
 _PIXELS_PER_INCH, _WIDTH = 91, 640  # on the page: of a drawing, and of a PNG
+_MOST_ROWS, _MOST_CHARACTERS = 1000, 500  # of a table, of a cell
 _EQUIVALENCE = (
     " At a margin: whether the difference is shown to be smaller than that, by two one-sided paired"
     " t-tests at 5 %, whose larger p-value is p."
@@ -47,10 +48,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of formatted cells, with the same keys, which are the headings."""
+    """Rows of formatted cells, with the same keys, which are the headings.
+
+    Only the first of very many rows are kept, and long cells are cut: a page has to open.
+    """
 
     rows: Sequence[Mapping[str, str]]
     caption: str
+
+    def __post_init__(self) -> None:
+        n, first = len(self.rows), self.rows[:_MOST_ROWS]
+        cut = [{k: shortened(cell, _MOST_CHARACTERS) for k, cell in r.items()} for r in first]
+        object.__setattr__(self, "rows", cut)
+        if n > _MOST_ROWS:
+            caption = f"{self.caption} The first {_MOST_ROWS} of {n} rows."
+            object.__setattr__(self, "caption", caption)
 
     @property
     def numeric(self) -> set[str]:
