@@ -66,6 +66,7 @@ device=gpu | device=gpu
 device=meta | device=meta
 schedule.placement=foo | placement 'foo'
 schedule.delay=late | delay.*'late'
+schedule.delay=1000000000000 | delay .* 1000 .* got 1000000000000
 schedule.delay=[1,1] | 4 stages.* got \(1, 1\)
 'schedule.delay={sed: 1}' | 'sed'.*seed
 'schedule.delay={distribution: normal}' | distribution .*'normal'
