@@ -105,7 +105,7 @@ def test_bench_resume(tmp_path):
 
 
 def test_bench_fuzz(tmp_path):
-    few = {"command_lines": 2, "mutations": 60, "order_files": 60, "datasets": 60}
+    few = {"command_lines": 1, "mutations": 30, "order_files": 30, "datasets": 30}
     slow = more({"folders": 0, "kills": 0}, {"folders": 6, "kills": 2})
     given = options(**few, **slow)
     found = complete("bench", tmp_path, "bench=fuzz", "device=cpu", *given)["metrics"]
@@ -117,7 +117,7 @@ def test_bench_fuzz(tmp_path):
 def test_bench_fuzz_finds_what_is_accepted(benchmark, monkeypatch):
     monkeypatch.setattr("toolkit.schedule.program.verify", lambda program: None)
     attack = benchmark("mutated").mutations()
-    row = benchmark("hostile").attacked("mutations", *attack, 30, 0)
+    row = benchmark("hostile").attacked("mutations", *attack, 10, 0)
     assert row["failed"] == 1
     assert "accepted: " in row["message"]
 
