@@ -189,6 +189,6 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
             f" {n_stages} x {n_microbatches} [stage][microbatch]: got {given}"
         )
     found = tuple(tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in given)
-    if (largest := max(max(row) for row in found)) > _MOST:
-        raise UserError(f"a delay is at most {_MOST} steps: got {largest}")
+    if (latest := max(map(max, found))) > _MOST:
+        raise UserError(f"a delay is at most {_MOST} steps: got {latest}")
     return found, found
