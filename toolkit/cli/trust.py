@@ -54,7 +54,10 @@ def check_options(
 
 
 def check_links(folder: Path) -> None:
-    """Raise UserError if a link in ``folder`` leads out of it: a resumed run writes through it."""
+    """Raise UserError if a link leads out of ``folder``, where a resumed run would write.
+
+    A pipe in it is refused too: whoever opens it waits.
+    """
     root = folder.resolve()
     for place, folders_here, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders_here, *files)):
@@ -63,6 +66,8 @@ def check_links(folder: Path) -> None:
                     f"resume={folder}: {path} is a link to {path.resolve()}, where the run would"
                     " write: remove it, or add trust=true if you trust who made it"
                 )
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise UserError(f"resume={folder}: {path} is a pipe or a device: remove it")
         folders_here[:] = [name for name in folders_here if name != "wandb"]  # it links to its logs
 
 
