@@ -151,6 +151,8 @@ report runs=conf | no runs in conf
 report runs=conf publish=wandb entity=me | project=
 report runs=conf publish=wanbd | publish 'wanbd'
 report run=conf | option run: .* runs
+simulate shape=2 | shape .* got 2
+simulate shape=[a] | shape .* got \['a'\]
 report runs=3 | runs=\.\.\. .* got 3
 pipelines ranks=1000000 | ranks=1000000
 pipelines microbatches=[1000000] | microbatches=1000000

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from inspect import Parameter, signature
@@ -303,7 +303,8 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     shape = config.shape
     if shape is None:
         shape = [1024] if of_sequences else [3, 224, 224]
-    if len(shape) not in (1, 3) or min(shape) < 1:
+    sizes = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
+    if not sizes or len(shape) not in (1, 3):
         raise UserError(
             "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
             f" sequence, such as [1024]: got {shape}"
