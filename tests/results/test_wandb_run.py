@@ -142,7 +142,9 @@ def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what, expecte
         monkeypatch.setitem(sys.modules, "wandb", None)
     elif what == "folder":
         (tmp_path / "wandb").write_text("")
-    elif what != "key":
+    elif what == "key":
+        wandb.teardown()  # which remembers the keys of earlier tests
+    else:
         monkeypatch.setattr(*((wandb, "init") if what == "init" else (wandb.Run, "log")), fail)
     for _ in range(2):
         with begin(tmp_path, mode="online" if what == "key" else "offline") as tracker:
