@@ -185,7 +185,8 @@ class Rank:
             self._give_input_gradients(i, found)
 
     def _backward_weight(self, i: Instruction) -> None:
-        # If the stage does not split its backward, nothing is left here to do.
+        if not self.runners[i.stage].splits:  # the first half has done all
+            return
         kept = self.kept[i.stage, i.microbatch, i.step]
         for segment in kept.second_half:
             segment.run()
