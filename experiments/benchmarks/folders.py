@@ -164,19 +164,16 @@ FOLDERS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def folders() -> Attack:
+def folders(scratch: Path) -> Attack:
     """Hostile folders, resumed and reported on: no file outside of them, no process, no code."""
-    scratch = tempfile.TemporaryDirectory()
-    whole = Path(scratch.name) / "whole"
-    status, said = command(
-        Path(scratch.name), "train", *_GIVEN.split(), "epochs=2", f"hydra.run.dir={whole}"
-    )
+    whole = scratch / "whole"
+    status, said = command(scratch, "train", *_GIVEN.split(), "epochs=2", f"hydra.run.dir={whole}")
     assert status == 0, said
     damages = st.tuples(st.sampled_from([*fuzz.BYTES]), st.sampled_from([*_FILES, _LAST]))
 
     def check(example: tuple[str | tuple[str, str], bool, int]) -> str:
         attack, resumed, seed = example
-        with tempfile.TemporaryDirectory(dir=scratch.name) as place:
+        with tempfile.TemporaryDirectory(dir=scratch) as place:
             run, outside = Path(place) / "in" / "run", Path(place) / "outside"
             shutil.copytree(whole, run, symlinks=True)
             outside.mkdir()
@@ -210,9 +207,8 @@ _KILLED = {
 }
 
 
-def kills() -> tuple[Any, Callable[[Any], list[str]]]:
+def kills(scratch: Path) -> tuple[Any, Callable[[Any], list[str]]]:
     """Runs that are killed at random moments and resumed until they end: bit-identical."""
-    scratch = tempfile.TemporaryDirectory()
     wholes: dict[str, tuple[float, Any]] = {}
 
     def start(case: str, folder: Path, seconds: float) -> bool:
@@ -233,12 +229,12 @@ def kills() -> tuple[Any, Callable[[Any], list[str]]]:
         case, moments = example
         if case not in wholes:
             begin = time.monotonic()
-            folder = Path(scratch.name) / case
+            folder = scratch / case
             assert not start(case, folder, 10 * MOST_SECONDS)
             wholes[case] = time.monotonic() - begin, _end(folder)
         seconds, expected = wholes[case]
         n_kills = 0
-        with tempfile.TemporaryDirectory(dir=scratch.name) as place:
+        with tempfile.TemporaryDirectory(dir=scratch) as place:
             folder = Path(place) / "run"
             for moment in moments:
                 n_kills += start(case, folder, moment * seconds)

@@ -61,7 +61,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         importlib.import_module(name)
     wanted = [name for name in ATTACKS if config[name]]
     check_counts(config, *wanted, of="bench.")
-    return [attacked(name, *ATTACKS[name](), config[name], seed) for name in wanted]
+    with tempfile.TemporaryDirectory() as scratch:
+        made = {name: ATTACKS[name](Path(scratch)) for name in wanted}
+        return [attacked(name, *attack, config[name], seed) for name, attack in made.items()]
 
 
 def attacked(
@@ -183,12 +185,12 @@ def _command_line(line: Sequence[str]) -> str:
         return judged(*command(Path(scratch), name, *options, *dirs))
 
 
-ATTACKS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
-    "command_lines": command_lines,
-    "mutations": mutated.mutations,
-    "order_files": mutated.order_files,
-    "datasets": mutated.datasets,
+ATTACKS: dict[str, Callable[[Path], tuple[Any, Callable[[Any], Any]]]] = {
+    "command_lines": lambda _: command_lines(),
+    "mutations": lambda _: mutated.mutations(),
+    "order_files": lambda _: mutated.order_files(),
+    "datasets": lambda _: mutated.datasets(),
     "folders": folders.folders,
     "kills": folders.kills,
 }
-"""By name, what returns a strategy of examples, and the check of one."""
+"""By name, what returns a strategy of examples, and the check of one, given a scratch folder."""

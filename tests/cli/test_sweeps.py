@@ -90,6 +90,7 @@ def test_the_summary_names_what_has_not_finished(tmp_path, monkeypatch):
         "2": Status("failed", ["seed=2"], "no"),
         "1": Status("finished", ["seed=1"]),
     }.items():
+        (tmp_path / name).mkdir()
         write_status(tmp_path / name, status)
     text, complete = summary("train")
     assert not complete
@@ -106,6 +107,7 @@ def test_the_summary_of_finished_runs_has_their_objectives(tmp_path, monkeypatch
     monkeypatch.setattr(Sweep, "folder", tmp_path)
     for name, seed, top1 in (("1", 3, 0.5), ("0", 2, None)):
         options = ["epochs=1", f"seed={seed}"]
+        (tmp_path / name).mkdir()
         write_status(tmp_path / name, Status("finished", options, objective=top1))
     text, complete = summary("train")
     assert complete
