@@ -46,7 +46,7 @@ def test_messages_meet_and_nothing_waits_for_what_is_left_out(program):
 
 
 def test_files_are_read_back(tmp_path):
-    pytest.importorskip("chakra")
+    pytest.importorskip("chakra.schema.protobuf.et_def_pb2")
     from chakra.schema.protobuf.et_def_pb2 import GlobalMetadata, Node
     from chakra.src.third_party.utils.protolib import decodeMessage, openFileRd
 
