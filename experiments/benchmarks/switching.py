@@ -30,6 +30,7 @@ from toolkit.format import MB
 from toolkit.options import SwitchOptions
 from toolkit.runtime import Distributed, Look, Switching, join, launch, report
 from toolkit.schedule import Schedule, catalog
+from toolkit.schedule.plain_values import alike
 
 SWITCHING = "switching"
 
@@ -91,7 +92,7 @@ def rates_of(task: SimpleNamespace) -> list[float]:
 def schedules_of(task: SimpleNamespace, given: Sequence[Any]) -> dict[str, Schedule]:
     """Schedules by name."""
     usual = catalog.data_parallel(task.workers, n_stages=task.stages)
-    made = [catalog.alike(usual, each) for each in given]
+    made = [alike(usual, each) for each in given]
     return {schedule.name: schedule for schedule in made}
 
 

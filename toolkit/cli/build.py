@@ -16,7 +16,7 @@ from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError, suggest
 from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
 from toolkit.schedule import Schedule, labels
-from toolkit.schedule.catalog import DESCRIBED, with_phases
+from toolkit.schedule.plain_values import DESCRIBED, with_phases
 
 if TYPE_CHECKING:
     from torch import nn

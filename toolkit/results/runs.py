@@ -16,6 +16,7 @@ from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE, with_own
 from toolkit.results import record
 from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
 from toolkit.schedule import Schedule, catalog
+from toolkit.schedule.plain_values import build, from_mappings, with_phases
 
 DIGEST = "file_sha256"
 """Option of a rule in the ``runs.yaml`` of a comparison: digest of its file of rank orders."""
@@ -281,14 +282,14 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
         del arguments["delay"]
     try:
         if file := options.get("file"):
-            free: dict[str, Any] = catalog.from_mappings(arguments)
+            free: dict[str, Any] = from_mappings(arguments)
             free |= {"state": arguments["state"]} if "state" in arguments else {}
             free |= {k: options[k] for k in ("period", "unfold") if k in options}
             path = Path(file)
             check_regular(path)
             found = Schedule.from_csv(path, name=path.stem, **free)
-            return catalog.with_phases(found, arguments.get("phases") or ())
-        return catalog.build(name, **arguments)
+            return with_phases(found, arguments.get("phases") or ())
+        return build(name, **arguments)
     except (OSError, TypeError, OverflowError) as error:
         raise UserError(first_line(error)) from error
 

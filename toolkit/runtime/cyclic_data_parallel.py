@@ -26,6 +26,7 @@ from toolkit.runtime.stage import Values
 from toolkit.runtime.step_optimizer import FollowsSettings, Settings, StepOptimizer, made_alike
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Kind, Op, Schedule, catalog
+from toolkit.schedule.plain_values import build
 
 _TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
 
@@ -367,7 +368,7 @@ def _schedule(
         n = n if isinstance(n, int) else n_ranks if n is None else len(n) + 1
         sizes = {"n": n_ranks, "n_stages": n, "accumulate": accumulate}
         check_choice("rule", rule, _RULES)
-        schedule = catalog.build(rule, **sizes, **options)
+        schedule = build(rule, **sizes, **options)
     if schedule.n_ranks != n_ranks or not schedule.layout.has_whole_models:
         raise UserError(
             f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with"

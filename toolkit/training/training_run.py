@@ -22,7 +22,8 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import Schedule
+from toolkit.schedule.plain_values import alike
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
@@ -182,7 +183,7 @@ def prepare(
         **({"world": world} if world else {}),
         **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
     )
-    candidates = [catalog.alike(schedule.final, given) for given in options.switch.candidates]
+    candidates = [alike(schedule.final, given) for given in options.switch.candidates]
     named = {candidate.name: candidate for candidate in candidates}
     return TrainingRun(
         options=options,
