@@ -73,7 +73,7 @@ def _child(function: Callable[[], object], folder: Path, log: Path) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         function()
         status = 0
     except SystemExit as end:

@@ -226,8 +226,8 @@ class _Samples(Source):
             if alike and whole and y.min() >= 0 and y.max() < n:
                 return x, y.long()
         raise UserError(
-            f"{self.name}: sample {k} is {_described(sample)}; expected a pair of a tensor"
-            f" {_described(expected)} and a class from 0 to {n - 1}"
+            f"{self.name}: sample {k} is {_described(sample)}; expected a tensor"
+            f" {_described(expected)}, as the first sample has, and a class from 0 to {n - 1}"
         )
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
