@@ -97,6 +97,7 @@ data=cifar10 data.root=/no/such | data.root=/no/such
 runtime=[1] | runtime=\[1\]
 +runtime.pacing=false | \+runtime.pacing: .*
 workers.x=1 | workers.x=1
+switch.candidates=0 | switch.candidates=0
 data=text data.root=/dev/zero | data.root=/dev/zero .* regular
 """
 

@@ -57,3 +57,12 @@ def test_runs_that_have_diverged_are_left_out_from_there_on():
     mean, none = (line.get_ydata().tolist() for line in axes.lines)
     assert mean == pytest.approx([30, 60])
     assert none == pytest.approx([nan, nan], nan_ok=True)
+
+
+def test_long_trainings_are_drawn_by_few_points_with_both_ends():
+    figure = accuracy({"DP": [[k / 100_000 for k in range(100_001)]]})
+    whole, last = (
+        panel.lines[0].get_xdata() for panel in (figure.axes[0], *figure.axes[0].child_axes)
+    )
+    assert (whole[0], whole[-1], last[-1]) == (1, 100_001, 100_001)
+    assert len(whole) == len(last) <= 1000

@@ -116,9 +116,11 @@ def _of_dataclass(kind: Any) -> Options:
         if is_dataclass(f.type):
             found[f.name] = _nested(f.name, f.type)
         else:
-            several = any(get_origin(one) is Sequence for one in (f.type, *get_args(f.type)))
+            several = any(get_origin(one) is Sequence for one in get_args(f.type))
+            listed = get_origin(f.type) is Sequence
             default: Any = {"default": f.default, "default_factory": f.default_factory}
-            found[f.name] = Any if several else f.type, field(**default, metadata=f.metadata)
+            taken = list[get_args(f.type)] if listed else f.type  # type: ignore[misc]
+            found[f.name] = Any if several else taken, field(**default, metadata=f.metadata)
     return found
 
 

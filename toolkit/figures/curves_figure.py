@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
 
 _LAST_EPOCHS = 9  # or more: the last third is also drawn larger
+_MOST_POINTS = 500  # of a line, at even distances; a page with all of 100,000 epochs has 28 MB
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """By rule, one sequence a run: a value after each epoch."""
 
@@ -70,13 +71,14 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
             # Diverged runs are masked; an epoch without others is masked as a whole
             values = np.ma.masked_invalid(np.array(runs, dtype=float))
             low, mean, high = (of(0).filled(np.nan) for of in (values.min, values.mean, values.max))
-            epochs = range(1, len(mean) + 1)
             line = series(k)
             look = {"marker": MARKERS[k % len(MARKERS)], "label": fill(rule, 28), **line}
             for panel, first in zip(shown, (0, 2 * n_epochs // 3), strict=False):
-                at, band = epochs[first:], {"color": line["color"], "alpha": 0.18, "linewidth": 0}
-                panel.fill_between(at, low[first:], high[first:], **band)
-                panel.plot(at, mean[first:], **look)
+                n_points = min(len(mean) - first, _MOST_POINTS)
+                at = np.linspace(first, len(mean) - 1, n_points).round().astype(int)
+                band = {"color": line["color"], "alpha": 0.18, "linewidth": 0}
+                panel.fill_between(at + 1, low[at], high[at], **band)
+                panel.plot(at + 1, mean[at], **look)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:
