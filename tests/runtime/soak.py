@@ -2,10 +2,13 @@
 
 Processes start once, and every round runs every method on as many ranks as are asked for. It ends
 with status 1 at the first difference to the single process, and at a rank that does not answer.
+Each line has the descriptors, threads and MiB of rank 0, which should not grow after some rounds.
 """
 
 import argparse
+import os
 import sys
+import threading
 import time
 
 from tests.runtime import conform
@@ -28,11 +31,19 @@ def rounds(n_rounds: int, n_ranks: int) -> int:
             if _differs(found, *known)
         ]
         if any(world.gather(wrong)):
-            report((number, wrong, time.monotonic() - start))
+            report((number, wrong, time.monotonic() - start, *_held()))
             return number - 1
         if world.rank == 0:
-            report((number, wrong, time.monotonic() - start))
+            report((number, wrong, time.monotonic() - start, *_held()))
     return n_rounds
+
+
+def _held() -> tuple[int, int, float]:
+    """Open descriptors, threads, and resident MiB of this process."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), mebibytes
 
 
 def _differs(found: conform.Trained, states: list[dict], losses: dict) -> bool:
@@ -43,10 +54,11 @@ def _differs(found: conform.Trained, states: list[dict], losses: dict) -> bool:
     return False
 
 
-def _say(rank: int, said: tuple[int, list[str], float]) -> None:
-    number, wrong, seconds = said
+def _say(rank: int, said: tuple[int, list[str], float, int, int, float]) -> None:
+    number, wrong, seconds, descriptors, threads, size = said
     result = f"rank {rank} differs: {', '.join(wrong)}" if wrong else "equal"
-    print(f"round {number}: {result}, {seconds:.1f} s", flush=True)
+    held = f"{descriptors} descriptors, {threads} threads, {size:.0f} MiB"
+    print(f"round {number}: {result}, {seconds:.1f} s, {held}", flush=True)
 
 
 def main() -> None:
