@@ -157,6 +157,7 @@ simulate shape=[a] | shape .* got \['a'\]
 report runs=3 | runs=\.\.\. .* got 3
 pipelines ranks=1000000 | ranks=1000000
 pipelines microbatches=[1000000] | microbatches=1000000
+memory workers=[1000000000000] | workers=1000000000000
 bench bench=failure bench.ranks=1 | bench.ranks .* got 1
 bench bench=failure bench.timeout=0 | bench.timeout .* got 0
 bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'

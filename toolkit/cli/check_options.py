@@ -145,6 +145,8 @@ def _check_size(config: DictConfig) -> None:
     """Refuse more ops of a training step than a schedule can be made of within minutes."""
     schedule = config.get("schedule") or {}
     given = {name: config.get(name) for name in _SIZES}
+    if "microbatches" not in config:  # which workers set, where there are both
+        given["workers"] = config.get("workers")
     given |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
     lists = {name: v if isinstance(v, ListConfig) else [v] for name, v in given.items()}
     sizes = {k: max((n for n in v if type(n) is int), default=1) for k, v in lists.items()}
