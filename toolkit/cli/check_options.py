@@ -8,7 +8,6 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from toolkit.cli import schema
 from toolkit.cli.errors import nearest
 from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
@@ -82,7 +81,7 @@ def check_given(arguments: Sequence[str]) -> None:
         if not key:
             raise UserError(f"{argument!r} is not OPTION=VALUE")
         if group in known and "=" in argument:
-            _check_choice(argument, [*choices(found, group), *["null"] * (group in schema.PRESETS)])
+            _check_choice(argument, choices(found, group))
     if all(name in options for name in _SAME):
         both = " and ".join(options[name] for name in options if name in _SAME)
         raise UserError(f"{both}: workers sets microbatches, so leave one of them out")
