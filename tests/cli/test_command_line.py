@@ -98,6 +98,7 @@ runtime=[1] | runtime=\[1\]
 +runtime.pacing=false | \+runtime.pacing: .*
 workers.x=1 | workers.x=1
 switch.candidates=0 | switch.candidates=0
+switch.candidates.x= | item of a list .*'x'
 experiment=null | experiment=null
 data=text data.root=/dev/zero | data.root=/dev/zero .* regular
 """
