@@ -108,9 +108,7 @@ def _order_files(draw: Any) -> str:
     for _ in range(draw(st.integers(1, 3))):
         begin = draw(st.integers(0, len(text)))
         end = begin + draw(st.integers(0, 6))
-        piece = draw(
-            st.sampled_from(["", ",", "\n", "0", "F", "9B9", "-1", "\0", "ü", "1W0", "0I0"])
-        )
+        piece = draw(st.sampled_from(_PIECES))
         text = text[:begin] + piece + text[end:]
     return text
 
@@ -129,7 +127,7 @@ def order_files() -> Attack:
 
 
 class _Set(torch.utils.data.Dataset[Any]):
-    """Eight good samples, of which one is another value or raises it."""
+    """Eight good samples; one of them is replaced by another value, or raises it."""
 
     def __init__(self, number: int, value: Any) -> None:
         self.number, self.value = number, value
