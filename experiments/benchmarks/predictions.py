@@ -18,23 +18,27 @@ from tqdm import tqdm
 
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import Costs, Hardware, Timeline, profile, recomputing, simulate
+from toolkit.cost.timeline import ACTIVATIONS
 from toolkit.errors import UserError
 from toolkit.format import MB
 from toolkit.model import build, partition
 from toolkit.plan.candidates import Candidate, candidates
 from toolkit.runtime import Distributed, StepOptions, World, join, launch
+from toolkit.schedule.instruction import Action
 from toolkit.schedule.steady_state import steps_to_time
 
 _RANKS = 2
 _RECORDED = 6  # training steps whose memory is measured, before those that are timed
 _MESSAGES = 1 << 12, 1 << 22  # bytes
 _REPEATS = 15
+_SUM = Action.BACKWARD, Action.BACKWARD_WEIGHT
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a candidate: step time and memory of the fullest rank, predicted and measured.
 
-    Memory is that of weights, gradient sums and activations.
+    Memory is that of weights, gradient sums and activations: at most that of all the weights that
+    messages can bring, activations, and one sum a stage.
     """
     if device.type != "cpu":
         raise UserError(f"bench=predictions runs on the CPU: got device={device}")
@@ -75,7 +79,8 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             record=_RECORDED,
         )
         list(runtime.run([(x, y)] * _RECORDED))
-        found = runtime.measurements().timeline()
+        measured = runtime.measurements()
+        found = measured.timeline()
         world.barrier()
         late = 1 + schedule.max_staleness  # steps at the ends are others' as well
         n_steps = max(options["steps"], 2 * late + 1)
@@ -88,13 +93,22 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         predicted = simulate(program, costs, hardware, state)
         kinds = {change.kind for change in found.changes}
         same = [change for change in predicted.changes if change.kind in kinds]
-        peaks = [_peak(timeline) for timeline in (replace(predicted, changes=same), found)]
+        peaks = [max(_peaks(timeline)) for timeline in (replace(predicted, changes=same), found)]
+        kept = [change for change in same if change.kind == ACTIVATIONS]
+        summed = [{i.stage for i in order if i.action in _SUM} for order in program.ranks]
+        each = (
+            _peaks(replace(predicted, changes=kept)),
+            measured.most_weights(),
+            [sum(costs[stage].gradient_bytes for stage in stages) for stages in summed],
+        )
+        most = max(map(sum, zip(*each, strict=True)))
         rows.append({
             "model": name, "schedule": candidate.label,
             "predicted ms": round(predicted.step_time * 1e3, 2),
             "measured ms": round(seconds * 1e3, 2),
             "error (%)": round(100 * (predicted.step_time / seconds - 1), 1),
             "predicted MB": round(peaks[0] / MB, 3), "measured MB": round(peaks[1] / MB, 3),
+            "at most MB": round(most / MB, 3),
             "memory error (%)": round(100 * (peaks[0] / peaks[1] - 1), 1),
         })  # fmt: skip
     return rows
@@ -134,5 +148,5 @@ def _both(world: World, costs: Costs) -> Costs:
     ]
 
 
-def _peak(timeline: Timeline) -> float:
-    return max(map(timeline.peak_memory, range(timeline.n_ranks)))
+def _peaks(timeline: Timeline) -> list[float]:
+    return [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]

@@ -89,9 +89,7 @@ def test_bench_predictions(tmp_path):
     assert 0 < len(found) <= 6  # a small model has few stages
     for row in found:
         assert row["predicted ms"] > 0 < row["measured ms"]
-        # Ranks that exchange weights hold more while messages and computing overlap.
-        near = 0.3 if "DP-" in row["schedule"] or "ZeRO" in row["schedule"] else 0.02
-        assert row["measured MB"] == pytest.approx(row["predicted MB"], rel=near)
+        assert 0.8 * row["predicted MB"] <= row["measured MB"] <= 1.01 * row["at most MB"]
 
 
 @thorough

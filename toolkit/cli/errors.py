@@ -70,7 +70,8 @@ def _message(error: Exception, experiment: str) -> str | None:
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
-    if isinstance(error, ValueError) and _raised_in(error, "omegaconf"):
+    plain = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
+    if plain and _raised_in(error, "omegaconf"):
         return f"an option names no item of a list or group: {first_line(error)}"
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
