@@ -182,7 +182,7 @@ def hardware_of(task: Task, link: Link) -> Hardware:
     """Return the machines that were measured."""
     n_bytes = 1e6 * task.megabytes
     bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
-    found = Hardware("measured", inf, inf, bandwidth, link.latency)
+    found = Hardware("measured", inf, inf, bandwidth, link.latency, shared_ports=True)
     per = task.ranks_per_machine
     if per == 1:
         return found

@@ -8,6 +8,7 @@ Linux only, as root, with ip and tc of iproute2.
 import ctypes
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -25,20 +26,24 @@ from toolkit.errors import UserError
 INTERFACE = "eth0"
 WINDOW = 0.01  # seconds
 _INTERVAL = 0.002  # seconds from sample to sample
-_BURST = 128 * 1024  # bytes: two of the largest packets that a host sends at once
+_BURST = 128 * 1024  # bytes
 _LIMIT = 4 * 1024 * 1024  # bytes that wait, of many connections, before packets are dropped
 _HUB = """\
 ip netns add {hub}
 ip -n {hub} link add bridge type bridge
 ip -n {hub} link set bridge up"""
 # No IPv6 address, so that there is one way to each machine. A fixed congestion control: bbr, for
-# one, stops to probe every ten seconds.
+# one, stops to probe every ten seconds. A packet passes two buckets, one after the other: with
+# packets of 64 KB and a window no larger, as connections begin, only half of the rate is used.
 _MACHINE = """\
 ip netns add {name}
+ip netns exec {name} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0
+ip netns exec {name} sysctl -qw net.ipv4.tcp_rmem='4096 2097152 8388608'
+ip netns exec {name} sysctl -qw net.ipv4.tcp_wmem='4096 2097152 8388608'
 ip -n {name} link set lo up
 ip -n {hub} link add port{n} type veth peer name eth0 netns {name}
-ip -n {hub} link set port{n} master bridge up
-ip -n {name} link set eth0 addrgenmode none up
+ip -n {hub} link set port{n} master bridge gso_max_size 16384 up
+ip -n {name} link set eth0 gso_max_size 16384 addrgenmode none up
 ip -n {name} address add {own}/24 dev eth0
 ip -n {name} route change 10.77.0.0/24 dev eth0 src {own} proto kernel scope link congctl cubic"""
 
@@ -137,7 +142,9 @@ def check(n: int) -> None:
 
 
 def _run(command: str) -> str:
-    done = subprocess.run(command.split(), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        shlex.split(command), capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         reason = " ".join(done.stderr.split())
         modules = "the kernel modules veth, bridge, sch_tbf and tcp_cubic (modprobe)"

@@ -8,20 +8,26 @@ the same, the first in the program goes first: by tick, then what ops wait for, 
 
 Ops, and what needs no port, may be handled before others that begin earlier: they have nothing to
 share. Messages are handled in order of time.
+
+If ports are shared, messages from one rank to another follow each other, and all others that are
+ready are under way together: see :mod:`toolkit.cost.shared_ports`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
+from toolkit.cost.shared_ports import SharedPorts
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
 from toolkit.schedule.instruction import FORWARD, RECV, SEND
 
 Ports = tuple[int, ...]
+_Lanes = tuple[Hashable, ...]
+Then = Callable[[float, float], None]
 
 Begin = Callable[[int, int, Instruction, float], None]
 
@@ -30,15 +36,19 @@ _IN_ORDER = frozenset(action for action in Action if action.computes or action =
 
 
 class _Event(NamedTuple):
-    """Ports are wanted, and ``then`` gets when they are taken; or, at _FREES, free again."""
+    """``lanes`` are wanted for ``seconds``, and ``then`` gets start and end; at _FREES, free again.
+
+    If ``ports`` are given, they are shared meanwhile, which takes longer.
+    """
 
     when: float
     tick: int
     kind: int
     number: int
-    ports: Ports
+    lanes: _Lanes
     seconds: float
-    then: Callable[[float], None]
+    then: Then
+    ports: Ports = ()
 
 
 def _pairs(order: Sequence[Instruction]) -> list[int]:
@@ -57,7 +67,7 @@ class EventQueue:
     instruction for all of a collective.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, shared: bool = False) -> None:
         self._instructions = [i for order in program.ranks for i in order]
         self._ranks = [rank for rank, order in enumerate(program.ranks) for _ in order]
         self.pairs: set[int] = set()  # forwards that overlap with the next instruction
@@ -69,9 +79,11 @@ class EventQueue:
         nothing = (g for g, lacking in enumerate(self._lacking) if not lacking)
         self._open = [g for g in nothing if number[g] == g]
         self._events: list[_Event] = []
-        self._busy: set[int] = set()
-        self._waiting: defaultdict[Ports, list[tuple[int, int, int, _Event]]] = defaultdict(list)
-        self._wanted: defaultdict[int, set[Ports]] = defaultdict(set)
+        self._busy: set[Hashable] = set()
+        self._waiting: defaultdict[_Lanes, list[tuple[int, int, int, _Event]]] = defaultdict(list)
+        self._wanted: defaultdict[Hashable, set[_Lanes]] = defaultdict(set)
+        self._shared = SharedPorts() if shared else None
+        self._sharing: dict[int, tuple[float, _Event]] = {}  # what shares ports, and since when
 
     def _numbers(self) -> list[int]:
         """The number of what stands for each instruction."""
@@ -151,7 +163,7 @@ class EventQueue:
         It says when it ends (:meth:`end`), or what ports it takes (:meth:`occupy`).
         """
         later = []
-        while self._open or self._events:
+        while self._open or self._events or self._sharing:
             while self._open:
                 g = self._open.pop()
                 i = self._instructions[g]
@@ -160,50 +172,71 @@ class EventQueue:
                 else:
                     ready = self._ready[g]
                     begin[i.action](g, self._ranks[g], i, ready if ready > since else since)
-            if self._events:
+            coming = self._events[0].when if self._events else inf
+            if self._shared and self._shared.next_end() <= coming:
+                self._end_sharing(self._shared)
+            elif self._events:
                 self._serve()
         self._open = later
 
+    def _end_sharing(self, shared: SharedPorts) -> None:
+        """End those of the messages that share ports which are the next to end."""
+        now = shared.next_end()
+        for number in shared.end(now):
+            start, event = self._sharing.pop(number)
+            heappush(self._events, event._replace(when=now, tick=_FREES))
+            event.then(start, now)
+
     def _serve(self) -> None:
-        """Free and take ports at the next moment at which something happens."""
+        """Free and take lanes at the next moment at which something happens."""
         now = self._events[0].when
-        wanted: set[Ports] = set()
+        wanted: set[_Lanes] = set()
+        begun: dict[int, tuple[float, Ports]] = {}
         while self._events and self._events[0].when == now:
             event = heappop(self._events)
             if event.tick == _FREES:
-                self._busy.difference_update(event.ports)
-                for port in event.ports:
-                    wanted |= self._wanted[port]
+                self._busy.difference_update(event.lanes)
+                for lane in event.lanes:
+                    wanted |= self._wanted[lane]
             else:
-                heappush(self._waiting[event.ports], (*event[1:4], event))
-                for port in event.ports:
-                    self._wanted[port].add(event.ports)
-                wanted.add(event.ports)
-        for *_, event in sorted(self._waiting[ports][0] for ports in wanted):
-            if self._busy.isdisjoint(event.ports):
-                heappop(self._waiting[event.ports])
-                if not self._waiting[event.ports]:
-                    for port in event.ports:
-                        self._wanted[port].discard(event.ports)
-                self._busy.update(event.ports)
-                end = now + event.seconds
-                heappush(self._events, event._replace(when=end, tick=_FREES))
-                event.then(now)
+                heappush(self._waiting[event.lanes], (*event[1:4], event))
+                for lane in event.lanes:
+                    self._wanted[lane].add(event.lanes)
+                wanted.add(event.lanes)
+        for *_, event in sorted(self._waiting[lanes][0] for lanes in wanted):
+            if self._busy.isdisjoint(event.lanes):
+                heappop(self._waiting[event.lanes])
+                if not self._waiting[event.lanes]:
+                    for lane in event.lanes:
+                        self._wanted[lane].discard(event.lanes)
+                self._busy.update(event.lanes)
+                if event.ports:
+                    begun[event.number] = event.seconds, event.ports
+                    self._sharing[event.number] = now, event
+                else:
+                    end = now + event.seconds
+                    heappush(self._events, event._replace(when=end, tick=_FREES))
+                    event.then(now, end)
+        if self._shared and begun:
+            self._shared.begin(now, begun)
 
     def instruction(self, g: int) -> Instruction:
         """The instruction with a number."""
         return self._instructions[g]
 
-    def occupy(
-        self, g: int, ready: float, ports: Ports, seconds: float, then: Callable[[float], None]
-    ) -> None:
-        """Take ``ports`` for ``seconds`` as soon as all idle; ``then`` gets when that is."""
+    def occupy(self, g: int, ready: float, ports: Ports, seconds: float, then: Then) -> None:
+        """Take ``ports`` for ``seconds`` as soon as all idle; ``then`` gets start and end.
+
+        Messages take longer if they share them.
+        """
         if seconds == 0:  # needs no port
-            then(ready)
-        else:
-            i = self._instructions[g]
-            kind = i.buffer or Buffer.ACTIVATION
-            heappush(self._events, _Event(ready, i.tick, kind, g, ports, seconds, then))
+            then(ready, ready)
+            return
+        i = self._instructions[g]
+        event = _Event(ready, i.tick, i.buffer or Buffer.ACTIVATION, g, ports, seconds, then)
+        if self._shared is not None and i.peers:
+            event = event._replace(lanes=((self._ranks[g], i.peers),), ports=ports)
+        heappush(self._events, event)
 
     def end(self, g: int, when: float) -> None:
         """Let begin what waited for an instruction, and for nothing else."""

@@ -38,6 +38,8 @@ class Hardware:
         local_latency: as ``link_latency``, within a machine.
         overlap_time: seconds of a forward and a backward that a rank overlaps, divided by those of
             one after the other; 1 unless measured.
+        shared_ports: whether messages of different ranks share the bandwidth of a port, as
+            connections of TCP do, or follow each other.
 
     Raises:
         UserError: a number is not positive (latencies may be 0), or only one of
@@ -57,6 +59,7 @@ class Hardware:
     local_bandwidth: float = inf
     local_latency: float = 0.0
     overlap_time: float = 1.0
+    shared_ports: bool = False
 
     def __post_init__(self) -> None:
         fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
@@ -66,7 +69,7 @@ class Hardware:
             positive |= {f"{name}[{k}]": value for k, value in enumerate(positive.pop(name))}
         for name, value in positive.items():
             numeric = isinstance(value, float | int) and value > 0
-            if not numeric and name not in ("name", *_LATENCIES):
+            if not numeric and name not in ("name", "shared_ports", *_LATENCIES):
                 raise UserError(f"hardware.{name} is a positive number: got {value!r}")
         for name in _LATENCIES:
             latency = getattr(self, name)

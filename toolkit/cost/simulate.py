@@ -109,7 +109,7 @@ class _Simulation:
     ) -> None:
         schedule, n_ranks = program.schedule, len(program.ranks)
         self.program, self.costs, self.hardware = program, costs, hardware
-        self.events = EventQueue(program)
+        self.events = EventQueue(program, shared=hardware.shared_ports)
         self.overlaps = bool(self.events.pairs)
         self.under_way: dict[int, tuple[float, float]] = {}  # by rank: a pair's backward
         self.slot = schedule.timing.ticks_per_slot
@@ -248,8 +248,7 @@ class _Simulation:
     def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         seconds = self._moving(rank, self.moved_by_update[i.stage])
 
-        def begin(start: float) -> None:
-            end = start + seconds
+        def begin(start: float, end: float) -> None:
             self._drop_sum(rank, i, start, end)
             # The new version is a separate tensor: late readers still use the old one.
             self._hold(start, rank, WEIGHTS, self.costs[i.stage].parameter_bytes)
@@ -277,11 +276,11 @@ class _Simulation:
         here, there = self.machines[rank], self.machines[peer]
         seconds = self.messages[here == there][i.buffer][i.stage]
         if not seconds:  # needs no port
-            self._send(g, rank, i, n_bytes, seconds, ready)
+            self._send(g, rank, i, n_bytes, ready, ready)
             return
         # Ports within machines and, further on, between them; those that send come first.
         ports = (rank, n + peer) if here == there else (2 * n + here, 3 * n + there)
-        begin = partial(self._send, g, rank, i, n_bytes, seconds)
+        begin = partial(self._send, g, rank, i, n_bytes)
         self.events.occupy(g, ready, ports, seconds, begin)
 
     def _meet(self, g: int, rank: int, i: Instruction, ready: float) -> None:
@@ -294,14 +293,13 @@ class _Simulation:
                 *(3 * n + machine for machine in met),
             )
         seconds = self.hardware.collective(i.action, n_bytes, i.peers)
-        begin = partial(self._collective, g, rank, i, n_bytes, seconds)
+        begin = partial(self._collective, g, rank, i, n_bytes)
         self.events.occupy(g, ready, ports, seconds, begin)
 
     def _send(
-        self, g: int, rank: int, i: Instruction, n_bytes: float, seconds: float, start: float
+        self, g: int, rank: int, i: Instruction, n_bytes: float, start: float, end: float
     ) -> None:
         _, _, stage, m, step, _, buffer, (peer,) = i
-        end = start + seconds
         self._record(i, start, end, (rank, SEND, n_bytes, peer), (peer, RECEIVE, n_bytes, rank))
         if m is not None:
             key = (buffer, stage, m, step)
@@ -321,9 +319,8 @@ class _Simulation:
         self.events.end(g, end)
 
     def _collective(
-        self, g: int, rank: int, i: Instruction, n_bytes: float, seconds: float, start: float
+        self, g: int, rank: int, i: Instruction, n_bytes: float, start: float, end: float
     ) -> None:
-        end = start + seconds
         for peer in i.peers:
             if units := float(traffic_of(i, peer).units):
                 self._record(i, start, end, (peer, SEND, units * n_bytes, None))
