@@ -27,7 +27,7 @@ INTERFACE = "eth0"
 WINDOW = 0.01  # seconds
 _INTERVAL = 0.002  # seconds from sample to sample
 _BURST = 128 * 1024  # bytes
-_LIMIT = 4 * 1024 * 1024  # bytes that wait, of many connections, before packets are dropped
+_LIMIT = 64 * 1024 * 1024  # bytes that wait, of many connections, before packets are dropped
 _HUB = """\
 ip netns add {hub}
 ip -n {hub} link add bridge type bridge
