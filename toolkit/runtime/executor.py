@@ -3,7 +3,7 @@
 The main thread computes, in the order of the program, and waits only for what the next op uses. A
 second thread begins messages and makes updates, each as soon as its inputs are there. Waiters, one
 a peer, stage and kind, wait for messages to end. A receive begins early, so that its message need
-not wait for this rank.
+not wait for this rank. Of the messages to a rank the one needed first is sent first.
 """
 
 import threading
@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_of
-from toolkit.runtime.message_transfer import Messages, Transfer, tags
+from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.measurements import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.process_group.join import World
@@ -74,6 +74,7 @@ class Executor:
         self._closed = False
         self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
+        self._turns: defaultdict[int, Turns] = defaultdict(Turns)  # by receiver
 
     def go_on(self, limit: float) -> None:
         """Allow training steps up to ``limit`` to begin."""
@@ -109,7 +110,7 @@ class Executor:
                 self._changed.notify_all()
             # The second thread creates waiters, so it ends before they do.
             thread.join()
-            for coming, _ in self._waiters.values():
+            for coming, _ in [*self._waiters.values()]:
                 coming.put(None)
         # Not after a failure: a message from a dead rank never ends.
         for _, waiter in self._waiters.values():
@@ -257,26 +258,42 @@ class Executor:
         self._end(position)
 
     def _send(self, position: int, payload: Payload) -> int:
-        transfer = self._messages.send(self._order[position], payload, self._tags[position])
+        i, in_turn = self._order[position], self._messages.in_turn
+        transfer = self._messages.send(i, payload, self._tags[position], begin=not in_turn)
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._changed:
             self._unsent.add(position)
-        self._put(position, transfer)
+            if in_turn:
+                self._turns[i.peers[0]].add(position, transfer)
+        if in_turn:
+            self._send_next(i.peers[0])
+        else:
+            self._put(position, transfer)
         return transfer.flat.nbytes
+
+    def _send_next(self, peer: int) -> None:
+        """Send what is to be sent now to a rank."""
+        with self._changed:
+            taken = self._turns[peer].take()
+        for position, transfer in taken:
+            transfer.begin()
+            self._put(position, transfer)
 
     def _put(self, position: int, transfer: Transfer) -> None:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._order[position]
         # One waiter per peer, stage and kind: a late message must not hold up the others.
-        name = queue_of(i, ordered=False) or ("send", *i.peers)
-        if name not in self._waiters:
-            coming = _Coming()
-            # Daemons: a message from a dead rank never ends, and must not keep the process alive.
-            waiter = threading.Thread(
-                target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
-            )
-            self._waiters[name] = coming, waiter
-            waiter.start()
+        name = queue_of(i, ordered=False) or ("send", *i.peers, i.buffer, i.stage)
+        with self._changed:
+            if name not in self._waiters:
+                coming = _Coming()
+                # Daemons: a message from a dead rank never ends, and must not keep the process
+                # alive.
+                waiter = threading.Thread(
+                    target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
+                )
+                self._waiters[name] = coming, waiter
+                waiter.start()
         began = 0.0 if self._meter is None else self._meter.now()
         self._waiters[name][0].put((position, transfer, began))
 
@@ -303,6 +320,10 @@ class Executor:
             with self._changed:
                 self._unsent.remove(position)
                 self._changed.notify_all()
+                if self._messages.in_turn:
+                    self._turns[i.peers[0]].end(position)
+            if self._messages.in_turn:
+                self._send_next(i.peers[0])
             return
         if self._meter is not None:
             self._meter.note(self._rank, i, began, transfer.flat.nbytes)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from heapq import heappop, heappush
 from itertools import count, groupby
 
 import torch
@@ -46,6 +47,12 @@ class Transfer:
         self.flat = flat
         self._phases = phases
 
+    def begin(self) -> None:
+        """Begin the first phase."""
+        first, *later = self._phases
+        begun = first()
+        self._phases = (lambda: begun, *later)
+
     def wait(self) -> None:
         """Wait, once, until it has ended; on a GPU only the current stream waits."""
         for phase in self._phases:
@@ -55,6 +62,34 @@ class Transfer:
                     work.wait()
                 else:
                     work.wait(_FOR_EVER)
+
+
+class Turns:
+    """Messages to one rank: one is under way at a time, then the one that is needed first.
+
+    Only what is needed before all that is under way begins at once: the other rank may wait for it,
+    and not yet expect the rest.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: set[int] = set()
+        self._waiting: list[tuple[int, Transfer]] = []
+
+    def add(self, position: int, transfer: Transfer) -> None:
+        """Add a message, by its position in the program."""
+        heappush(self._waiting, (position, transfer))
+
+    def end(self, position: int) -> None:
+        """Note that a message has been sent."""
+        self._under_way.remove(position)
+
+    def take(self) -> list[tuple[int, Transfer]]:
+        """Return the messages that are to begin now."""
+        taken = []
+        while self._waiting and all(self._waiting[0][0] < p for p in self._under_way):
+            taken.append(heappop(self._waiting))
+            self._under_way.add(taken[-1][0])
+        return taken
 
 
 class Messages:
@@ -80,18 +115,22 @@ class Messages:
         if self.pacer is not None:
             self.pacer.close()
 
-    def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
-        """Begin to send; ``payload`` may change afterwards."""
+    def send(
+        self, i: Instruction, payload: Payload, tag: int = 0, *, begin: bool = True
+    ) -> Transfer:
+        """Begin to send, or only prepare to; ``payload`` may change afterwards."""
         flat, peer = self._pack(i, payload), i.peers[0]
         group, chunks = self.world.channel(self.world.rank, peer), self._chunks(flat)
-        begin = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
+        starts = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
         if self.pacer is not None:
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
             sizes = [chunk.nbytes for chunk in chunks]
-            return Transfer(flat, self.pacer.put(begin, sizes, i.tick).result)
-        works = [start() for start in begin]
-        return Transfer(flat, lambda: works)
+            return Transfer(flat, self.pacer.put(starts, sizes, i.tick).result)
+        transfer = Transfer(flat, lambda: [start() for start in starts])
+        if begin:
+            transfer.begin()
+        return transfer
 
     def receive(self, i: Instruction, tag: int = 0) -> Transfer:
         """Be ready for a message."""
@@ -129,6 +168,11 @@ class Messages:
     def ordered(self) -> bool:
         """Whether messages from one rank to another must begin in the order of the program."""
         return self.world.backend == "nccl"
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether messages from one rank to another begin one after the other, as needed."""
+        return not self.ordered and self.pacer is None
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
