@@ -7,6 +7,7 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.model import MODELS, build
+from toolkit.model.zoo import whitening
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,7 @@ def test_takes_any_channels_and_gives_any_classes(name, in_channels, size):
         (("resnet18", 10, 32, 3, 0), "width.* 0"),
         (("resnet18", 0), "n_classes.* 0"),
         (("vit_b_16", 10, 30), "16 .* 30"),
+        (("convnet", 10, 8), "16 .* 8"),
     ],
 )
 def test_rejects(arguments, value):
@@ -71,7 +73,7 @@ def test_rejects(arguments, value):
         build(*arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_b_16"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("resnet")])
 def test_width_scales_every_layer(name):
     usual = build(name, 10, 32)
     scaled = build(name, 10, 32, width=usual.conv1.out_channels // 4)
@@ -114,3 +116,31 @@ def test_another_width_is_initialised_alike():
                 assert found == pytest.approx((2 / fan) ** 0.5, rel=0.2), name
             if isinstance(module, nn.BatchNorm2d):
                 assert torch.equal(module.weight, torch.ones(module.num_features))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_convnet_whitens_patches(channels):
+    """Of images whose neighbours and channels correlate as in natural ones, all features alike."""
+    with torch.device("cpu"):
+        filters = whitening(channels).flatten(1)
+        near, across = torch.full((2, 2), 0.94), torch.full((channels, channels), 0.93)
+        near.fill_diagonal_(1)
+        across.fill_diagonal_(1)
+        covariance = torch.kron(across, torch.kron(near, near))
+        found = filters @ covariance @ filters.T
+        half = 4 * channels
+        torch.testing.assert_close(found[:half, :half], found[half:, half:])
+        torch.testing.assert_close(found[:half, :half], -found[half:, :half])
+        off_diagonal = found[:half, :half] - torch.diag(found.diagonal()[:half])
+        assert off_diagonal.abs().max() < 1e-4
+        assert 0 < found.diagonal().max() <= 1
+
+
+def test_convnet_begins_by_passing_on():
+    with torch.device("cpu"):
+        model = build("convnet", 10, 32, width=8)
+        weight = model.conv2_1.weight  # of 8 channels to 32
+        assert torch.equal(weight[:8], nn.init.dirac_(torch.empty(8, 8, 3, 3)))
+        assert weight[8:].std() > 0
+        assert not model.whiten.weight.requires_grad
+        assert model.whiten.bias.requires_grad

@@ -12,7 +12,14 @@ from tests.runtime.models import assert_same
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.message_layout import Layout, Layouts
-from toolkit.runtime.message_transfer import Messages, all_reduce_groups, largest_chunk, tags
+from toolkit.runtime.message_transfer import (
+    Messages,
+    Transfer,
+    Turns,
+    all_reduce_groups,
+    largest_chunk,
+    tags,
+)
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction
 
@@ -200,3 +207,29 @@ def test_collectives(exchanged, root):
         for action in ("ALL_REDUCE", "REDUCE") if rank == root else ("ALL_REDUCE",):
             assert_same(collectives[action, root], total, 0, 0)
         assert torch.equal(collectives["BROADCAST", root], values(root, 5))
+
+
+def test_the_message_needed_first_goes_first():
+    turns = Turns()
+    for position in (7, 5, 9):
+        turns.add(position, Transfer(torch.empty(0)))
+    assert [position for position, _ in turns.take()] == [5]
+    assert turns.take() == []  # one at a time
+    turns.add(3, Transfer(torch.empty(0)))  # the receiver may wait for it before it expects 5
+    assert [position for position, _ in turns.take()] == [3]
+    turns.end(5)
+    assert turns.take() == []
+    turns.end(3)
+    assert [position for position, _ in turns.take()] == [7]
+    turns.end(7)
+    assert [position for position, _ in turns.take()] == [9]
+
+
+def test_a_message_begins_once():
+    begun = []
+    phases = [lambda name=name: begun.append(name) or [] for name in ("first", "next")]
+    transfer = Transfer(torch.empty(0), *phases)
+    transfer.begin()
+    assert begun == ["first"]
+    transfer.wait()
+    assert begun == ["first", "next"]

@@ -106,7 +106,7 @@ def _hardware(situation: Situation) -> Hardware:
     if not situation.ratio:
         return UNIT
     bandwidth = 1 / ((1 + _BACKWARD) * situation.ratio)
-    links = replace(UNIT, link_bandwidth=bandwidth)
+    links = replace(UNIT, link_bandwidth=bandwidth, shared_ports=True)
     if situation.machines is None:
         return links
     per = situation.workers // situation.machines

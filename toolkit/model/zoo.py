@@ -11,6 +11,7 @@ from toolkit.errors import UserError, suggest, whole
 
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
 _WIDTH = 64  # of torchvision's ResNets
+_LEAST_FOR_CONVNET = 16  # pixels, which it halves four times
 
 
 def build(
@@ -25,14 +26,17 @@ def build(
     ``resnet18`` and ``resnet50`` get the CIFAR stem (3x3 convolution, no max-pool) for images of at
     most 64 pixels. ``resnet8``, ``resnet14`` and ``resnet20`` (He et al., arXiv 1512.03385,
     section 4.2) are 16 to 64 channels wide. ``resnet6`` halves the resolution in its stem, a 5x5
-    convolution, and has no first group: a fifth of the FLOPs of ``resnet8``.
+    convolution, and has no first group: a fifth of the FLOPs of ``resnet8``. ``convnet`` is made
+    for short trainings (Jordan, arXiv 2404.00498): a fixed layer that whitens patches, and three
+    pairs of convolutions of 64, 256 and 256 channels, for images of at least 16 pixels.
 
     Args:
         name: one of :data:`MODELS`.
         n_classes: width of the output.
         image_size: height and width of the images, in pixels.
         in_channels: channels of the images.
-        width: channels of a ResNet's first layers; scales all others. None: 64, small ones 16.
+        width: channels of the first layers that are trained; scales all others. None: 64, of
+            small ResNets 16.
 
     Raises:
         UserError: unknown name, or images or a width that the model cannot take.
@@ -121,6 +125,58 @@ def _block(narrower: int, wider: int, stride: int) -> nn.Module:
     return BasicBlock(narrower, wider, stride, nn.Sequential(shortcut, nn.BatchNorm2d(wider)))
 
 
+def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
+    if image_size < _LEAST_FOR_CONVNET:
+        raise UserError(
+            f"convnet needs images of {_LEAST_FOR_CONVNET} pixels or more: got {image_size}"
+        )
+    first = _WIDTH if width is None else width
+    filters = whitening(in_channels)
+    conv = nn.Conv2d(in_channels, len(filters), 2)
+    with torch.no_grad():
+        conv.weight.copy_(filters)
+        conv.bias.zero_()
+    conv.weight.requires_grad_(False)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(whiten=conv, gelu=nn.GELU())
+    narrower = len(filters)
+    for group, wider in enumerate((first, 4 * first, 4 * first), start=1):
+        for k, channels in enumerate((narrower, wider), start=1):
+            layers[f"conv{group}_{k}"] = conv = nn.Conv2d(channels, wider, 3, 1, 1, bias=False)
+            nn.init.dirac_(conv.weight[:channels])  # passes on what it gets; the rest is random
+            if k == 1:
+                layers[f"pool{group}"] = nn.MaxPool2d(2)
+            layers[f"bn{group}_{k}"] = nn.BatchNorm2d(wider)
+            layers[f"gelu{group}_{k}"] = nn.GELU()
+        narrower = wider
+    pool = nn.AdaptiveMaxPool2d(1)
+    layers |= {"pool": pool, "flatten": nn.Flatten(), "fc": nn.Linear(narrower, n_classes)}
+    layers["scale"] = _Scale(1 / 9)
+    return nn.Sequential(layers)
+
+
+class _Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def whitening(in_channels: int) -> torch.Tensor:
+    """Filters ``[8 * in_channels, in_channels, 2, 2]`` that decorrelate natural images' patches.
+
+    The eigenvectors of a patch's covariance, scaled to unit variance, and their negatives. Instead
+    of a data set's covariance: neighbours correlate by 0.94, channels by 0.93.
+    """
+    near, across = torch.full((2, 2), 0.94), torch.full((in_channels, in_channels), 0.93)
+    for correlation in (near, across):
+        correlation.fill_diagonal_(1.0)
+    variances, vectors = torch.linalg.eigh(torch.kron(across, torch.kron(near, near)))
+    filters = (vectors / torch.sqrt(variances + 0.01)).T.reshape(-1, in_channels, 2, 2)
+    return torch.cat([filters, -filters])
+
+
 def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
     if width is not None:
         raise UserError(f"vit_b_16 takes no model.width: got {width}; leave it out")
@@ -142,6 +198,7 @@ MODELS: dict[str, Callable[[int, int, int, int | None], nn.Module]] = {
     "resnet20": partial(_cifar_resnet, (3, 3, 3)),
     "resnet18": partial(_resnet, "resnet18"),
     "resnet50": partial(_resnet, "resnet50"),
+    "convnet": _convnet,
     "vit_b_16": _vit,
 }
 """Factories of :func:`build` by name."""
