@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
+from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 16  # that are printed
 _TIMED = 16  # steady training steps whose mean counts: those of contended links differ
+_OPS_A_SECOND = 20_000  # that are lowered, verified and simulated
 _WORTH = 0.03  # share of a step that other messages have to save
 
 
@@ -74,12 +76,16 @@ def main(config: DictConfig) -> None:
     def predict(schedule: "Schedule", by: Any = None, steps: int | None = None) -> "Timeline":
         costs = costs_of(schedule.n_stages, by)
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        program = schedule.lower(steps or steps_to_time(schedule, _TIMED)).verify()
-        return simulate(program, costs, hardware, state)
+        n_steps = steps or steps_to_time(schedule, _TIMED)
+        bar.set_description(f"{schedule.name}, {n_steps} steps, {seconds_of(schedule, n_steps)}")
+        bar.update()
+        return simulate(schedule.lower(n_steps).verify(), costs, hardware, state)
 
     folder = output_folder()
     notes: list[str] = []
     predicted, rows, ranks = [], [], []
+    bar = tqdm(unit=" simulations", leave=False)
+    bar.set_description("tracing the model")
     for k, (name, schedule) in enumerate(schedules.items()):
         timeline = predict(schedule)
         samples = config.batch * schedule.n_microbatches
@@ -95,6 +101,7 @@ def main(config: DictConfig) -> None:
             program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
             write_chakra(program, costs, hardware, folder / f"chakra{k or ''}")
         predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
+    bar.close()
     figures = save(timelines(predicted), folder / "timeline")
     write_csv(folder / "ranks.csv", ranks)
     where = describe(device) if config.measured else "meta tensors"
@@ -113,6 +120,12 @@ def main(config: DictConfig) -> None:
     for note in notes:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def seconds_of(schedule: "Schedule", n_steps: int) -> str:
+    """About how long it takes to simulate a schedule, in words."""
+    n_ops = 2 * schedule.n_stages * schedule.n_microbatches * n_steps
+    return f"about {max(1, round(n_ops / _OPS_A_SECOND))} s"
 
 
 def faster(

@@ -133,9 +133,7 @@ def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | Non
     first = _WIDTH if width is None else width
     filters = whitening(in_channels)
     conv = nn.Conv2d(in_channels, len(filters), 2)
-    with torch.no_grad():
-        conv.weight.copy_(filters)
-        conv.bias.zero_()
+    conv.load_state_dict({"weight": filters, "bias": torch.zeros(len(filters))})
     conv.weight.requires_grad_(False)
     layers: OrderedDict[str, nn.Module] = OrderedDict(whiten=conv, gelu=nn.GELU())
     narrower = len(filters)

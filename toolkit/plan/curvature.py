@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm.auto import tqdm
 
 from toolkit.errors import UserError, first_line
 
@@ -85,7 +86,8 @@ def largest_curvature(
     generator = torch.Generator().manual_seed(seed)
     start = tuple(torch.randn(p.shape, generator=generator).to(p) for p in named.values())
     end, diagonal, off = time.monotonic() + seconds, list[float](), list[float]()
-    for _, alpha, beta in products():
+    shown = tqdm(products(), "curvature", unit=" products", leave=False, delay=3)
+    for _, alpha, beta in shown:
         diagonal.append(alpha)
         off.append(beta)
         values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off))
@@ -95,6 +97,7 @@ def largest_curvature(
         converged = n > 2 and error <= tolerance * abs(value)
         if converged or beta == 0 or n >= most or time.monotonic() >= end:
             break
+    shown.close()
     found: dict[str, float] = {}
     if shares:
         top = [torch.zeros_like(p) for p in named.values()]
