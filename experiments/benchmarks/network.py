@@ -38,15 +38,20 @@ ip -n {hub} link set bridge up"""
 # a connection has taken cannot be overtaken by what is more urgent: it takes little ahead.
 _MACHINE = """\
 ip netns add {name}
-ip netns exec {name} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0
-ip netns exec {name} sysctl -qw net.ipv4.tcp_rmem='4096 2097152 8388608'
-ip netns exec {name} sysctl -qw net.ipv4.tcp_notsent_lowat=131072
+ip netns exec {name} sh -c '{settings} true'
 ip -n {name} link set lo up
 ip -n {hub} link add port{n} type veth peer name eth0 netns {name}
 ip -n {hub} link set port{n} master bridge gso_max_size 16384 up
 ip -n {name} link set eth0 gso_max_size 16384 addrgenmode none up
 ip -n {name} address add {own}/24 dev eth0
 ip -n {name} route change 10.77.0.0/24 dev eth0 src {own} proto kernel scope link congctl cubic"""
+
+# Of net.ipv4, where they may be changed; with others, messages are a little slower.
+_SETTINGS = {
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": "4096 2097152 8388608",
+    "tcp_notsent_lowat": "131072",
+}
 
 Array = NDArray[np.float64]
 
@@ -122,8 +127,10 @@ def network(size: int) -> Iterator[Network]:
     made = Network(tuple(names[:-1]), names[-1])
     try:
         commands = [_HUB.format(hub=made.hub)]
+        settings = "".join(f"echo {x} > /proc/sys/net/ipv4/{k};" for k, x in _SETTINGS.items())
         for n, name in enumerate(made.machines):
-            commands.append(_MACHINE.format(hub=made.hub, name=name, n=n, own=address(n)))
+            given = {"hub": made.hub, "name": name, "n": n, "own": address(n)}
+            commands.append(_MACHINE.format(**given, settings=settings))
         for command in "\n".join(commands).splitlines():
             _run(command)
         made.shape(1e9)  # a kernel without token buckets fails here, not in the first run
