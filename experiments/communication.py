@@ -36,10 +36,11 @@ program if each op and message takes its median time. They differ mostly where r
 @entry_point("communication")
 def main(config: DictConfig) -> int:
     from toolkit.results import describe_cpu, write_result
-    from toolkit.schedule.paper_table import compare
+    from toolkit.schedule.paper_table import RULES, SETTINGS, each_row
 
     start = time.perf_counter()
-    rows = compare(config.workers)
+    n_rows = len(SETTINGS) * len(RULES)
+    rows = [*tqdm(each_row(config.workers), "counting", n_rows, leave=False, delay=1)]
     folder = output_folder()
     records: list[dict[str, Any]] = []
     for row in rows:

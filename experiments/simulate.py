@@ -78,22 +78,23 @@ def main(config: DictConfig) -> None:
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
         n_steps = steps or steps_to_time(schedule, _TIMED)
         bar.set_description(f"{schedule.name}, {n_steps} steps, {seconds_of(schedule, n_steps)}")
-        bar.update()
         return simulate(schedule.lower(n_steps).verify(), costs, hardware, state)
 
     folder = output_folder()
     notes: list[str] = []
     predicted, rows, ranks = [], [], []
-    bar = tqdm(unit=" simulations", leave=False)
+    bar = tqdm(unit=" simulations", leave=False, total=2 * len(schedules))
     bar.set_description("tracing the model")
     for k, (name, schedule) in enumerate(schedules.items()):
         timeline = predict(schedule)
+        bar.update()
         samples = config.batch * schedule.n_microbatches
         row = {"schedule": name} | summary(timeline, samples, hardware)
         rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
         ranks += by_rank(name, timeline)
         notes += faster(schedule, timeline.step_time, predict, config)
         predicted.append(replace(predict(schedule, steps=config.steps), name=name))
+        bar.update()
         predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
         if config.kineto:
             predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")

@@ -5,10 +5,11 @@ footprint counted from its program. Source: table 1 of arXiv 2403.08837, section
 traffic count messages of this toolkit's programs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import product
 
 from toolkit.errors import whole
 from toolkit.schedule import catalog
@@ -38,11 +39,15 @@ class Row:
 
 def compare(n: int) -> list[Row]:
     """Every setting under every rule, for ``n`` workers, 2 or more."""
+    return [*each_row(n)]
+
+
+def each_row(n: int) -> Iterator[Row]:
+    """The rows of :func:`compare` one after the other: with many workers it takes minutes."""
     n = whole(n, "the number of workers of a comparison", 2)
-    schedules = {
-        (setting, rule): SETTINGS[setting](rule, n) for setting in SETTINGS for rule in RULES
-    }
-    return [Row(*key, s, formula(*key, n), footprint(s)) for key, s in schedules.items()]
+    for setting, rule in product(SETTINGS, RULES):
+        schedule = SETTINGS[setting](rule, n)
+        yield Row(setting, rule, schedule, formula(setting, rule, n), footprint(schedule))
 
 
 def schedule_of(
