@@ -135,7 +135,8 @@ class Sweep:
 
     def _beaten(self, candidate: Candidate) -> bool:
         bound = self.machines.bound(candidate, self._costs(candidate))
-        return not bound.fits or any(p.fits and p.dominates(bound) for p in self.done.values())
+        done = [*self.done.values()]  # a pool asks from a thread of its own, while this one adds
+        return not bound.fits or any(p.fits and p.dominates(bound) for p in done)
 
     def _costs(self, candidate: Candidate) -> Costs:
         return recomputing(self.costs[_key(candidate)], candidate.checkpoint)
