@@ -80,6 +80,7 @@ schedule.period=8 | schedule.period=8
 model=vit_b_16 | vit_b_16 .* got 8
 model=resnet18 batch=1 | \[1, 3, 8, 8\]
 optimizer.lr=1e30 | optimizer.lr
+batch=1000000000000 | out of memory: \d+ bytes .* batch
 data=cifar10 | data=cifar10
 data=imagenet | data=image_folder
 data=tokens | data=tokens

@@ -32,6 +32,7 @@ _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
 
 
 def explain(error: Exception, experiment: str) -> str | None:
@@ -60,6 +61,8 @@ def _message(error: Exception, experiment: str) -> str | None:
         return str(error)
     if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
+    if isinstance(error, RuntimeError) and (asked := _ASKED.search(str(error))):
+        return f"out of memory: {asked[1]} were asked for; try a smaller batch, or checkpoint=all"
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if isinstance(error, OSError) and error.filename is not None:
