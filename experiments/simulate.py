@@ -83,26 +83,25 @@ def main(config: DictConfig) -> None:
     folder = output_folder()
     notes: list[str] = []
     predicted, rows, ranks = [], [], []
-    bar = tqdm(unit=" simulations", leave=False, total=2 * len(schedules))
-    bar.set_description("tracing the model")
-    for k, (name, schedule) in enumerate(schedules.items()):
-        timeline = predict(schedule)
-        bar.update()
-        samples = config.batch * schedule.n_microbatches
-        row = {"schedule": name} | summary(timeline, samples, hardware)
-        rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
-        ranks += by_rank(name, timeline)
-        notes += faster(schedule, timeline.step_time, predict, config)
-        predicted.append(replace(predict(schedule, steps=config.steps), name=name))
-        bar.update()
-        predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
-        if config.kineto:
-            predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")
-        if config.chakra:
-            program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
-            write_chakra(program, costs, hardware, folder / f"chakra{k or ''}")
-        predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
-    bar.close()
+    with tqdm(unit=" simulations", leave=False, total=2 * len(schedules)) as bar:
+        bar.set_description("tracing the model")
+        for k, (name, schedule) in enumerate(schedules.items()):
+            timeline = predict(schedule)
+            bar.update()
+            samples = config.batch * schedule.n_microbatches
+            row = {"schedule": name} | summary(timeline, samples, hardware)
+            rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
+            ranks += by_rank(name, timeline)
+            notes += faster(schedule, timeline.step_time, predict, config)
+            predicted.append(replace(predict(schedule, steps=config.steps), name=name))
+            bar.update()
+            predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
+            if config.kineto:
+                predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")
+            if config.chakra:
+                program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
+                write_chakra(program, costs, hardware, folder / f"chakra{k or ''}")
+            predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     figures = save(timelines(predicted), folder / "timeline")
     write_csv(folder / "ranks.csv", ranks)
     where = describe(device) if config.measured else "meta tensors"

@@ -33,7 +33,7 @@ def command(
 ) -> tuple[int | None, str]:
     """Run ``python experiments/<name>.py <options>`` in ``folder``; return status and output.
 
-    The status is None if it was killed after ``seconds``. Modules of the bench stay loaded.
+    After ``seconds`` the process is killed, and the status is None. It reuses imported modules.
     If ``watched``, starts of processes and files written outside the folder are printed.
     """
 

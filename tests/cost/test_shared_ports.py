@@ -46,10 +46,10 @@ def test_ends():
     assert ports.next_end() == float("inf")
 
 
-def sends(schedule, *, shared, latency=0.0):
+def sends(schedule, *, shared):
     """Start and end of each message, by sender, receiver, name and stage."""
     cost = StageCost(0.0, 0.0, parameter_bytes=1.0, forward_seconds=1.0, backward_seconds=2.0)
-    machine = replace(UNIT, link_bandwidth=0.5, link_latency=latency, shared_ports=shared)
+    machine = replace(UNIT, link_bandwidth=0.5, shared_ports=shared)
     found = simulate(schedule.lower(4).verify(), (cost,) * schedule.n_stages, machine)
     spans = [span for span in found.spans if span.lane == "send"]
     return {(s.rank, s.peer, s.name, s.stage, s.step): (s.start, s.end) for s in spans}

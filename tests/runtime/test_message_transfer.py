@@ -210,19 +210,20 @@ def test_collectives(exchanged, root):
 
 
 def test_the_message_needed_first_goes_first():
-    turns = Turns()
-    for position in (7, 5, 9):
-        turns.add(position, Transfer(torch.empty(0)))
-    assert [position for position, _ in turns.take()] == [5]
-    assert turns.take() == []  # one at a time
-    turns.add(3, Transfer(torch.empty(0)))  # the receiver may wait for it before it expects 5
-    assert [position for position, _ in turns.take()] == [3]
-    turns.end(5)
-    assert turns.take() == []
-    turns.end(3)
-    assert [position for position, _ in turns.take()] == [7]
-    turns.end(7)
-    assert [position for position, _ in turns.take()] == [9]
+    turns, message = Turns(), Transfer(torch.empty(0))
+    assert turns.add(5, message) == [(5, message)]
+    assert turns.add(9, message) == turns.add(7, message) == []  # one at a time
+    assert turns.add(3, message) == [(3, message)]  # the receiver may need it before 5
+    assert turns.end(5) == []
+    assert turns.end(3) == [(7, message)]
+    assert turns.end(7) == [(9, message)]
+    assert turns.end(9) == []
+
+
+def test_messages_that_others_order_begin_at_once():
+    turns, message = Turns(together=True), Transfer(torch.empty(0))
+    assert [turns.add(position, message) for position in (7, 9)] == [[(7, message)], [(9, message)]]
+    assert turns.end(7) == []
 
 
 def test_a_message_begins_once():

@@ -12,7 +12,7 @@ Ports = Sequence[int]
 
 
 class SharedPorts:
-    """What is under way, each between its ports, and when it ends if nothing changes."""
+    """The messages under way, their ports, and their ends unless others begin."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -21,18 +21,18 @@ class SharedPorts:
         self._ends: dict[int, float] = {}
 
     def next_end(self) -> float:
-        """When the first of those under way ends; infinity if there is none."""
+        """Return the earliest end; infinity without messages."""
         return min(self._ends.values(), default=inf)
 
     def begin(self, now: float, seconds: Mapping[int, tuple[float, Ports]]) -> None:
-        """Begin messages, by number: seconds that each takes alone, and its ports."""
+        """Begin messages: by number, the seconds that each takes alone, and its ports."""
         self._advance(now)
         for number, (alone, ports) in seconds.items():
             self._left[number], self._ports[number] = alone, ports
         self._share()
 
     def end(self, now: float) -> list[int]:
-        """Take away those that have ended by ``now``, at most the next end."""
+        """Remove and return the messages that end by ``now``, which is at most the next end."""
         ended = sorted(number for number, end in self._ends.items() if end <= now)
         self._advance(now)
         for number in ended:

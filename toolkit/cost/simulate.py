@@ -5,7 +5,8 @@ of a machine share its port to others. Ops run in program order, each when the p
 and its inputs have arrived. A weight prediction runs before the op that reads it; a stage updates
 when its gradient is complete. A message starts when its content is ready, both ports are free and
 both ranks are within the schedule's lookahead; of those that can start, the first in the program
-does. A collective takes both ports of all its ranks, in program order. Only a rank that begins with
+does; or, if ``hardware.shared_ports``, messages of different pairs share the bandwidth of a port. A
+collective takes both ports of all its ranks, in program order. Only a rank that begins with
 stage 0 waits for a clock, so that workers keep their stagger.
 
 Memory: weights, activations, gradients, optimizer state if given, stage inputs from arrival to

@@ -130,7 +130,7 @@ def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | Non
         raise UserError(
             f"convnet needs images of {_LEAST_FOR_CONVNET} pixels or more: got {image_size}"
         )
-    first = _WIDTH if width is None else width
+    first = width or _WIDTH
     filters = whitening(in_channels)
     conv = nn.Conv2d(in_channels, len(filters), 2)
     conv.load_state_dict({"weight": filters, "bias": torch.zeros(len(filters))})

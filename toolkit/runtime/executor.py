@@ -8,7 +8,7 @@ not wait for this rank. Of the messages to a rank the one needed first is sent f
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
 from math import inf
@@ -74,7 +74,7 @@ class Executor:
         self._closed = False
         self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
-        self._turns: defaultdict[int, Turns] = defaultdict(Turns)  # by receiver
+        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
 
     def go_on(self, limit: float) -> None:
         """Allow training steps up to ``limit`` to begin."""
@@ -258,23 +258,16 @@ class Executor:
         self._end(position)
 
     def _send(self, position: int, payload: Payload) -> int:
-        i, in_turn = self._order[position], self._messages.in_turn
-        transfer = self._messages.send(i, payload, self._tags[position], begin=not in_turn)
+        i = self._order[position]
+        transfer = self._messages.send(i, payload, self._tags[position])
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._changed:
             self._unsent.add(position)
-            if in_turn:
-                self._turns[i.peers[0]].add(position, transfer)
-        if in_turn:
-            self._send_next(i.peers[0])
-        else:
-            self._put(position, transfer)
+            taken = self._turns[i.peers[0]].add(position, transfer)
+        self._begin_sends(taken)
         return transfer.flat.nbytes
 
-    def _send_next(self, peer: int) -> None:
-        """Send what is to be sent now to a rank."""
-        with self._changed:
-            taken = self._turns[peer].take()
+    def _begin_sends(self, taken: Sequence[tuple[int, Transfer]]) -> None:
         for position, transfer in taken:
             transfer.begin()
             self._put(position, transfer)
@@ -287,8 +280,7 @@ class Executor:
         with self._changed:
             if name not in self._waiters:
                 coming = _Coming()
-                # Daemons: a message from a dead rank never ends, and must not keep the process
-                # alive.
+                # Daemons: a message from a dead rank never ends, but the process must.
                 waiter = threading.Thread(
                     target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
                 )
@@ -319,11 +311,9 @@ class Executor:
         if i.action == Action.SEND:
             with self._changed:
                 self._unsent.remove(position)
+                taken = self._turns[i.peers[0]].end(position)
                 self._changed.notify_all()
-                if self._messages.in_turn:
-                    self._turns[i.peers[0]].end(position)
-            if self._messages.in_turn:
-                self._send_next(i.peers[0])
+            self._begin_sends(taken)
             return
         if self._meter is not None:
             self._meter.note(self._rank, i, began, transfer.flat.nbytes)

@@ -65,28 +65,32 @@ class Transfer:
 
 
 class Turns:
-    """Messages to one rank: one is under way at a time, then the one that is needed first.
+    """Messages to one rank, sent one at a time, those needed first before the others.
 
-    Only what is needed before all that is under way begins at once: the other rank may wait for it,
-    and not yet expect the rest.
+    A message that is needed before all that are under way begins at once, since the receiver may
+    need it before it expects them. ``together``: every message begins at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, together: bool = False) -> None:
+        self._together = together
         self._under_way: set[int] = set()
         self._waiting: list[tuple[int, Transfer]] = []
 
-    def add(self, position: int, transfer: Transfer) -> None:
-        """Add a message, by its position in the program."""
+    def add(self, position: int, transfer: Transfer) -> list[tuple[int, Transfer]]:
+        """Add a message, by its position in the program; return those to begin now."""
         heappush(self._waiting, (position, transfer))
+        return self._next()
 
-    def end(self, position: int) -> None:
-        """Note that a message has been sent."""
+    def end(self, position: int) -> list[tuple[int, Transfer]]:
+        """Note that a message has been sent; return those to begin now."""
         self._under_way.remove(position)
+        return self._next()
 
-    def take(self) -> list[tuple[int, Transfer]]:
-        """Return the messages that are to begin now."""
+    def _next(self) -> list[tuple[int, Transfer]]:
         taken = []
-        while self._waiting and all(self._waiting[0][0] < p for p in self._under_way):
+        while self._waiting and (
+            self._together or all(self._waiting[0][0] < p for p in self._under_way)
+        ):
             taken.append(heappop(self._waiting))
             self._under_way.add(taken[-1][0])
         return taken
@@ -115,10 +119,8 @@ class Messages:
         if self.pacer is not None:
             self.pacer.close()
 
-    def send(
-        self, i: Instruction, payload: Payload, tag: int = 0, *, begin: bool = True
-    ) -> Transfer:
-        """Begin to send, or only prepare to; ``payload`` may change afterwards."""
+    def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
+        """Prepare to send; ``payload`` may change afterwards."""
         flat, peer = self._pack(i, payload), i.peers[0]
         group, chunks = self.world.channel(self.world.rank, peer), self._chunks(flat)
         starts = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
@@ -126,11 +128,8 @@ class Messages:
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
             sizes = [chunk.nbytes for chunk in chunks]
-            return Transfer(flat, self.pacer.put(starts, sizes, i.tick).result)
-        transfer = Transfer(flat, lambda: [start() for start in starts])
-        if begin:
-            transfer.begin()
-        return transfer
+            return Transfer(flat, tuple, self.pacer.put(starts, sizes, i.tick).result)
+        return Transfer(flat, lambda: [start() for start in starts])
 
     def receive(self, i: Instruction, tag: int = 0) -> Transfer:
         """Be ready for a message."""
@@ -169,10 +168,9 @@ class Messages:
         """Whether messages from one rank to another must begin in the order of the program."""
         return self.world.backend == "nccl"
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether messages from one rank to another begin one after the other, as needed."""
-        return not self.ordered and self.pacer is None
+    def turns(self) -> Turns:
+        """Return the turns of messages to one rank; NCCL and the pacer order them themselves."""
+        return Turns(together=self.ordered or self.pacer is not None)
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)

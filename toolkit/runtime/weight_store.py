@@ -84,6 +84,7 @@ class WeightStore:
                 if place + 1 < len(chain):
                     send = Instruction(0, Action.SEND, *what, (chain[place + 1],))
                     sent.append((send, messages.send(send, held[j, version])))
+                    sent[-1][1].begin()
         for send, transfer in sent:
             self._await(send, step, transfer)
         return held
