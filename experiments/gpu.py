@@ -43,25 +43,30 @@ def jobs(data: str | None) -> Iterator[Job]:
     """All jobs, the most valuable first; trainings on CIFAR-10 only with its folder, ``data``."""
     yield Job("gpu_tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"))
     fast = "bench.precision=bf16", "bench.channels_last=true", "device=cuda"
-    yield _bench("gpu_bench_grouped", "grouped", *fast, "bench.batch=64")
+    yield _bench("bench_grouped_gpu", "grouped", *fast, "bench.batch=64")
     large = "bench.model=resnet50", "bench.image_size=224", "bench.batch=32"
-    yield _bench("gpu_bench_grouped_resnet50", "grouped", *fast, *large)
-    yield _bench("gpu_bench_peak", "peak", "device=cuda")
+    yield _bench("bench_grouped_gpu_resnet50", "grouped", *fast, *large)
+    yield _bench("bench_peak", "peak", "device=cuda")
     if data is None:
         return
-    for seeds in range(1, 4):
-        yield _compare("gpu_cifar10_paper", "paper/cifar10_resnet18", data, seeds)
+    corrected = "study=corrections", "optimizer.nesterov=false", "epochs=24", "margin=0.5"
+    for seeds in range(1, 6):
+        yield _compare("cifar10_corrections", "cifar10_convnet", data, seeds, *corrected)
     for seeds in range(1, 11):
-        yield _compare("gpu_cifar10_short", "cifar10_short", data, seeds)
+        yield _compare("cifar10_short", "cifar10_short", data, seeds)
+    bf16 = "precision=bf16", "channels_last=true"
+    for seeds in range(1, 4):
+        yield _compare("cifar10_paper", "paper/cifar10_resnet18", data, seeds, *bf16)
 
 
 def _bench(name: str, bench: str, *options: str) -> Job:
     return Job(name, ("experiments/bench.py", f"bench={bench}", *options))
 
 
-def _compare(name: str, preset: str, data: str, seeds: int) -> Job:
+def _compare(name: str, preset: str, data: str, seeds: int, *options: str) -> Job:
     """A comparison that has grown to ``seeds`` seeds."""
-    first = f"experiment={preset}", f"data.root={data}", "device=cuda", f"seeds={seeds}"
+    fast = "device=cuda", "cudnn_benchmark=true", "stability=false"
+    first = f"experiment={preset}", *options, f"data.root={data}", *fast, f"seeds={seeds}"
     again = "experiments/compare.py", f"resume={_folder(name)}", f"seeds={seeds}"
     return Job(name, ("experiments/compare.py", *first), again)
 

@@ -52,13 +52,15 @@ def test_bench_corrections(tmp_path):
     assert [row["ratio"] for row in found if row["correction"] == "none"] == [1, 1]
 
 
-def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark):
+def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark_module):
     begun = []
     monkeypatch.setattr("torch.compile", lambda model, mode: model)
     monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step"))
     for compile in ("reduce-overhead", "default"):
         given = nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu")
-        benchmark("grouped").Plain(*given).step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+        benchmark_module("grouped").Plain(*given).step(
+            torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+        )
     assert begun == ["step"]
 
 
@@ -114,10 +116,10 @@ def test_bench_fuzz(tmp_path):
     assert not any(row["failed"] for row in found)
 
 
-def test_bench_fuzz_finds_what_is_accepted(benchmark, monkeypatch):
+def test_bench_fuzz_finds_what_is_accepted(benchmark_module, monkeypatch):
     monkeypatch.setattr("toolkit.schedule.program.verify", lambda program: None)
-    attack = benchmark("mutated").mutations()
-    row = benchmark("hostile").attacked("mutations", *attack, 10, 0)
+    attack = benchmark_module("mutated").mutations()
+    row = benchmark_module("hostile").attacked("mutations", *attack, 10, 0)
     assert row["failed"] == 1
     assert "accepted: " in row["message"]
 
@@ -136,8 +138,8 @@ def test_bench_fuzz_finds_what_is_accepted(benchmark, monkeypatch):
         (2, f"error: {'x' * 4000}", None),
     ],
 )
-def test_bench_fuzz_judges_a_command_line(benchmark, status, output, outcome):
-    judged = benchmark("forked").judged
+def test_bench_fuzz_judges_a_command_line(benchmark_module, status, output, outcome):
+    judged = benchmark_module("forked").judged
     if outcome:
         assert judged(status, output) == outcome
     else:

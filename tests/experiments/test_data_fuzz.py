@@ -12,8 +12,8 @@ from toolkit.training.data import image_folder
 
 
 @pytest.fixture
-def fuzz(benchmark):
-    return benchmark("data_fuzz")
+def fuzz(benchmark_module):
+    return benchmark_module("data_fuzz")
 
 
 @thorough

@@ -17,8 +17,8 @@ NO_PORT = "rank 1 cannot meet the others at localhost:4000 within 5 s: refused"
 
 
 @pytest.fixture
-def bench(benchmark):
-    return benchmark("failure")
+def bench(benchmark_module):
+    return benchmark_module("failure")
 
 
 def ended(bench, fault="killed", messages=(KILLED,), place=PLACE, **changes):

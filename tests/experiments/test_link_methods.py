@@ -11,8 +11,8 @@ from toolkit.schedule import catalog
 
 
 @pytest.fixture
-def bench(benchmark):
-    return benchmark("link_methods")
+def bench(benchmark_module):
+    return benchmark_module("link_methods")
 
 
 def task(**changes):

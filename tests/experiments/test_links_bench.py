@@ -24,8 +24,8 @@ needs_root = pytest.mark.skipif(_LACKS, reason="makes network namespaces: Linux,
 
 
 @pytest.fixture
-def bench(benchmark):
-    return benchmark("links")
+def bench(benchmark_module):
+    return benchmark_module("links")
 
 
 def test_windows_interpolate_between_samples(bench):

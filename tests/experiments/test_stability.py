@@ -47,8 +47,8 @@ def test_refuses(tmp_path, options, message):
     refused("stability", *options, f"hydra.run.dir={tmp_path}", match=message)
 
 
-def test_training_on_the_quadratic_finds_the_certified_rate(benchmark, monkeypatch):
-    rates = benchmark("stable_rates")
+def test_training_on_the_quadratic_finds_the_certified_rate(benchmark_module, monkeypatch):
+    rates = benchmark_module("stable_rates")
     monkeypatch.setattr(rates, "MOMENTA", rates.MOMENTA[1:])
     monkeypatch.setattr(rates, "_LONG", 600)
     rows = [*rates._rows(rates._quadratic(2), [catalog.cyclic(2)])]
@@ -59,8 +59,8 @@ def test_training_on_the_quadratic_finds_the_certified_rate(benchmark, monkeypat
     assert summary["found / certified, least"] == 0.8
 
 
-def test_networks_start_at_random_and_at_a_minimum(benchmark):
-    rates = benchmark("stable_rates")
+def test_networks_start_at_random_and_at_a_minimum(benchmark_module):
+    rates = benchmark_module("stable_rates")
     random, minimum = (case for case, _ in zip(rates._networks(4, 0), range(2), strict=False))
     losses = [
         case.loss(case.model(case.batch[0]), case.batch[1]).item() for case in (random, minimum)
@@ -72,8 +72,8 @@ def test_networks_start_at_random_and_at_a_minimum(benchmark):
         assert random.stable(given) is stable
 
 
-def test_measured_rates_are_the_result(benchmark, monkeypatch, tmp_path):
-    rates = benchmark("stable_rates")
+def test_measured_rates_are_the_result(benchmark_module, monkeypatch, tmp_path):
+    rates = benchmark_module("stable_rates")
     case = rates._quadratic(2)
     row = {"model": case.name, "start": "", "rule": "DP", "momentum": "heavy ball"}
     row |= {"curvature": 1.0, "certified": 1.0, "certified, stages coupled equally": 1.0}

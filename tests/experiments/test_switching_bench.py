@@ -9,8 +9,8 @@ from toolkit.errors import UserError
 
 
 @pytest.fixture
-def bench(benchmark):
-    return benchmark("switching")
+def bench(benchmark_module):
+    return benchmark_module("switching")
 
 
 def config(**changes):

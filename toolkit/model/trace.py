@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -34,6 +35,9 @@ _SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 _TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _Module = TypeVar("_Module", bound=nn.Module)
+
+# Of torch 2.11, whenever a traced module is copied
+warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
 
 
 def trace(model: nn.Module, example: Any) -> fx.GraphModule:
