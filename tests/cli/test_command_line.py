@@ -258,6 +258,10 @@ optimizer=rate optimizer.lr=fast | optimizer.lr .* got 'fast'
 lr=torchs | torch.optim.lr_scheduler.StepLR .* 'optimizer'
 lr=number | lr: got a Fraction
 schedule=number | schedule: fractions.Fraction gives a Fraction
+model._target_= | _target_ cannot be imported .* Empty path
+data._target_= | _target_: '' cannot be imported
+runtime._target_=nowhere.Here | _target_ cannot be imported .* 'nowhere'
+runtime._target_=torch.nn.Linear | torch.nn.Linear is not a runtime
 """
 
 

@@ -96,10 +96,17 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
 
 def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
     """Join the ranks of a runtime with a process a rank; None for one in a single process."""
+    from toolkit.runtime.base import Runtime
     from toolkit.training.training_run import join_ranks
 
+    runtime = get_class(config.runtime._target_)
+    if not issubclass(runtime, Runtime):
+        raise UserError(
+            f"runtime: {config.runtime._target_} is not a runtime; expected a class such as"
+            " toolkit.runtime.SingleProcess"
+        )
     reach = {name: config.runtime[name] for name in _JOIN if name in config.runtime}
-    return join_ranks(get_class(config.runtime._target_), schedule, device=config.device, **reach)
+    return join_ranks(runtime, schedule, device=config.device, **reach)
 
 
 def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictConfig:
@@ -282,7 +289,11 @@ def model_name(config: DictConfig) -> str:
 def _parameters(config: DictConfig) -> set[str] | None:
     """Parameters of the function that builds a named model; None: any."""
     _look_here()
-    parameters = signature(get_method(config._target_)).parameters
+    made_by = get_method(config._target_)
+    try:
+        parameters = signature(made_by).parameters
+    except ValueError:  # of some functions of C
+        return None
     anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     return None if anything else {*parameters}
 

@@ -26,9 +26,9 @@ _PLUGINS = {
     "submitit_slurm": "hydra-submitit-launcher",
 }
 _LONG_WORD = re.compile(r"\S{400,}")
-_TARGET = re.compile(r"Error (locating|in call to) target '([^']+)'")
+_TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
-_ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
+_ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes at most")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
@@ -52,7 +52,7 @@ def _message(error: Exception, experiment: str) -> str | None:
         if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):
             why = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
             return (
-                f"_target_: {found[2]} cannot be imported from {Path.cwd()} or an installed"
+                f"_target_: {found[2] or repr('')} cannot be imported from {Path.cwd()} or an installed"
                 f" package, or takes other options: {why}"
             )
         error = cause
@@ -73,6 +73,9 @@ def _message(error: Exception, experiment: str) -> str | None:
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
+    if isinstance(error, ImportError | ValueError) and _raised_in(error, "hydra"):
+        why = " ".join(str(error).split())
+        return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {why}"
     plain = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
     if plain and _raised_in(error, "omegaconf"):
         return f"an option names no item of a list or group: {first_line(error)}"
