@@ -52,8 +52,8 @@ def _message(error: Exception, experiment: str) -> str | None:
         if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):
             why = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
             return (
-                f"_target_: {found[2] or repr('')} cannot be imported from {Path.cwd()} or an installed"
-                f" package, or takes other options: {why}"
+                f"_target_: {found[2] or repr('')} cannot be imported from {Path.cwd()} or an"
+                f" installed package, or takes other options: {why}"
             )
         error = cause
     name = type(error).__name__  # by name where the class's package may not be loaded
