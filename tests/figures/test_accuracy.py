@@ -66,3 +66,10 @@ def test_long_trainings_are_drawn_by_few_points_with_both_ends():
     )
     assert (whole[0], whole[-1], last[-1]) == (1, 100_001, 100_001)
     assert len(whole) == len(last) <= 1000
+
+
+@pytest.mark.parametrize(("end", "n_panels"), [(0.85, 2), (0.4, 1)])
+def test_last_epochs_are_magnified_where_they_lie_close(end, n_panels):
+    rises = [[0.1 + (to - 0.1) * k / 11 for k in range(12)] for to in (0.9, end)]
+    (axes,) = accuracy({"DP": rises[:1], "late": rises[1:]}).axes
+    assert 1 + len(axes.child_axes) == n_panels

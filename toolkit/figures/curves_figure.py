@@ -62,18 +62,24 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
     with drawing((5.2, 2.6)) as figure:
         axes = figure.subplots()
         n_epochs = max(len(run) for runs in curves.values() for run in runs)
+        last = 2 * n_epochs // 3
+        # Diverged runs are masked; an epoch without others is masked as a whole
+        found = {k: np.ma.masked_invalid(np.array(v, dtype=float)) for k, v in curves.items()}
+        everywhere, ends = (
+            np.ma.concatenate([values.mean(0)[first:] for values in found.values()])
+            for first in (0, last)
+        )
         shown = [axes]
-        if n_epochs >= _LAST_EPOCHS:
+        # Ends that lie far apart need no magnifying, and would run below it.
+        if n_epochs >= _LAST_EPOCHS and np.ma.ptp(ends) < np.ma.ptp(everywhere) / 2:
             shown.append(axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42)))
             shown[1].tick_params(labelsize=6)
             shown[1].set_title("the last epochs", fontsize=6, pad=2)
-        for k, (rule, runs) in enumerate(curves.items()):
-            # Diverged runs are masked; an epoch without others is masked as a whole
-            values = np.ma.masked_invalid(np.array(runs, dtype=float))
+        for k, (rule, values) in enumerate(found.items()):
             low, mean, high = (of(0).filled(np.nan) for of in (values.min, values.mean, values.max))
             line = series(k)
             look = {"marker": MARKERS[k % len(MARKERS)], "label": fill(rule, 28), **line}
-            for panel, first in zip(shown, (0, 2 * n_epochs // 3), strict=False):
+            for panel, first in zip(shown, (0, last), strict=False):
                 n_points = min(len(mean) - first, _MOST_POINTS)
                 at = np.linspace(first, len(mean) - 1, n_points).round().astype(int)
                 band = {"color": line["color"], "alpha": 0.18, "linewidth": 0}
