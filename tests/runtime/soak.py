@@ -3,6 +3,7 @@
 Processes start once, and every round runs every method on as many ranks as are asked for. It ends
 with status 1 at the first difference to the single process, and at a rank that does not answer.
 Each line has the descriptors, threads and MiB of rank 0, which should not grow after some rounds.
+--keep FOLDER writes every fifth line to a result there.
 """
 
 import argparse
@@ -10,9 +11,13 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from tests.runtime import conform
 from tests.runtime.models import name_of
+from toolkit.files import write_json
+from toolkit.results.provenance import describe_cpu, provenance
+from toolkit.results.record import RESULT, SCHEMA
 from toolkit.runtime import join, launch, report
 
 
@@ -65,10 +70,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", type=int)
     parser.add_argument("ranks", type=int, nargs="?", default=4, choices=(2, 3, 4, 6))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     wanted = parser.parse_args()
-    done = launch(rounds, wanted.ranks, wanted.rounds, wanted.ranks, on_report=_say)
+    n_steps = conform.STEPS * len([*conform.schedules(wanted.ranks)])  # of a round
+    rows, start = [], time.monotonic()
+
+    def on_report(rank: int, said: tuple[int, list[str], float, int, int, float]) -> None:
+        _say(rank, said)
+        number, wrong, _, descriptors, threads, size = said
+        if number % 5 == 1 or number == wanted.rounds:
+            row = {"round": number, "steps": number * n_steps, "different": len(wrong)}
+            held = {"descriptors": descriptors, "threads": threads, "MiB": round(size)}
+            rows.append(row | held)
+
+    done = launch(rounds, wanted.ranks, wanted.rounds, wanted.ranks, on_report=on_report)
     print(f"{min(done)} of {wanted.rounds} rounds at {wanted.ranks} ranks: all equal")
+    if wanted.keep:
+        _keep(wanted.keep, rows, time.monotonic() - start)
     sys.exit(min(done) < wanted.rounds)
+
+
+def _keep(folder: Path, rows: list[dict], seconds: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = " ".join(word for word in sys.argv[1:] if not word.startswith("--keep"))
+    source = provenance({}, describe_cpu(), seconds)
+    source["command"] = f"python -m tests.runtime.soak {words}"
+    write_json(folder / RESULT, {"schema": SCHEMA, "metrics": rows, "provenance": source})
 
 
 if __name__ == "__main__":
