@@ -158,6 +158,7 @@ def _all_to_all(world, peer, chunk_bytes, paced):
             i = message(Action.SEND, stage, Buffer.WEIGHTS, peer)
             payload = values(world.rank, stage)
             sent.append(messages.send(i, {"w": payload}, 1 + stage))
+            sent[-1].begin()
             payload.zero_()  # it may change at once
             assert sent[-1].flat.nbytes == messages.n_bytes(i) == SIZES[stage]
         for stage in reversed(stages[1::2]):
