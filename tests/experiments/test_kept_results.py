@@ -88,4 +88,4 @@ def test_table_shows_a_measurement_that_differs(results):
 def test_results_have_provenance(name):
     provenance = json.loads((RESULTS / name / "result.json").read_text())["provenance"]
     assert re.fullmatch("[0-9a-f]{40}", provenance["commit"])
-    assert provenance["command"].startswith("python experiments/")
+    assert provenance["command"].startswith(("python experiments/", "python -m tests."))
