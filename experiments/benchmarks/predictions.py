@@ -116,24 +116,23 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
 
 def links(world: World) -> Hardware:
     """Time messages between the two ranks, and copies in memory."""
-    seconds = []
-    for n_bytes in _MESSAGES:
-        message, taken = torch.zeros(n_bytes // 4), []
-        for _ in range(_REPEATS):
+    messages = [torch.zeros(n_bytes // 4) for n_bytes in _MESSAGES]
+    taken: list[list[float]] = [[], []]
+    for _ in range(_REPEATS):
+        for message, seconds in zip(messages, taken, strict=True):  # in turn: other work slows both
             world.barrier()
             begin = time.perf_counter()
             for sender in (0, 1):  # there and back
                 (dist.send if world.rank == sender else dist.recv)(message, 1 - world.rank)
-            taken.append((time.perf_counter() - begin) / 2)
-        seconds.append(median(taken))
-    few, many = (max(world.gather(value)) for value in seconds)
+            seconds.append((time.perf_counter() - begin) / 2)
+    few, many = (max(world.gather(median(seconds))) for seconds in taken)
     bandwidth = (_MESSAGES[1] - _MESSAGES[0]) / (many - few)
-    source, target, taken = torch.zeros(1 << 22), torch.zeros(1 << 22), []
+    source, target, rates = torch.zeros(1 << 22), torch.zeros(1 << 22), []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         target.copy_(source)
-        taken.append(2 * source.nbytes / (time.perf_counter() - begin))
-    copies = min(world.gather(median(taken)))
+        rates.append(2 * source.nbytes / (time.perf_counter() - begin))
+    copies = min(world.gather(median(rates)))
     return Hardware("this machine", 1e11, copies, bandwidth, few)
 
 

@@ -92,7 +92,8 @@ def test_bench_predictions(tmp_path):
     for row in found:
         assert row["predicted ms"] > 0 < row["measured ms"]
         assert 0.8 * row["predicted MB"] <= row["measured MB"] <= 1.01 * row["at most MB"]
-        if "DP-" not in row["schedule"] and "ZeRO" not in row["schedule"]:  # no weights travel
+        # What a rank holds of weights that travel depends on when messages arrive.
+        if not any(method in row["schedule"] for method in ("DP-", "ZeRO", "WeiPipe")):
             assert row["measured MB"] == pytest.approx(row["predicted MB"], rel=0.02)
 
 
