@@ -51,7 +51,7 @@ def jobs(data: str | None) -> Iterator[Job]:
         return
     corrected = "study=corrections", "optimizer.nesterov=false", "epochs=24", "margin=0.5"
     for seeds in range(1, 6):
-        yield _compare("cifar10_corrections", "cifar10_convnet", data, seeds, *corrected)
+        yield _compare("cifar10_corrections_24", "cifar10_convnet", data, seeds, *corrected)
     for seeds in range(1, 11):
         yield _compare("cifar10_short", "cifar10_short", data, seeds)
     bf16 = "precision=bf16", "channels_last=true"

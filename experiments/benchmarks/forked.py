@@ -33,7 +33,7 @@ def command(
 ) -> tuple[int | None, str]:
     """Run ``python experiments/<name>.py <options>`` in ``folder``; return status and output.
 
-    After ``seconds`` the process is killed, and the status is None. It reuses imported modules.
+    Kill the process after ``seconds``, and return None as its status. It reuses imported modules.
     If ``watched``, starts of processes and files written outside the folder are printed.
     """
 

@@ -61,7 +61,7 @@ def test_trainings_need_data_and_grow_by_a_seed(gpu):
     assert everything[: len(without)] == without
     trained = everything[len(without) :]
     assert [(job.name, job.again[-1]) for job in trained] == [
-        *(("cifar10_corrections", f"seeds={n}") for n in range(1, 6)),
+        *(("cifar10_corrections_24", f"seeds={n}") for n in range(1, 6)),
         *(("cifar10_short", f"seeds={n}") for n in range(1, 11)),
         *(("cifar10_paper", f"seeds={n}") for n in range(1, 4)),
     ]

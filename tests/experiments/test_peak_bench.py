@@ -81,9 +81,8 @@ def test_meta_tensors_have_the_predicted_peak(peak, schedule, options):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), AGAIN])
 def test_cuda_allocator_has_the_predicted_peak(peak, options):
-    # On 64x64 pixels an H200 held 0.5 GB more in float32: cuDNN's workspace, perhaps.
-    images = torch.randn(32, 3, 224, 224, device="cuda")
+    images = torch.randn(32, 3, 64, 64, device="cuda")
     for schedule in (DP, CDP):
-        _, asked_for = peak.held("resnet50", schedule, images, options)
-        expected = peak.foreseen("resnet50", schedule, images, options)
+        _, asked_for = peak.held("resnet18", schedule, images, options)
+        expected = peak.foreseen("resnet18", schedule, images, options)
         assert asked_for == pytest.approx(expected, rel=0.1)

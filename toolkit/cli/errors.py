@@ -28,6 +28,7 @@ _PLUGINS = {
 _LONG_WORD = re.compile(r"\S{400,}")
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
+_UNLOCATED = re.compile(r"Error loading '|Empty path|Located non-")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes at most")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
@@ -73,7 +74,7 @@ def _message(error: Exception, experiment: str) -> str | None:
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
-    if isinstance(error, ImportError | ValueError) and _raised_in(error, "hydra"):
+    if _UNLOCATED.match(str(error)) and _raised_in(error, "hydra"):
         why = " ".join(str(error).split())
         return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {why}"
     plain = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
