@@ -21,10 +21,13 @@ from toolkit.schedule import Correction
 NONE = Correction()
 
 
-def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=NONE):
+def trajectory(
+    model, stage_of, staleness, batches, make_optimizer, correction=NONE, loss=F.cross_entropy
+):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
-    ``staleness`` is the same at every step, or a function of it.
+    ``staleness`` is the same at every step, or a function of it. A ``loss`` of a sum and its count
+    makes each micro-batch's gradient that of its mean, and weighs it by its count.
     """
     late = staleness if callable(staleness) else lambda step: staleness
     n_microbatches = len(late(0)[0])
@@ -34,7 +37,7 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=N
     optimizer, rates = None, []
     for step, (inputs, targets) in enumerate(batches):
         newest = copy.deepcopy(past[-1])
-        gradients, buffers = [], []
+        gradients, buffers, counts = [], [], []
         for m, (x, y) in enumerate(
             zip(inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
         ):
@@ -50,8 +53,10 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=N
                         ahead = sum(rates[version:step])
                         read = read - c * ahead * directions[version][name]
                     parameter.copy_(read)
-            loss = F.cross_entropy(worker(x), y)
-            found = torch.autograd.grad(loss, list(worker.parameters()))
+            value = loss(worker(x), y)
+            total, count = value if isinstance(value, tuple) else (value, 1)
+            counts.append(count)
+            found = torch.autograd.grad(total / max(1, count), list(worker.parameters()))
             if correction.kind == "compensate":
                 pairs = zip(found, worker.parameters(), past[-1].parameters(), strict=True)
                 found = [g + c * g * g * (newest - used) for g, used, newest in pairs]
@@ -60,7 +65,8 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=N
         optimizer = make_optimizer(newest.parameters(), optimizer)
         rates.append(optimizer.param_groups[0]["lr"])
         for parameter, *found in zip(newest.parameters(), *gradients, strict=True):
-            parameter.grad = sum(found) / n_microbatches
+            weighted = [g * count for g, count in zip(found, counts, strict=True)]
+            parameter.grad = sum(weighted) / sum(counts)
         optimizer.step()
         named = newest.named_parameters()
         directions.append({name: _direction(optimizer, p) for name, p in named})

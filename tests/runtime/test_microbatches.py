@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from toolkit.errors import UserError
+from toolkit.runtime.losses import LossValue
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, _taken
 
 CPU = torch.device("cpu")
@@ -170,7 +171,7 @@ def test_results_are_in_order_of_micro_batches():
     queue = queue_of(make_batches(2), lambda step: [0])
     queue.microbatch(1, 0)
     for m in (2, 0):
-        queue.finished(0, m, torch.tensor(float(m)), torch.full((2, 1), m))
+        queue.finished(0, m, LossValue(torch.tensor(float(m))), torch.full((2, 1), m))
     assert (queue.n_finished(0), queue.n_finished(1)) == (2, 0)
     result, nothing = queue.result(0), queue.result(1)
     assert (result.step, result.microbatches, nothing.microbatches) == (0, (0, 2), ())

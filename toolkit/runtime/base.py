@@ -16,12 +16,12 @@ from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
-from toolkit.model.structure import Results
 from toolkit.runtime.early_end import Wants
+from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.join import World, join
-from toolkit.runtime.stage import StageRunner, Values
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
@@ -41,7 +41,8 @@ class Runtime(ABC):
         schedule: a schedule of as many stages.
         optimizer: function from the list of a stage's parameters to its optimizer. Mark a function
             that takes pairs of name and parameter by :func:`toolkit.runtime.by_name`.
-        loss: mean loss of a micro-batch, from what the model returns, and targets.
+        loss: from what the model returns and targets, the mean loss of a micro-batch; or its
+            ``(sum, count)``, if a step is to weigh each token or sample alike.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
             advances with each update of the stage.
         seed: seed of the model's random draws in training, such as dropout.
@@ -79,7 +80,7 @@ class Runtime(ABC):
         self.course = self.schedule
         self.check_course(self.course)
         self.schedule = self.course.at(0)
-        self._loss = _scalar(self.loss, self.options, self.stages.results)
+        self._loss = checked_loss(self.loss, self.options, self.stages.results)
         self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
@@ -442,25 +443,3 @@ def _check_arguments(
     if not any(parameter.requires_grad for parameter in stages.model.parameters()):
         name = type(stages.model).__name__
         raise UserError(f"{name} has no parameter to train: set requires_grad before partition()")
-
-
-def _scalar(loss: Loss, options: StepOptions, results: Results) -> Loss:
-    """Return ``loss`` of the last stage's tensors, in the context in which stages compute.
-
-    Its result is checked. A tensor that it does not use gets a gradient of zeros, so that a
-    parameter has a gradient in every runtime or in none.
-    """
-
-    def checked(outputs: Tensor | Values, targets: Tensor) -> Tensor:
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        with options.autocast(outputs[0].device):
-            value = loss(results.restore(outputs), targets)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f'loss: got {shape}; expected a scalar. Use reduction="mean"')
-        for output in outputs if len(outputs) > 1 else ():
-            if output.requires_grad:
-                value = value + output[:0].sum().real.to(value.dtype)
-        return value
-
-    return checked

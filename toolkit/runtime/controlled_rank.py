@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.model import Stages
 from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.losses import LossValue
 from toolkit.runtime.microbatches import Batch
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.rank_process import receive, report
@@ -46,8 +47,9 @@ def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
     assert _training is not None
     for result in _training.run(_Received(), n_steps):  # type: ignore[arg-type]
         if result.microbatches:
-            losses = zip(result.microbatches, result.losses.cpu(), strict=True)
-            report((result.step, dict(losses)))
+            counts = [None] * len(result.losses) if result.counts is None else result.counts.cpu()
+            losses = map(LossValue, result.losses.cpu(), counts)
+            report((result.step, dict(zip(result.microbatches, losses, strict=True))))
     return _training.measures, ask("part") if keep else None
 
 

@@ -34,7 +34,8 @@ from toolkit.model import Stages
 from toolkit.runtime import controlled_rank
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.distributed import microbatches_read
-from toolkit.runtime.microbatches import Batch, BatchReader, Share, StepResult
+from toolkit.runtime.losses import LossValue
+from toolkit.runtime.microbatches import Batch, BatchReader, Share, StepResult, step_result
 from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.shared_status import Process, records
 from toolkit.runtime.process_group.watch import JobFailedError
@@ -105,7 +106,8 @@ class Controller:
             stages: the model, partitioned.
             schedule: a schedule of as many stages, and of as many ranks as the controller has.
             optimizer: function from the list of a stage's parameters to its optimizer.
-            loss: mean loss of a micro-batch, from what the model returns, and targets.
+            loss: mean loss of a micro-batch, from what the model returns, and targets; or its sum
+                and count, see :class:`~toolkit.runtime.base.Runtime`.
             batches: global batches ``(inputs, targets)``, all of one size.
             n_steps: number of batches to take; needed if ``batches`` has no length.
             **options: further arguments of :class:`Controlled`.
@@ -333,7 +335,7 @@ class Controlled(Runtime):
         self._processes.begin(controlled_rank.train, length, self._keep_every is not None)
         if self._processes.starts != self._start:
             raise JobFailedError("a rank died while it waited")
-        found: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        found: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
         done, sent = first, 0
         with contextlib.closing(self._processes.reports()) as reports:
             while True:
@@ -354,9 +356,7 @@ class Controlled(Runtime):
                     done += 1
                     if done > self.steps_done:
                         self.steps_done = done
-                        order = tuple(sorted(losses))
-                        flat = torch.stack([losses[m] for m in order])
-                        yield StepResult(done - 1, order, flat, torch.empty(0))
+                        yield step_result(done - 1, losses, torch.empty(0))
         measured, parts = zip(*self._processes.results(), strict=True)
         self._measures = any(measured)
         if self._keep_every is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
+from toolkit.model.trace import kept_generators
 from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.early_end import NEVER, EarlyEnd, Wants
 from toolkit.runtime.executor import Executor
@@ -105,7 +106,7 @@ class Distributed(OnRanks):
 
     def _steps(self, source: BatchReader) -> Steps:
         assert source.n_steps is not None  # known, since steps overlap
-        layouts = self._find_layouts(source.shape)
+        layouts = self._find_layouts(source.shape, source)
         feed = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
         window = max(1, _WINDOW // len(self.schedule.timing.starts))
@@ -150,7 +151,9 @@ class Distributed(OnRanks):
         """Let runs end early; see :meth:`Runtime.end_early`."""
         self._ends_early = every, wants
 
-    def stepwise(self, feed: Feed, shape: Shape) -> Generator["Pause", bool | None, None]:
+    def stepwise(
+        self, feed: Feed, shape: Shape, *, counted: bool = False
+    ) -> Generator["Pause", bool | None, None]:
         """Train without a loss and without known end; pause after each forward and backward.
 
         After the forward of a micro-batch the caller takes its outputs from the rank, and gives
@@ -160,9 +163,12 @@ class Distributed(OnRanks):
         Args:
             feed: inputs of this rank's micro-batches.
             shape: shape and type of each input of the first.
+            counted: whether counts of the loss come with the gradients.
         """
         self._check_ended()
         layouts = self._find_layouts(shape)
+        if counted:
+            layouts = layouts.with_counts()
         ending: bool | None = False
         window = _FIRST_WINDOW
         while not ending:
@@ -275,8 +281,11 @@ class Distributed(OnRanks):
     def _reads(self, step: int) -> list[int]:
         return microbatches_read(self.course, self.rank, step)
 
-    def _find_layouts(self, shape: Shape | None) -> Layouts:
-        """The layouts for micro-batches of ``shape``, which not every rank has seen."""
+    def _find_layouts(self, shape: Shape | None, source: BatchReader | None = None) -> Layouts:
+        """The layouts for micro-batches of ``shape``, which not every rank has seen.
+
+        ``source`` has batches on which the loss can be tried.
+        """
         seen = next(found for found in self.world.gather(shape) if found is not None)
         if seen in self._layouts:
             return self._layouts[seen]
@@ -289,8 +298,25 @@ class Distributed(OnRanks):
             ranks = self.schedule.layout.ranks
             computed = [j for j in range(len(self.stages)) if self.rank in ranks(j)]
             warm_up(self._runners, layouts, inputs, device, computed, self.own)
+        if source is not None and self._is_counted(layouts, source):
+            layouts = layouts.with_counts()
         self._layouts[seen] = layouts
         return layouts
+
+    def _is_counted(self, layouts: Layouts, source: BatchReader) -> bool:
+        """Whether the loss returns a count, found by a call on outputs of zeros.
+
+        Receivers have to know it before the first message. Every rank calls it.
+        """
+        counted = False
+        share = source.look()
+        if share is not None:
+            n_microbatches = len(self._reads(self.steps_done))
+            targets = share[1].chunk(n_microbatches)[0]
+            outputs = _zeros(layouts.activations[-1], self.world.device)
+            with torch.no_grad(), kept_generators(share[0]):
+                counted = self._loss(tuple(outputs.values()), targets).count is not None
+        return any(self.world.gather(counted))
 
 
 def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:

@@ -11,9 +11,9 @@ from math import nan, prod
 import torch
 from torch import Tensor
 
+from toolkit.runtime.losses import COUNT, CheckedLoss, loss_factor
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
 from toolkit.runtime.stage import StageRunner, Values, compensated, leaves, take_gradients
-from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights, gradient_norms
 from toolkit.schedule import Schedule
 
@@ -28,7 +28,11 @@ class Grouped:
     """
 
     def __init__(
-        self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss, diagnostics: int = 0
+        self,
+        runners: Sequence[StageRunner],
+        schedule: Schedule,
+        loss: CheckedLoss,
+        diagnostics: int = 0,
     ) -> None:
         self.runners, self.schedule, self.loss = runners, schedule, loss
         self.options = runners[0].options
@@ -74,7 +78,7 @@ class Grouped:
         """Sum each stage's gradients, on ``version(stage, microbatch, step)`` of the weights."""
         groups: Groups = [self.microbatches]
         batches = [inputs]
-        read: list[list[tuple[int, Weights]]] = []
+        read: list[list[tuple[int, tuple[int, ...], Weights]]] = []
         for runner, known in zip(self.runners, versions, strict=True):
             by_version: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for m in self.microbatches:
@@ -84,32 +88,42 @@ class Grouped:
             wanted = list(map(tuple, by_version.values()))
             batches, groups = _regroup(batches, groups, wanted), wanted
             # A leaf per version: gradients of different versions must not meet before the sum.
-            read.append([(v, leaves(self._read(runner, known, v, step))) for v, *_ in by_version])
+            reads_of_stage = []
+            for (v, *_), group in zip(by_version, groups, strict=True):
+                reads_of_stage.append((v, group, leaves(self._read(runner, known, v, step))))
+            read.append(reads_of_stage)
             batches = [
                 runner.forward(weights, batch, group, step)
-                for (_, weights), batch, group in zip(read[-1], batches, groups, strict=True)
+                for (_, group, weights), batch in zip(reads_of_stage, batches, strict=True)
             ]
         (values,) = _regroup(batches, groups, [self.microbatches])
         n = len(self.microbatches)
         outputs = zip(*(value.chunk(n) for value in values), strict=True)
         parts = zip(outputs, targets.chunk(n), strict=True)
-        losses = torch.stack([self.loss(output, target) for output, target in parts])
-        (losses.mean() * self.options.scale).backward()
+        losses = [self.loss(output, target) for output, target in parts]
+        counts = [loss.count for loss in losses if loss.count is not None]
+        torch.stack([loss.root(n, self.options.scale) for loss in losses]).sum().backward()
         totals = [GradientSum() for _ in self.runners]
-        strength = self.schedule.corrected.c * n / self.options.scale
-        for runner, known, of_versions, total in zip(
+        for runner, known, reads_of_stage, total in zip(
             self.runners, versions, read, totals, strict=True
         ):
-            for v, weights in of_versions:
-                found = take_gradients(weights)
+            for v, group, weights in reads_of_stage:
+                gradients = take_gradients(weights)
                 if self.schedule.compensates(v, step):
-                    found = compensated(found, weights, known[step], strength)
-                total.add(found)
+                    # Compensated gradients are those of one micro-batch each.
+                    factor = loss_factor(losses[group[0]].count, n, self.options.scale)
+                    strength = self.schedule.corrected.c / factor
+                    gradients = compensated(gradients, weights, known[step], strength)
+                total.add(gradients)
             total.add(runner.take_statistics())
+            if counts:
+                total.add({COUNT: torch.stack(counts).sum()})
         first = values[0].detach()
         if self.options.in_cuda_graphs:
             first = first.clone()  # the next replay of the graph overwrites this memory
-        return StepResult(step, self.microbatches, losses.detach(), first), totals
+        means = torch.stack([loss.mean() for loss in losses])
+        counted = torch.stack(counts) if counts else None
+        return StepResult(step, self.microbatches, means, first, counts=counted), totals
 
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
@@ -128,6 +142,8 @@ class Grouped:
         _, fresh = self._gradients(step, versions, inputs, targets, lambda j, m, t: t)
         found = []
         for runner, known, used, new in zip(self.runners, versions, delayed, fresh, strict=True):
+            for total in (used, new):
+                total.divide_by_count(runner.masters)
             j, masters, scale = runner.index, runner.masters, self.options.scale
             newest = _flat(known[step], masters)
             before = _flat(known[step - 1], masters) if step - 1 in known else newest * nan

@@ -5,7 +5,7 @@ A message is one flat tensor of bytes, without padding, whatever tensors it carr
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.model.analysis import differentiable
+from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.stage import Values
@@ -67,7 +68,11 @@ class Layout:
             return Part(place, tuple(x.shape), x.dtype, sent_as)
 
         parts = [part(place, x) for place, x in tensors.items() if x is not None]
-        return cls(tuple(sorted(parts, key=lambda p: (-p.sent_as.itemsize, str(p.sent_as)))))
+        return cls(_by_size(parts))
+
+    def extended(self, tensors: Mapping[Any, Tensor]) -> "Layout":
+        """Return this layout with further ``tensors``, which travel in their own types."""
+        return Layout(_by_size([*self.parts, *Layout.of(tensors).parts]))
 
     @cached_property
     def n_bytes(self) -> int:
@@ -102,6 +107,10 @@ class Layout:
         return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
 
 
+def _by_size(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(sorted(parts, key=lambda p: (-p.sent_as.itemsize, str(p.sent_as))))
+
+
 @dataclass(frozen=True)
 class Layouts:
     """The messages of every stage, for micro-batches of one size."""
@@ -111,6 +120,17 @@ class Layouts:
     n_inputs: tuple[int, ...]
     gradients: tuple[Layout, ...]  # of a stage's weights, with the statistics of its norms
     weights: tuple[Layout, ...]  # one version
+
+    def with_counts(self) -> "Layouts":
+        """Return the layouts for a loss with a count, which travels with the gradients."""
+        count = torch.empty((), dtype=torch.float64, device="meta")
+        of_inputs = zip(self.activation_gradients, self.n_inputs, strict=True)
+        return replace(
+            self,
+            activation_gradients=tuple(x.extended({n: count}) for x, n in of_inputs),
+            n_inputs=tuple(n + 1 for n in self.n_inputs),
+            gradients=tuple(layout.extended({COUNT: count}) for layout in self.gradients),
+        )
 
     def of(self, i: Instruction) -> Layout:
         """Return the layout of the message of an instruction."""

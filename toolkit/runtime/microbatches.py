@@ -1,7 +1,7 @@
 """Reads batches, cuts them into micro-batches and collects the results of each step."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.structure import tensors_of
+from toolkit.runtime.losses import LossValue
 from toolkit.runtime.stage import Values
 
 Batch = tuple[Any, Tensor]
@@ -70,9 +71,11 @@ class BatchReader(Iterator[Share]):
             self.n_steps -= part.n_steps
         return part
 
-    def look(self) -> None:
+    def look(self) -> Share:
         """Read the first batch now, so that a wrong one is refused before any step begins."""
-        self._shares = chain([next(self._shares)], self._shares)
+        first = next(self._shares)
+        self._shares = chain([first], self._shares)
+        return first
 
     def __next__(self) -> Share:
         return next(self._shares)
@@ -166,15 +169,15 @@ class MicrobatchQueue:
         self._next_step = first_step
         self._parts = parts
         self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}  # step -> micro-batch
-        self._results: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        self._results: defaultdict[int, dict[int, tuple[LossValue, Tensor]]] = defaultdict(dict)
 
     def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
         self.skip_to(step + 1)
         return self._steps[step][m]
 
-    def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
-        """Take the results of a micro-batch."""
+    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+        """Take the results of a micro-batch, detached; the value of ``loss`` is its mean."""
         self._results[step][microbatch] = loss, output
 
     def n_finished(self, step: int) -> int:
@@ -185,10 +188,9 @@ class MicrobatchQueue:
         """Return the results of ``step``, and drop everything kept for it."""
         self._steps.pop(step, None)
         results = self._results.pop(step, {})
-        order = tuple(sorted(results))
-        losses = [results[m][0] for m in order] or [torch.empty(0)]
-        outputs = [results[m][1] for m in order] or [torch.empty(0)]
-        return StepResult(step, order, torch.stack(losses).flatten(), torch.cat(outputs))
+        losses = {m: loss for m, (loss, _) in results.items()}
+        outputs = [results[m][1] for m in sorted(results)] or [torch.empty(0)]
+        return step_result(step, losses, torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:
         """Read every batch before ``step``, even unused ones: all ranks end at the same batch."""
@@ -234,10 +236,12 @@ class StepResult:
         step: number of the training step, from 0.
         microbatches: micro-batches whose loss this process has computed, ascending: all of them in
             a single process, those of this rank among many.
-        losses: losses of ``microbatches``, shape ``[len(microbatches)]``, detached.
+        losses: mean losses of ``microbatches``, shape ``[len(microbatches)]``, detached.
         outputs: outputs of ``microbatches``, shape ``[len(microbatches) * b, ...]``, detached: the
             first tensor of what the model returns.
         delays: diagnostics of each stage's delay, at the steps that measure them.
+        counts: counts of ``losses``, float64, shape ``[len(microbatches)]``, if the loss is a sum
+            with a count; else None.
     """
 
     step: int
@@ -245,11 +249,33 @@ class StepResult:
     losses: Tensor
     outputs: Tensor
     delays: tuple[StageDelay, ...] = ()
+    counts: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
-        """The mean of the losses, shape ``[]``; over all micro-batches, what the step minimises.
+        """The mean of the losses by their counts; over all micro-batches, what the step minimises.
 
-        nan if this process has computed no loss, such as a rank that lacks the last stage.
+        Shape ``[]``. nan if this process has computed no loss, such as a rank that lacks the last
+        stage.
         """
-        return self.losses.mean()
+        total, weight = self.loss_sum()
+        return (total / weight).to(self.losses.dtype)
+
+    def loss_sum(self) -> Tensor:
+        """Return the sum of the losses by their counts, and of the counts: float64, shape ``[2]``.
+
+        A mean loss counts as 1, so that sums over steps and ranks give their mean loss.
+        """
+        losses = self.losses.double()
+        counts = torch.ones_like(losses) if self.counts is None else self.counts
+        return torch.stack([(losses * counts).sum(), counts.sum()])
+
+
+def step_result(step: int, losses: Mapping[int, LossValue], outputs: Tensor) -> StepResult:
+    """Return the result of micro-batches by their numbers; the values of ``losses`` are means."""
+    order = tuple(sorted(losses))
+    if not order:
+        return StepResult(step, (), torch.empty(0), outputs)
+    means = torch.stack([losses[m].value for m in order])
+    counts = [loss.count for _, loss in sorted(losses.items()) if loss.count is not None]
+    return StepResult(step, order, means, outputs, counts=torch.stack(counts) if counts else None)

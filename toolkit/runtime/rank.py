@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.analysis import differentiable
+from toolkit.runtime.losses import COUNT, CheckedLoss, LossValue, loss_factor
 from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
     StageRunner,
@@ -24,7 +25,6 @@ from toolkit.runtime.stage import (
     take_gradient,
     take_gradients,
 )
-from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
@@ -44,6 +44,7 @@ class SavedForward:
     outputs: Sequence[GradientEdge | None]  # places in the graph: their memory may be freed
     statistics: Weights  # of the norms, for the sum of gradients
     gradients: Gradients = ()  # of the outputs; that of the loss is known at once
+    count: Tensor | None = None  # of the loss, if it has one
     second_half: Sequence[BackwardSegment] = ()  # left by the first half of a split backward
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -67,8 +68,8 @@ class Feed(Protocol):
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
         ...
 
-    def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
-        """Take the results of a micro-batch."""
+    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+        """Take the results of a micro-batch, detached."""
         ...
 
 
@@ -87,7 +88,7 @@ class Rank:
         runners: Mapping[int, StageRunner],
         updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
-        loss: Loss | None,
+        loss: CheckedLoss | None,
         feed: Feed,
         watching: Watching | None = None,
     ) -> None:
@@ -119,9 +120,11 @@ class Rank:
         outputs = self.boundaries.pop((Buffer.ACTIVATION, i.stage, i.microbatch, i.step))
         return cast(Values, outputs)
 
-    def give_gradients(self, i: Instruction, gradients: Gradients) -> None:
-        """Give the gradients of the outputs of ``i``, of the loss divided by the micro-batches."""
-        self._give_input_gradients(i._replace(stage=i.stage + 1), gradients)
+    def give_gradients(
+        self, i: Instruction, gradients: Gradients, count: Tensor | None = None
+    ) -> None:
+        """Give the gradients of the outputs of ``i``: of :meth:`LossValue.root`, and its count."""
+        self._give_input_gradients(i._replace(stage=i.stage + 1), gradients, count)
 
     def take(self, i: Instruction, payload: Payload) -> None:
         """Take over what ``i`` received from another rank; a sum of gradients is added."""
@@ -148,30 +151,38 @@ class Rank:
             outputs = runner.forward(weights, inputs, (m,), step)
         statistics = runner.take_statistics()
         gradients: Gradients = ()
+        count: Tensor | None = None
         if i.stage == self.last_stage and self.loss is not None:
             _, targets = self.feed.microbatch(step, m)
             loss = self.loss(outputs, targets)
-            self.feed.finished(step, m, loss.detach(), outputs[0].detach())
-            outputs = (loss / self.schedule.n_microbatches * runner.options.scale,)
+            count = loss.count
+            self.feed.finished(step, m, LossValue(loss.mean(), count), outputs[0].detach())
+            outputs = (loss.root(self.schedule.n_microbatches, runner.options.scale),)
             gradients = (torch.ones_like(outputs[0]),)
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        self.kept[i.stage, m, step] = SavedForward(weights, inputs, edges, statistics, gradients)
+        saved = SavedForward(weights, inputs, edges, statistics, gradients, count)
+        self.kept[i.stage, m, step] = saved
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
         kept = self.kept[i.stage, i.microbatch, i.step]
         if i.stage < self.last_stage or self.loss is None:
             later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-            kept.gradients = self.boundaries.pop(later)
+            gradients = self.boundaries.pop(later)
+            n_outputs = len(kept.outputs)
+            kept.gradients = gradients[:n_outputs]
+            if len(gradients) > n_outputs:
+                # The count of the loss follows the gradients from stage to stage: each needs it.
+                kept.count = gradients[n_outputs]
         return kept
 
     def _backward(self, i: Instruction) -> None:
         kept = self._take_output_gradients(i)
         torch.autograd.backward(*kept.take_roots())
         if i.stage > 0:
-            self._give_input_gradients(i, tuple(map(take_gradient, kept.inputs)))
+            self._give_input_gradients(i, tuple(map(take_gradient, kept.inputs)), kept.count)
         self._add_gradients(i, kept)
 
     def _backward_input(self, i: Instruction) -> None:
@@ -182,7 +193,7 @@ class Rank:
         weights = list(kept.weights.values())
         found, kept.second_half = first_half(*kept.take_roots(), kept.inputs, weights)
         if i.stage > 0:
-            self._give_input_gradients(i, found)
+            self._give_input_gradients(i, found, kept.count)
 
     def _backward_weight(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:  # the first half has done all
@@ -196,12 +207,17 @@ class Rank:
         found = kept.take_weight_gradients()
         if i.buffer == Buffer.COMPENSATED:
             late, newest = (self.weights[key] for key in i.reads)
-            scale = self.runners[i.stage].options.scale / self.schedule.n_microbatches
-            found = compensated(found, late, newest, self.schedule.corrected.c / scale)
-        self.sums[i.stage, i.step].add(found | kept.statistics)
+            scale = self.runners[i.stage].options.scale
+            factor = loss_factor(kept.count, self.schedule.n_microbatches, scale)
+            found = compensated(found, late, newest, self.schedule.corrected.c / factor)
+        counts = {} if kept.count is None else {COUNT: kept.count.clone()}
+        self.sums[i.stage, i.step].add(found | kept.statistics | counts)
 
-    def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
-        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
+    def _give_input_gradients(
+        self, i: Instruction, gradients: Gradients, count: Tensor | None = None
+    ) -> None:
+        with_count = gradients if count is None else (*gradients, count)
+        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = with_count
 
     def _update(self, i: Instruction) -> None:
         updater, total = self.updaters[i.stage], self.sums.pop((i.stage, i.step))

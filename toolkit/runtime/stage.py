@@ -167,7 +167,9 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compensated(gradients: Weights, late: Weights, newest: Weights, strength: float) -> Weights:
+def compensated(
+    gradients: Weights, late: Weights, newest: Weights, strength: Tensor | float
+) -> Weights:
     """Add strength * g * g * (newest - late) to gradients g of ``late``; see ``Correction``."""
     return {k: g + strength * g * g * (newest[k] - late[k]) for k, g in gradients.items()}
 

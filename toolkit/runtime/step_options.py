@@ -19,8 +19,12 @@ from toolkit.options import StepSettings
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""Mean loss of a micro-batch, shape ``[]``, from what the model returns, and targets."""
+Loss = Callable[[Any, Tensor], Any]
+"""From what the model returns, and targets, to the loss of a micro-batch.
+
+Either its mean, shape ``[]``, or ``(sum, count)``: the loss of a training step is then the sum over
+all micro-batches divided by their total count, such as the number of valid tokens.
+"""
 
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 _CLIP_BY = ("stage", "model")

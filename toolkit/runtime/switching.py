@@ -158,7 +158,7 @@ class Switching:
         while left:
             start, losses = time.perf_counter(), []
             for result in self.runtime.run(batches, min(left, self.steps_to_look())):
-                losses.append(result.losses)
+                losses.append(result.loss_sum())
                 yield result
                 del result
             seconds = time.perf_counter() - start
@@ -297,7 +297,6 @@ def _drifts(moments: list[float]) -> bool:
 
 
 def mean_loss(runtime: Runtime, losses: Sequence[Tensor]) -> float:
-    """Return the mean of all ranks' ``losses`` of micro-batches. Every rank calls it."""
-    mine = torch.cat([*losses]).double().cpu()
-    total, n = runtime.total(torch.tensor([mine.sum(), len(mine)], dtype=torch.float64)).tolist()
+    """Return the mean of all ranks' ``losses``, each a sum and a count. Every rank calls it."""
+    total, n = runtime.total(torch.stack([*losses]).sum(0).cpu()).tolist()
     return float(total / n)

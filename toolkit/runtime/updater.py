@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
+from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
 from toolkit.runtime.microbatch_norm import advance_running_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 
@@ -58,7 +59,8 @@ def takes_names(make: Callable[..., Optimizer]) -> bool:
 class GradientSum:
     """Gradients of a stage's weights and statistics of its norms, summed over micro-batches.
 
-    It adds in place to the first tensors that it is given.
+    If the loss is counted, so are the counts, under the name ``COUNT``. It adds in place to the
+    first tensors that it is given.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
@@ -70,6 +72,14 @@ class GradientSum:
             mine, theirs = ([of[name] for name in both] for of in (self.tensors, tensors))
             torch._foreach_add_(mine, theirs)
         self.tensors = tensors | self.tensors
+
+    @torch.no_grad()
+    def divide_by_count(self, weights: Collection[str]) -> None:
+        """Divide the gradients of ``weights`` by the count of the loss, if any, and drop it."""
+        count = self.tensors.pop(COUNT, None)
+        gradients = [self.tensors[name] for name in weights if name in self.tensors]
+        if count is not None and gradients:
+            torch._foreach_div_(gradients, nonzero(count) * SUM_SCALE)
 
 
 class GradientNorm(NamedTuple):
@@ -198,8 +208,10 @@ class Updater:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
         ``total`` sums over all micro-batches the gradients of (options.scale * loss /
-        n_microbatches), and norms' statistics. ``keep_old``: the version before is still read.
+        n_microbatches), and norms' statistics; see :meth:`LossValue.root` for losses with a count.
+        ``keep_old``: the version before is still read.
         """
+        total.divide_by_count(self.masters)
         self.begin_average()
         # The optimizer works in place. Micro-batches between forward and backward still use the old
         # version, so it must keep its memory.
@@ -287,6 +299,7 @@ def gradient_norms(
     options = updaters[0].options
     squares: dict[int, Tensor] = {}
     for k, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
+        total.divide_by_count(updater.masters)
         grads = [total.tensors[name] for name in updater.masters if name in total.tensors]
         if grads and options.needs_norm:
             squared = torch.stack(torch._foreach_norm(grads)).square().sum()

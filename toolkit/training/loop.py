@@ -88,8 +88,8 @@ class Position:
     epoch: int = 0
     step: int = 0  # training steps of this epoch
     steps_done: int = 0  # training steps of the run
-    loss: float = 0.0  # sum over this epoch's micro-batches
-    n_losses: int = 0  # their number
+    loss: float = 0.0  # sum over this epoch's micro-batches, or their tokens
+    n_losses: float = 0  # their number
     first_loss: float = nan  # mean of the run's first step
     learning_rate: float = nan  # of the epoch's first update
     history: list[Epoch] = field(default_factory=list)  # the epochs before
@@ -149,7 +149,7 @@ def fit(
             losses, begun = [], time.perf_counter()
             part = batches.between(position.step, position.step + n_steps)
             for k, result in enumerate(runtime.run(part)):
-                losses.append(result.losses)
+                losses.append(result.loss_sum())
                 rate = run.rate(position.steps_done + k)
                 on_step(Step(position.step + k + 1, len(batches), result, rate, batch_size))
                 del result  # its memory is free before the next step
@@ -188,16 +188,18 @@ def fit(
 
 
 def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> float:
-    """Advance ``position`` by these steps; return their mean loss. Every rank calls it."""
-    # The losses of all steps and of the first, and their numbers, summed over the ranks.
-    parts = [torch.cat(some).double().cpu() for some in (losses, losses[:1])]
-    sums = torch.tensor([[x.sum(), len(x)] for x in parts], dtype=torch.float64)
+    """Advance ``position`` by these steps; return their mean loss. Every rank calls it.
+
+    ``losses``: the sum and the count of each step, see :meth:`StepResult.loss_sum`.
+    """
+    # The losses of all steps and of the first, and their counts, summed over the ranks.
+    sums = torch.stack([torch.stack(losses).sum(0), losses[0]]).cpu()
     (loss, n), (first, n_first) = runtime.total(sums).tolist()
     if position.steps_done == 0:
         position.first_loss = first / n_first
     position.step += len(losses)
     position.steps_done += len(losses)
-    position.loss, position.n_losses = position.loss + loss, position.n_losses + int(n)
+    position.loss, position.n_losses = position.loss + loss, position.n_losses + n
     return float(loss / n)
 
 
@@ -222,12 +224,27 @@ def is_best(history: Sequence[Epoch], by: Metric) -> bool:
     return values[-1] == best(filter(isfinite, values), default=None)
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+IGNORED = -100
+"""Target without a right class, such as padding: it counts neither in losses nor in accuracies."""
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
     """Cross-entropy, in nats, of scores ``[..., n_classes]`` and right classes ``[...]``.
 
-    ``options`` are those of torch's ``cross_entropy``.
+    Args:
+        outputs: scores.
+        targets: classes ``[b]``, or tokens ``[b, length]``, of which :data:`IGNORED` do not count.
+        options: those of torch's ``cross_entropy``.
+
+    Returns:
+        The mean over samples; of tokens the sum and their number, since micro-batches may differ
+        in how many count.
     """
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **options)
+    scores, classes = outputs.flatten(0, -2), targets.flatten()
+    if targets.dim() == 1:
+        return F.cross_entropy(scores, classes, **options)
+    total = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="sum", **options)
+    return total, (classes != IGNORED).sum()
 
 
 def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
@@ -254,21 +271,23 @@ def evaluate(
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    sums: list[Tensor] = []  # by batch: loss, answers right first, and among the first five
-    n_answers = 0
+    # By batch: loss, answers right first, and among the first five, and number of answers.
+    sums: list[Tensor] = []
     for inputs, targets in batches:
         with options.autocast(inputs.device):
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
-        loss = cross_entropy(outputs, targets, reduction="sum")
+        loss = F.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        answers = (loss, right[..., 0].sum(), right.sum(), (targets != IGNORED).sum())
         # Kept on the device: to read them here would wait for every batch.
-        sums.append(torch.stack([n.double() for n in (loss, right[..., 0].sum(), right.sum())]))
-        n_answers += targets.numel()
+        sums.append(torch.stack([number.double() for number in answers]))
     for module, mode in modes.items():
         module.training = mode
-    mine = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
-    loss, top1, top5, n = total(torch.tensor([*mine, n_answers], dtype=torch.float64)).tolist()
+    mine = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
+    loss, top1, top5, n = total(mine).tolist()
     if not isfinite(loss):
         return Evaluation(loss / n, nan, nan)
     return Evaluation(loss / n, top1 / n, top5 / n)

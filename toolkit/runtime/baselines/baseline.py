@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.runtime.base import OnRanks, Steps
+from toolkit.runtime.losses import LossValue
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import load_model, part_of
@@ -107,8 +108,10 @@ class Baseline(OnRanks):
             self.steps_done += 1
             yield result
 
-    def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
-        return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())
+    def _result(self, step: int, outputs: Tensor, loss: LossValue) -> StepResult:
+        counts = None if loss.count is None else loss.count[None]
+        mean = loss.mean()[None]
+        return StepResult(step, (self.rank,), mean, outputs.detach(), counts=counts)
 
 
 class Released:

@@ -19,6 +19,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
+from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values, channels_last, drawing
 from toolkit.runtime.updater import Updater
@@ -119,10 +120,18 @@ class Synchronous(Baseline):
         with self._in_forward(), self.options.autocast(self.world.device):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
+        root = self._root(loss)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
-            self._backward(loss)
+            self._backward(root)
         self._update()
         return self._result(step, outputs, loss)
+
+    def _root(self, loss: LossValue) -> Tensor:
+        """Return where the backward begins: what is minimised is its mean over the ranks."""
+        if loss.count is None:
+            return loss.value
+        total = nonzero(self.total(loss.count))
+        return loss.value * (self.n_ranks / total).to(loss.value.dtype)
 
     def _backward(self, loss: Tensor) -> None:
         """Leave the gradients that are averaged over the ranks."""

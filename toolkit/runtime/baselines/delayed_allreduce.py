@@ -11,6 +11,7 @@ from torch import Tensor
 from toolkit.errors import check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
+from toolkit.runtime.losses import COUNT
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.join import World
@@ -82,10 +83,11 @@ class DelayedAllReduce(Baseline):
         for runner, weights in zip(self._runners, read, strict=True):
             values = runner.forward(weights, values, (self.rank,), step)
         loss = self._loss(values[0], targets)
-        (loss / self.n_ranks * self.options.scale).backward()
+        loss.root(self.n_ranks, self.options.scale).backward()
+        counts = {} if loss.count is None else {COUNT: loss.count}
         wire = COMPRESSIONS[self.compression]
         messages = [
-            _Message(take_gradients(weights), runner.take_statistics(), wire, self.world)
+            _Message(take_gradients(weights), runner.take_statistics() | counts, wire, self.world)
             for runner, weights in zip(self._runners, read, strict=True)
         ]
         self._update(keep_old=False)
@@ -101,18 +103,18 @@ class DelayedAllReduce(Baseline):
 
 
 class _Message:
-    """A stage's gradients, as ``wire``, and statistics, under way to be summed over all ranks."""
+    """A stage's gradients, as ``wire``, and what stays exact, under way to be summed over ranks."""
 
     def __init__(
         self,
         gradients: Weights,
-        statistics: dict[str, Tensor],
+        exact: dict[str, Tensor],  # statistics of norms, and the count of the loss
         wire: torch.dtype | None,
         world: World,
     ) -> None:
         self.world = world
-        self.layout = Layout.of(gradients | statistics, wire, exact=statistics)
-        self.flat = self.layout.pack(gradients | statistics, world.message_device)
+        self.layout = Layout.of(gradients | exact, wire, exact=exact)
+        self.flat = self.layout.pack(gradients | exact, world.message_device)
         with world.watch.waiting("gradients to be sent", range(world.size)):
             self.works = [
                 dist.all_reduce(piece, group=world.group, async_op=True)

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from toolkit.errors import UserError
 from toolkit.model.crossings import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
+from toolkit.runtime.losses import COUNT, LossValue
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World
 from toolkit.runtime.stage import StageRunner, Values
@@ -116,23 +117,46 @@ class TorchPipelining(Baseline):
             part.begin(step)
         last = len(self.stages) - 1 in self._own
         losses: list[Tensor] = []
+        self._values: list[LossValue] = []
         with self.world.watch.waiting(_MESSAGES, self._everyone):
             outputs = self._runner.step(
                 *(inputs if 0 in self._own else ()),
                 target=targets if last else None,
                 losses=losses if last else None,
             )
+        counts = [value.count for value in self._values if value.count is not None]
+        count = self._total_count(counts)
         for runner in self._runners:
             found = {name: master.grad for name, master in runner.masters.items()}
             total = GradientSum()
             total.add({name: grad for name, grad in found.items() if grad is not None})
             total.add(runner.take_statistics())
+            if count is not None:
+                total.add({COUNT: count})
             runner.update(total, n, keep_old=False)
         if last:
-            return StepResult(step, tuple(range(n)), torch.stack(losses).detach(), outputs.detach())
+            means = torch.stack([value.mean() for value in self._values])
+            counted = torch.stack(counts) if counts else None
+            return StepResult(step, tuple(range(n)), means, outputs.detach(), counts=counted)
         output, device = self.stages.output, self.world.device
         nothing = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=device)
         return StepResult(step, (), nothing.new_empty(0), nothing)
+
+    def _microbatch_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return where torch's backward of a micro-batch begins."""
+        value = self._loss(outputs, targets)
+        self._values.append(value)
+        n = self.schedule.n_microbatches
+        return value.root(n, 1.0) * n  # torch divides the gradients by n
+
+    def _total_count(self, counts: Sequence[Tensor]) -> Tensor | None:
+        """Return the sum of the last stage's counts, on every rank; None if there are none."""
+        last = len(self.stages) - 1 in self._own
+        flags = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        if last and counts:
+            flags = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
+        total, n_counted = self.total(flags)
+        return total if n_counted else None
 
     def _fit_to(self, size: int) -> None:
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
@@ -155,7 +179,7 @@ class TorchPipelining(Baseline):
         make = _torch_schedule(self.schedule)
         if issubclass(make, PipelineScheduleSingle):
             (stages,) = stages
-        self._runner = make(stages, self.schedule.n_microbatches, self._loss)
+        self._runner = make(stages, self.schedule.n_microbatches, self._microbatch_loss)
 
 
 class _Part(nn.Module):

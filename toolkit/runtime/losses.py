@@ -1,0 +1,125 @@
+"""Losses: the mean of a micro-batch, or a sum and the count by which a step divides it.
+
+A mean over tokens weighs each micro-batch alike, however few valid tokens it has. A sum with its
+count does not: the counts of all micro-batches travel with their gradients, and the update divides
+by the total::
+
+    theta_{t+1} = optimizer(theta_t, sum_m grad sum_m / sum_m count_m)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import UserError
+from toolkit.model.structure import Results
+from toolkit.runtime.step_options import Loss, StepOptions
+
+COUNT = "count of the loss"
+"""Name of the count among the gradients of a stage; no parameter's name has a space."""
+
+SUM_SCALE = 2.0**-10
+"""Factor on a sum before its backward.
+
+A sum over a thousand tokens has gradients a thousand times those of a mean, which 16 bits may not
+hold. A power of two changes no digit of them.
+"""
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """The loss of one micro-batch.
+
+    Attributes:
+        value: its mean loss, or with a ``count`` its sum; shape ``[]``.
+        count: number of tokens or samples, or sum of weights, in ``value``; float64, shape ``[]``.
+    """
+
+    value: Tensor
+    count: Tensor | None = None
+
+    def mean(self) -> Tensor:
+        """Return the mean loss, detached; 0 where nothing was counted."""
+        value = self.value.detach()
+        return value if self.count is None else value / nonzero(self.count).to(value.dtype)
+
+    def root(self, n_microbatches: int, scale: float) -> Tensor:
+        """Return where the backward of this micro-batch begins.
+
+        Args:
+            n_microbatches: number of means in a training step.
+            scale: factor on the loss, against underflow.
+        """
+        if self.count is None:
+            return self.value / n_microbatches * scale
+        return self.value * (SUM_SCALE * scale)
+
+
+CheckedLoss = Callable[[Any, Tensor], LossValue]
+"""From the tensors of the last stage, and targets."""
+
+
+def loss_factor(count: Tensor | None, n_microbatches: int, scale: float) -> Tensor | float:
+    """Return :meth:`LossValue.root` of a micro-batch divided by its mean loss."""
+    if count is None:
+        return scale / n_microbatches
+    return nonzero(count) * (SUM_SCALE * scale)
+
+
+def nonzero(count: Tensor) -> Tensor:
+    """Return ``count``, or 1 where it is 0: nothing divided by nothing is nothing here."""
+    return torch.where(count == 0, 1.0, count)
+
+
+def as_count(count: Any, device: torch.device) -> Tensor:
+    """Return a count as a float64 tensor of shape ``[]``; UserError if it is none."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return count.detach().to(device, torch.float64).reshape(())
+    if isinstance(count, Real):
+        return torch.tensor(float(count), dtype=torch.float64, device=device)
+    shape = list(count.shape) if isinstance(count, Tensor) else type(count).__name__
+    raise UserError(
+        f"count of the loss: got {shape}; expected a number, such as (targets != -100).sum()"
+    )
+
+
+def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedLoss:
+    """Return ``loss`` of the last stage's tensors, in the context in which stages compute.
+
+    Its result is checked. A tensor that it does not use gets a gradient of zeros, so that a
+    parameter has a gradient in every runtime or in none.
+    """
+    counted_before: bool | None = None
+
+    def checked(outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> LossValue:
+        nonlocal counted_before
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        with options.autocast(tensors[0].device):
+            result = loss(results.restore(tensors), targets)
+        counted = isinstance(result, tuple | list) and len(result) == 2
+        value, count = result if counted else (result, None)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(
+                f'loss: got {shape}; expected a scalar. Use reduction="mean", or return a sum and'
+                " its count"
+            )
+        if counted_before not in (None, counted):
+            raise UserError(
+                "loss: got a mean from one micro-batch and a sum with its count from another;"
+                " expected the same from all"
+            )
+        counted_before = counted
+        if counted:
+            count = as_count(count, value.device)
+        if len(tensors) > 1:
+            for output in tensors:
+                if output.requires_grad:
+                    value = value + output[:0].sum().real.to(value.dtype)
+        return LossValue(value, count)
+
+    return checked
