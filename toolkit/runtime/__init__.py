@@ -1,7 +1,7 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
 from toolkit.runtime.controller import Controlled, Controller
-from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel
+from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel, prepare
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World, join, leave
@@ -31,5 +31,6 @@ __all__ = [
     "join",
     "launch",
     "leave",
+    "prepare",
     "report",
 ]

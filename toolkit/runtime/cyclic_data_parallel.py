@@ -5,8 +5,11 @@ rank's micro-batch, ``loss.backward()`` its backwards. The executor runs message
 concurrently, as for :class:`~toolkit.runtime.Distributed`.
 """
 
+import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from inspect import signature
 from itertools import repeat
 from typing import Any, cast
@@ -14,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages, partition
@@ -21,16 +25,73 @@ from toolkit.model.analysis import differentiable
 from toolkit.model.by_hand import Chain
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed, Pause
+from toolkit.runtime.losses import SUM_SCALE, LossValue, as_count
+from toolkit.runtime.model_changes import changed, traits
+from toolkit.runtime.pending_gradients import PendingGradient
 from toolkit.runtime.process_group.join import World, join
+from toolkit.runtime.process_group.peer_requests import PeerRequests
 from toolkit.runtime.stage import Values
-from toolkit.runtime.step_optimizer import FollowsSettings, Settings, StepOptimizer, made_alike
-from toolkit.runtime.updater import MakeOptimizer
+from toolkit.runtime.stage_optimizers import StageOptimizers, on_cpu, options_of
+from toolkit.runtime.state import joined
+from toolkit.runtime.step_optimizer import Clip, FollowsSettings, Settings, StepOptimizer
+from toolkit.runtime.step_options import allows_whole_steps
+from toolkit.runtime.training_state import TrainingState
+from toolkit.runtime.uneven_inputs import UnevenInputs
+from toolkit.runtime.updater import MakeOptimizer, takes_names
+from toolkit.runtime.watched_module import watch
 from toolkit.schedule import Kind, Op, Schedule, catalog
 from toolkit.schedule.plain_values import build
 
-_TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
+_TIMEOUT = 30.0  # seconds; a rank's own code, such as saving a file, may take a while
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
+
+_WITHOUT_MEANING = (
+    "bucket_cap_mb",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "output_device",
+    "static_graph",
+)
+"""Arguments of DistributedDataParallel that change nothing here.
+
+Messages are whole stages, a weight may go without a gradient, and buffers are averaged.
+"""
+
+_ELSEWHERE = {
+    "process_group": "give world=, of toolkit.runtime.join()",
+    "device_mesh": "give world=, of toolkit.runtime.join()",
+    "mixed_precision": "give options=StepOptions(precision='bf16'), or use torch.autocast",
+}
+"""Where else to say what other arguments of DistributedDataParallel say."""
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, **options: Any
+) -> "tuple[CyclicDataParallel, Optimizer]":
+    """Wrap a model and its optimizer for a loop that was written for DistributedDataParallel.
+
+    ::
+
+        model, optimizer = prepare(model, optimizer, rule="cdp_v2")
+
+    Args:
+        model: the module, on this process's device.
+        optimizer: an optimizer of its parameters, with any groups, options and state. Schedulers
+            may follow it or the returned one.
+        options: arguments of :class:`CyclicDataParallel`.
+
+    Returns:
+        The wrapped model, and the optimizer that ends its training steps.
+
+    Raises:
+        UserError: an argument does not fit.
+    """
+    wrapped = CyclicDataParallel(model, optimizer=optimizer, **options)
+    return wrapped, wrapped.optimizer
 
 
 class CyclicDataParallel(nn.Module):
@@ -45,10 +106,11 @@ class CyclicDataParallel(nn.Module):
             model.optimizer.step()
 
     Every rank makes it with the same arguments, and trains on its own share of each batch, as many
-    batches as the others; shares may differ in size. The gradient is the mean over ranks, as in
-    DistributedDataParallel, and the trajectory that of :class:`SingleProcess`. In training mode
-    ``model(x)`` is one pass of a training step. In ``eval()``, or without gradients, it computes
-    with the newest weights; the first time after a step every rank calls it.
+    batches as the others, or within :meth:`join`; shares may differ in size. The gradient is the
+    mean over ranks, as in DistributedDataParallel, and the trajectory that of
+    :class:`SingleProcess`. In training mode ``model(x)`` is one pass of a training step. In
+    ``eval()``, or without gradients, it computes with the newest weights. Between training steps a
+    rank may do that alone, and read weights and states alone: the others answer its questions.
 
     Args:
         model: the module, on this process's device; or a list of modules, one for each stage, each
@@ -56,19 +118,24 @@ class CyclicDataParallel(nn.Module):
         stages: number of stages, or what :func:`toolkit.model.partition` takes as ``by``, the names
             of the modules that begin the second and later stages; or stages. None: as many as
             ranks, or as the schedule has.
-        optimizer: function from a list of parameters to their optimizer, called for each stage.
-            Mark one that takes pairs of name and parameter by :func:`toolkit.runtime.by_name`.
+        optimizer: a finished optimizer of the model's parameters, or a function from the list of
+            parameters to one. Each stage gets one like it. Mark a function that takes pairs of
+            name and parameter by :func:`toolkit.runtime.by_name`.
         rule: ``dp``, ``cdp_v1``, ``cdp_v2`` or another method of the catalogue in which every rank
             has the whole model; or a schedule.
         accumulate: passes of each rank in a training step; all but the last may be in
             :meth:`no_sync`.
+        counted: whether losses are sums with a count, given by :meth:`backward`.
         world: the ranks; those of this job by default.
         **options: further arguments of the schedule, such as ``state="sharded"`` or ``groups=2``;
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
-            ``options=StepOptions(clip=1.0)``.
+            ``options=StepOptions(clip=1.0)``. Arguments of DistributedDataParallel are taken if
+            they change nothing here.
 
     Attributes:
-        module: ``model``. Between steps and :meth:`synchronize` its parameters may be empty or old.
+        module: ``model``. Its methods ``state_dict``, ``parameters`` and ``load_state_dict``, its
+            call, copies and pickles use the newest weights. A weight that is read otherwise within
+            training, as an attribute, may be empty or old.
         optimizer: steps, and has the parameter groups that learning-rate schedulers change. What
             they hold when the first pass of a training step begins counts for its update.
         schedule: the schedule.
@@ -83,36 +150,61 @@ class CyclicDataParallel(nn.Module):
         model: nn.Module | Sequence[nn.Module],
         stages: int | Stages | Sequence[str] | None = None,
         *,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | Optimizer,
         rule: str | Schedule = "cdp_v2",
         accumulate: int = 1,
+        counted: bool = False,
         world: World | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        self._script = threading.get_ident()  # the thread of the training script
+        self._n_inside = 0  # calls of this class that the script is in
+        self._warned: set[str] = set()
         self.register_state_dict_pre_hook(lambda *_: self.synchronize())
         if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
             model, stages = Chain(*model), len(model)
         if isinstance(model, CyclicDataParallel) or not isinstance(model, nn.Module):
             raise UserError(f"model: got a {type(model).__name__}; expected a module to train")
+        _take_arguments_of_ddp(options, model)
         on = {parameter.device.type for parameter in model.parameters()}
         self.world = world or join(device="cpu" if on <= {"cpu"} else "auto", timeout=_TIMEOUT)
-        taken = {k: options.pop(k) for k in [*options] if k not in Distributed.__dataclass_fields__}
         self.module = model
+        finished = _finished(optimizer, model)
+        self._optimizers = StageOptimizers(finished, model)
+        if stages is None and not isinstance(rule, Schedule) and self._optimizers.couples():
+            stages = 1
+            self._warn(
+                f"{type(finished).__name__} sets its steps by all parameters together, so the model"
+                " stays one stage; with stages= each stage gets steps of its own"
+            )
+        taken = {k: options.pop(k) for k in [*options] if k not in Distributed.__dataclass_fields__}
         self.schedule = _schedule(rule, stages, self.world.size, accumulate, taken)
-        self._stages, self._options = stages, options
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._known: dict[int, Settings] = {}
-        self._make = made_alike(optimizer, trained)
-        self.optimizer = StepOptimizer(self, self._make(trained))
+        self._stages, self._options, self._counted = stages, options, counted
+        # Whether an op of another rank may read an update before this rank's step ends.
+        self._updates_follow_sums = not allows_whole_steps(self.schedule)
+        self.optimizer = StepOptimizer(self, finished)
+        self._known: dict[int, Settings] = {}  # by step
+        self._base = self._loop_options()  # options that the stages' optimizers have
+        self._followed: set[tuple[int, str]] = set()  # (group, option) that the loop has changed
+        self._clip: Clip | None = None  # that the loop has asked for in the current or last step
+        self._loop_clips = False  # or has had the parameters for
         self._runtime: Distributed | None = None
+        self._requests: PeerRequests | None = None
         self._pauses: Generator[Pause, bool | None, None] | None = None
         self.steps_done = 0
-        self._saved: Mapping[str, Any] | None = None  # a state for the runtime's start
+        self._saved: TrainingState | None = None  # for the runtime's start
+        self._traits: Mapping[str, Any] = {}  # of the model as it was traced
         self._inputs: Values = ()
         self._form: Any = None  # of the first arguments
+        self._count: Tensor | None = None  # of the loss whose backward runs
         self._n_passes, self._awaited = 0, "forward"
+        self._shown: tuple[int, bool] | None = None  # steps and averages that the model shows
+        self._averaged = False  # whether evaluation uses the optimizer's averages
+        self._uneven: UnevenInputs | None = None
         self._anchor = (torch.zeros((), requires_grad=True),)  # makes every output differentiable
+
+    # Passes.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's micro-batch: tensors ``[b, ...]``, or structures of some.
@@ -122,24 +214,45 @@ class CyclicDataParallel(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             self.synchronize()
-            return self.module(*args, **kwargs)
+            if self.module.training and self._runtime is not None:
+                # Its norms move their statistics; slower ranks may still ask for those before.
+                self._runtime.keep_buffers()
+            with self._inside():
+                return self.module(*args, **kwargs)
         self._check("forward", "model(x)")
         given = _by_name(self.module.forward, *args, **kwargs) if kwargs else args
         inputs = tensors_of(given)
         if any(tensor.requires_grad for tensor in inputs):
             raise UserError("an input requires a gradient: make what computes it part of the model")
         form = filled(given, repeat(Tensor))
-        if self._runtime is None:
-            self._runtime, self._form = self._start(given), form
-        elif form != self._form:
+        if self._runtime is not None and form != self._form:
             raise UserError(f"model(x): got {form}; expected {self._form}, as in the first call")
-        if not self._n_passes:
-            self._note_settings()
-        self._inputs = tuple(tensor.to(self.world.device) for tensor in inputs)
-        pause = self._go_on()
-        self._awaited = "backward"
-        outputs = _Seam.apply(self, pause, *self._anchor, *pause.rank.take_outputs(pause.op))
-        return self._runtime.stages.results.restore(outputs)
+        with self._inside():
+            if not self._n_passes:
+                self._begin_step(given, form)
+            self._inputs = tuple(tensor.to(self.world.device) for tensor in inputs)
+            pause = self._go_on()
+            self._awaited = "backward"
+            outputs = _Seam.apply(self, pause, *self._anchor, *pause.rank.take_outputs(pause.op))
+            assert self._runtime is not None
+            return self._runtime.stages.results.restore(outputs)
+
+    def _begin_step(self, example: Any, form: Any) -> None:
+        """Prepare the first pass of a training step."""
+        if self._runtime is not None and changed(self._traits, traits(self.module)):
+            # What the loop has changed, such as a frozen layer or a rate of dropout, is in no graph
+            # of before. Every rank runs the same script, so all come here at this step.
+            self._saved = self._training_state()
+            self._stop()
+            if not isinstance(self._stages, Stages):
+                self._form = None
+        if self._runtime is None:
+            self._runtime, self._form = self._start(example), form
+        self.world.use(self, self._end_messages)
+        self._show_training()
+        self._note_settings()
+        if self._uneven is not None:
+            self._uneven.begin(self.steps_done, self._known[self.steps_done])
 
     def _start(self, example: Any) -> Distributed:
         stages, model = self._stages, self.module
@@ -147,45 +260,70 @@ class CyclicDataParallel(nn.Module):
             by = "flops" if isinstance(stages, int | None) else stages
             parts = [*model] if isinstance(model, Chain) else model
             stages = partition(parts, self.schedule.n_stages, example, by=by)
+        if self._saved is None:
+            self._base = self._loop_options()
+        self._optimizers.note_options()
         runtime = Distributed(
             stages,
             self.schedule,
-            self._make,
+            self._optimizers.make,
             _not_called,
             lr_scheduler=lambda made: cast(Any, FollowsSettings(made, self._known)),
             world=self.world,
             **self._options,
         )
+        # Until the script has said in a first step whether it clips, updates wait for its step().
+        runtime.updates_wait = True
         if self._saved is not None:
             runtime.module()  # all weights, on every rank
-            self._load(runtime, self._saved)
+            weights = {k: x.detach().clone() for k, x in self.module.state_dict().items()}
+            runtime.load_state_dict(self._saved.of_runtime(runtime, self._optimizers, weights))
+            runtime.module()
+            self._saved = None
+        self.optimizer.forget_state()
+        self._requests = PeerRequests(self.world, self._is_ready, self._answer)
         self.world.watch.farewells.append(self._leave)
+        watch(model, self)
+        self._traits = traits(model)
         return runtime
-
-    # What the program asks for.
-
-    def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
-        """Return the inputs of this pass."""
-        return self._inputs, self._anchor[0]
-
-    def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
-        """Never called: losses are the caller's."""
 
     def _go_on(self) -> Pause:
         """Carry out the program to the end of a pass's forward, or of its backward."""
         assert self._runtime is not None
         if self._pauses is None:
             shape = tuple((tuple(x.shape), x.dtype) for x in self._inputs)
-            self._pauses = self._runtime.stepwise(self, shape)
+            self._pauses = self._runtime.stepwise(self, shape, counted=self._counted)
         pause = next(self._pauses)
         self.world.watch.at("the training script", pause.op.step)
         return pause
 
-    def _note_settings(self) -> None:
-        """Note the optimizer's options for the update of the training step that begins."""
-        groups, step = self.optimizer.param_groups, self.steps_done
-        self._known[step] = [{k: x for k, x in g.items() if k != "params"} for g in groups]
-        self._known.pop(step - self.schedule.max_staleness - 3, None)  # no update reads it again
+    def backward(self, loss: Tensor, count: Any, **options: Any) -> None:
+        """Run the backward of a sum and its count, in place of ``loss.backward()``.
+
+        The gradient of the training step is that of the sum over all ranks and passes, divided by
+        the total count::
+
+            loss = cross_entropy(model(x), y, reduction="sum", ignore_index=-100)
+            model.backward(loss, (y != -100).sum())
+
+        Args:
+            loss: the sum over this pass's tokens or samples, shape ``[]``.
+            count: their number.
+            options: arguments of ``loss.backward``.
+
+        Raises:
+            UserError: the model was made without ``counted=True``, or ``count`` is no number.
+        """
+        if not self._counted:
+            raise UserError(
+                "backward(loss, count): got a model that expects mean losses; make it with"
+                " counted=True, or call loss.backward()"
+            )
+        self._count = as_count(count, self.world.device)
+        try:
+            loss.backward(**options)
+        finally:
+            self._count = None
 
     def run_backward(self, pause: Pause, gradients: Sequence[Tensor | None]) -> None:
         """Run the stages' backwards; called by that of the outputs."""
@@ -194,11 +332,15 @@ class CyclicDataParallel(nn.Module):
                 "a second backward through one model(x), whose activations are gone: add losses"
                 " up, and call backward() once"
             )
+        if self._counted and self._count is None:
+            raise UserError(
+                "loss.backward(): got a model with counted=True; expected model.backward(loss,"
+                " count) with the sum of the losses and its count"
+            )
         assert self._runtime is not None
-        factor = self._runtime.options.scale / self.world.size
-        pause.rank.give_gradients(
-            pause.op, tuple(None if x is None else x * factor for x in gradients)
-        )
+        factor = self._runtime.options.scale * (SUM_SCALE if self._counted else 1 / self.world.size)
+        scaled = tuple(None if x is None else x * factor for x in gradients)
+        pause.rank.give_gradients(pause.op, scaled, self._count)
         self._go_on()
         self._n_passes += 1
         self._awaited = "step" if self._n_passes == self.schedule.accumulate else "forward"
@@ -206,6 +348,13 @@ class CyclicDataParallel(nn.Module):
     def end_step(self) -> None:
         """End a training step; called by ``optimizer.step()``."""
         self._check("step", "optimizer.step()")
+        assert self._runtime is not None
+        step = self.steps_done
+        if self._runtime.updates_wait:
+            self._known[step] = replace(self._known[step], clip=self._clip)
+        if self._updates_follow_sums:
+            self._runtime.updates_wait = False
+        self._runtime.allow_updates(step)
         self._n_passes, self._awaited = 0, "forward"
         self.steps_done += 1
 
@@ -220,6 +369,10 @@ class CyclicDataParallel(nn.Module):
                 " torch.no_grad() computes without training"
             )
 
+    @property
+    def _between_steps(self) -> bool:
+        return self._awaited == "forward" and not self._n_passes
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context of the passes of a training step before the last, as in DDP.
@@ -231,50 +384,247 @@ class CyclicDataParallel(nn.Module):
             raise UserError("no_sync: got accumulate=1; give accumulate=, the passes of a step")
         yield
 
-    def synchronize(self) -> None:
-        """Complete all updates, and bring the newest weights to every rank.
+    @contextmanager
+    def join(self, **options: Any) -> Iterator[None]:
+        """Context of a loop whose number of passes differs between ranks, as in DDP.
 
-        Every rank calls it after the same step, unless no step has begun since the last time.
-        ``eval()``, ``state_dict()`` and the like do.
+        A rank whose loop has ended takes part in the steps of the others with gradients of zero.
+        The mean is over all ranks; with ``counted=True`` it is over what has been counted. Batch
+        norms' statistics count the rank's last pass again.
+
+        Args:
+            options: arguments of DDP's ``join``; only ``divide_by_initial_world_size=True``.
+
+        Raises:
+            UserError: the options are others, or this rank has had no pass at all.
+        """
+        if not options.pop("divide_by_initial_world_size", True) or not options.pop("enable", True):
+            raise UserError(
+                "join: expected divide_by_initial_world_size=True and enable=True; make the model"
+                " with counted=True to weigh samples alike"
+            )
+        self._uneven = uneven = UnevenInputs(self.world)
+        try:
+            yield
+            if self._runtime is None:
+                raise UserError(f"join: rank {self.world.rank} has had no pass; give it an input")
+            while self._n_passes:  # the others complete their steps, too
+                self._pass_zeros()
+            uneven.end()
+            while (settings := uneven.settings_of(self.steps_done)) is not None:
+                if self._loop_clips:
+                    raise UserError(
+                        "join: got a loop that clips gradients, which a rank whose inputs have"
+                        " ended does not; expected options=StepOptions(clip=...)"
+                    )
+                self._show_training()
+                self._known[self.steps_done] = settings
+                for _ in range(self.schedule.accumulate):
+                    self._pass_zeros()
+        finally:
+            self._uneven = None
+
+    def _pass_zeros(self) -> None:
+        """Take part in a pass of the others, with the last inputs and gradients of zero."""
+        self._check("forward", "the end of join()")
+        with self._inside():
+            pause = self._go_on()
+            outputs = pause.rank.take_outputs(pause.op)
+            self._awaited = "backward"
+            if self._counted:
+                self._count = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            zeros = [torch.zeros_like(x) if differentiable(x) else None for x in outputs]
+            self.run_backward(pause, zeros)
+            self._count = None
+        if self._awaited == "step":
+            self.end_step()
+
+    # What the program asks for.
+
+    def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
+        """Return the inputs of this pass."""
+        return self._inputs, self._anchor[0]
+
+    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+        """Never called: losses are the caller's."""
+
+    # The loop's settings.
+
+    def _loop_options(self) -> list[dict[str, Any]]:
+        return [options_of(group) for group in self.optimizer.param_groups]
+
+    def _note_settings(self) -> None:
+        """Note what the loop has set for the update of the training step that begins."""
+        step = self.steps_done
+        options = self._loop_options()
+        for k, (now, before) in enumerate(zip(options, self._base, strict=True)):
+            for name, value in now.items():
+                if name not in before or _differ(before[name], value):
+                    self._followed.add((k, name))
+        self._base = options
+        followed = [
+            {name: value for name, value in of_group.items() if (k, name) in self._followed}
+            for k, of_group in enumerate(options)
+        ]
+        # Where updates may precede the end of this rank's step, the last step's clipping counts.
+        self._known[step] = Settings(followed, self._clip if self._updates_follow_sums else None)
+        self._clip = None
+        self._known.pop(step - self.schedule.max_staleness - 3, None)  # no update reads it again
+
+    def _note_clip(self, clip: Clip) -> None:
+        self._clip = clip
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; between training steps with the newest weights.
+
+        After the last backward of a step they are for ``clip_grad_norm_``. If this rank has the
+        gradients of all stages before it updates them, as in data parallelism, they are there.
+        Otherwise each stage is clipped by its own norm, where it is updated.
+
+        Raises:
+            UserError: before the last backward of a step, where a penalty in the loss would have
+                no gradient.
+        """
+        return self.parameters_by_name(lambda: nn.Module.named_parameters(self, *args, **kwargs))
+
+    def parameters_by_name(
+        self, own: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return ``own()`` as the script may have them now; see :meth:`named_parameters`."""
+        if not self._is_asked or self._runtime is None:
+            return own()
+        if self._between_steps:
+            self.synchronize()
+            return own()
+        if self._awaited != "step":
+            raise UserError(
+                "parameters(): got a call within a training step; expected one between steps, or"
+                " after the last backward, since passes compute with versions of their own. Decay"
+                " weights by the optimizer, and clip after backward()"
+            )
+        self._loop_clips = True
+        one_owner = len({*self.schedule.owners}) == 1
+        by_model = one_owner and not self._updates_follow_sums and self._runtime.options.scale == 1
+        if by_model and self._runtime.has_whole_gradients:
+            self._show_gradients(self._runtime)
+            return own()
+        if not by_model:
+            self._warn(
+                f"clip_grad_norm_ under {self.schedule.name}: each stage is clipped by its own"
+                " norm, not by the model's, since stages are updated at different times; the norm"
+                " that it returns is nan, and a new largest norm may count from the next step"
+            )
+        return ((name, self._pending(parameter)) for name, parameter in own())
+
+    def _show_gradients(self, runtime: Distributed) -> None:
+        """Let the parameters have their gradients, which the updates will use."""
+        with self._inside():
+            runtime.await_updates(self.steps_done)
+            for weights, gradients in runtime.whole_gradients(self.steps_done):
+                for name, parameter in weights.items():
+                    parameter.grad = gradients.get(name)
+
+    def _pending(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what stands for a parameter whose gradient is not known yet."""
+        # Not the parameter itself, which an update may be changing.
+        empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        twin = nn.Parameter(empty.expand(parameter.shape), requires_grad=parameter.requires_grad)
+        if twin.requires_grad:
+            twin.grad = PendingGradient.like(twin, self._note_clip)
+        return twin
+
+    def _warn(self, message: str) -> None:
+        """Warn once, on rank 0."""
+        if self.world.rank == 0 and message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=3)
+
+    # Weights, for whoever reads them between training steps.
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Context of this class's own use of the model, which asks for nothing."""
+        self._n_inside += 1
+        try:
+            yield
+        finally:
+            self._n_inside -= 1
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the training script calls, and not a runtime or another thread."""
+        return not self._n_inside and threading.get_ident() == self._script
+
+    def before_reading(self) -> None:
+        """Bring the newest weights to the model if the script is about to read it."""
+        if self._is_asked:
+            self.synchronize()
+
+    def before_calling(self) -> None:
+        """Likewise, before the script calls the model itself."""
+        if self._is_asked and self._runtime is not None:
+            if self.module.training and torch.is_grad_enabled():
+                raise UserError(
+                    "model.module(x): got a call in training mode, whose gradients nobody would"
+                    " use; call model(x), or use torch.no_grad()"
+                )
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Complete this rank's updates, and bring the newest weights to its model.
+
+        ``eval()``, ``state_dict()`` and the like do. A rank may call it alone.
 
         Raises:
             UserError: a training step has begun and not ended.
         """
-        if self._end_messages() and self._runtime is not None:
-            self._runtime.module()
-
-    def _end_messages(self) -> bool:
-        """Complete this rank's part of all steps; return whether there was any."""
-        if self._pauses is None:
-            return False
+        if self._runtime is None or self._shown == (self.steps_done, self._averaged):
+            return
         self._check("forward", "the end of training", between_steps=True)
-        pauses, self._pauses = self._pauses, None
-        with suppress(StopIteration):
-            pauses.send(True)
-        return True
+        with self._inside():
+            self._runtime.await_updates(self.steps_done)
+            self._runtime.take_newest(self._ask_for_newest(self._runtime))
+            self._runtime.show_own(averaged=self._averaged)
+        self._shown = self.steps_done, self._averaged
 
-    def _leave(self) -> None:
-        """Give other ranks what they still wait for, as this one's script ends."""
-        between_steps = self._awaited == "forward" and not self._n_passes
-        if between_steps and dist.is_initialized():
-            self._end_messages()
+    def _ask_for_newest(self, runtime: Distributed) -> dict[int, dict[str, Tensor]]:
+        """Return the newest weights of the stages that other ranks update."""
+        assert self._requests is not None
+        stages_of: dict[int, list[int]] = {}
+        for j, owner in enumerate(self.schedule.owners):
+            if j not in runtime.own:
+                stages_of.setdefault(owner, []).append(j)
+        newest: dict[int, dict[str, Tensor]] = {}
+        subject = "averages" if self._averaged else "weights"
+        for owner, stages in stages_of.items():
+            words = " ".join([subject, *map(str, stages)])
+            newest |= self._requests.ask(owner, words, self.steps_done)
+        return newest
 
-    # State.
+    def _show_training(self) -> None:
+        """Let the model be as the runtime trains it."""
+        assert self._runtime is not None
+        if self._shown is not None:
+            self._runtime.show_own(averaged=False)
+            self._runtime.release_newest()
+            self._shown = None
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module, but only between training steps.
+    def evaluate_averages(self, averaged: bool) -> None:
+        """Set whether evaluation uses the weights that the optimizer averages, if it has any."""
+        self._averaged = averaged and self._optimizers.averages
 
-        Raises:
-            UserError: within a step, where ``clip_grad_norm_`` would find no gradients, and a
-                penalty in the loss would have none.
-        """
-        if self._awaited != "forward" or self._n_passes:
-            raise UserError(
-                "parameters(): got a call within a training step; expected one between steps, since"
-                " passes compute with versions of their own. Clip by options=StepOptions(clip=1.0),"
-                " and decay weights by the optimizer"
-            )
-        return super().named_parameters(*args, **kwargs)
+    def _is_ready(self, steps_done: int) -> bool:
+        """Whether this rank can answer questions about the state after ``steps_done`` steps."""
+        return self._runtime is not None and self._runtime.has_version(steps_done)
+
+    def _answer(self, subject: str, steps_done: int) -> Any:
+        """Answer another rank; called by a thread of its own."""
+        assert self._runtime is not None
+        kind, *stages = subject.split()
+        if kind == "state":
+            return on_cpu(self._runtime.part_after(steps_done))
+        averaged = kind == "averages"
+        return on_cpu(self._runtime.newest_of([*map(int, stages)], averaged=averaged))
 
     def train(self, mode: bool = True) -> "CyclicDataParallel":
         """Set the mode; ``eval()`` also calls :meth:`synchronize`."""
@@ -283,48 +633,110 @@ class CyclicDataParallel(nn.Module):
         super().train(mode)
         return self
 
+    # State.
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take over weights; late ones that the schedule reads next are the same."""
-        self.synchronize()
-        found = super().load_state_dict(state_dict, strict, assign)
-        if self._runtime is not None:
-            self._load(self._runtime, self._runtime.state_dict() | {"versions": None})
-        return found
+        """Take over weights; late ones that the schedule reads next are the same.
+
+        Every rank calls it.
+        """
+        return self.load_weights(
+            lambda: nn.Module.load_state_dict(self, state_dict, strict, assign)
+        )
+
+    def load_weights(self, load: Callable[[], Any]) -> Any:
+        """Call ``load``, which changes the model's weights, and train from these."""
+        if not self._is_asked or self._runtime is None:
+            return load()
+        state = self._training_state()
+        self._stop()
+        result = load()
+        self._saved = replace(state, versions={})
+        return result
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights. Every rank calls it."""
-        self.synchronize()
-        if self._runtime is None:
-            return dict(self._saved or {})
-        state, newest = self._runtime.state_dict(), self.steps_done
-        del state["model"]
-        late = [{v: w for v, w in known.items() if v < newest} for known in state["versions"]]
-        return state | {"versions": late, "settings": dict(self._known)}
+        """Return what the next steps depend on beside the newest weights."""
+        state = self._training_state()
+        as_torch = self._optimizers.as_torch(state.optimizer)
+        return as_torch | {"cyclic": state.beside_optimizer()}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`optimizer_state` with the weights that ``module`` has."""
-        self.synchronize()
-        self._saved = state or None
-        self._known.update(state.get("settings", {}))
-        self.steps_done = state.get("steps_done", 0)
-        if self._runtime is not None and state:
-            self._load(self._runtime, state)
+        """Continue from :meth:`optimizer_state` with the weights that ``module`` has.
 
-    def _load(self, runtime: Distributed, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` with the weights of ``module``: late ones too, if it has none."""
-        step, model = state["steps_done"], self.module.state_dict()
-        model = {name: tensor.detach().clone() for name, tensor in model.items()}
-        versions = []
-        for j, names in enumerate(runtime.trained):
-            newest = {name: model[name] for name in names}
-            late = state["versions"]
-            known = late[j] if late else dict.fromkeys(self.schedule.versions(j, step), newest)
-            versions.append(known | {step: newest})
-        given = {"steps_done": step, "model": model, "versions": versions}
-        runtime.load_state_dict(given | {"stages": state["stages"]})
-        runtime.module()
+        Also from the state of an optimizer under torch's own DDP: that is a new beginning.
+        """
+        of_parameters, options = self._optimizers.from_torch(state)
+        self._stop()
+        self._known.clear()
+        if "cyclic" in state:
+            self._saved = TrainingState.of_saved(of_parameters, state["cyclic"])
+            self._known.update(self._saved.settings)
+            self.steps_done = self._saved.steps_done
+        else:
+            self._saved = None
+            self.steps_done = 0
+            self._optimizers.adopt(of_parameters, options)
+
+    def options_loaded(self) -> None:
+        """Take the optimizer's options for those that the stages' optimizers have."""
+        self._base = self._loop_options()
+        self._followed.clear()
+
+    def parameter_groups_changed(self) -> None:
+        """Train by the parameter groups that the optimizer has now. Every rank calls it."""
+        if self._runtime is not None:
+            self._saved = self._training_state()
+            self._stop()
+        self._optimizers = StageOptimizers(self._optimizers.optimizer, self.module)
+        self._base = self._loop_options()
+
+    def _training_state(self) -> TrainingState:
+        """Return the state of all ranks after the last step. A rank may call it alone."""
+        if self._runtime is None:
+            fresh = TrainingState(self.steps_done, self._optimizers.state())
+            return self._saved or fresh
+        assert self._requests is not None
+        self._check("forward", "the end of training", between_steps=True)
+        self._runtime.await_updates(self.steps_done)
+        with self._inside():
+            parts = [self._runtime.part_after(self.steps_done)]
+            for owner in sorted({*self.schedule.owners, 0} - {self.world.rank}):
+                parts.append(self._requests.ask(owner, "state", self.steps_done))
+        of_stages = joined(on_cpu(parts))
+        return TrainingState.of_stages(
+            of_stages, self._runtime.trained, self._optimizers, self._known
+        )
+
+    def _stop(self) -> None:
+        """End the runtime, with all weights in the model. Every rank calls it."""
+        if self._runtime is None:
+            return
+        self.synchronize()
+        self._end_messages()
+        assert self._requests is not None
+        self._requests.leave()
+        self.world.watch.farewells.remove(self._leave)
+        self._runtime = self._requests = self._shown = None
+
+    def _end_messages(self) -> None:
+        """Complete this rank's part of all steps."""
+        if self._pauses is None:
+            return
+        self._check("forward", "the end of training", between_steps=True)
+        pauses, self._pauses = self._pauses, None
+        with self._inside(), suppress(StopIteration):
+            pauses.send(True)
+
+    def _leave(self) -> None:
+        """Give other ranks what they still wait for, as this one's script ends."""
+        assert self._requests is not None
+        if self._between_steps and dist.is_initialized():
+            self._end_messages()
+            self._requests.leave()
+        else:
+            self._requests.leave(waits=False)
 
 
 class _Seam(torch.autograd.Function):
@@ -341,6 +753,42 @@ class _Seam(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.model.run_backward(ctx.pause, gradients)
         return (None,) * (3 + len(gradients))
+
+
+def _finished(optimizer: MakeOptimizer | Optimizer, model: nn.Module) -> Any:
+    """Return an optimizer of the whole model."""
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return optimizer
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return optimizer(trained if takes_names(optimizer) else [p for _, p in trained])
+
+
+def _take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
+    """Take out arguments of DistributedDataParallel; refuse those that would change something."""
+    for name in _WITHOUT_MEANING:
+        options.pop(name, None)
+    device_ids = options.pop("device_ids", None) or []
+    devices = {parameter.device for parameter in model.parameters()}
+    chosen = {_device(number) for number in device_ids}
+    if chosen and chosen != devices:
+        raise UserError(
+            f"device_ids: got {device_ids}; expected the device of the model,"
+            f" {', '.join(map(str, devices))}. Move it first, by model.to(device)"
+        )
+    for name, way_out in _ELSEWHERE.items():
+        if options.pop(name, None) is not None:
+            raise UserError(f"{name}: an argument of DistributedDataParallel only; {way_out}")
+
+
+def _device(number: Any) -> torch.device:
+    """Return the device of an entry of DDP's ``device_ids``."""
+    return torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
+
+
+def _differ(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return before is not now or bool((torch.as_tensor(before) != torch.as_tensor(now)).any())
+    return bool(before != now)
 
 
 def _by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

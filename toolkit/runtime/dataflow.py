@@ -41,7 +41,8 @@ class Dataflow:
     earlier ones of its queue have begun. ``ordered``: all messages to a rank are one queue.
 
     With a ``limit`` only what follows from training steps up to it can begin, see
-    :func:`last_step`, and messages of earlier steps do not queue behind those of later ones.
+    :func:`last_step`, and messages of earlier steps do not queue behind those of later ones. With
+    an ``update_limit`` only updates of training steps up to it can begin.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Dataflow:
         *,
         ordered: bool,
         limit: float = inf,
+        update_limit: float = inf,
     ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
@@ -59,7 +61,9 @@ class Dataflow:
         self._lacking = list(map(len, self.needs))
         self._users: list[list[int]] = [[] for _ in instructions]
         self._limit = limit
+        self._update_limit = update_limit
         self._held: defaultdict[int, list[int]] = defaultdict(list)  # by step, beyond the limit
+        self._held_updates: defaultdict[int, list[int]] = defaultdict(list)  # likewise
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
@@ -79,7 +83,14 @@ class Dataflow:
         self._limit = max(self._limit, step)
         for held in [step for step in self._held if step <= self._limit]:
             for position in self._held.pop(held):
-                heappush(self._ready, position)
+                self._admit(position)
+
+    def raise_update_limit(self, step: float) -> None:
+        """Allow the updates of training steps up to ``step`` to begin."""
+        self._update_limit = max(self._update_limit, step)
+        for held in [step for step in self._held_updates if step <= self._update_limit]:
+            for position in self._held_updates.pop(held):
+                self._admit(position)
 
     def cut(self) -> Collection[int]:
         """Take out what cannot end if no later training step begins; return the other positions.
@@ -110,6 +121,19 @@ class Dataflow:
         self._n_opened = max(self._n_opened, end)
         for position in opened:
             self._consider(position)
+
+    def open_sums(self, step: int) -> None:
+        """:meth:`open` all that the updates up to ``step`` wait for, on any rank, and these.
+
+        That includes weights that this rank hands on to ranks whose ``step`` ends later.
+        """
+        end = self._n_opened
+        for position in range(self._n_opened, len(self.instructions)):
+            i = self.instructions[position]
+            sums = i.action == Action.UPDATE or i.buffer == Buffer.GRADIENT
+            if last_step(i) < step or (sums and last_step(i) == step):
+                end = position + 1
+        self.open(end)
 
     def open_until(self, tick: int) -> None:
         """:meth:`open` what starts at ``tick`` or before."""
@@ -173,7 +197,15 @@ class Dataflow:
             and self._lacking[position] == 0
             and (queue is None or (bool(queue) and queue[0] == position))
         ):
-            if (step := self._step(position)) > self._limit:
-                self._held[step].append(position)
-            else:
-                heappush(self._ready, position)
+            self._admit(position)
+
+    def _admit(self, position: int) -> None:
+        """Mark an instruction as ready, unless a limit holds it."""
+        step = self._step(position)
+        is_update = self.instructions[position].action == Action.UPDATE
+        if step > self._limit:
+            self._held[step].append(position)
+        elif is_update and step > self._update_limit:
+            self._held_updates[step].append(position)
+        else:
+            heappush(self._ready, position)

@@ -103,9 +103,14 @@ class Distributed(OnRanks):
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
         self.n_recorded = 0
+        self._stepping: Executor | None = None  # of the program of stepwise()
+        self._stepping_rank: Rank | None = None
+        self._kept_buffers: dict[str, Tensor] = {}  # of an evaluation
+        self.updates_wait = False  # in stepwise(), until allow_updates()
 
     def _steps(self, source: BatchReader) -> Steps:
         assert source.n_steps is not None  # known, since steps overlap
+        self.world.use(self, lambda: None)
         layouts = self._find_layouts(source.shape, source)
         feed = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
@@ -182,8 +187,15 @@ class Distributed(OnRanks):
                 rank = self._begin(program, feed, messages, None)
                 rank.next_step = program.first_step  # what is read from there on is kept
                 executor = Executor(
-                    rank, messages, program, None, overlap=self.overlap, stepwise=True
+                    rank,
+                    messages,
+                    program,
+                    None,
+                    overlap=self.overlap,
+                    stepwise=True,
+                    update_limit=program.first_step - 1 if self.updates_wait else inf,
                 )
+                self._stepping, self._stepping_rank = executor, rank
                 for op in executor.run(_ends_of_passes(program.ranks[self.rank])):
                     if op.action != Action.FORWARD:
                         rank.next_step = cast(int, op.step) + 1
@@ -191,6 +203,99 @@ class Distributed(OnRanks):
                         executor.end_here()
             self.steps_done = rank.next_step
         self.world.watch.at("between programs")
+
+    # Between the training steps of stepwise().
+
+    def allow_updates(self, step: int) -> None:
+        """Let the updates of training step ``step`` begin; see ``updates_wait``."""
+        if self._stepping is not None:
+            self._stepping.allow_updates(step, step if self.updates_wait else inf)
+
+    def await_updates(self, steps_done: int) -> None:
+        """Wait until this rank has made the updates of the first ``steps_done`` steps."""
+        if self._stepping is not None:
+            self._stepping.await_updates(steps_done - 1)
+            self.world.finish_computing()
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether this rank has the gradients of all stages before their updates."""
+        return self.overlap and self.updates_wait and len(self.own) == len(self.stages)
+
+    def whole_gradients(self, step: int) -> list[tuple[dict[str, nn.Parameter], Weights]]:
+        """Return each stage's parameters, and their gradients at ``step``, by name.
+
+        Gradients may be changed in place. A parameter may have none.
+
+        Waits for all ranks' parts; see :attr:`has_whole_gradients`.
+        """
+        assert self._stepping is not None
+        assert self._stepping_rank is not None
+        self._stepping.await_sums(step)
+        gradients = []
+        for j, runner in enumerate(self._runners):
+            total = self._stepping_rank.sums[j, step]
+            total.divide_by_count(runner.masters)
+            of_masters = {k: x for k, x in total.tensors.items() if k in runner.masters}
+            gradients.append((runner.masters, of_masters))
+        self.world.finish_computing()
+        return gradients
+
+    def has_version(self, steps_done: int) -> bool:
+        """Whether this rank has updated its stages ``steps_done`` times."""
+        return all(steps_done in versions for versions in self._weight_store.versions.values())
+
+    def newest_of(self, stages: Collection[int], *, averaged: bool) -> dict[int, Weights]:
+        """Return the newest weights, frozen weights and buffers of stages that this rank updates.
+
+        Their number of updates is :meth:`has_version`'s. ``averaged``: with the averages of their
+        optimizers, such as schedule-free's, in place of the weights that are trained.
+        """
+        self.world.finish_computing()
+        newest = {}
+        for j in stages:
+            newest[j] = self._weight_store.newest(j)
+            newest[j] |= {k: x for k, x in self._kept_buffers.items() if k in newest[j]}
+            if averaged:
+                newest[j] |= self._runners[j].optimizer_averages(newest[j])
+        return newest
+
+    def show_own(self, *, averaged: bool) -> None:
+        """Let the model have the newest weights of the stages that this rank updates."""
+        for j, tensors in self.newest_of(self.own, averaged=averaged).items():
+            for name, master in self._runners[j].masters.items():
+                master.data = tensors[name]
+
+    def take_newest(self, newest: Mapping[int, Weights]) -> None:
+        """Let the model have these weights and buffers, of stages that others update."""
+        for j, tensors in newest.items():
+            self._weight_store.take(j, tensors)
+
+    def release_newest(self) -> None:
+        """Free the memory of :meth:`take_newest`; buffers stay."""
+        self._weight_store.forget()
+        self._kept_buffers = {}
+
+    def part_after(self, steps_done: int) -> dict[str, Any]:
+        """Return what this rank alone adds to the state after ``steps_done`` steps."""
+        self.world.finish_computing()
+        versions = {}
+        for j in self.own:
+            # A version that is still to be freed, or to be read by a step under way, may be there.
+            oldest = self.schedule.oldest_version(j, steps_done)
+            present = dict(self._weight_store.versions[j])
+            versions[j] = {v: w for v, w in present.items() if oldest <= v <= steps_done}
+        owned = [j for j in self.own if self.schedule.owners[j] == self.rank]
+        leads = self.rank == 0
+        part = part_of(steps_done, self.stages, self._runners, versions, owned, leads=leads)
+        fixed = part["fixed"]
+        return part | {"fixed": fixed | {k: self._kept_buffers.get(k, x) for k, x in fixed.items()}}
+
+    def keep_buffers(self) -> None:
+        """Let other ranks have the buffers of now, whatever the script does with them here."""
+        if not self._kept_buffers:
+            buffers = {k: x for j in self.own for k, x in self.stages[j].named_buffers()}
+            self._kept_buffers = {k: x.clone() for k, x in buffers.items()}
 
     def _messages(self, layouts: Layouts) -> Messages:
         given = self.world, layouts, self._chunk_bytes
@@ -260,6 +365,10 @@ class Distributed(OnRanks):
     def trained(self) -> list[list[str]]:
         """The names of the trained weights of each stage."""
         return [[*runner.masters] for runner in self._runners]
+
+    def averaged_names(self, j: int) -> list[str]:
+        """Return the names of what averages of stage ``j`` follow; see ``options.ema``."""
+        return [*self._runners[j].averaged()]
 
     def _part(self) -> dict[str, Any]:
         return self._part_of([j for j in self.own if self.schedule.owners[j] == self.rank])

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from math import inf
 from queue import SimpleQueue
@@ -34,7 +35,8 @@ class Executor:
 
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
     program exactly. With ``stepwise`` a training step begins with its first op and not before, and
-    :meth:`end_here` can end the program after any step, if all ranks do. With a ``limit`` no later
+    :meth:`end_here` can end the program after any step, if all ranks do. Updates of
+    training steps after ``update_limit`` wait for :meth:`allow_updates`. With a ``limit`` no later
     training step begins before :meth:`go_on`, and :meth:`end_here` ends the program after that one.
     """
 
@@ -48,6 +50,7 @@ class Executor:
         overlap: bool,
         stepwise: bool = False,
         limit: float = inf,
+        update_limit: float = inf,
     ) -> None:
         self._rank, self._messages, self._meter = rank, messages, meter
         self._world, self._watch = messages.world, messages.world.watch
@@ -61,7 +64,14 @@ class Executor:
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         # NCCL has no tags: messages between two ranks match by order alone.
         limit = program.first_step - 1 if stepwise else limit
-        self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered, limit=limit)
+        self._flow = Dataflow(
+            self._order,
+            self._world.rank,
+            ordered=messages.ordered,
+            limit=limit,
+            # Without overlap the main thread makes updates before it returns to the caller.
+            update_limit=update_limit if overlap else inf,
+        )
         self._stepwise, self._ending = stepwise, False
         self._overlap = overlap
         self._ahead = program.schedule.lookahead
@@ -81,6 +91,40 @@ class Executor:
         with self._changed:
             self._flow.raise_limit(limit)
             self._changed.notify_all()
+
+    def allow_updates(self, step: int, limit: float) -> None:
+        """Let updates up to step ``limit`` begin, and all that those up to ``step`` wait for."""
+        if self._overlap:
+            with self._changed:
+                self._flow.raise_update_limit(limit)
+                self._flow.open_sums(step)
+                self._changed.notify_all()
+
+    def await_sums(self, step: int) -> None:
+        """Wait until the updates of ``step`` have all gradients; they have to be on this rank."""
+        updates = [
+            position
+            for position, i in enumerate(self._order)
+            if i.action == Action.UPDATE and i.step == step
+        ]
+        with self._changed:
+            self._flow.open_sums(step)
+            self._changed.notify_all()
+        for position in updates:
+            self._await(partial(self._flow.lacks_nothing, position), partial(int, position))
+
+    def await_updates(self, step: int) -> None:
+        """Wait until this rank has made its updates of all training steps up to ``step``."""
+        updates = [
+            position
+            for position, i in enumerate(self._order)
+            if i.action == Action.UPDATE and last_step(i) <= step
+        ]
+        for position in updates:
+            self._await(partial(self._has_ended, position), partial(int, position))
+
+    def _has_ended(self, position: int) -> bool:
+        return bool(self._flow.ended[position])
 
     def end_here(self) -> None:
         """Let :meth:`run`, when it goes on, end with the training steps that have begun."""

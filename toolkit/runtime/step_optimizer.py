@@ -1,16 +1,37 @@
 """The optimizer of a training loop of the user's own, in front of those of the stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from toolkit.runtime.updater import MakeOptimizer, by_name, takes_names
+from toolkit.errors import UserError
+from toolkit.runtime.stage_optimizers import Options, options_of
 
-Settings = list[dict[str, Any]]
-"""The options of each parameter group."""
+
+@dataclass(frozen=True)
+class Clip:
+    """Arguments of a call of ``clip_grad_norm_``."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the loop has set for the update of a training step.
+
+    Attributes:
+        options: of each parameter group those options that the loop has ever changed. Optimizers
+            that count in their options would be set back by the others.
+        clip: largest norm of a stage's gradient, if the loop limits it.
+    """
+
+    options: list[Options]
+    clip: Clip | None = None
 
 
 class Steps(Protocol):
@@ -26,49 +47,107 @@ class Steps(Protocol):
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
 
+    def options_loaded(self) -> None:
+        """Take the optimizer's options for those that the stages' optimizers have."""
+
+    def parameter_groups_changed(self) -> None:
+        """Train by the parameter groups that the optimizer has now."""
+
+    def evaluate_averages(self, averaged: bool) -> None:
+        """Set whether evaluation uses the weights that the optimizer averages."""
+
 
 class StepOptimizer(Optimizer):
     """``model.optimizer`` of a :class:`CyclicDataParallel`, for schedulers and generic loops.
 
+    It shares the parameter groups of the finished optimizer, so a scheduler of either changes both.
+
     Args:
         steps: the wrapped model.
-        made: an optimizer of the whole model, whose parameter groups this one takes.
+        finished: an optimizer of the whole model.
     """
 
-    def __init__(self, steps: Steps, made: Optimizer) -> None:
-        super().__init__(made.param_groups, made.defaults)
+    # Then GradScaler leaves the scale to this step, which refuses it, and does not look for
+    # gradients that other ranks have.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, steps: Steps, finished: Optimizer) -> None:
+        # Before torch's own: it adds the groups by add_param_group.
         self._steps = steps
+        self._finished = finished
+        super().__init__(finished.param_groups, finished.defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End a training step, after a last pass by ``closure``, if any."""
-        found = None
+        """End a training step, after a last pass by ``closure``, if any.
+
+        Raises:
+            UserError: a GradScaler scales the loss.
+        """
+        if getattr(self, "grad_scale", None) is not None:
+            raise UserError(
+                "GradScaler: got a scaled loss; expected none, since stages update at different"
+                " times. Use torch.autocast with bfloat16, or"
+                " options=StepOptions(precision='fp16', loss_scale=1024)"
+            )
+        result = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                result = closure()
+        # A scheduler of the finished optimizer would warn that no step precedes its own.
+        vars(self._finished)["_opt_called"] = True
         self._steps.end_step()
-        return found
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: each training step begins without gradients."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, also while the model trains. Every rank calls it."""
+        super().add_param_group(param_group)
+        if len(self.param_groups) > len(self._finished.param_groups):
+            self._finished.param_groups.append(self.param_groups[-1])
+            self._steps.parameter_groups_changed()
+
+    def train(self) -> None:
+        """Evaluate with the weights that are trained; for optimizers that also have averages."""
+        self._steps.evaluate_averages(False)
+
+    def eval(self) -> None:
+        """Evaluate with the weights that the optimizer averages, if it does."""
+        self._steps.evaluate_averages(True)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights. Every rank calls it."""
-        groups = super().state_dict()["param_groups"]
-        return {"param_groups": groups, "cyclic": self._steps.optimizer_state()}
+        """Return what the next steps depend on beside the newest weights.
+
+        Without its entry ``cyclic`` it is the state of the optimizer under torch's own DDP. A rank
+        may call it alone, between training steps.
+        """
+        return self._steps.optimizer_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; load the weights before. Every rank calls it."""
+        """Continue from a :meth:`state_dict`, or from that of DDP's optimizer; load weights before.
+
+        Every rank calls it.
+
+        Raises:
+            UserError: the state has other parameter groups.
+        """
+        self._steps.load_optimizer_state(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: x for k, x in saved.items() if k != "params"})
-        self._steps.load_optimizer_state(state_dict["cyclic"])
+            group.update(options_of(saved))
+        self._steps.options_loaded()
+
+    def forget_state(self) -> None:
+        """Free the finished optimizer's state, which those of the stages have taken over."""
+        self._finished.state.clear()
 
 
 class FollowsSettings:
-    """Gives a stage's optimizer the options that ``model.optimizer`` had as each step began."""
+    """Gives a stage's optimizer what the loop set for each step; stands for its scheduler."""
 
     def __init__(self, optimizer: Optimizer, known: Mapping[int, Settings]) -> None:
         self.optimizer, self.known, self.n = optimizer, known, 0
-        optimizer.register_step_pre_hook(lambda *_: self._set())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self._set()
 
     def step(self) -> None:
@@ -77,11 +156,19 @@ class FollowsSettings:
         self._set()
 
     def _set(self) -> None:
-        places = vars(self.optimizer)["places"]
-        if (settings := self.known.get(self.n)) is not None:
-            for group, place in zip(self.optimizer.param_groups, places, strict=True):
-                if place is not None:
-                    group.update(settings[place])
+        settings = self.known.get(self.n)
+        if settings is not None:
+            for group, options in zip(self.optimizer.param_groups, settings.options, strict=True):
+                # Schedulers also add entries of their own, which no optimizer reads.
+                group.update({key: value for key, value in options.items() if key in group})
+
+    def _before_step(self) -> None:
+        self._set()
+        settings = self.known.get(self.n)
+        if settings is not None and settings.clip is not None:
+            groups = self.optimizer.param_groups
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            clip_grad_norm_(parameters, settings.clip.max_norm, settings.clip.norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates."""
@@ -91,23 +178,3 @@ class FollowsSettings:
         """Continue after as many updates."""
         self.n = state["n"]
         self._set()
-
-
-def made_alike(make: MakeOptimizer, trained: Sequence[tuple[str, nn.Parameter]]) -> MakeOptimizer:
-    """Return ``make`` whose optimizers know the place of their groups in that of the whole model.
-
-    In ``places``: for each of their groups the number of the whole model's; None if it is empty.
-    """
-    place_of: dict[str, int] = {}
-
-    @by_name
-    def made(pairs: list[tuple[str, nn.Parameter]]) -> Optimizer:
-        optimizer = make([*pairs] if takes_names(make) else [p for _, p in pairs])
-        names = {id(p): name for name, p in pairs}
-        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if not place_of:  # the first is the whole model's
-            place_of.update((name, k) for k, group in enumerate(groups) for name in group)
-        vars(optimizer)["places"] = [place_of[group[0]] if group else None for group in groups]
-        return optimizer
-
-    return made

@@ -114,15 +114,12 @@ class StepOptions(StepSettings):
                     f"{name}={getattr(self, name)} takes all gradients of a step before its first"
                     f" update: leave {name} out, or use runtime=single_process with order=grouped"
                 )
-        if whole_model:
-            sizes = (schedule.n_stages, schedule.n_microbatches)
-            needed = chain(*freshest(schedule.timing, *sizes, together=True))
-            if any(map(lt, chain(*schedule.least_staleness), needed)):
-                raise UserError(
-                    "clip_by=model needs every gradient of a step before its first update, and"
-                    f" {schedule.name} reads the first updates before the last gradients: use"
-                    " clip_by=stage, or schedule=cdp_v1 with order=grouped"
-                )
+        if whole_model and not allows_whole_steps(schedule):
+            raise UserError(
+                "clip_by=model needs every gradient of a step before its first update, and"
+                f" {schedule.name} reads the first updates before the last gradients: use"
+                " clip_by=stage, or schedule=cdp_v1 with order=grouped"
+            )
 
     def check_only(self, runtime: str, *possible: str) -> None:
         """Raise UserError if an option that is not ``possible`` differs from its default."""
@@ -133,6 +130,13 @@ class StepOptions(StepSettings):
                     f"runtime={runtime} takes no {name}={value}: leave it out, or use"
                     " runtime=single_process or runtime=distributed"
                 )
+
+
+def allows_whole_steps(schedule: Schedule) -> bool:
+    """Whether no op reads an update of a step before the step's last gradient is there."""
+    sizes = (schedule.n_stages, schedule.n_microbatches)
+    needed = chain(*freshest(schedule.timing, *sizes, together=True))
+    return not any(map(lt, chain(*schedule.least_staleness), needed))
 
 
 PLAIN = StepOptions()

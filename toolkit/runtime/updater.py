@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -112,6 +113,7 @@ class Updater:
         self.unused = [*self.masters]  # weights that had no gradient in any update
         self._following: Iterator[list[tuple[float, float]]] | None = None
         self._rates: list[list[tuple[float, float]]] = []  # [update][parameter group]
+        self._exchanging = threading.Lock()  # of weights, by the optimizer
         self.optimizer, self.scheduler = self._make(self.masters)
 
     def _make(
@@ -232,6 +234,28 @@ class Updater:
             summed = [total.tensors[name] for name in names]
             advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
         self._update_average()
+
+    def optimizer_averages(self, newest: Weights) -> Weights:
+        """Return the weights with which the optimizer would evaluate; by default none.
+
+        Optimizers such as schedule-free's exchange the weights in place by ``eval()``. They do so
+        here on copies, since others read the versions.
+        """
+        optimizer = self.optimizer
+        if optimizer is None or not callable(getattr(optimizer, "eval", None)):
+            return {}
+        with self._exchanging:
+            trained = {name: master.data for name, master in self.masters.items()}
+            for name, master in self.masters.items():
+                master.data = newest[name].clone()
+            optimizer.eval()  # type: ignore[attr-defined]
+            averages = {name: master.data for name, master in self.masters.items()}
+            for name, master in self.masters.items():
+                master.data = averages[name].clone()
+            optimizer.train()  # type: ignore[attr-defined]
+            for name, master in self.masters.items():
+                master.data = trained[name]
+        return averages
 
     def begin_average(self) -> None:
         """Start the average, if any, with the weights before the first update."""

@@ -106,6 +106,20 @@ class WeightStore:
                 for name, buffer in runner.stage.named_buffers():
                     buffer.copy_(received[name])
 
+    def newest(self, j: int) -> dict[str, Tensor]:
+        """Return the newest weights, frozen weights and buffers of a stage that is updated here."""
+        # Not from the parameters: an evaluation may have put averages there.
+        version = max(self.versions[j])
+        return self._state(j) | self.versions[j][version]
+
+    def take(self, j: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put weights and buffers of a stage into the model."""
+        runner = self.runners[j]
+        for name, master in runner.masters.items():
+            master.data = tensors[name].to(self.world.device)
+        for name, buffer in runner.stage.named_buffers():
+            buffer.copy_(tensors[name])
+
     def allocate(self) -> None:
         """Make memory for the weights of stages that this rank does not update."""
         for j, runner in enumerate(self.runners):

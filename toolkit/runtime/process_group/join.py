@@ -64,6 +64,8 @@ class World:
     _n_names: int = field(default=0, init=False)
     _groups: dict[Group, dist.ProcessGroup] = field(default_factory=dict, init=False)
     _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _user: Any = field(default=None, init=False)  # whose messages may be under way
+    _end_use: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def message_device(self) -> torch.device:
@@ -142,6 +144,16 @@ class World:
         mine = (machine(), time.perf_counter())
         first, *_ = self.gather(mine)
         return first[1] if first[0] == mine[0] else time.perf_counter()
+
+    def use(self, user: Any, end: Callable[[], None]) -> None:
+        """Let ``user`` send messages, after ``end`` of who did before. Every rank calls it.
+
+        Messages of two programs would be taken for each other's.
+        """
+        before, end_before = self._user, self._end_use
+        self._user, self._end_use = user, end
+        if before is not user and end_before is not None:
+            end_before()
 
     def next_name(self) -> str:
         """Return a new name, the same on every rank that calls as often."""

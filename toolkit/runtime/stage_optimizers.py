@@ -1,0 +1,248 @@
+"""The optimizers of stages, made from one finished optimizer of the whole model."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from toolkit.errors import UserError
+from toolkit.runtime.updater import by_name
+
+Options = dict[str, Any]
+"""The options of a parameter group, without its parameters."""
+
+_OF_LISTS = ("params", "param_names")  # keys of a group that list its parameters
+_OF_THE_ORIGINAL = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in _OF_LISTS}
+
+
+class StageOptimizers:
+    """Makes optimizers of stages that continue a finished optimizer of the whole model.
+
+    A stage's optimizer has the same groups in the same order, with the stage's parameters only; a
+    group may be empty.
+
+    Args:
+        optimizer: the finished optimizer.
+        model: the model that it trains.
+
+    Raises:
+        UserError: it has parameters that are not the model's, or hooks.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise UserError(
+                f"optimizer: got a {type(optimizer).__name__}; expected a torch optimizer, or a"
+                " function from a list of parameters to one"
+            )
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if getattr(optimizer, hooks, None):
+                raise UserError(
+                    f"{type(optimizer).__name__} has a hook on its step, which stages would call at"
+                    " different times: remove it, and act after optimizer.step()"
+                )
+        self.optimizer = optimizer
+        self._names: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), name)
+        self._aliases = {
+            name: self._names[id(parameter)]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self.groups = [self._names_of(group["params"]) for group in optimizer.param_groups]
+        self.note_options()
+
+    def note_options(self) -> None:
+        """Let :meth:`make` begin with the options that the finished optimizer has now."""
+        groups = self.optimizer.param_groups
+        self._options = [copy.deepcopy(options_of(group)) for group in groups]
+
+    def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        unknown = [p for p in parameters if id(p) not in self._names]
+        if unknown:
+            raise UserError(
+                f"optimizer: got a parameter of shape {list(unknown[0].shape)} that the model does"
+                " not have; expected the model's own. Make the optimizer after the model is moved"
+                " or changed"
+            )
+        return [self._names[id(parameter)] for parameter in parameters]
+
+    @by_name
+    def make(self, pairs: list[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Return the optimizer of a stage with these names and parameters."""
+        original = self.optimizer
+        parameters = {self._aliases[name]: parameter for name, parameter in pairs}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        param_groups = []
+        for group, names, noted in zip(
+            original.param_groups, self.groups, self._options, strict=True
+        ):
+            chosen = [name for name in names if name in parameters]
+            options = copy.deepcopy(noted)
+            if "param_names" in group:
+                options["param_names"] = chosen
+            param_groups.append({**options, "params": [parameters[name] for name in chosen]})
+            for name, parameter in zip(names, group["params"], strict=True):
+                if name in parameters and parameter in original.state:
+                    state[parameters[name]] = copy.deepcopy(original.state[parameter])
+        twin = copy.copy(original)
+        for name, value in vars(original).items():
+            if name not in vars(twin) and name not in _OF_THE_ORIGINAL:
+                vars(twin)[name] = value
+        twin.param_groups = param_groups
+        twin.state = state
+        if callable(train := getattr(twin, "train", None)):
+            train()  # such as those of schedule-free, which evaluate with other weights
+        return twin
+
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer evaluates with other weights than it trains."""
+        return callable(getattr(self.optimizer, "eval", None))
+
+    def couples(self) -> bool:
+        """Whether a parameter's update depends on other parameters, as Prodigy's does.
+
+        Two small parameters are updated together and apart. An optimizer that cannot update these
+        counts as one that does not couple.
+        """
+        try:
+            return _couples(self)
+        except Exception:  # it may expect shapes, names or closures that are not there
+            return False
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the state of each parameter that the finished optimizer has."""
+        of_parameters = {}
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for name, parameter in zip(names, group["params"], strict=True):
+                if self.optimizer.state.get(parameter):
+                    of_parameters[name] = on_cpu(self.optimizer.state[parameter])
+        return of_parameters
+
+    def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, Options]) -> None:
+        """Let the finished optimizer have this state, from which those of stages begin."""
+        state = self.as_torch(of_parameters)
+        for group, names in zip(state["param_groups"], self.groups, strict=True):
+            group.update(options[names[0]] if names else {})
+        # torch's own, which also moves the state to each parameter's device and type.
+        Optimizer.load_state_dict(self.optimizer, state)
+
+    def order(self, names: Collection[str]) -> list[list[str]]:
+        """Return the names of a stage's parameters in each group, as its optimizer has them."""
+        of_stage = {self._aliases[name] for name in names}
+        return [[name for name in group if name in of_stage] for group in self.groups]
+
+    # State by the names of parameters, whatever the stages.
+
+    def named(
+        self, names: Collection[str], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Options]]:
+        """Return the state and the options of each parameter, of a stage optimizer's state_dict."""
+        order = self.order(names)
+        flat = [name for group in order for name in group]
+        of_parameters = {flat[index]: values for index, values in state["state"].items()}
+        options: dict[str, Options] = {}
+        for group, in_group in zip(state["param_groups"], order, strict=True):
+            options |= dict.fromkeys(in_group, options_of(group))
+        return of_parameters, options
+
+    def state_of_stage(
+        self,
+        names: Collection[str],
+        of_parameters: Mapping[str, Any],
+        options: Mapping[str, Options],
+    ) -> dict[str, Any]:
+        """Return the state_dict of the optimizer of a stage with these ``names``."""
+        state: dict[int, Any] = {}
+        param_groups = []
+        index = 0
+        for group, in_group in zip(self.optimizer.param_groups, self.order(names), strict=True):
+            first = index
+            for name in in_group:
+                if name in of_parameters:
+                    state[index] = of_parameters[name]
+                index += 1
+            known = [options[name] for name in in_group if name in options]
+            saved = options_of(group) | (known[0] if known else {})
+            if "param_names" in group:
+                saved["param_names"] = in_group
+            param_groups.append({**saved, "params": [*range(first, index)]})
+        return {"state": state, "param_groups": param_groups}
+
+    def as_torch(self, of_parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state_dict that the whole optimizer would have under torch's own DDP."""
+        flat = [name for group in self.groups for name in group]
+        state = {k: of_parameters[name] for k, name in enumerate(flat) if name in of_parameters}
+        param_groups = []
+        index = 0
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
+            places = [*range(index, index + len(names))]
+            index += len(names)
+            param_groups.append({**options_of(group), "params": places})
+        return {"state": state, "param_groups": param_groups}
+
+    def from_torch(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Options]]:
+        """Return the state and options of each parameter, of such a state_dict.
+
+        Raises:
+            UserError: its groups are others.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        expected = [len(names) for names in self.groups]
+        if sizes != expected:
+            raise UserError(
+                f"optimizer state: got groups of {sizes} parameters; expected {expected}. Load it"
+                " into an optimizer with the groups that it was saved with"
+            )
+        of_parameters: dict[str, Any] = {}
+        options: dict[str, Options] = {}
+        for group, names in zip(state["param_groups"], self.groups, strict=True):
+            for place, name in zip(group["params"], names, strict=True):
+                options[name] = options_of(group)
+                if place in state["state"]:
+                    of_parameters[name] = state["state"][place]
+        return of_parameters, options
+
+
+def _couples(stage_optimizers: StageOptimizers) -> bool:
+    """See :meth:`StageOptimizers.couples`."""
+    original = stage_optimizers.optimizer
+    options = options_of(original.param_groups[0])
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
+    gradients = torch.randn(3, 2, 2, 2, dtype=torch.float64, generator=generator)
+
+    def updated(chosen: Sequence[int]) -> list[Tensor]:
+        parameters = [nn.Parameter(values[k].clone()) for k in chosen]
+        twin = copy.copy(original)
+        missing = {k: x for k, x in vars(original).items() if k not in vars(twin)}
+        vars(twin).update({k: x for k, x in missing.items() if k not in _OF_THE_ORIGINAL})
+        twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
+        twin.state = defaultdict(dict)
+        if callable(train := getattr(twin, "train", None)):
+            train()
+        for of_step in gradients:
+            for k, parameter in zip(chosen, parameters, strict=True):
+                parameter.grad = of_step[k].clone()
+            twin.step()
+        return [parameter.detach() for parameter in parameters]
+
+    together = updated([0, 1])
+    apart = [updated([0])[0], updated([1])[0]]
+    return not all(torch.equal(x, y) for x, y in zip(together, apart, strict=True))
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return nested values with copies of their tensors in the CPU's memory."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)

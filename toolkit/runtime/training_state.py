@@ -1,0 +1,153 @@
+"""What a wrapped training continues from, by the names of weights, whatever the stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from toolkit.runtime.stage_optimizers import Options, StageOptimizers
+from toolkit.runtime.step_optimizer import Clip, Settings
+from toolkit.runtime.updater import Weights
+
+if TYPE_CHECKING:
+    from toolkit.runtime.distributed import Distributed
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that the next steps depend on, except the newest weights.
+
+    Attributes:
+        steps_done: number of training steps.
+        optimizer: the optimizer's state of each parameter.
+        options: the options of each parameter's group, as its stage's optimizer has them.
+        versions: late weights that are still read, by version and name.
+        averages: the moving averages of weights and running statistics, if any.
+        n_averaged: number of updates in them.
+        n_skipped: updates of each stage that were skipped since they were not finite; their
+            largest number.
+        settings: what the loop has set for recent steps.
+    """
+
+    steps_done: int
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Options] = field(default_factory=dict)
+    versions: Mapping[int, Weights] = field(default_factory=dict)
+    averages: Weights | None = None
+    n_averaged: int = 0
+    n_skipped: int = 0
+    settings: Mapping[int, Settings] = field(default_factory=dict)
+
+    @classmethod
+    def of_stages(
+        cls,
+        state: Mapping[str, Any],
+        trained: Sequence[Sequence[str]],
+        optimizers: StageOptimizers,
+        settings: Mapping[int, Settings],
+    ) -> "TrainingState":
+        """Return a runtime's ``state`` by the names of weights.
+
+        Args:
+            state: of all ranks, see :meth:`Runtime.state_dict`.
+            trained: names of the trained weights of each stage.
+            optimizers: that made those of the stages.
+            settings: what the loop has set, by step.
+        """
+        steps_done = state["steps_done"]
+        of_parameters: dict[str, Any] = {}
+        options: dict[str, Options] = {}
+        versions: dict[int, Weights] = {}
+        averages: Weights | None = None
+        n_averaged = 0
+        for names, of_stage, of_versions in zip(
+            trained, state["stages"], state["versions"], strict=True
+        ):
+            if of_stage["optimizer"] is not None:
+                stage_state, stage_options = optimizers.named(names, of_stage["optimizer"])
+                of_parameters |= stage_state
+                options |= stage_options
+            if of_stage["average"] is not None:
+                averages = (averages or {}) | of_stage["average"]["weights"]
+                n_averaged = of_stage["average"]["n_updates"]
+            for version, weights in of_versions.items():
+                if version < steps_done:
+                    versions.setdefault(version, {}).update(weights)
+        n_skipped = max(of_stage["n_skipped"] for of_stage in state["stages"])
+        return cls(
+            steps_done,
+            of_parameters,
+            options,
+            versions,
+            averages,
+            n_averaged,
+            n_skipped,
+            dict(settings),
+        )
+
+    def of_runtime(
+        self, runtime: "Distributed", optimizers: StageOptimizers, weights: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the state that ``runtime`` loads to continue with the newest ``weights``."""
+        step = self.steps_done
+        schedule = runtime.course.at(step)
+        versions, stages = [], []
+        for j, names in enumerate(runtime.trained):
+            newest = {name: weights[name] for name in names}
+            of_stage = {step: newest}
+            for version in schedule.versions(j, step):
+                # A weight that was frozen until now has been the same all the time.
+                late = self.versions.get(version, {})
+                of_stage[version] = {name: late.get(name, newest[name]) for name in names}
+            versions.append(of_stage | {step: newest})
+            stages.append(self._of_stage(names, runtime, j, optimizers))
+        return {"steps_done": step, "model": weights, "versions": versions, "stages": stages}
+
+    def _of_stage(
+        self, names: Sequence[str], runtime: "Distributed", j: int, optimizers: StageOptimizers
+    ) -> dict[str, Any]:
+        average = None
+        if runtime.options.ema is not None and self.averages is not None:
+            expected = runtime.averaged_names(j)
+            known = {name: self.averages[name] for name in expected if name in self.averages}
+            average = {"weights": known, "n_updates": self.n_averaged}
+        state = optimizers.state_of_stage(names, self.optimizer, self.options)
+        return {
+            "optimizer": state if names else None,
+            "lr_scheduler": {"n": self.steps_done} if names else None,
+            "average": average,
+            "n_skipped": self.n_skipped,
+            "unused": [name for name in names if name not in self.optimizer],
+        }
+
+    def beside_optimizer(self) -> dict[str, Any]:
+        """Return the entry of a saved state, of tensors and plain values."""
+        return {
+            "steps_done": self.steps_done,
+            "options": dict(self.options),
+            "versions": dict(self.versions),
+            "averages": self.averages,
+            "n_averaged": self.n_averaged,
+            "n_skipped": self.n_skipped,
+            "settings": {step: _plain(settings) for step, settings in self.settings.items()},
+        }
+
+    @classmethod
+    def of_saved(
+        cls, of_parameters: Mapping[str, Any], entry: Mapping[str, Any]
+    ) -> "TrainingState":
+        """Return the state whose :meth:`beside_optimizer` is ``entry``."""
+        settings = {step: _settings(plain) for step, plain in entry["settings"].items()}
+        return cls(optimizer=of_parameters, **{**entry, "settings": settings})
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    clip = settings.clip
+    as_list = None if clip is None else [clip.max_norm, clip.norm_type]
+    return {"options": settings.options, "clip": as_list}
+
+
+def _settings(plain: Mapping[str, Any]) -> Settings:
+    clip = plain["clip"]
+    return Settings(plain["options"], None if clip is None else Clip(*clip))

@@ -1,0 +1,93 @@
+"""The user's own model, whose weights are whole and the newest whenever the script reads them.
+
+While stages train, the model's parameters may be empty or one update old. Scripts read them
+nevertheless by the model's own name: ``net.state_dict()``, ``copy.deepcopy(net)``,
+``net.parameters()``. So the model gets a subclass of its class, which asks first.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+
+class Owner(Protocol):
+    """What trains a watched model."""
+
+    def before_reading(self) -> None:
+        """Bring the newest weights to the model, if the script calls and not a runtime."""
+
+    def before_calling(self) -> None:
+        """Likewise, before the model's own forward."""
+
+    def parameters_by_name(self, own: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
+        """Return ``own()``, the model's named parameters, as the script may have them now."""
+
+    def load_weights(self, load: Callable[[], Any]) -> Any:
+        """Call ``load``, which changes the model's weights, and train from these."""
+
+
+_owners: WeakKeyDictionary[nn.Module, Owner] = WeakKeyDictionary()
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def watch(model: nn.Module, owner: Owner) -> None:
+    """Let ``owner`` know when a script reads ``model``."""
+    _owners[model] = owner
+    kind = type(model)
+    if kind not in _classes.values():
+        if kind not in _classes:
+            _classes[kind] = _watched(kind)
+        model.__class__ = _classes[kind]
+
+
+def unwatch(model: nn.Module) -> None:
+    """End :func:`watch`."""
+    _owners.pop(model, None)
+    for kind, watched in _classes.items():
+        if type(model) is watched:
+            model.__class__ = kind
+
+
+def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``kind`` that looks like it."""
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if (owner := _owners.get(self)) is not None:
+                owner.before_calling()
+            return super().__call__(*args, **kwargs)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            if (owner := _owners.get(self)) is not None:
+                owner.before_reading()
+            return super().state_dict(*args, **kwargs)
+
+        def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            def load() -> Any:
+                return kind.load_state_dict(self, state_dict, *args, **kwargs)
+
+            owner = _owners.get(self)
+            return load() if owner is None else owner.load_weights(load)
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            def own() -> Iterator[tuple[str, nn.Parameter]]:
+                return kind.named_parameters(self, *args, **kwargs)
+
+            owner = _owners.get(self)
+            return own() if owner is None else owner.parameters_by_name(own)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Copy and pickle as an instance of the model's own class."""
+            if (owner := _owners.get(self)) is not None:
+                owner.before_reading()
+            self.__class__ = kind  # type: ignore[assignment]
+            try:
+                return self.__reduce_ex__(protocol)
+            finally:
+                self.__class__ = Watched
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(Watched, name, getattr(kind, name))
+    return Watched
