@@ -9,6 +9,7 @@ experiments/results has its result.json, tables and figures.
 """
 
 import argparse
+import shlex
 import shutil
 import signal
 import subprocess
@@ -88,11 +89,11 @@ def main() -> int:
     for k, job in enumerate(todo):
         ended = _folder(job.name) / f"ended_{k}"
         if given.list or ended.exists():
-            print(f"{'ended' if ended.exists() else 'to do'}: {' '.join(job.words)}", flush=True)
+            print(f"{'ended' if ended.exists() else 'to do'}: {shlex.join(job.words)}", flush=True)
             continue
         if (left := end - time.monotonic() - _GRACE) < _LEAST:
             break
-        print(f"\n{' '.join(job.words)}", flush=True)
+        print(f"\n{shlex.join(job.words)}", flush=True)
         status = run(job, left)
         if status is None:
             break

@@ -8,6 +8,7 @@ Nothing is computed or allocated, except with axis=measured. With extra_time, al
 of shifted micro-batches some of whose stages compute their forward again, and how to train so.
 """
 
+import shlex
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
+from toolkit.cli.hydra_args import shell_option
 from toolkit.errors import check_choice
 from toolkit.format import size
 
@@ -98,7 +100,7 @@ def compute_again(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row and a command a number of workers; write their schedules to ``folder``."""
     from toolkit.cost import profile
-    from toolkit.files import write_text
+    from toolkit.files import started_by, write_text
     from toolkit.model import partition
     from toolkit.plan.one_device import least_peak, peak_in_turn
 
@@ -122,9 +124,10 @@ def compute_again(
         })  # fmt: skip
         by = "" if config.partition == "flops" else f" partition={config.partition}"
         again = ",".join(map(str, choice.recomputed))
+        checkpoint = shlex.quote(f"checkpoint=[{again}]")
         commands.append(
-            f"  python experiments/train.py schedule.file={path} schedule.delay=freshest{by}"
-            f" checkpoint=[{again}] runtime.order=scheduled"
+            f"  {started_by('train')} {shell_option('schedule.file', str(path))}"
+            f" schedule.delay=freshest{by} {checkpoint} runtime.order=scheduled"
         )
     return found, commands
 

@@ -63,6 +63,9 @@ def expanded(runs: Any) -> list[str]:
         raise UserError(f"runs=... needs output folders or a glob of them: got {runs}")
     found = []
     for name in given:
+        if Path(name).is_dir():  # also if its name has characters of a glob
+            found.append(name)
+            continue
         folders = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
         if not folders and any(c in name for c in "*?["):
             raise UserError(f"runs={name} matches no folder")

@@ -19,7 +19,8 @@ LEGEND = """\
 M/C: time in which all parameters cross a link once, by that of a training step of computation
 activations: of the fullest device; 1 is what one micro-batch keeps over the whole model
 CDP-v1, CDP-v2, affordable: step time by that of DP (mean staleness in steps), with the faster
-chains; affordable is as fresh as a tenth more time than CDP-v1's allows; a machine is a group
+chains; in a tenth more time than CDP-v1's no single weight of affordable could be fresher; a
+machine is a group
 """
 
 

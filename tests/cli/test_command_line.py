@@ -175,6 +175,39 @@ def test_others_refuse(tmp_path, arguments, pattern):
     refused(*arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
+FLAGS_REFUSED = r"""
+--resolve | --resolve goes with --cfg
+-m --resolve | --resolve goes with --cfg
+--hydra-help --resolve | --resolve goes with --cfg
+--package model | --package goes with --cfg
+--cfg job -m | --multirun and --cfg
+--run -m | --run and --multirun
+--info all --cfg job | --cfg and --info
+--shell-completion | install=bash
+--shell-completion seed=1 | install=bash
+--shell-completion query=bash | COMP_LINE
+--experimental-rerun nowhere | there is no nowhere
+"""
+
+
+@pytest.mark.parametrize(("flags", "pattern"), cases(FLAGS_REFUSED))
+def test_flags_that_do_not_go_together_are_refused(monkeypatch, flags, pattern):
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    refused("train", *flags, match=pattern)
+
+
+def test_flags_that_go_together():
+    shown = run("train", "--cfg", "job", "--resolve", "--package", "optimizer").out
+    assert OmegaConf.create(shown).lr == 0.1
+    assert "--resolve" not in run("train", "--resolve", "--help").err
+
+
+def test_a_folder_may_be_named_like_a_glob(tmp_path):
+    folder = tmp_path / "a[1]"
+    folder.mkdir()
+    refused("report", f"runs='{folder}'", match=rf"no runs in {re.escape(str(folder))}")
+
+
 def test_long_values_are_cut(tmp_path):
     message = refused("train", f"optimizer.lr={'x' * 3000}", f"hydra.run.dir={tmp_path}")
     assert len(message) < 1000

@@ -11,7 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.experiments.command import TINY, refused, rows, run, succeeded
-from toolkit.cli.hydra_args import flags_first, quoted, unquoted
+from toolkit.cli.hydra_args import flags_first, quoted, shell_option, unquoted
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import alone_in
 from toolkit.errors import UserError
@@ -41,6 +41,24 @@ def test_what_is_quoted_is_read_as_it_is(text):
     assert unquoted(quoted(text)) == text
     read = OverridesParser.create().parse_override(f"resume={quoted(text)}").value()
     assert str(read) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["/a/b", "x y", "it's", 'say "x"', "$HOME", "`a`", "a\\", "a!", "ü"]
+)
+def test_an_option_can_be_pasted(text):
+    (word,) = shlex.split(shell_option("data.root", text))
+    read = OverridesParser.create().parse_override(word)
+    assert (read.key_or_group, read.value()) == ("data.root", text)
+
+
+def test_the_command_of_another_experiment_can_be_pasted(tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    write_options(folder, [], "compare")
+    with pytest.raises(UserError) as error:
+        resume_arguments([f"resume={folder}"], "train")
+    assert shlex.split(str(error.value))[-2:] == ["experiments/compare.py", f"resume={folder}"]
 
 
 def test_other_values_are_no_quotes():

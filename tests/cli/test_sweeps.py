@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
@@ -115,6 +117,30 @@ def test_the_summary_of_finished_runs_has_their_objectives(tmp_path, monkeypatch
     assert rows[0] == ["run", "seed", "objective"]
     assert rows[2:4] == [["0", "2"], ["1", "3", "0.5"]]
     assert rows[-1] == ["python", "experiments/report.py", f"runs={tmp_path}"]
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "$HOME", "a;b", "x,y", "[1]", "50%&`"])
+def test_the_commands_of_the_summary_can_be_pasted(tmp_path, monkeypatch, name):
+    """A shell splits them into the words meant, and Hydra reads the folder from them."""
+    folder = tmp_path / name
+    (folder / "0" / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setattr(Sweep, "folder", folder)
+    write_status(folder / "0", Status("stopped", ["seed=1"]))
+    text, _ = summary("train")
+    label, _, command = text.splitlines()[-1].partition(": ")
+    assert label == "to continue"
+    assert shlex.split(command)[-2:] == ["-m", f"resume={folder}"]
+
+    write_status(folder / "0", Status("finished", ["seed=1"], objective=0.5))
+    text, _ = summary("train")
+    report, sync = text.splitlines()[-2:]
+    *_, option = shlex.split(report)
+    parsed = OverridesParser.create().parse_override(option)
+    assert (parsed.key_or_group, parsed.value()) == ("runs", str(folder))
+    shown = subprocess.run(
+        ["sh", "-c", sync.replace("wandb sync", "echo")], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == f"{folder}/0/wandb/offline-run-1\n"
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path):

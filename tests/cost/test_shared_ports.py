@@ -46,13 +46,22 @@ def test_ends():
     assert ports.next_end() == float("inf")
 
 
-def sends(schedule, *, shared):
+def sends(schedule, *, shared, **links):
     """Start and end of each message, by sender, receiver, name and stage."""
     cost = StageCost(0.0, 0.0, parameter_bytes=1.0, forward_seconds=1.0, backward_seconds=2.0)
-    machine = replace(UNIT, link_bandwidth=0.5, shared_ports=shared)
+    machine = replace(UNIT, shared_ports=shared, **(links or {"link_bandwidth": 0.5}))
     found = simulate(schedule.lower(4).verify(), (cost,) * schedule.n_stages, machine)
     spans = [span for span in found.spans if span.lane == "send"]
     return {(s.rank, s.peer, s.name, s.stage, s.step): (s.start, s.end) for s in spans}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_latency_occupies_a_port_as_bytes_do(shared):
+    schedule = catalog.cyclic(3, "freshest")
+    bytes_only = sends(schedule, shared=shared)
+    assert sends(schedule, shared=shared, link_latency=2.0) == bytes_only
+    both = sends(schedule, shared=shared, link_latency=1.0, link_bandwidth=1.0)
+    assert both == bytes_only
 
 
 def test_messages_of_a_port_take_longer_together():

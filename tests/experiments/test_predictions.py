@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 
 import pytest
 import torch
 
 from tests.experiments.command import assert_figures, cases, complete, refused, rows, run, succeeded
 from toolkit.cli import build_schedule, settings
+from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
 from toolkit.cost.pipeline_table import METHODS
 from toolkit.model import build
@@ -50,15 +52,17 @@ def test_memory(tmp_path, measured):
 def test_memory_where_stages_compute_again(tmp_path):
     """It prints how to train so."""
     options = ("model=resnet8", "shape=[3,8,8]", "classes=10", "batch=4", "stages=4", "workers=[2]")
-    out = succeeded("memory", tmp_path / "a", *options, "extra_time=0.2")
-    found = json.loads((tmp_path / "a" / "result.json").read_text())["metrics"]
+    folder = tmp_path / "it's $a"
+    folder.mkdir()
+    out = succeeded("memory", quoted(str(folder)), *options, "extra_time=0.2")
+    found = json.loads((folder / "result.json").read_text())["metrics"]
     (row,) = (row for row in found if row["axis"] == "stages")
     assert 0 < row["extra_time"] <= 0.2
     assert row["peak_bytes_shifted"] < 0.75 * row["peak_bytes_together"]
     (command,) = re.findall(r"experiments/train.py (.*)", out)
     assert f"checkpoint={row['recomputed']}".replace(" ", "") in command
     short = ("data=synthetic", "data.image_size=8", "data.n_train=16", "data.n_test=8", "epochs=1")
-    complete("train", tmp_path / "b", *command.split(), "model=resnet8", "batch=4", *short)
+    complete("train", tmp_path / "b", *shlex.split(command), "model=resnet8", "batch=4", *short)
 
 
 def test_memory_in_16_bits(tmp_path):

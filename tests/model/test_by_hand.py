@@ -1,13 +1,19 @@
 """Stages that are given as a list of modules are called and not traced."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.model.structure import tensors_of
+from toolkit.model.structure import arguments, tensors_of
 from toolkit.model.trace import evaluated, one_by_one
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
 
 ROWS = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -74,6 +80,61 @@ def test_the_first_takes_what_the_example_holds():
     assert [b.name for b in stages.boundaries[0]] == ["x", "y"]
     found = run(stages, *tensors_of(inputs))
     torch.testing.assert_close(found, stages.model(**inputs))
+
+
+class SumThenLinear(nn.Module):
+    """Sums its arguments, or the values of a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, *inputs, **more):
+        total = 0
+        for value in (*inputs, *more.values()):
+            total = total + (sum(value.values()) if isinstance(value, dict) else value)
+        return self.layer(total)
+
+
+@pytest.mark.parametrize("example", [(ROWS,), {"input": ROWS}, ROWS])
+def test_stages_train_in_a_single_process(example):
+    torch.manual_seed(0)
+    pair = [nn.Linear(6, 6), nn.Linear(6, 3)]
+    expected = nn.Sequential(*copy.deepcopy(pair))
+    stages = partition(pair, 2, example)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    runtime = SingleProcess(stages, catalog.gpipe(2, 2), sgd, F.cross_entropy)
+    labels = torch.tensor([0, 1, 2, 0])
+    runtime.step(example, labels)
+    optimizer = sgd(expected.parameters())
+    F.cross_entropy(expected(ROWS), labels).backward()
+    optimizer.step()
+    torch.testing.assert_close(stages.model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("example", "names"),
+    [
+        ((ROWS, ROWS + 1), ["input_0", "input_1"]),
+        (({1: ROWS, "b c": ROWS + 1},), ["input_0_1", "input_0_b_c"]),
+        ({"a": {"x-y": ROWS}, "b": ROWS + 1}, ["a_x_y", "b"]),
+        ({"a": {"0": ROWS}, "a_0": ROWS + 1}, ["a_0", "a_0_1"]),
+    ],
+)
+def test_inputs_of_any_key_have_names(example, names):
+    stages = partition([SumThenLinear(), nn.Linear(6, 3)], 2, example)
+    assert [boundary.name for boundary in stages.boundaries[0]] == names
+    args, kwargs = arguments(example)
+    torch.testing.assert_close(run(stages, *tensors_of(example)), stages.model(*args, **kwargs))
+
+
+@pytest.mark.parametrize("key", ["b c", "class", "0"])
+def test_a_keyword_that_is_no_name_is_refused(key):
+    with pytest.raises(UserError, match=f"module 0 .SumThenLinear.*'{key}'"):
+        partition([SumThenLinear(), nn.Linear(6, 3)], 2, {key: ROWS})
+    pair = [SumThenLinear(), Untraceable(nn.Identity(), lambda x: {key: x})]
+    with pytest.raises(UserError, match=f"module 2 .SumThenLinear.*'{key}'"):
+        partition([*pair, SumThenLinear()], 3, ROWS)
 
 
 def test_modes_are_kept():

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.structure import Results, arguments, filled, named_tensors, tensors_of
+from toolkit.model.structure import (
+    Results,
+    arguments,
+    filled,
+    input_names,
+    named_tensors,
+    tensors_of,
+)
 
 A, B, C = (torch.full((2,), float(k)) for k in range(3))
 
@@ -21,6 +28,14 @@ def test_dictionaries_are_sorted_and_constants_left_out():
     assert names((A, [B, None])) == [("0", 0.0), ("1_0", 1.0)]
     assert names({"b": B, "a": {"y": C, "x": A}, "n": 3}) == [("a_x", 0), ("a_y", 2), ("b", 1)]
     assert names(UserDict(b=B, a=A)) == [("a", 0.0), ("b", 1.0)]
+
+
+def test_input_names_are_different_identifiers():
+    valid = ["x", "input", "a_0", "größe"]
+    assert input_names(valid) == valid
+    assert input_names(["", "0", "1_0"]) == ["x", "input_0", "input_1_0"]
+    assert input_names(["a b", "a-b", "a_b"]) == ["a_b", "a_b_1", "a_b_2"]
+    assert input_names(["class", "self"]) == ["input_class", "self_1"]
 
 
 def test_filled_follows_the_same_order():

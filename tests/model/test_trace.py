@@ -50,6 +50,18 @@ def test_missing_arguments_have_their_defaults():
     torch.testing.assert_close(stages[1](*stages[0](ROWS))[0], model(ROWS))
 
 
+def test_keys_that_are_no_names():
+    class Sum(nn.Module):
+        def forward(self, x, more):
+            return x + more["a b"] * more[3]
+
+    inputs = {"x": ROWS, "more": {"a b": ROWS + 1, 3: ROWS + 2}}
+    traced = trace(Sum(), inputs)
+    received = [node.target for node in traced.graph.nodes if node.op == "placeholder"]
+    assert received == ["more_3", "more_a_b", "x"]
+    torch.testing.assert_close(traced(ROWS + 2, ROWS + 1, ROWS), (Sum()(**inputs),))
+
+
 def test_further_inputs_are_inputs():
     class Scaled(nn.Module):
         def forward(self, x, scale=None, *more):

@@ -234,7 +234,7 @@ def test_a_misspelt_cell_is_named(text, message):
     [
         (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op"),
         ("0F0 0B0", "one for each rank: got '0F0 0B0'"),
-        ([[(7, 0, 0)]], r"rank 0, op 0: '\(7, 0, 0\)' is not an op"),
+        ([[(7, 0, 0)]], r"rank 0, op 0: \(7, 0, 0\) is not an op"),
         ([[Op(Kind.FORWARD, 0.5, 0)]], r"rank 0, op 0: '0.5F0' is not an op"),
         ([["0F0", Op(Kind.BACKWARD, 0, -1)]], "rank 0, op 1: '0B-1' is not an op"),
         (
@@ -254,6 +254,47 @@ def test_a_misspelt_cell_is_named(text, message):
 def test_orders_that_make_no_schedule_are_refused(orders, message):
     with pytest.raises(UserError, match=message):
         Schedule.from_rank_orders(orders)
+
+
+FORWARD = Op(Kind.FORWARD, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("orders", "place", "value"),
+    [
+        (b"0F0 0B0", "orders", "b'0F0 0B0'"),
+        (FORWARD, "orders", repr(FORWARD)),
+        ([b"0F0 0B0"], "rank 0", "b'0F0 0B0'"),
+        (["0F0 0B0", bytearray(b"1F0")], "rank 1", "bytearray(b'1F0')"),
+        ([None], "rank 0", "None"),
+        ([FORWARD], "rank 0", repr(FORWARD)),
+        ([[None]], "rank 0, op 0", "None"),
+        ([["0F0", 3]], "rank 0, op 1", "3"),
+        ([[True]], "rank 0, op 0", "True"),
+        ([[2.5]], "rank 0, op 0", "2.5"),
+        ([range(3)], "rank 0, op 0", "0"),
+        ([[b"0F0"]], "rank 0, op 0", "b'0F0'"),
+        ([[b"ab"]], "rank 0, op 0", "b'ab'"),
+        ([[""]], "rank 0, op 0", "''"),
+        ([[()]], "rank 0, op 0", "()"),
+        ([[{}]], "rank 0, op 0", "{}"),
+        ([[("0F1", None)]], "rank 0, op 0", "None"),
+        ([[["0F1", "0B0", "0F2"]]], "rank 0, op 0", "['0F1', '0B0', '0F2']"),
+        ([[[["0F1", "0B0"], "0F2"]]], "rank 0, op 0", "['0F1', '0B0']"),
+        *(
+            ([["0F0", Op(kind, 0, 0)]], "rank 0, op 1", repr(Op(kind, 0, 0)))
+            for kind in (None, "F", 9, -1, 1.0, True)
+        ),
+        ([[Op(Kind.FORWARD, None, 0)]], "rank 0, op 0", "'NoneF0'"),
+    ],
+)
+def test_content_that_is_no_order_is_refused(orders, place, value):
+    with pytest.raises(UserError) as error:
+        Schedule.from_rank_orders(orders)
+    message = str(error.value)
+    assert message.startswith(place)
+    assert value in message
+    assert place == "orders" or "0F0" in message  # an example of what is expected
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,32 @@ def test_eager_looped_and_without_bubble(p, m):
             assert looped.period == 2 * (v * m + p - 1)
 
 
+@pytest.mark.parametrize("p", range(2, 9))
+def test_zb_h2_is_never_slower_than_zb_h1(p):
+    """Neither its period, nor a step from its first op to its last one, nor beyond its memory."""
+    for m in range(1, 21):
+        one, two = catalog.zero_bubble(p, m), catalog.zb_h2(p, m)
+        assert two.period == 3 * m + max(0, 2 * p - 1 - m) <= one.period
+        assert steps_slots(two) <= steps_slots(one)
+        assert max(two.lower(2).peak_activations()) <= min(m, 2 * p - 1)
+        if m <= p:
+            assert two.timing == one.timing
+
+
+def steps_slots(schedule):
+    """Slots from the first op of a training step to the end of its last one."""
+    return max(map(schedule.timing.end, schedule.timing.starts))
+
+
+def test_slots_of_zb_h2_with_few_microbatches():
+    """The numbers of its docstring."""
+    paper = [Schedule.from_rank_orders(pipeline_orders.zero_bubble(8, m, 7)) for m in (8, 12, 15)]
+    assert [(x.period, steps_slots(x)) for x in paper] == [(31, 34), (39, 44), (45, 52)]
+    here = [catalog.zb_h2(8, m) for m in (8, 12, 15)]
+    assert [(x.period, steps_slots(x)) for x in here] == [(31, 31), (39, 43), (45, 52)]
+    assert here[-1].timing == paper[-1].timing
+
+
 def test_interleaving_shrinks_the_bubble():
     """v stages a rank divide it by v: p-1 slots of a stage before and after, for p ranks."""
     whole, halves = catalog.one_f_one_b(4, 8), catalog.interleaved_1f1b(8, 8, 4)

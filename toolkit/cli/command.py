@@ -23,7 +23,7 @@ from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
-from toolkit.cli.hydra_args import flags_first, key_of, parse
+from toolkit.cli.hydra_args import check_flags, flags_first, key_of, parse
 from toolkit.cli.resume import restore, resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
@@ -131,6 +131,7 @@ class _CommandLine:
                     print(help_text(self._name, given))
                     return
                 given = flags_first(resume_arguments(given, self._name))
+                check_flags(parse(given))
                 check_given(given)
                 scratch = [] if is_rank_zero() else process.scratch_options()
                 sys.argv[1:] = Sweep.options = [*sweeps.with_defaults(given), *scratch]
@@ -183,7 +184,9 @@ class _CommandLine:
         with alone_in(folder) if first else nullcontext():
             fresh = first and not config.get("resume") and not restarted()
             if fresh and (left := resumable_in(folder)):
-                hint = f"resume={folder} continues it; " if "resume" in config else ""
+                hint = ""
+                if "resume" in config:
+                    hint = f"{shlex.quote(f'resume={folder}')} continues it; "
                 raise UserError(f"{folder} has {left}: {hint}give a new one another hydra.run.dir")
             write(sweeps.RUNNING)
             before, sys.argv = sys.argv, command_of_job(self._name)

@@ -17,7 +17,7 @@ from hydra.errors import (
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.cli import schema
-from toolkit.cli.hydra_args import key_of, quoted, value_of
+from toolkit.cli.hydra_args import key_of, shell_option, value_of
 from toolkit.errors import UserError, first_line, shortened, suggest
 
 _PLUGINS = {
@@ -84,7 +84,7 @@ def _message(error: Exception, experiment: str) -> str | None:
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):
         option, value = key_of(error.override), value_of(error.override)
-        hint = f'; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else ""
+        hint = f"; a path is quoted twice: {shell_option(option, value)}" if "/" in value else ""
         return f"{error.override!r} is not OPTION=VALUE{hint}"
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment)

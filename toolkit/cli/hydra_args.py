@@ -1,8 +1,11 @@
 """Separate Hydra's flags from options, and quote values."""
 
+import os
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -33,6 +36,51 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [*(argument for argument in arguments if argument not in options), *options]
 
 
+def check_flags(flags: Namespace) -> None:
+    """Refuse flags that Hydra ends on with a traceback, or ignores, in this combination.
+
+    Args:
+        flags: of :func:`parse`.
+
+    Raises:
+        UserError: a flag lacks the one that it goes with, or contradicts another.
+    """
+    for name in ("resolve", "package"):
+        if getattr(flags, name) and flags.cfg is None:
+            raise UserError(
+                f"--{name} goes with --cfg, which prints the configuration: add --cfg job"
+            )
+    modes = {
+        "--run": flags.run,
+        "--multirun": flags.multirun,
+        "--cfg": flags.cfg,
+        "--info": flags.info,
+        "--shell-completion": flags.shell_completion,
+    }
+    modes_given = [mode for mode, value in modes.items() if value]
+    if len(modes_given) > 1:
+        raise UserError(f"{' and '.join(modes_given)} exclude each other: give one of them")
+    if flags.shell_completion:
+        _check_completion(flags.overrides)
+    rerun = flags.experimental_rerun
+    if rerun is not None and not Path(rerun).is_file():
+        raise UserError(
+            f"--experimental-rerun takes the file config.pickle of a run: there is no {rerun}"
+        )
+
+
+def _check_completion(options: Sequence[str]) -> None:
+    """Refuse --shell-completion without a command, or a query that no shell has made."""
+    commands = [key_of(option) for option in options]
+    if not any(command in ("install", "uninstall", "query") for command in commands):
+        raise UserError("--shell-completion takes a command: add install=bash or uninstall=bash")
+    if "query" in commands and "COMP_LINE" not in os.environ:
+        raise UserError(
+            "--shell-completion query=... is for a shell, which sets COMP_LINE: add install=bash"
+            " instead"
+        )
+
+
 def key_of(argument: str) -> str:
     """Name of an option: ``a.b`` of ``+a.b=c``."""
     return argument.partition("=")[0].lstrip("+~")
@@ -60,3 +108,15 @@ def unquoted(value: str) -> str:
         return str(OverridesParser.create().parse_override(f"value={value}").value())
     except HydraException:
         return value
+
+
+def shell_option(name: str, value: str) -> str:
+    """Return option ``name`` with the text ``value`` as one word to paste into a shell.
+
+    The value is quoted for Hydra, and the whole for the shell.
+    """
+    option = f"{name}={quoted(value)}"
+    # Double quotes are easier to read around Hydra's single ones, where the shell keeps the rest.
+    if "'" in option and not re.search(r'["$`\\!]', option):
+        return f'"{option}"'
+    return shlex.quote(option)

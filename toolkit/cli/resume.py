@@ -38,7 +38,8 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     made_by, before, own_folder = _before(folder)
     if made_by != experiment:
         raise UserError(
-            f"resume={folder} was made by another experiment: {started_by(made_by)} resume={folder}"
+            f"resume={folder} was made by another experiment: {started_by(made_by)}"
+            f" {shlex.quote(f'resume={folder}')}"
         )
     replaced = {*given, *_OWN}
     replaced |= {other for one, other in _SAME.items() if one in given}

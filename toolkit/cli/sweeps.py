@@ -7,6 +7,7 @@ again in its folder skips runs that have finished and resumes those that have a 
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from toolkit.cli.hydra_args import key_of, value_of
+from toolkit.cli.hydra_args import key_of, shell_option, value_of
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
@@ -178,12 +179,13 @@ def summary(experiment: str) -> tuple[str, bool]:
             lines.append(f"  {words[status.state]}: {path.name} ({' '.join(status.options)}){why}")
     complete = all(state == FINISHED for state in states)
     if not complete:
-        command = f"{started_by(experiment)} -m resume={Sweep.folder}"
+        command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"
         lines.append(f"to continue: {command}")
     elif any(status.objective is not None for status in runs.values()):
-        lines += ["", _objectives(runs), "", f"{started_by('report')} runs={Sweep.folder}"]
+        report = f"{started_by('report')} {shell_option('runs', str(Sweep.folder))}"
+        lines += ["", _objectives(runs), "", report]
         if Sweep.folder and any(Sweep.folder.glob("*/wandb/offline-run-*")):
-            lines.append(f"wandb sync {Sweep.folder}/*/wandb/offline-run-*")
+            lines.append(f"wandb sync {shlex.quote(str(Sweep.folder))}/*/wandb/offline-run-*")
     return "\n".join(lines), complete
 
 

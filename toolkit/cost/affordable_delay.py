@@ -1,8 +1,9 @@
-"""The least staleness that costs no time on given links.
+"""A delay that costs no time on given links, in which no single weight could be fresher.
 
 With every weight one step late (CDP-v1) no rank waits for weights; with the freshest that the
 timing allows (CDP-v2) it waits for each. Between them each stage and micro-batch may read the
-freshest weights that arrive before they are needed.
+freshest weights that arrive before they are needed. Another delay may have a smaller mean: the
+search adds fresh weights one after another, and takes none back.
 """
 
 from bisect import bisect_left
@@ -104,7 +105,7 @@ def affordable_delay(
 def affordable_schedule(
     make: Make, costs: Costs, hardware: Hardware, *, within: float = 0.02
 ) -> Schedule:
-    """Return the schedule with the freshest weights in nearly the time of late ones.
+    """Return a schedule in nearly the time of late weights; no single weight could be fresher.
 
     It has the chains that are faster: those of the freshest delay if that is fast enough, and of
     weights one step late otherwise. Arguments as in :func:`affordable_delay`.

@@ -28,7 +28,9 @@ class Hardware:
         flops: floating-point operations per second of a rank.
         memory_bandwidth: bytes per second between a rank and its memory.
         link_bandwidth: bytes per second through a machine's port, in each direction.
-        link_latency: seconds from the start of a message to its first byte.
+        link_latency: seconds from the start of a message to its first byte. The message occupies
+            its ports meanwhile: latencies of messages on one port do not overlap, and if ports are
+            shared they share the port too. Real networks have several messages under way.
         memory: bytes of a rank's memory.
         speeds: per rank, multiples of ``flops`` and ``memory_bandwidth``; empty: all 1.
         memories: per rank, bytes of memory; empty: all ``memory``.

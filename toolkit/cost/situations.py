@@ -72,8 +72,8 @@ def assess(situation: Situation) -> dict[str, Any]:
         ``situation``, ``workers``, ``ratio``; ``devices`` and ``activations`` of the fullest one,
         where 1 is what one micro-batch keeps over the whole model, each also with ``_dp``; the
         ``time`` of a step by that of DP, and the mean ``staleness`` in steps, of ``cdp_v1``,
-        ``cdp_v2`` and ``affordable``: the freshest weights within :data:`WITHIN` of CDP-v1's time.
-        Each has the chains that are faster.
+        ``cdp_v2`` and ``affordable``. Within :data:`WITHIN` more than CDP-v1's time, no single
+        weight of ``affordable`` could be fresher. Each has the chains that are faster.
     """
     n, alone = situation.workers, situation.placement != "per_microbatch"
     s = n if alone else n * -(-_STAGES // n)

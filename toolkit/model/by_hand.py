@@ -1,5 +1,6 @@
 """Stages by hand: a list of modules, each called on what the one before returns, untraced."""
 
+import keyword
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,14 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model.analysis import meta_copy
-from toolkit.model.structure import Results, arguments, filled, named_tensors, tensors_of
+from toolkit.model.structure import (
+    Results,
+    arguments,
+    filled,
+    input_names,
+    named_tensors,
+    tensors_of,
+)
 from toolkit.model.trace import refused
 
 
@@ -49,9 +57,11 @@ def chain_modules(
             module.train()
     whole = Chain(*modules)
     graph, value = fx.Graph(), example
-    nodes = [graph.placeholder(name or "x") for name, _ in named_tensors(example)]
+    names = input_names(name for name, _ in named_tensors(example))
+    nodes = [graph.placeholder(name) for name in names]
     for name, module in whole.named_children():
         args, kwargs = arguments(value)
+        _check_keywords(name, module, kwargs)
         left = iter(nodes)
         given = (
             tuple(filled(x, left) for x in args),
@@ -74,6 +84,17 @@ def chain_modules(
         "modules": [name for name, _ in whole.named_children()],
     }
     return whole, traced
+
+
+def _check_keywords(name: str, module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Raise UserError if the graph's code cannot name one of the keyword arguments."""
+    for key in keywords:
+        if not key.isidentifier() or keyword.iskeyword(key):
+            raise UserError(
+                f"model: module {name} ({type(module).__name__}) takes a dictionary as keyword"
+                f" arguments: got the key {key!r}; expected a name such as 'x'. Rename it, or put"
+                " the dictionary into a tuple, as one argument"
+            )
 
 
 def _tensors(graph: fx.Graph, node: fx.Node, value: Any) -> list[fx.Node]:

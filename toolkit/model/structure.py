@@ -1,6 +1,8 @@
 """Arguments and results that are not one tensor: tuples, keywords, dictionaries."""
 
-from collections.abc import Callable, Iterator, Mapping
+import keyword
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,28 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             f"inputs: got a {type(value).__name__}{f' for {name}' if name else ''}; expected"
             " tensors [b, ...], or tuples, lists or dictionaries of them"
         )
+
+
+def input_names(names: Iterable[str]) -> list[str]:
+    """Make the names of :func:`named_tensors` arguments of a Python function, all different.
+
+    A name that is valid already stays: ``0`` becomes ``input_0``, ``a b`` becomes ``a_b``, and the
+    one tensor without a name is ``x``.
+    """
+    arguments: list[str] = []
+    used = {"self"}
+    for name in names:
+        argument = re.sub(r"\W", "_", name) or "x"
+        if not argument.isidentifier() or keyword.iskeyword(argument):
+            argument = f"input_{argument}"
+        unique = argument
+        repeats = 0
+        while unique in used:
+            repeats += 1
+            unique = f"{argument}_{repeats}"
+        used.add(unique)
+        arguments.append(unique)
+    return arguments
 
 
 def tensors_of(value: Any) -> Inputs:

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.export import NormCallError, export
-from toolkit.model.structure import Results, arguments, filled, named_tensors
+from toolkit.model.structure import Results, arguments, filled, input_names, named_tensors
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
@@ -85,7 +85,7 @@ class _Call:
         names += [f"input_{k}" for k in range(len(names), len(self.args))]
         found = [*zip(names, self.args, strict=False), *self.kwargs.items()]
         named = [pair for name, value in found for pair in named_tensors(value, name)]
-        self.names = [name for name, _ in named]
+        self.names = input_names(name for name, _ in named)
         self.tensors = tuple(tensor for _, tensor in named)
         self.results: Results | None = None
 

@@ -181,8 +181,8 @@ def plan(
     """Simulate all methods of the catalogue on a model and machines, and choose the best.
 
     Stages, groups, chains, micro-batches, cuts, and whether activations are computed again vary as
-    well. Schedules with late weights that are fast also get the freshest delay that takes at most a
-    share :data:`WITHIN` more time.
+    well. Fast schedules with late weights are also tried with a delay in which no single weight
+    could be fresher, in at most a share :data:`WITHIN` more time.
 
     Args:
         model: any module that :func:`toolkit.model.partition` cuts; on any device.

@@ -119,7 +119,10 @@ class Machines:
         return self._judged(candidate, busy * schedule.n_microbatches / speeds, held, 0.0)
 
     def settle(self, candidate: Candidate, costs: Costs, within: float) -> Prediction:
-        """Predict a candidate with the freshest weights that take a share ``within`` more time."""
+        """Predict a candidate with an affordable delay, which takes a share ``within`` more time.
+
+        No single weight could be fresher in that time.
+        """
         state = self.optimizer_bytes(costs)
         delay = affordable_delay(
             candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state

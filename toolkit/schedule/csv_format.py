@@ -24,9 +24,10 @@ import os.path
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, shortened
 from toolkit.schedule.instruction import LETTERS, Kind, Op
 from toolkit.schedule.pipeline_orders import Item, as_early_as_possible
 from toolkit.schedule.placement import Assigned, Placement
@@ -42,8 +43,10 @@ _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d{1,9})")
 
 def parse_order(order: str | Sequence[Item | str], rank: int) -> list[Item]:
     """One rank's ops and pairs, from ops or text."""
-    if not isinstance(order, Sequence):
-        raise UserError(f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {order!r}")
+    if not isinstance(order, Sequence) or isinstance(order, bytes | bytearray | Op):
+        raise UserError(
+            f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {shortened(repr(order))}"
+        )
     words = order.split() if isinstance(order, str) else order
     return [_item(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
 
@@ -52,10 +55,10 @@ def _item(word: Item | str, where: str) -> Item:
     if isinstance(word, str):
         text = found[1] if (found := _PAIR.fullmatch(word)) else word
         ops = [_op(text, where) for text in text.split(";")]
-    elif isinstance(word, Op) or len(word) != 2:
-        ops = [_op(word, where)]
-    else:
+    elif isinstance(word, tuple | list) and len(word) == 2:
         ops = [_op(op, where) for op in word]
+    else:
+        ops = [_op(word, where)]
     if len(ops) == 1:
         return ops[0]
     if len(ops) > 2:
@@ -64,14 +67,24 @@ def _item(word: Item | str, where: str) -> Item:
     return ops[0], ops[1]
 
 
-def _op(word: Op | str, where: str) -> Op:
-    text = str(word).strip()
-    if not (found := _OP.fullmatch(text)):
+def _op(word: object, where: str) -> Op:
+    text = str(word).strip() if isinstance(word, str) or _has_kind(word) else ""
+    match = _OP.fullmatch(text)
+    if match is None:
+        # Text that says nothing is shown as it is, and so is what is neither text nor an op.
+        value = repr(text[:40]) if text else shortened(repr(word), 80)
         raise UserError(
-            f"{where}: {text[:40]!r} is not an op: write stage, kind and micro-batch, such as 0F0,"
+            f"{where}: {value} is not an op: write stage, kind and micro-batch, such as 0F0,"
             " with kind one of F, B, I, W"
         )
-    return Op(Kind(LETTERS.index(found[2])), int(found[1]), int(found[3]))
+    return Op(Kind(LETTERS.index(match[2])), int(match[1]), int(match[3]))
+
+
+def _has_kind(word: object) -> bool:
+    """Whether ``word`` is an op of one of the kinds, so that it has a text."""
+    if not isinstance(word, Op) or not isinstance(word.kind, Integral):
+        return False
+    return not isinstance(word.kind, bool) and 0 <= word.kind < len(Kind)
 
 
 @dataclass(frozen=True)

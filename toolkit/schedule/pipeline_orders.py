@@ -123,25 +123,56 @@ def _per_rank(n_stages: int, n_ranks: int) -> int:
     return n_stages // n_ranks
 
 
-def zero_bubble(n_stages: int, n_microbatches: int, hops: int = 1) -> Orders:
+def zero_bubble(n_stages: int, n_microbatches: int, more_forwards: int = 0) -> Orders:
     """ZB-H1: 1F1B with split backwards, within the activations of 1F1B's first stage.
 
     Rank r delays its backwards of the weights by r micro-batches; they fill the slots in which
-    1F1B waits. With ``hops=2``, ZB-H2, forwards lead and weights wait twice as far from rank to
-    rank: 2S-1 micro-batches are held, and no slot waits. Source: arXiv 2401.10241, section 2.
+    1F1B waits. Source: arXiv 2401.10241, section 2.
+
+    Args:
+        n_stages: stages of the model, S; each has a rank.
+        n_microbatches: micro-batches of a training step, M.
+        more_forwards: by which a rank may lead 1F1B's forwards, and delay its backwards of the
+            weights, at most; a rank uses no more of them than ZB-H2 does. S-1 make it ZB-H2.
     """
     orders = []
     for rank in range(n_stages):
+        ranks_after = n_stages - 1 - rank
+        lead = ranks_after + min(ranks_after, more_forwards)
+        weights_delay = rank + min(rank, more_forwards)
         forwards = [Op(Kind.FORWARD, rank, m) for m in range(n_microbatches)]
         inputs = [Op(Kind.BACKWARD_INPUT, rank, m) for m in range(n_microbatches)]
         weights = (Op(Kind.BACKWARD_WEIGHT, rank, m) for m in range(n_microbatches))
         order = []
-        for op in _one_forward_one_backward(forwards, inputs, hops * (n_stages - 1 - rank)):
+        for op in _one_forward_one_backward(forwards, inputs, lead):
             order.append(op)
-            if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= hops * rank:
+            if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= weights_delay:
                 order.append(next(weights))
         orders.append([*order, *weights])
     return orders
+
+
+def zb_h2(n_stages: int, n_microbatches: int) -> Orders:
+    """ZB-H2: ZB-H1 whose forwards lead by up to S-1 more, so that no slot waits if M >= 2S-1.
+
+    A rank holds at most min(M, 2S-1) micro-batches. The paper's order is for M >= 2S-1. With fewer
+    micro-batches its long lead only delays the backwards: with S = M = 8 a step takes 34 slots from
+    its first op to its last one, and ZB-H1's takes 31. Forwards lead by M-S more here, so that the
+    period is that of the paper's order and a step takes no longer than ZB-H1's. With at most S
+    micro-batches this is ZB-H1. Slots of a period and of a step, S = 8:
+
+    ==  ===========  ==============  ==========
+    M   ZB-H1        paper's order   here
+    ==  ===========  ==============  ==========
+    8   31, 31       31, 34          31, 31
+    12  43, 43       39, 44          39, 43
+    15  52, 52       45, 52          45, 52
+    ==  ===========  ==============  ==========
+
+    Source: arXiv 2401.10241, section 2.
+    """
+    more_forwards = min(n_stages - 1, max(0, n_microbatches - n_stages))
+    return zero_bubble(n_stages, n_microbatches, more_forwards)
 
 
 def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:

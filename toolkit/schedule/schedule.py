@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError, check_choice, whole
+from toolkit.errors import UserError, check_choice, shortened, whole
 from toolkit.schedule import csv_format, validate
 from toolkit.schedule import grid as _grid
 from toolkit.schedule.correction import Correction, correction_of
@@ -308,8 +308,10 @@ class Schedule:
             UserError: an op is missing, unknown, repeated or apart from its forward; a rank has
                 nothing to do, or more ops than the period has slots; ranks wait for each other.
         """
-        if isinstance(orders, str) or not isinstance(orders, Sequence):
-            raise UserError(f"orders are a list with one for each rank: got {orders!r}")
+        if isinstance(orders, str | bytes | bytearray | Op) or not isinstance(orders, Sequence):
+            raise UserError(
+                f"orders are a list with one for each rank: got {shortened(repr(orders))}"
+            )
         items = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
         parsed, pairs = unpaired(items)
         table = _ranks(parsed)
