@@ -1,4 +1,7 @@
-"""Examples of training loops run, on two processes, and learn."""
+"""Examples of training loops run, on two processes, and learn.
+
+The pairs of scripts are in test_ddp_scripts.py.
+"""
 
 import difflib
 import re
@@ -14,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "experiments/examples"
 NEEDED = {"accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("name", ["ddp_original", "ddp_to_cdp", *NEEDED])
 def test_learns_the_digits(name, tmp_path):
     if not find_spec(needed := NEEDED.get(name, "torch")):
         pytest.skip(f"needs {needed}")
