@@ -456,12 +456,7 @@ class CyclicDataParallel(nn.Module):
     def _note_settings(self) -> None:
         """Note what the loop has set for the update of the training step that begins."""
         step = self.steps_done
-        options = self._loop_options()
-        for k, (now, before) in enumerate(zip(options, self._base, strict=True)):
-            for name, value in now.items():
-                if name not in before or _differ(before[name], value):
-                    self._followed.add((k, name))
-        self._base = options
+        options = self._follow_options()
         followed = [
             {name: value for name, value in of_group.items() if (k, name) in self._followed}
             for k, of_group in enumerate(options)
@@ -470,6 +465,16 @@ class CyclicDataParallel(nn.Module):
         self._known[step] = Settings(followed, self._clip if self._updates_follow_sums else None)
         self._clip = None
         self._known.pop(step - self.schedule.max_staleness - 3, None)  # no update reads it again
+
+    def _follow_options(self) -> list[dict[str, Any]]:
+        """Return the loop's options, and note which of them it has changed."""
+        options = self._loop_options()
+        for k, (now, before) in enumerate(zip(options, self._base, strict=True)):
+            for name, value in now.items():
+                if name not in before or _differ(before[name], value):
+                    self._followed.add((k, name))
+        self._base = options
+        return options
 
     def _note_clip(self, clip: Clip) -> None:
         self._clip = clip
@@ -680,9 +685,9 @@ class CyclicDataParallel(nn.Module):
             self._optimizers.adopt(of_parameters, options)
 
     def options_loaded(self) -> None:
-        """Take the optimizer's options for those that the stages' optimizers have."""
+        """Follow the options that the saved loop had changed; stages have the others."""
         self._base = self._loop_options()
-        self._followed.clear()
+        self._followed = {*(self._saved.followed if self._saved is not None else ())}
 
     def parameter_groups_changed(self) -> None:
         """Train by the parameter groups that the optimizer has now. Every rank calls it."""
@@ -705,8 +710,9 @@ class CyclicDataParallel(nn.Module):
             for owner in sorted({*self.schedule.owners, 0} - {self.world.rank}):
                 parts.append(self._requests.ask(owner, "state", self.steps_done))
         of_stages = joined(on_cpu(parts))
+        self._follow_options()
         return TrainingState.of_stages(
-            of_stages, self._runtime.trained, self._optimizers, self._known
+            of_stages, self._runtime.trained, self._optimizers, self._known, self._followed
         )
 
     def _stop(self) -> None:

@@ -173,8 +173,11 @@ class StageOptimizers:
                 if name in of_parameters:
                     state[index] = of_parameters[name]
                 index += 1
-            known = [options[name] for name in in_group if name in options]
-            saved = options_of(group) | (known[0] if known else {})
+            saved = options_of(group)
+            for name in in_group[:1]:
+                # Schedulers add entries of their own, which another run may not have.
+                of_name = options.get(name, {})
+                saved |= {key: value for key, value in of_name.items() if key in saved}
             if "param_names" in group:
                 saved["param_names"] = in_group
             param_groups.append({**saved, "params": [*range(first, index)]})

@@ -1,6 +1,6 @@
 """What a wrapped training continues from, by the names of weights, whatever the stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ class TrainingState:
         n_skipped: updates of each stage that were skipped since they were not finite; their
             largest number.
         settings: what the loop has set for recent steps.
+        followed: options that the loop has ever changed, as (parameter group, name).
     """
 
     steps_done: int
@@ -38,6 +39,7 @@ class TrainingState:
     n_averaged: int = 0
     n_skipped: int = 0
     settings: Mapping[int, Settings] = field(default_factory=dict)
+    followed: frozenset[tuple[int, str]] = frozenset()
 
     @classmethod
     def of_stages(
@@ -46,6 +48,7 @@ class TrainingState:
         trained: Sequence[Sequence[str]],
         optimizers: StageOptimizers,
         settings: Mapping[int, Settings],
+        followed: Iterable[tuple[int, str]],
     ) -> "TrainingState":
         """Return a runtime's ``state`` by the names of weights.
 
@@ -54,6 +57,7 @@ class TrainingState:
             trained: names of the trained weights of each stage.
             optimizers: that made those of the stages.
             settings: what the loop has set, by step.
+            followed: options that it has changed.
         """
         steps_done = state["steps_done"]
         of_parameters: dict[str, Any] = {}
@@ -84,6 +88,7 @@ class TrainingState:
             n_averaged,
             n_skipped,
             dict(settings),
+            frozenset(followed),
         )
 
     def of_runtime(
@@ -131,6 +136,7 @@ class TrainingState:
             "n_averaged": self.n_averaged,
             "n_skipped": self.n_skipped,
             "settings": {step: _plain(settings) for step, settings in self.settings.items()},
+            "followed": sorted(map(list, self.followed)),
         }
 
     @classmethod
@@ -139,7 +145,9 @@ class TrainingState:
     ) -> "TrainingState":
         """Return the state whose :meth:`beside_optimizer` is ``entry``."""
         settings = {step: _settings(plain) for step, plain in entry["settings"].items()}
-        return cls(optimizer=of_parameters, **{**entry, "settings": settings})
+        followed = frozenset((group, name) for group, name in entry["followed"])
+        replaced = {"settings": settings, "followed": followed}
+        return cls(optimizer=of_parameters, **{**entry, **replaced})
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
