@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.analysis import NodeCost, outputs, parameters_of
+from toolkit.model.random_draws import seed_layer
 from toolkit.model.structure import Inputs
 from toolkit.model.trace import shapes_of
 
@@ -161,6 +162,8 @@ class Crossings:
             if node not in copies and node not in self.repeated:
                 for argument in node.all_input_nodes:
                     copied(argument)
+                if self.costs[node.name].draws:
+                    graph.call_function(seed_layer, (node.name,))
                 copies[node] = graph.node_copy(node, copied)
         ends = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
         graph.output(

@@ -1,8 +1,8 @@
 """One stage at work: it computes with any weight version."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.errors import UserError
+from toolkit.model.random_draws import drawing
 from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -28,8 +29,8 @@ _MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no
 class StageRunner(Updater):
     """A stage as one rank runs it: it updates the stage, and computes with any version of it.
 
-    ``seed``, step, stage and micro-batch seed what the stage draws at random (dropout), so that no
-    runtime, order or grouping changes the draws.
+    ``seed``, step, layer and micro-batch seed what the stage draws at random (dropout), so that no
+    runtime, order, grouping or cut changes the draws.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class StageRunner(Updater):
             parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
             outputs = []
             for microbatch, part in zip(microbatches, parts, strict=True):
-                with drawing(part, self.seed, step, self.index, microbatch):
+                with drawing(part, self.seed, step, microbatch):
                     outputs.append(self._call(weights, part))
             merged = map(torch.cat, zip(*outputs, strict=True))
             return tuple(merged) if n > 1 else outputs[0]
@@ -197,14 +198,3 @@ def take_gradient(leaf: Tensor) -> Tensor | None:
     """Take what a backward has left on ``leaf``; the caller alone then holds its memory."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
-
-
-@contextmanager
-def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Seed random draws by stage and micro-batch; afterwards restore the generators."""
-    gpus = {tensor.device for tensor in inputs if tensor.is_cuda}
-    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in gpus)]
-    with torch.random.fork_rng(gpus):
-        for generator in generators:  # torch.manual_seed would change those of other GPUs, too
-            generator.manual_seed(hash((seed, step, stage, microbatch)))
-        yield

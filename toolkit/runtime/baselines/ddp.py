@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.model.random_draws import drawing
 from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.stage import Values, channels_last, drawing
+from toolkit.runtime.stage import Values, channels_last
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
@@ -41,7 +42,7 @@ class Chain(nn.Module):
 
     Args:
         stages: the model, partitioned.
-        seed: seed of a stage's random draws, with step, stage and micro-batch.
+        seed: seed of the random draws, with step, layer and micro-batch.
 
     Attributes:
         at: step and micro-batch of the next forward.
@@ -53,14 +54,15 @@ class Chain(nn.Module):
         memo = {id(tensor): tensor for tensor in tensors}
         self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
         self.seed, self.at = seed, (0, 0)
-        self._random = [draws_at_random(stage) for stage in self.stages]
+        self._draws = any(draws_at_random(stage) for stage in self.stages)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Map inputs ``[b, ...]`` to the model's output ``[b, ...]``."""
-        values, (step, microbatch) = inputs, self.at
-        for j, stage in enumerate(self.stages):
-            drawn = drawing(values, self.seed, step, j, microbatch)
-            with drawn if self._random[j] else nullcontext():
+        step, microbatch = self.at
+        draws = drawing(inputs, self.seed, step, microbatch) if self._draws else nullcontext()
+        values = inputs
+        with draws:
+            for stage in self.stages:
                 values = stage(*values)
         return values[0]
 
