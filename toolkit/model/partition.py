@@ -21,6 +21,7 @@ from toolkit.errors import UserError, whole
 from toolkit.model.analysis import NodeCost, node_costs
 from toolkit.model.by_hand import chain_modules
 from toolkit.model.crossings import Boundary, Crossings, sizes
+from toolkit.model.independence import check_partition
 from toolkit.model.structure import Inputs, Results, tensors_of
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
@@ -84,6 +85,8 @@ def partition(
     n_stages: int,
     example: Any,
     by: str | Sequence[str] = "flops",
+    *,
+    check: bool = True,
 ) -> Stages:
     """Cut ``model`` into ``n_stages`` contiguous stages.
 
@@ -98,15 +101,25 @@ def partition(
         by: ``"flops"``, ``"parameters"`` or ``"activations"``: minimise the largest stage, keep the
             smallest at least half of what that allows, then minimise the bytes that cross; or the
             names of the modules that begin the second and later stages.
+        check: whether to run 4 samples with values of its own, apart and together, and refuse a
+            model that mixes them. It skips models that cannot run so: on the meta device, with
+            whole numbers as inputs on a GPU, or of more than 10 GFLOP a sample on a CPU.
 
     Raises:
         UserError: the model cannot be traced or cut so, or its stages would train differently.
     """
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        return Traced.of(model, example).cut(n_stages, by)
-    _tensors_of(example)
-    joined, traced = chain_modules(list(model), whole(n_stages, "n_stages"), example)
-    return Traced.checked(joined, traced, example).cut(n_stages, by)
+        traced = Traced.of(model, example)
+    else:
+        _tensors_of(example)
+        joined, graph = chain_modules(list(model), whole(n_stages, "n_stages"), example)
+        traced = Traced.checked(joined, graph, example)
+    stages = traced.cut(n_stages, by)
+    if check:
+        n_samples = len(_tensors_of(example)[0])
+        n_flops = sum(cost.flops for cost in traced.crossing.costs.values())
+        check_partition(stages, example, n_flops / max(1, n_samples))
+    return stages
 
 
 @dataclass(frozen=True)
