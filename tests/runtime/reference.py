@@ -21,7 +21,9 @@ from toolkit.schedule import Correction
 NONE = Correction()
 
 
-def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=NONE):
+def trajectory(
+    model, stage_of, staleness, batches, make_optimizer, correction=NONE, loss_of=F.cross_entropy
+):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
     ``staleness`` is the same at every step, or a function of it.
@@ -50,7 +52,7 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer, correction=N
                         ahead = sum(rates[version:step])
                         read = read - c * ahead * directions[version][name]
                     parameter.copy_(read)
-            loss = F.cross_entropy(worker(x), y)
+            loss = loss_of(worker(x), y)
             found = torch.autograd.grad(loss, list(worker.parameters()))
             if correction.kind == "compensate":
                 pairs = zip(found, worker.parameters(), past[-1].parameters(), strict=True)

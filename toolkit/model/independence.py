@@ -154,11 +154,26 @@ def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> b
     """Whether outputs are the same apart and together; add to ``places`` where samples mix."""
     values = [*zip(*((x[:2], x[2:], x) for x in inputs), strict=True)]
     agree = True
-    for stage in stages:
+    for stage, boundary in zip(stages, stages.boundaries, strict=True):
+        if stage.meta["unbatched"]:
+            # It runs micro-batches one by one, so it may mix samples. Earlier stages may not.
+            received = zip(boundary, zip(*values, strict=True), strict=True)
+            agree = agree and all(_alike(*x) for tensor, x in received if tensor.batched)
+            values = _run_one_by_one(_probe(stage), values)
+            continue
         lockstep = _Lockstep(_probe(stage), places)
         values = lockstep.run(values)
         agree = agree and lockstep.agree
-    return agree and all(map(_agree, *values))
+    # A scalar is one of a micro-batch.
+    by_sample = [k for k in range(len(stages.outputs)) if k not in stages.results.scalars]
+    return agree and all(_agree(*(outputs[k] for outputs in values)) for k in by_sample)
+
+
+def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
+    """Run on the inputs of each micro-batch; together, they have the outputs of both."""
+    one, other = stage(*values[0]), stage(*values[1])
+    both = tuple(map(torch.cat, zip(one, other, strict=True)))
+    return [one, other, both]
 
 
 class _Lockstep:

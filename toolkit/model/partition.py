@@ -3,7 +3,8 @@
 A cut may fall between two operations if every value that crosses it is a tensor with the batch as
 leading dimension. Residuals that skip over a cut travel with it. What follows from buffers and
 sizes alone, such as a causal mask, is computed again after the cut. A trained tensor without the
-batch, such as a bias of positions, travels once a sample, where stages would be uneven otherwise.
+batch, such as a bias of positions or a tied weight, travels once a micro-batch, where stages would
+be uneven otherwise; so does a scalar, such as a loss that is summed over the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,6 +24,7 @@ from toolkit.model.by_hand import chain_modules
 from toolkit.model.crossings import Boundary, Crossings, sizes
 from toolkit.model.independence import check_partition
 from toolkit.model.structure import Inputs, Results, tensors_of
+from toolkit.model.tied_weights import share_tied_weights
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
@@ -145,8 +147,9 @@ class Traced:
         """Analyse a traced model; raise UserError if its stages would train differently."""
         inputs = _tensors_of(example)
         check_traceable(model, traced)
+        share_tied_weights(model, traced)
         costs = _costs(model, traced, inputs)
-        return cls(model, Crossings(traced, costs, *sizes(model, traced, inputs, costs)))
+        return cls(model, Crossings(traced, costs, sizes(model, traced, inputs, costs)))
 
     def cut(self, n_stages: int, by: str | Sequence[str] = "flops") -> Stages:
         """Return stages; arguments and errors as of :func:`partition`."""
@@ -171,7 +174,7 @@ class Traced:
             modules=tuple(crossing.stage(*span) for span in spans),
             boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
             outputs=crossing.outputs(),
-            results=traced.meta["results"],
+            results=crossing.results(),
             loads=tuple(sum(loads[begin:end]) for begin, end in spans),
         )
 
@@ -216,7 +219,7 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     commonest = found.most_common(1)
     if len(possible) + 1 < n_stages and not any("both sides" in why for why, _ in commonest):
         possible = free
-    allowed = [k for k in possible if not crossing.spreads[k]]
+    allowed = [k for k in possible if not crossing.n_unbatched[k]]
     limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible, allowed)]
     if 4 * limits[0] < 3 * limits[1]:
         allowed = possible

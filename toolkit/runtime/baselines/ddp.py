@@ -72,6 +72,17 @@ class Chain(nn.Module):
         return [x for m in norms for x in (m.running_mean, m.running_var) if x is not None]
 
 
+def check_weights_stay(stages: Stages, runtime: str, way_out: str) -> None:
+    """Raise UserError if a stage sends a weight on; for systems that free it after the forward."""
+    for j, stage in enumerate(stages):
+        for name in stage.meta["sends_weights"]:
+            raise UserError(
+                f"runtime={runtime} frees the weights of a stage after its forward, and stage {j}"
+                f" sends {name} to a later stage, which uses it, too: {way_out}, cut the model into"
+                " one stage, or use runtime=distributed"
+            )
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class Synchronous(Baseline):
     """Rank m runs micro-batch m; the wrapper averages the gradients over the ranks.
