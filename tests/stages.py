@@ -12,7 +12,12 @@ _CUT: dict[tuple, Stages] = {}
 
 
 def cut(
-    model: nn.Module, n_stages: int, example: torch.Tensor, by: str | Sequence[str] = "flops"
+    model: nn.Module,
+    n_stages: int,
+    example: torch.Tensor,
+    by: str | Sequence[str] = "flops",
+    *,
+    check: bool = True,
 ) -> Stages:
     """As :func:`toolkit.model.partition`, with this model's modules and weights."""
     parameters = tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters())
@@ -20,7 +25,7 @@ def cut(
     inputs = tuple(example.shape), example.dtype, example.device
     form = repr(model), parameters, modules, n_stages, inputs, str(by)
     if form not in _CUT:
-        _CUT[form] = partition(copy.deepcopy(model), n_stages, example, by)
+        _CUT[form] = partition(copy.deepcopy(model), n_stages, example, by, check=check)
     theirs, own = _parts(_CUT[form].model), _parts(model)
     memo = {id(their): part for their, part in zip(theirs, own, strict=True)}
     return copy.deepcopy(_CUT[form], memo)

@@ -156,7 +156,7 @@ def test_modes_are_kept():
             "no stage can begin at '1': getitem_1 has no batch",
         ),
         (modules(lambda x: (x, x, x)), 3, "Untraceable cannot train"),
-        (modules(last=lambda x: x.mean()), 3, "batch first"),
+        (modules(last=lambda x: x.mean(0)), 3, "batch first"),
         (modules(last=lambda x: object()), 3, "object"),
     ],
 )

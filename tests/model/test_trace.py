@@ -99,10 +99,31 @@ class Setting(nn.Module):
     def __init__(self, forward):
         super().__init__()
         self.set, self.head, self.seen = forward, nn.Linear(6, 3), None
+        self.count, self.log = 0, {"all": []}
         self.register_buffer("n", torch.zeros(1))
 
     def forward(self, x):
         return self.head(self.set(self, x))
+
+
+class Around(nn.Module):
+    """Another module inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Branched(Around):
+    """Control flow that torch.fx cannot trace, so that torch.export does."""
+
+    def forward(self, x):
+        if x.shape[1] != 6:
+            raise ValueError
+        return self.inner(x)
 
 
 def counted(model, x):
@@ -121,34 +142,111 @@ def paired(model, x):
     return x
 
 
-def fresh(model, x):
-    model.seen, model.other = x * 2, {"x": x}
-    return model.seen + model.other["x"]
+def noted(model, x):
+    """Set before it is read, so that the graph could do without; but the caller reads it."""
+    model.seen = x * 2
+    return model.seen + x
 
 
-@pytest.mark.parametrize(
-    ("forward", "seen", "changed"),
-    [
-        (counted, None, "n"),
-        (carried, None, "seen"),
-        (carried, ROWS, "seen"),
-        (paired, (ROWS,), "seen"),
-        (fresh, None, None),
-    ],
-)
-def test_what_a_forward_sets_is_refused_where_the_next_one_would_read_it(forward, seen, changed):
-    """The model stays as it was."""
-    model = Setting(forward)
-    model.seen, buffer = seen, model.n
-    if changed:
-        with pytest.raises(UserError, match=f"Setting .* {changed} "):
-            partition(model, 1, ROWS)
+def added(model, x):
+    model.log["all"].append(x.mean())
+    return x
+
+
+def counting(model, x):
+    model.count += 1
+    return x
+
+
+def recounting(model, x):
+    model.log["n"] = model.log.get("n", 0) + 1
+    return x
+
+
+def sized(model, x):
+    model.seen = x.shape[0]
+    return x
+
+
+def removed(model, x):
+    if hasattr(model, "count"):
+        del model.count
     else:
-        (stage,) = partition(model, 1, ROWS)
-        torch.testing.assert_close(stage(ROWS)[0], model.head(ROWS * 3))
-    assert model.n is buffer
+        model.count = 0
+    return x
+
+
+WRITES = {
+    carried: "seen",
+    paired: "seen",
+    noted: "seen",
+    added: "log",
+    counting: "count",
+    recounting: "log",
+    sized: "seen",
+    removed: "count",
+}
+
+
+def state_of(model):
+    contents = {"all": [*model.log["all"]], "others": {*model.log}}
+    return model.seen, model.n, model.count, contents, {*vars(model)}
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_rejects_a_forward_that_writes_an_attribute(write, exported):
+    """The model stays as it was."""
+    model = Branched(Setting(write)) if exported else Around(Setting(write))
+    before = state_of(model.inner)
+    match = f"{type(model).__name__} sets inner.{WRITES[write]} in its forward.*return it .* loop"
+    with pytest.raises(UserError, match=match):
+        partition(model, 1, ROWS)
+    assert state_of(model.inner) == before
+
+
+@pytest.mark.parametrize("seen", [None, ROWS, (ROWS,)])
+def test_rejects_a_forward_that_reads_what_the_last_one_wrote(seen):
+    model = Setting(paired if isinstance(seen, tuple) else carried)
+    model.seen = seen
+    with pytest.raises(UserError, match="Setting sets seen in its forward"):
+        partition(model, 1, ROWS)
     assert model.seen is seen
-    assert not hasattr(model, "other")
+
+
+def test_rejects_a_forward_that_replaces_a_buffer():
+    model = Setting(counted)
+    buffer = model.n
+    with pytest.raises(UserError, match="Setting changes n in its forward"):
+        partition(model, 1, ROWS)
+    assert model.n is buffer
+
+
+def cached(model, x):
+    """Fill a cache in the first forward, from sizes alone."""
+    if model.seen is None:
+        model.seen = torch.arange(6.0)
+        model.log["table"] = [1, 2]
+    return x + model.seen
+
+
+def refilled(model, x):
+    model.seen = 2.0
+    model.log["table"] = [1, 2]
+    return x * model.seen
+
+
+@pytest.mark.parametrize("write", [cached, refilled])
+def test_a_cache_that_the_next_forward_leaves_as_it_is(write):
+    model = Around(Setting(write))
+    before = state_of(model.inner)
+    (stage,) = partition(model, 1, ROWS)
+    assert state_of(model.inner) == before
+    torch.testing.assert_close(stage(ROWS)[0], model(ROWS))
+
+
+def test_a_cache_in_a_model_that_is_exported():
+    partition(Branched(Setting(refilled)), 1, ROWS)
 
 
 # Random draws
@@ -346,14 +444,15 @@ def test_rejects_a_batch_norm_that_differs_from_torchs(kind):
 
 
 @pytest.mark.parametrize(
-    "end", [lambda x: x.mean(0), lambda x: x.mean(), lambda x: x[:, None].transpose(0, 1)]
+    "end", [lambda x: x.mean(0), lambda x: x.argmax(), lambda x: x[:, None].transpose(0, 1)]
 )
 def test_rejects_an_output_without_the_batch_first(end):
     class Ends(Net):
         def forward(self, x):
             return end(super().forward(x))
 
-    with pytest.raises(UserError, match="Ends"):
+    match = "Ends must return tensors with the batch first, or a floating-point scalar"
+    with pytest.raises(UserError, match=match):
         partition(Ends(), 1, ROWS)
 
 

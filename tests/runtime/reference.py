@@ -22,11 +22,11 @@ NONE = Correction()
 
 
 def trajectory(
-    model, stage_of, staleness, batches, make_optimizer, correction=NONE, loss=F.cross_entropy
+    model, stage_of, staleness, batches, make_optimizer, correction=NONE, loss_of=F.cross_entropy
 ):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
-    ``staleness`` is the same at every step, or a function of it. A ``loss`` of a sum and its count
+    ``staleness`` is the same at every step, or a function of it. A ``loss_of`` with a sum and its count
     makes each micro-batch's gradient that of its mean, and weighs it by its count.
     """
     late = staleness if callable(staleness) else lambda step: staleness
@@ -53,7 +53,7 @@ def trajectory(
                         ahead = sum(rates[version:step])
                         read = read - c * ahead * directions[version][name]
                     parameter.copy_(read)
-            value = loss(worker(x), y)
+            value = loss_of(worker(x), y)
             total, count = value if isinstance(value, tuple) else (value, 1)
             counts.append(count)
             found = torch.autograd.grad(total / max(1, count), list(worker.parameters()))

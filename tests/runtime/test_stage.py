@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from tests.runtime.conform import sgd
 from tests.runtime.models import assert_same, differ
 from toolkit.model import partition
+from toolkit.model.random_draws import drawing, seed_layer
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
+from toolkit.runtime.baselines.ddp import Chain
 from toolkit.runtime.grouped import _regroup
 from toolkit.runtime.meters.measurements import count_operations
 from toolkit.runtime.stage import StageRunner, leaves
@@ -95,6 +97,113 @@ def test_draws_are_alike_in_every_order(kind, order, checkpoint):
     expected = trained("grouped", "none")
     assert_same(trained(order, checkpoint), expected)
     assert differ(trained(order, checkpoint, seed=1), expected)
+
+
+class Deep(nn.Module):
+    """Dropout between layers, and in an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.dropouts = nn.ModuleList(nn.Dropout(0.5) for _ in range(3))
+
+    def forward(self, x):
+        for layer, dropout in zip(self.layers, self.dropouts, strict=False):
+            x = dropout(torch.tanh(layer(x)))
+        heads = x.view(-1, 2, 1, 3)
+        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+        return self.layers[3](x)
+
+
+def deep_stages(n_stages, exported=False):
+    torch.manual_seed(0)
+    model = Deep().double()
+    if exported:
+        model = Exported(model)
+    return partition(model, n_stages, torch.zeros(3, 6, dtype=torch.float64))
+
+
+class Exported(nn.Module):
+    """Control flow makes torch.export trace it instead of torch.fx."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        if x.dim() != 2 or x.shape[1] != 6:
+            raise ValueError
+        return self.model(x)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", ["data_parallel", "cdp-v1"])
+def test_draws_are_alike_in_every_cut(method, order, checkpoint, exported):
+    """The staleness of these methods is the same for every stage."""
+
+    def trained(n_stages):
+        if method == "data_parallel":
+            schedule = catalog.data_parallel(2, n_stages=n_stages)
+        else:
+            schedule = catalog.cyclic(2, 1, n_stages=n_stages)
+        runtime = SingleProcess(
+            deep_stages(n_stages, exported),
+            schedule,
+            sgd,
+            F.cross_entropy,
+            order,
+            options=StepOptions(checkpoint=checkpoint),
+        )
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+            runtime.step(inputs, torch.tensor([0, 1, 2, 0, 1, 2]))
+        return runtime.module().state_dict()
+
+    whole = trained(1)
+    for n_stages in (2, 3):
+        # In one process a stage without draws runs micro-batches as one batch: other roundings.
+        assert_same(trained(n_stages), whole, *((1e-10, 1e-12) if order == "grouped" else (0, 0)))
+
+
+def test_a_module_of_all_stages_draws_as_they_do():
+    """The one that torch's DistributedDataParallel wraps."""
+    x = torch.randn(3, 6, dtype=torch.float64)
+    outputs = []
+    for n_stages in (1, 2, 3):
+        stages = deep_stages(n_stages)
+        chain = Chain(stages, 7)
+        chain.at = 2, 1
+        outputs.append(chain(x))
+        values = (x,)
+        for j, stage in enumerate(stages):
+            runner = StageRunner(stage, j, sgd, None, 7)
+            values = runner.forward(runner.newest(), values, (1,), 2)
+        outputs += values
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_draws_follow_the_names_of_layers_and_leave_the_generators():
+    state = torch.get_rng_state()
+    x = torch.ones(64)
+    rows = []
+    for seed, step, name, microbatch in (
+        (0, 0, "a", 0),
+        (1, 0, "a", 0),
+        (0, 1, "a", 0),
+        (0, 0, "b", 0),
+        (0, 0, "a", 1),
+        (0, 0, "a", 0),
+    ):
+        with drawing((x,), seed, step, microbatch):
+            seed_layer(name)
+            rows.append(tuple(F.dropout(x).tolist()))
+    assert len({*rows}) == 5
+    assert rows[0] == rows[-1]
+    seed_layer("a")  # outside of a micro-batch
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_stages_microbatches_and_steps_draw_apart():

@@ -1,8 +1,7 @@
 """What crosses a cut between two operations of a traced model, and what forbids that cut."""
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -10,40 +9,79 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.analysis import NodeCost, outputs, parameters_of
-from toolkit.model.structure import Inputs
+from toolkit.model.random_draws import seed_layer
+from toolkit.model.structure import Inputs, Results
+from toolkit.model.tied_weights import weight_is_shared
 from toolkit.model.trace import shapes_of
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor that travels from a stage to the next."""
+    """One tensor that travels from a stage to the next.
 
-    name: str  # of the node in the traced graph
-    shape: tuple[int, ...]  # in the example, [b, ...]
+    Attributes:
+        name: that of its node in the traced graph.
+        shape: in the example. ``[b, ...]``; or ``[1, ...]`` without the batch.
+        dtype: its type.
+        batched: whether it has the batch. If not, it travels once a micro-batch.
+    """
+
+    name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
+    batched: bool = True
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a graph grows with the batch, by the names of nodes.
+
+    Attributes:
+        batched: tensors whose first dimension has a row a sample.
+        unbatched: tensors without the batch that can travel: trained ones, and scalars.
+        counts: whole numbers that are a multiple of the number of samples, with its factor.
+    """
+
+    batched: set[str]
+    unbatched: set[str]
+    counts: dict[str, int]
 
 
 class Crossings:
-    """Values that cross the cut before each node, and what forbids that cut."""
+    """Values that cross the cut before each node, and what forbids that cut.
+
+    A value without the batch, such as a tied weight or a loss that the model computes, crosses as a
+    tensor ``[1, ...]``: one row a micro-batch.
+    """
 
     def __init__(
-        self,
-        traced: fx.GraphModule,
-        costs: dict[str, NodeCost],
-        batched: set[str],
-        alike: set[str],
-        counts: dict[str, int],
+        self, traced: fx.GraphModule, costs: dict[str, NodeCost], found_sizes: Sizes
     ) -> None:
-        self.traced, self.costs, self.batched, self.counts = traced, costs, batched, counts
+        self.traced = traced
+        self.costs = costs
+        self.batched = found_sizes.batched
+        self.counts = found_sizes.counts
         self.repeated = self._repeated()
+        self.of_batch = self._of_batch()
         self.nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
-        self.spread: set[fx.Node] = set()  # what travels once a sample
-        self.spreads = [0] * (len(self.nodes) + 1)  # how many such tensors cross
+        results = _outputs(traced)
+        self.unbatched = {
+            node
+            for node in traced.graph.nodes
+            if node.name in found_sizes.unbatched
+            if node not in self.repeated or node in results
+        }
+        self.n_unbatched = [0] * (len(self.nodes) + 1)  # how many such tensors cross
         position = {node: k for k, node in enumerate(self.nodes)}
-        by_name = {node.name: node for node in traced.graph.nodes}
-        for node in traced.graph.nodes:
+        self._find_crossing(position)
+        self._forbid_separate_uses(position)
+
+    def _find_crossing(self, position: dict[fx.Node, int]) -> None:
+        """Find what crosses each cut, and the cuts that it forbids."""
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        for node in self.traced.graph.nodes:
             if node.op == "output" or node in self.repeated:
                 continue
             made = position.get(node, -1)
@@ -51,28 +89,55 @@ class Crossings:
             crossed = range(made + 1, max(uses, default=-1) + 1)
             for cut in crossed:
                 self.at[cut].append(node)
-            if not isinstance(costs[node.name].output, torch.Tensor):
+            if not isinstance(self.costs[node.name].output, torch.Tensor):
                 self._forbid(crossed, f"{node} is not a tensor")
-            elif node.name in alike:
-                self.spread.add(node)
+            elif node in self.unbatched:
                 for cut in crossed:
-                    self.spreads[cut] += 1
-            elif node.name not in batched:
+                    self.n_unbatched[cut] += 1
+            elif node.name not in self.batched:
                 self._forbid(crossed, f"{node} has no batch dimension")
-            for changed in costs[node.name].changes:
+            if weight_is_shared(self.traced, node):
+                # The stage that owns a weight is one that computes with it.
+                self._forbid(range(made + 1, min(uses) + 1), f"{node} is used next")
+            for changed in self.costs[node.name].changes:
                 first = position.get(by_name[changed], -1) + 1
                 self._forbid(range(first, made + 1), f"{node} changes {changed} in place")
-        shared: dict[int, list[int]] = {}
-        for node, k in position.items():
-            # A node that only reads a parameter may be repeated; what counts is who uses it.
-            users = [position[user] for user in node.users if user in position]
-            for parameter in parameters_of(traced, node):
-                used = users if node.op == "get_attr" else [k]
-                shared.setdefault(id(parameter), []).extend(used)
-        names = {id(parameter): name for name, parameter in traced.named_parameters()}
-        for key, found in shared.items():
-            between = range(min(found, default=0) + 1, max(found, default=0) + 1)
+        for cut, crossing in enumerate(self.at):
+            # The first one tells the number of samples and the device.
+            crossing.sort(key=lambda node: node in self.unbatched)
+            if all(node in self.unbatched for node in crossing):
+                self._forbid([cut], "no tensor with the batch crosses there")
+
+    def _forbid_separate_uses(self, position: dict[fx.Node, int]) -> None:
+        """Forbid cuts between nodes that read the same parameter.
+
+        All uses of a tied weight read it by one node, unless it cannot travel.
+        """
+        readers: dict[int, list[fx.Node]] = {}
+        for node in position:
+            for parameter in parameters_of(self.traced, node):
+                readers.setdefault(id(parameter), []).append(node)
+        names = {id(parameter): name for name, parameter in self.traced.named_parameters()}
+        for key, nodes in readers.items():
+            if len(nodes) == 1 and nodes[0] not in self.repeated:
+                continue
+            used = []
+            for node in nodes:
+                # A node that only reads a parameter may be repeated; what counts is who uses it.
+                users = [user for user in node.users if user in position]
+                used += users if node.op == "get_attr" else [node]
+            places = [position[node] for node in used]
+            between = range(min(places, default=0) + 1, max(places, default=0) + 1)
             self._forbid(between, f"the parameter {names[key]} is used on both sides: untie it")
+
+    def _of_batch(self) -> set[fx.Node]:
+        """Return the nodes whose values depend on the inputs, not on their sizes alone."""
+        dependent: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
+            from_inputs = not dependent.isdisjoint(node.all_input_nodes)
+            if node.op == "placeholder" or (from_inputs and node not in self.repeated):
+                dependent.add(node)
+        return dependent
 
     def _repeated(self) -> set[fx.Node]:
         """Return the nodes that each stage computes for itself, from attributes and sizes."""
@@ -82,6 +147,8 @@ class Crossings:
         for node in self.traced.graph.nodes:
             if any(p.requires_grad for p in parameters_of(self.traced, node)):
                 trained.add(node)
+            if weight_is_shared(self.traced, node):
+                continue
             if node.op == "get_attr" or self._is_size(node):
                 found.add(node)
             elif node.op.startswith("call"):
@@ -109,10 +176,7 @@ class Crossings:
 
     def bytes(self, cut: int) -> int:
         """Return the bytes that cross a cut."""
-        n_rows = self.costs[self._inputs[0].name].output.shape[0]
-        times = (n_rows if node in self.spread else 1 for node in self.at[cut])
-        outputs = (self.costs[node.name].output for node in self.at[cut])
-        return sum(n * x.nbytes for n, x in zip(times, outputs, strict=True))
+        return sum(self.costs[node.name].output.nbytes for node in self.at[cut])
 
     def boundary(self, cut: int) -> tuple[Boundary, ...]:
         """Return the tensors that cross a cut; before the first node, the inputs."""
@@ -122,38 +186,49 @@ class Crossings:
         """Return the tensors of the result."""
         return self._boundary(_outputs(self.traced))
 
+    def results(self) -> Results:
+        """Return how the result is made of its tensors."""
+        scalars = [k for k, node in enumerate(_outputs(self.traced)) if node in self.unbatched]
+        results: Results = self.traced.meta["results"]
+        return replace(results, scalars=frozenset(scalars))
+
     @property
     def _inputs(self) -> list[fx.Node]:
         return [node for node in self.traced.graph.nodes if node.op == "placeholder"]
 
     def _boundary(self, nodes: Sequence[fx.Node]) -> tuple[Boundary, ...]:
-        n_rows = self.costs[self._inputs[0].name].output.shape[0]
-        return tuple(
-            Boundary(node.name, (*(n_rows,) * (node in self.spread), *tensor.shape), tensor.dtype)
-            for node in nodes
-            if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
-        )
+        boundary = []
+        for node in nodes:
+            tensor = self.costs[node.name].output
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            batched = node not in self.unbatched
+            shape = tuple(tensor.shape) if batched else (1, *tensor.shape)
+            boundary.append(Boundary(node.name, shape, tensor.dtype, batched))
+        return tuple(boundary)
 
     def stage(self, begin: int, end: int) -> fx.GraphModule:
         """Return the nodes from ``begin`` to before ``end`` as a module."""
         graph = fx.Graph()
         received = self.at[begin] if begin else self._inputs
-        copies = {node: graph.placeholder(node.name) for node in received}
-        first = copies[received[0]]
-        for node in received:
-            if node in self.spread:
-                copies[node] = graph.call_function(operator.getitem, (copies[node], 0))
+        placeholders = {node: graph.placeholder(node.name) for node in received}
+        first = placeholders[received[0]]  # has the batch: what has none comes last
+        copies = {n: copy for n, copy in placeholders.items() if n not in self.unbatched}
 
         def copied(node: fx.Node) -> fx.Node:
-            if node not in copies:
-                assert node in self.repeated, f"{node} does not cross into this stage"
-                if not self._is_size(node):
-                    copies[node] = graph.node_copy(node, copied)
-                elif node.name in self.counts:
-                    multiple = first, self.counts[node.name]
-                    copies[node] = graph.call_function(_multiple, multiple)
-                else:
-                    copies[node] = graph.call_function(getattr, (first, "device"))
+            if node in copies:
+                return copies[node]
+            if node in placeholders:
+                copies[node] = graph.call_function(torch.squeeze, (placeholders[node], 0))
+                return copies[node]
+            assert node in self.repeated, f"{node} does not cross into this stage"
+            if not self._is_size(node):
+                copies[node] = graph.node_copy(node, copied)
+            elif node.name in self.counts:
+                multiple = first, self.counts[node.name]
+                copies[node] = graph.call_function(_multiple, multiple)
+            else:
+                copies[node] = graph.call_function(getattr, (first, "device"))
             return copies[node]
 
         own = self.nodes[begin:end]
@@ -161,21 +236,33 @@ class Crossings:
             if node not in copies and node not in self.repeated:
                 for argument in node.all_input_nodes:
                     copied(argument)
+                if self.costs[node.name].draws:
+                    graph.call_function(seed_layer, (node.name,))
                 copies[node] = graph.node_copy(node, copied)
         ends = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
-        graph.output(
-            tuple(
-                graph.call_function(_spread, (copied(node), first))
-                if node in self.spread
-                else copied(node)
-                for node in ends
-            )
-        )
+        made = [node for node in ends if node in self.unbatched and node not in placeholders]
+        sent = []
+        for node in ends:
+            if node in made:
+                sent.append(graph.call_function(torch.unsqueeze, (copied(node), 0)))
+            elif node in placeholders:
+                sent.append(placeholders[node])
+            else:
+                sent.append(copied(node))
+        graph.output(tuple(sent))
         stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
-        draws = any(self.costs[node.name].draws for node in own)
-        # Rows of different versions of a spread tensor must not run as one batch.
-        mixes = not self.spread.isdisjoint(received) or any(map(self._mixes, own))
-        stage.meta |= self.traced.meta | {"draws": draws, "mixes": mixes}
+        # Such a stage runs micro-batches one by one: a scalar is one of a micro-batch, and rows of
+        # different versions of a weight must not run as one batch.
+        uses_unbatched = any(node in self.unbatched and node in copies for node in received)
+        makes_scalar = any(node in self.of_batch for node in made)
+        unbatched = uses_unbatched or makes_scalar
+        stage.meta |= self.traced.meta | {
+            "draws": any(self.costs[node.name].draws for node in own),
+            "mixes": unbatched or any(map(self._mixes, own)),
+            "unbatched": unbatched,
+            "passes_on": {k: received.index(n) for k, n in enumerate(ends) if n in placeholders},
+            "sends_weights": [str(node.target) for node in made if node.op == "get_attr"],
+        }
         return stage
 
     def _mixes(self, node: fx.Node) -> bool:
@@ -195,12 +282,12 @@ class Crossings:
 
 def sizes(
     model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
-) -> tuple[set[str], set[str], dict[str, int]]:
-    """Return what grows with the batch, by running another row on the meta device.
+) -> Sizes:
+    """Find what grows with the batch, by running another row on the meta device.
 
-    Returns:
-        the nodes whose first dimension grows by one row if the inputs' does; trained tensors of the
-        same shape; and the nodes whose value is a multiple of the number of rows, with its factor.
+    Raises:
+        UserError: the model cannot run another row, or returns a tensor without the batch that is
+            no scalar.
     """
     name, n = type(model).__name__, inputs[0].shape[0]
     more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
@@ -211,31 +298,33 @@ def sizes(
             f"{name} runs on {n} rows but not on {n + 1}: the first dimension must be the batch:"
             f" {first_line(error)}"
         ) from error
-    sizes = {
-        k: [x.shape[0] for x in (cost.output, others[k]) if isinstance(x, torch.Tensor) and x.dim()]
-        for k, cost in costs.items()
-    }
+    batched, unbatched, counts = set(), set(), {}
+    rows: dict[str, tuple[int, int]] = {}  # of each tensor, in the two runs
+    for key, cost in costs.items():
+        value, other = cost.output, others[key]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if value.dim() and other.dim():
+                rows[key] = value.shape[0], other.shape[0]
+            if rows.get(key) == (n, n + 1):
+                batched.add(key)
+            scalar = value.dim() == 0 and value.is_floating_point()
+            if value.shape == other.shape and (value.requires_grad or scalar):
+                unbatched.add(key)
+        elif type(value) is int and value and value % n == 0 and value * (n + 1) == other * n:
+            counts[key] = value // n
     for node in _outputs(traced):
-        answers, value = sizes[node.name], costs[node.name].output
-        if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
+        value = costs[node.name].output
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and node.name in unbatched:
+            continue
+        before, after = rows.get(node.name, (0, 0))
+        if not before or before * (n + 1) != after * n or before % n:
             shape = shapes_of((value,)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(
-                f"{name} must return tensors with the batch first: got shape {shape} ({node}) for"
-                f" {n} samples. Leave others out, and compute a loss outside of the model"
+                f"{name} must return tensors with the batch first, or a floating-point scalar such"
+                f" as a loss: got shape {shape} ({node}) for {n} samples. Leave it out, return it"
+                " once a sample, or compute it in the loss"
             )
-    counts = {
-        k: cost.output // n
-        for k, cost in costs.items()
-        if type(cost.output) is int and cost.output and cost.output % n == 0
-        if cost.output * (n + 1) == others[k] * n
-    }
-    alike = {
-        k
-        for k, cost in costs.items()
-        if isinstance(cost.output, torch.Tensor) and cost.output.requires_grad
-        if cost.output.shape == others[k].shape
-    }
-    return {k for k, pair in sizes.items() if pair == [n, n + 1]}, alike, counts
+    return Sizes(batched, unbatched, counts)
 
 
 def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
@@ -246,8 +335,3 @@ def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
 def _multiple(x: torch.Tensor, factor: int) -> int:
     """Return a multiple of the number of rows of ``x``."""
     return x.shape[0] * factor
-
-
-def _spread(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Repeat ``x`` for each row of ``like``."""
-    return x.expand(like.shape[0], *x.shape)

@@ -6,8 +6,9 @@ differently in each. Batch norms are exempt: they always separate micro-batches.
 """
 
 import copy
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,10 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError
-from toolkit.model.partition import Stages
 from toolkit.model.structure import Inputs, tensors_of
 from toolkit.model.trace import evaluated, generator_states, kept_generators, refused, user_line
 
+if TYPE_CHECKING:
+    from toolkit.model.partition import Stages
+
+_N_SAMPLES = 4  # two micro-batches of two, since a batch norm needs more than one
+_MOST_FLOPS = {"cpu": 1e11}  # of a check with values drawn here: about 5 s of a laptop
+_MOST_FLOPS_OF_GPU = 1e13
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative to the largest value
 _TINY = 1e-3  # parameters below, such as a last layer's zeros, would hide what comes before
 _DROPOUTS: dict[Any, tuple[int, str]] = {  # position and name of the share that is dropped
@@ -36,8 +42,7 @@ _DROPOUTS: dict[Any, tuple[int, str]] = {  # position and name of the share that
 }
 
 
-@torch.no_grad()
-def check_independent(stages: Stages, example: Any) -> None:
+def check_independent(stages: "Stages", example: Any) -> None:
     """Run two micro-batches apart and together, and compare what the model makes of them.
 
     Args:
@@ -48,36 +53,127 @@ def check_independent(stages: Stages, example: Any) -> None:
     Raises:
         UserError: a sample's output depends on the other samples; names the module and the line.
     """
-    given = tensors_of(example)
-    device = next((p.device for p in stages.model.parameters()), given[0].device)
-    n = len(given[0])
+    inputs = tensors_of(example)
+    device = _device_of(stages, inputs)
+    n = len(inputs[0])
     if n < 2 or device.type == "meta":
         return
-    rows = torch.arange(4).clamp(max=n - 1)  # never two equal micro-batches
-    inputs = tuple(x[rows.to(x.device)].to(device) for x in given)
-    with kept_generators(inputs), refused(stages.model, inputs):
+    with refused(stages.model, inputs):
+        place = _find_mixing(stages, _first_samples(inputs, device))
+    _refuse(stages, place)
+
+
+def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> None:
+    """Check as :func:`check_independent`, with values that are drawn here.
+
+    Floating-point inputs are drawn from a normal distribution. Whole numbers are those of the
+    example, since only some have a meaning to the model.
+
+    It does not judge a model that fails on such values, is on the meta device, or takes long. On a
+    GPU it needs an example without whole numbers: one out of range would end the GPU's work.
+
+    Args:
+        stages: the model; its parameters, buffers and modes stay as they are.
+        example: as for :func:`partition`; only shapes and types need to be meaningful.
+        flops_of_sample: floating-point operations of the model's forward for one sample.
+
+    Raises:
+        UserError: a sample's output depends on the other samples; names the module and the line.
+    """
+    inputs = tensors_of(example)
+    device = _device_of(stages, inputs)
+    if device.type == "meta" or any(tensor.is_meta for tensor in inputs):
+        return
+    runs = 2 * _N_SAMPLES * flops_of_sample
+    if runs > _MOST_FLOPS.get(device.type, _MOST_FLOPS_OF_GPU):
+        return
+    drawn = all(x.is_floating_point() or x.is_complex() for x in inputs)
+    if device.type != "cpu" and not drawn:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own, about values that nobody gave it
+            place = _find_mixing(stages, _drawn_samples(inputs, device))
+    except Exception:  # the model's own code may raise anything on values that nobody gave it
+        return
+    _refuse(stages, place)
+
+
+def _device_of(stages: "Stages", inputs: Inputs) -> torch.device:
+    return next((p.device for p in stages.model.parameters()), inputs[0].device)
+
+
+def _first_samples(inputs: Inputs, device: torch.device) -> Inputs:
+    """Return the first samples of ``inputs``; the last one several times if they are too few."""
+    # Repeated in this order, or two samples would make two equal micro-batches.
+    rows = torch.arange(_N_SAMPLES).clamp(max=len(inputs[0]) - 1)
+    return tuple(x[rows.to(x.device)].to(device) for x in inputs)
+
+
+def _drawn_samples(inputs: Inputs, device: torch.device) -> Inputs:
+    """Return samples like ``inputs``, with floating-point values from a generator of its own."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    samples = []
+    for first, x in zip(_first_samples(inputs, device), inputs, strict=True):
+        if x.is_complex():
+            values = torch.randn(first.shape, generator=generator, dtype=torch.complex64)
+            samples.append(values.to(device, x.dtype))
+        elif x.is_floating_point():
+            values = torch.randn(first.shape, generator=generator, dtype=torch.float32)
+            samples.append(values.to(device, x.dtype))
+        else:
+            samples.append(first)
+    return tuple(samples)
+
+
+@torch.no_grad()
+def _find_mixing(stages: "Stages", inputs: Inputs) -> str | None:
+    """Return where a model mixes the samples of ``inputs``; None if it does not."""
+    exact = torch.autocast(inputs[0].device.type, enabled=False)  # half the digits would not do
+    with kept_generators(inputs), exact:
         torch.default_generator.manual_seed(0)
         if _runs_agree(stages, inputs, None):
-            return
+            return None
         places: list[str] = []
         _runs_agree(stages, inputs, places)
-    where = [*places, " in its output"][0]
+    return places[0] if places else " in its output"
+
+
+def _refuse(stages: "Stages", place: str | None) -> None:
+    """Raise UserError if the model mixes samples at ``place``."""
+    if place is None:
+        return
     raise UserError(
-        f"{type(stages.model).__name__} mixes the samples of a batch{where}: its training would"
+        f"{type(stages.model).__name__} mixes the samples of a batch{place}: its training would"
         " depend on which micro-batches run together. Compute each sample on its own, use"
         " torch.nn's batch norms, or move this into the loss, which takes one whole micro-batch"
     )
 
 
-def _runs_agree(stages: Stages, inputs: Inputs, places: list[str] | None) -> bool:
+def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> bool:
     """Whether outputs are the same apart and together; add to ``places`` where samples mix."""
     values = [*zip(*((x[:2], x[2:], x) for x in inputs), strict=True)]
     agree = True
-    for stage in stages:
+    for stage, boundary in zip(stages, stages.boundaries, strict=True):
+        if stage.meta["unbatched"]:
+            # It runs micro-batches one by one, so it may mix samples. Earlier stages may not.
+            received = zip(boundary, zip(*values, strict=True), strict=True)
+            agree = agree and all(_alike(*x) for tensor, x in received if tensor.batched)
+            values = _run_one_by_one(_probe(stage), values)
+            continue
         lockstep = _Lockstep(_probe(stage), places)
         values = lockstep.run(values)
         agree = agree and lockstep.agree
-    return agree and all(map(_agree, *values))
+    # A scalar is one of a micro-batch.
+    by_sample = [k for k in range(len(stages.outputs)) if k not in stages.results.scalars]
+    return agree and all(_agree(*(outputs[k] for outputs in values)) for k in by_sample)
+
+
+def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
+    """Run on the inputs of each micro-batch; together, they have the outputs of both."""
+    one, other = stage(*values[0]), stage(*values[1])
+    both = tuple(map(torch.cat, zip(one, other, strict=True)))
+    return [one, other, both]
 
 
 class _Lockstep:

@@ -3,7 +3,8 @@
 A cut may fall between two operations if every value that crosses it is a tensor with the batch as
 leading dimension. Residuals that skip over a cut travel with it. What follows from buffers and
 sizes alone, such as a causal mask, is computed again after the cut. A trained tensor without the
-batch, such as a bias of positions, travels once a sample, where stages would be uneven otherwise.
+batch, such as a bias of positions or a tied weight, travels once a micro-batch, where stages would
+be uneven otherwise; so does a scalar, such as a loss that is summed over the layers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,7 +22,9 @@ from toolkit.errors import UserError, whole
 from toolkit.model.analysis import NodeCost, node_costs
 from toolkit.model.by_hand import chain_modules
 from toolkit.model.crossings import Boundary, Crossings, sizes
+from toolkit.model.independence import check_partition
 from toolkit.model.structure import Inputs, Results, tensors_of
+from toolkit.model.tied_weights import share_tied_weights
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
@@ -84,6 +87,8 @@ def partition(
     n_stages: int,
     example: Any,
     by: str | Sequence[str] = "flops",
+    *,
+    check: bool = True,
 ) -> Stages:
     """Cut ``model`` into ``n_stages`` contiguous stages.
 
@@ -98,15 +103,25 @@ def partition(
         by: ``"flops"``, ``"parameters"`` or ``"activations"``: minimise the largest stage, keep the
             smallest at least half of what that allows, then minimise the bytes that cross; or the
             names of the modules that begin the second and later stages.
+        check: whether to run 4 samples with values of its own, apart and together, and refuse a
+            model that mixes them. It skips models that cannot run so: on the meta device, with
+            whole numbers as inputs on a GPU, or of more than 10 GFLOP a sample on a CPU.
 
     Raises:
         UserError: the model cannot be traced or cut so, or its stages would train differently.
     """
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-        return Traced.of(model, example).cut(n_stages, by)
-    _tensors_of(example)
-    joined, traced = chain_modules(list(model), whole(n_stages, "n_stages"), example)
-    return Traced.checked(joined, traced, example).cut(n_stages, by)
+        traced = Traced.of(model, example)
+    else:
+        _tensors_of(example)
+        joined, graph = chain_modules(list(model), whole(n_stages, "n_stages"), example)
+        traced = Traced.checked(joined, graph, example)
+    stages = traced.cut(n_stages, by)
+    if check:
+        n_samples = len(_tensors_of(example)[0])
+        n_flops = sum(cost.flops for cost in traced.crossing.costs.values())
+        check_partition(stages, example, n_flops / max(1, n_samples))
+    return stages
 
 
 @dataclass(frozen=True)
@@ -132,8 +147,9 @@ class Traced:
         """Analyse a traced model; raise UserError if its stages would train differently."""
         inputs = _tensors_of(example)
         check_traceable(model, traced)
+        share_tied_weights(model, traced)
         costs = _costs(model, traced, inputs)
-        return cls(model, Crossings(traced, costs, *sizes(model, traced, inputs, costs)))
+        return cls(model, Crossings(traced, costs, sizes(model, traced, inputs, costs)))
 
     def cut(self, n_stages: int, by: str | Sequence[str] = "flops") -> Stages:
         """Return stages; arguments and errors as of :func:`partition`."""
@@ -158,7 +174,7 @@ class Traced:
             modules=tuple(crossing.stage(*span) for span in spans),
             boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
             outputs=crossing.outputs(),
-            results=traced.meta["results"],
+            results=crossing.results(),
             loads=tuple(sum(loads[begin:end]) for begin, end in spans),
         )
 
@@ -203,7 +219,7 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     commonest = found.most_common(1)
     if len(possible) + 1 < n_stages and not any("both sides" in why for why, _ in commonest):
         possible = free
-    allowed = [k for k in possible if not crossing.spreads[k]]
+    allowed = [k for k in possible if not crossing.n_unbatched[k]]
     limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible, allowed)]
     if 4 * limits[0] < 3 * limits[1]:
         allowed = possible

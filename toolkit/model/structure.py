@@ -95,10 +95,12 @@ class Results:
     Attributes:
         spec: structure by torch's pytree, which knows the outputs of Hugging Face's models too.
         leaves: constants of the structure; Tensor in place of each tensor.
+        scalars: which of the tensors are scalars, which stages return as ``[1]``.
     """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
+    scalars: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, value: Any, is_tensor: Callable[[Any], bool], who: str) -> tuple["Results", list]:
@@ -117,6 +119,7 @@ class Results:
         return cls(spec, constants), tensors
 
     def restore(self, tensors: Inputs) -> Any:
-        """Return the result that consists of ``tensors``."""
-        left = iter(tensors)
+        """Return the result that consists of ``tensors``, those of one micro-batch."""
+        values = [x.squeeze(0) if k in self.scalars else x for k, x in enumerate(tensors)]
+        left = iter(values)
         return tree_unflatten([next(left) if x is Tensor else x for x in self.leaves], self.spec)

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
+from toolkit.model.attribute_writes import Attributes, depends_on_inputs, equal
 from toolkit.model.export import NormCallError, export
 from toolkit.model.structure import Results, arguments, filled, input_names, named_tensors
 
@@ -62,15 +64,23 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
         # Functional dropout keeps the mode in which it is traced: trace in training mode.
         kept = tuple(name for name, module in model.named_modules() if not module.training)
         try:
-            with _seeing_autocast(), _seeing_draws():
-                traced = fx.GraphModule(model, _Tracer(model, call).trace(model), who)
-                _check_changes(model, call)
+            # What a trace leaves behind when it fails must not enter the next one.
+            with _unchanged(model), _seeing_autocast(), _seeing_draws():
+                traced = _symbolic(model, call)
         except _ChangingError as error:
             raise UserError(f"{who} {error}") from error
         except Exception as error:  # the tracer runs the model's own code: it may raise anything
             traced = _exported(model, call, error)
     assert call.results is not None
     traced.meta |= {"evaluated": kept, "results": call.results}
+    return traced
+
+
+def _symbolic(model: nn.Module, call: "_Call") -> fx.GraphModule:
+    """Return the graph of ``model`` by torch.fx."""
+    traced = fx.GraphModule(model, _Tracer(model, call).trace(model), type(model).__name__)
+    _check_buffers(model)
+    _check_writes(call, lambda: _Tracer(model, call).trace(model))
     return traced
 
 
@@ -88,6 +98,8 @@ class _Call:
         self.names = input_names(name for name, _ in named)
         self.tensors = tuple(tensor for _, tensor in named)
         self.results: Results | None = None
+        self.attributes = Attributes(model)  # before any call
+        self.writes: dict[str, Any] = {}  # attributes that the last call has written
 
     def flat(self, forward: Callable[..., Any], *first: Any) -> Callable[..., tuple[Any, ...]]:
         """Return ``forward`` of the tensors, after the arguments ``first``."""
@@ -97,6 +109,7 @@ class _Call:
             args = [filled(value, left) for value in self.args]
             kwargs = {key: filled(value, left) for key, value in self.kwargs.items()}
             result = forward(*first, *args, **kwargs)
+            self.writes = self.attributes.writes()
             self.results, found = Results.of(result, _is_value, self.who)
             return tuple(found)
 
@@ -114,7 +127,13 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
     inputs = tuple(x.detach().to(device) for x in call.tensors)
     try:
         with _seeing_draws():
-            return export(model, call.flat(model.forward), inputs, call.names)
+            run = partial(export, model, call.flat(model.forward), inputs, call.names)
+            call.writes = {}
+            try:
+                return run()
+            finally:
+                # Where torch.export refuses it, too, our reason names the way out.
+                _check_writes(call, run)
     except (NormCallError, _UntraceableError) as error:
         raise UserError(f"{who} {error}") from error
     except Exception as error:  # torch.export runs the model's own code, too
@@ -287,47 +306,42 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, attributes and buffers of ``model``, which tracing runs."""
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    attributes = Attributes(model)
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        attributes.restore()
 
 
-def _check_changes(model: nn.Module, call: _Call) -> None:
-    """Reject buffers that the traced forward has set, and attributes that it sets and reads.
-
-    An attribute that is set before it is read is harmless: tracing works without it.
-    """
-    names, nodes = [], []
+def _check_buffers(model: nn.Module) -> None:
+    """Reject buffers that the traced forward has replaced."""
     for path, module in model.named_modules():
-        for name, value in [*module._buffers.items(), *vars(module).items()]:
-            if found := _proxies(value):
-                names.append(f"{path}.{name}".lstrip("."))
-                nodes.append(found[0].node)
-                if name in module._buffers:
-                    raise _ChangingError(changing(names[-1:], nodes[-1]))
-                del vars(module)[name]
+        for name, value in module._buffers.items():
+            if isinstance(value, fx.Proxy):
+                place = f"{path}.{name}".lstrip(".")
+                raise _ChangingError(changing([place], value.node))
+
+
+def _check_writes(call: "_Call", trace_again: Callable[[], object]) -> None:
+    """Reject attributes that the traced forward writes, except those that it writes only once.
+
+    A cache, such as a table of positions, is as it was after a second forward.
+    """
+    first = call.writes
+    if not first:
+        return
+    names = [name for name, value in first.items() if depends_on_inputs(value)]
+    if not names:
+        call.attributes.write(first)  # torch.export has undone some
+        trace_again()
+        second = call.writes
+        places = first | second
+        names = [name for name in places if not equal(first.get(name), second.get(name))]
     if names:
-        try:
-            _Tracer(model, call).trace(model)
-        except Exception as error:
-            raise _ChangingError(changing(names, nodes[0])) from error
-
-
-def _proxies(value: object) -> list[fx.Proxy]:
-    """Return the traced values that an attribute is or contains."""
-    if isinstance(value, fx.Proxy):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [proxy for item in value for proxy in _proxies(item)]
-    return []
+        raise _ChangingError(
+            f"sets {', '.join(names)} in its forward, which would happen in none of the training"
+            " steps: return it from the forward, or compute it in the training loop"
+        )
 
 
 class _UntraceableError(UserError):

@@ -306,10 +306,10 @@ def _maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
 
 def _cut(model: nn.Module, most: int, example: Tensor, by: str) -> tuple[Stages, int]:
     """Cut into ``most`` stages, or the most possible; at least two stages must train."""
-    uncut = partition(model, 1, example)  # raises if the model cannot be traced
+    uncut = partition(model, 1, example)  # raises if the model cannot be traced, or mixes samples
     for n_stages in range(most, 1, -1):
         try:
-            stages = partition(model, n_stages, example, by)
+            stages = partition(model, n_stages, example, by, check=False)
         except ValueError:
             continue
         if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:

@@ -259,7 +259,8 @@ class CyclicDataParallel(nn.Module):
         if not isinstance(stages, Stages):
             by = "flops" if isinstance(stages, int | None) else stages
             parts = [*model] if isinstance(model, Chain) else model
-            stages = partition(parts, self.schedule.n_stages, example, by=by)
+            # Ranks run each micro-batch by itself, so the model may mix its samples.
+            stages = partition(parts, self.schedule.n_stages, example, by=by, check=False)
         if self._saved is None:
             self._base = self._loop_options()
         self._optimizers.note_options()

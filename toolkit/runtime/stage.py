@@ -1,18 +1,19 @@
 """One stage at work: it computes with any weight version."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.errors import UserError
+from toolkit.model.random_draws import drawing
 from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -28,8 +29,8 @@ _MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no
 class StageRunner(Updater):
     """A stage as one rank runs it: it updates the stage, and computes with any version of it.
 
-    ``seed``, step, stage and micro-batch seed what the stage draws at random (dropout), so that no
-    runtime, order or grouping changes the draws.
+    ``seed``, step, layer and micro-batch seed what the stage draws at random (dropout), so that no
+    runtime, order, grouping or cut changes the draws.
     """
 
     def __init__(
@@ -55,6 +56,9 @@ class StageRunner(Updater):
         self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
         self.one_by_one = one_by_one(self.compute)
+        self.passes_on: dict[int, int] = cast(Any, stage).meta[
+            "passes_on"
+        ]  # by output, the input that it is
         self.buffers = list(self.compute.buffers())
         # To look for tied weights in each call takes a tenth of a small model's time.
         tied = len(list(self.compute.parameters())) < len(
@@ -108,18 +112,37 @@ class StageRunner(Updater):
         self, weights: Weights, *inputs: Tensor, microbatches: Sequence[int], step: int
     ) -> Values:
         with self.options.autocast(inputs[0].device):
-            if not self.one_by_one:
-                self.group.size = len(microbatches)
-                return self._call(weights, inputs)
-            self.group.size, n = 1, len(microbatches)
-            # No chunk of one part: the gradient of a chunk is copied.
-            parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
+            if self.one_by_one:
+                return self._run_one_by_one(weights, inputs, microbatches, step)
+            n = len(microbatches)
+            self.group.size = n
             outputs = []
-            for microbatch, part in zip(microbatches, parts, strict=True):
-                with drawing(part, self.seed, step, self.index, microbatch):
-                    outputs.append(self._call(weights, part))
-            merged = map(torch.cat, zip(*outputs, strict=True))
-            return tuple(merged) if n > 1 else outputs[0]
+            for output in self._call(weights, inputs):
+                # Of what has no batch, such as a tied weight, the stage returns one row, and the
+                # next stage takes one a micro-batch. All else has a row or more a micro-batch.
+                alone = output.shape[0] == 1 < n
+                outputs.append(output.expand(n, *output.shape[1:]) if alone else output)
+            return tuple(outputs)
+
+    def _run_one_by_one(
+        self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
+    ) -> Values:
+        self.group.size = 1
+        n = len(microbatches)
+        # No chunk of one part: the gradient of a chunk is copied.
+        parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
+        outputs = []
+        for microbatch, part in zip(microbatches, parts, strict=True):
+            with drawing(part, self.seed, step, microbatch):
+                outputs.append(self._call(weights, part))
+        if n == 1:
+            return outputs[0]
+        merged = []
+        for k, of_microbatches in enumerate(zip(*outputs, strict=True)):
+            # An input that is passed on is whole already: a copy of a tied weight is large.
+            whole = inputs[self.passes_on[k]] if k in self.passes_on else None
+            merged.append(torch.cat(of_microbatches) if whole is None else whole)
+        return tuple(merged)
 
     @torch.no_grad()
     def predict(
@@ -199,14 +222,3 @@ def take_gradient(leaf: Tensor) -> Tensor | None:
     """Take what a backward has left on ``leaf``; the caller alone then holds its memory."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
-
-
-@contextmanager
-def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Seed random draws by stage and micro-batch; afterwards restore the generators."""
-    gpus = {tensor.device for tensor in inputs if tensor.is_cuda}
-    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in gpus)]
-    with torch.random.fork_rng(gpus):
-        for generator in generators:  # torch.manual_seed would change those of other GPUs, too
-            generator.manual_seed(hash((seed, step, stage, microbatch)))
-        yield

@@ -1,5 +1,6 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -32,16 +33,36 @@ def part_of(
     """
     trained = {name for updater in updaters for name in updater.masters}
     home = {name: j for j, stage in enumerate(stages) for name in stage.state_dict()}
+    other_names = names_of_tied(stages, trained)
+    fixed = {
+        name: tensor
+        for name, tensor in stages.model.state_dict().items()
+        if name not in trained and name not in other_names
+        if (home[name] in own if name in home else leads)
+    }
+    for j in own:
+        # The model's own tensor is empty on ranks without the stage.
+        newest = versions[j][steps_done]
+        fixed |= {k: newest[name] for k, name in other_names.items() if name in newest}
     return {
         "steps_done": steps_done,
-        "fixed": {
-            name: tensor
-            for name, tensor in stages.model.state_dict().items()
-            if name not in trained and (home[name] in own if name in home else leads)
-        },
+        "fixed": fixed,
         "versions": {j: dict(versions[j]) for j in own},
         "stages": {j: updaters[j].state() for j in own},
     }
+
+
+def names_of_tied(stages: Stages, trained: Collection[str]) -> dict[str, str]:
+    """Return the further names of tied weights in the model; each with its name in ``trained``."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in stages.model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    found: dict[str, str] = {}
+    for same in names.values():  # of one weight
+        masters = [name for name in same if name in trained]
+        if masters:
+            found |= {name: masters[0] for name in same if name not in trained}
+    return found
 
 
 def part_of_stages(
@@ -99,6 +120,8 @@ def load_model(
 ) -> None:
     """Copy the model's tensors from ``state``, except trained weights of stages not ``own``."""
     away = {name for j, u in enumerate(updaters) if j not in own for name in u.masters}
+    # A tied weight is loaded once, by the name that its stage has for it.
+    away |= {*names_of_tied(stages, {name for u in updaters for name in u.masters})}
     for name, tensor in stages.model.state_dict().items():
         if name not in away:
             tensor.copy_(state["model"][name])

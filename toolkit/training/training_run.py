@@ -142,7 +142,10 @@ def prepare(
     build_model = partial(deepcopy, model) if isinstance(model, nn.Module) else model
     form = samples.form
     example, expected = form.example(options.batch), form.output(options.batch)
-    stages = partition(build_model().to(device), schedule.n_stages, example, options.partition)
+    # Real samples are checked below, once the shape of the output has been.
+    stages = partition(
+        build_model().to(device), schedule.n_stages, example, options.partition, check=False
+    )
     if stages.output.shape != expected:
         raise UserError(
             f"the model's output has shape {list(stages.output.shape)}; expected {list(expected)}"

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.model.random_draws import drawing
 from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.stage import Values, channels_last, drawing
+from toolkit.runtime.stage import Values, channels_last
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
@@ -42,7 +43,7 @@ class Chain(nn.Module):
 
     Args:
         stages: the model, partitioned.
-        seed: seed of a stage's random draws, with step, stage and micro-batch.
+        seed: seed of the random draws, with step, layer and micro-batch.
 
     Attributes:
         at: step and micro-batch of the next forward.
@@ -54,14 +55,15 @@ class Chain(nn.Module):
         memo = {id(tensor): tensor for tensor in tensors}
         self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
         self.seed, self.at = seed, (0, 0)
-        self._random = [draws_at_random(stage) for stage in self.stages]
+        self._draws = any(draws_at_random(stage) for stage in self.stages)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Map inputs ``[b, ...]`` to the model's output ``[b, ...]``."""
-        values, (step, microbatch) = inputs, self.at
-        for j, stage in enumerate(self.stages):
-            drawn = drawing(values, self.seed, step, j, microbatch)
-            with drawn if self._random[j] else nullcontext():
+        step, microbatch = self.at
+        draws = drawing(inputs, self.seed, step, microbatch) if self._draws else nullcontext()
+        values = inputs
+        with draws:
+            for stage in self.stages:
                 values = stage(*values)
         return values[0]
 
@@ -69,6 +71,17 @@ class Chain(nn.Module):
         """Return the running statistics of batch norms that advance."""
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.training]
         return [x for m in norms for x in (m.running_mean, m.running_var) if x is not None]
+
+
+def check_weights_stay(stages: Stages, runtime: str, way_out: str) -> None:
+    """Raise UserError if a stage sends a weight on; for systems that free it after the forward."""
+    for j, stage in enumerate(stages):
+        for name in stage.meta["sends_weights"]:
+            raise UserError(
+                f"runtime={runtime} frees the weights of a stage after its forward, and stage {j}"
+                f" sends {name} to a later stage, which uses it, too: {way_out}, cut the model into"
+                " one stage, or use runtime=distributed"
+            )
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.runtime.baselines.baseline import Released, import_system
-from toolkit.runtime.baselines.ddp import Chain, Synchronous
+from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import Updater
@@ -74,6 +74,8 @@ class DeepSpeed(Synchronous):
 
     def _build(self) -> Sequence[Updater]:
         self._check_no_gloo_on_gpus()
+        if self.zero == 3:
+            check_weights_stay(self.stages, self.runtime, "set zero=2")
         if self.world.group is not None:
             raise UserError(
                 "runtime=deepspeed sends by torch's first process group, which this script or a"

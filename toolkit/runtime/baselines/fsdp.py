@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.runtime.baselines.baseline import Released
-from toolkit.runtime.baselines.ddp import Chain, Synchronous
+from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import joined
@@ -51,6 +51,8 @@ class FSDP(Synchronous):
     def _wrap(self, model: Chain) -> nn.Module:
         device = self.world.device
         self._check_no_gloo_on_gpus()
+        if self.reshard:
+            check_weights_stay(self.stages, self.runtime, "set reshard=False")
         if self.cpu_offload and device.type == "cpu":
             raise UserError("cpu_offload=True keeps weights off the GPU: got device=cpu")
         self._whole = [dict(stage.named_parameters()) for stage in model.stages]

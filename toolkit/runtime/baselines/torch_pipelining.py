@@ -245,7 +245,8 @@ def _torch_schedule(schedule: Schedule) -> type:
 
 def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
     def like(boundary: Boundary) -> Tensor:
-        empty = torch.empty((size, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
+        n_rows = size if boundary.batched else 1
+        empty = torch.empty((n_rows, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
         return empty.requires_grad_(trained and boundary.dtype.is_floating_point)
 
     return tuple(map(like, crossing))

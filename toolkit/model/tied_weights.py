@@ -1,0 +1,125 @@
+"""Tied weights in a graph: each becomes one value, which all of its uses read.
+
+A language model often multiplies by its embedding again at its end. The first stage that uses such
+a weight owns it, and sends it to the others with the micro-batch. So all uses of a micro-batch read
+the same version, and autograd adds their gradients up where the weight is.
+"""
+
+from collections import defaultdict
+
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+
+from toolkit.model.analysis import parameters_of
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
+    """Let each trained weight of ``traced`` with several uses be read by one node.
+
+    Calls of nn.Linear and nn.Embedding become calls of functions. A weight that another kind of
+    module reads stays as it is: no cut will separate its uses.
+
+    Args:
+        model: the model, whose names the weights keep.
+        traced: its graph, which is changed.
+    """
+    if "modules" in traced.meta:
+        return  # a list of modules, which were not traced
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    readers: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node in traced.graph.nodes:
+        for parameter in parameters_of(traced, node):
+            if parameter.requires_grad:
+                readers[id(parameter)].append(node)
+    tied = {}
+    for key, nodes in readers.items():
+        several = len(nodes) > 1 or weight_is_shared(traced, nodes[0])
+        if key in names and several and all(_can_be_function(traced, node) for node in nodes):
+            tied[key] = nodes
+    calls = {node for nodes in tied.values() for node in nodes if node.op == "call_module"}
+    for node in [*traced.graph.nodes]:
+        if node in calls:
+            _call_function(traced, node)
+    for key in tied:
+        _read_once(model, traced, names[key])
+    traced.graph.lint()
+    traced.recompile()
+
+
+def weight_is_shared(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` reads a trained weight that several nodes use."""
+    if node.op != "get_attr" or len(node.users) < 2:
+        return False
+    return any(parameter.requires_grad for parameter in parameters_of(traced, node))
+
+
+def _can_be_function(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node reads its weights as an attribute, or a function can replace its module."""
+    if node.op != "call_module":
+        return True
+    module = traced.get_submodule(str(node.target))
+    hooked = any(getattr(module, hooks) for hooks in _HOOKS)
+    if hooked or is_parametrized(module) or "forward" in vars(module):
+        return False
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    if isinstance(module, nn.Embedding):
+        special = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+        return type(module).forward is nn.Embedding.forward and not special
+    return False
+
+
+def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
+    """Replace the call of a layer by one of its function, under the same name."""
+    path = str(node.target)
+    module = traced.get_submodule(path)
+    graph = traced.graph
+    (x,) = (*node.args, *node.kwargs.values())
+    with graph.inserting_before(node):
+        weight = graph.get_attr(f"{path}.weight")
+        if isinstance(module, nn.Embedding):
+            call = graph.call_function(F.embedding, (x, weight, module.padding_idx))
+        elif module.bias is None:
+            call = graph.call_function(F.linear, (x, weight))
+        else:
+            call = graph.call_function(F.linear, (x, weight, graph.get_attr(f"{path}.bias")))
+    call.meta = dict(node.meta)
+    call.stack_trace = node.stack_trace
+    node.replace_all_uses_with(call)
+    name = node.name
+    graph.erase_node(node)
+    call.name = name
+
+
+def _read_once(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
+    """Merge the nodes that read the weight ``name`` into one, right before its first use."""
+    weight = model.get_parameter(name)
+    reading = []
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and any(p is weight for p in parameters_of(traced, node)):
+            reading.append(node)
+    first, *others = reading
+    for other in others:
+        other.replace_all_uses_with(first)
+        traced.graph.erase_node(other)
+    _assign(traced, name, weight)
+    first.target = name
+    for node in traced.graph.nodes:
+        if node in first.users:
+            node.prepend(first)
+            return
+
+
+def _assign(traced: fx.GraphModule, name: str, weight: nn.Parameter) -> None:
+    """Let ``traced`` have ``weight`` under the name that it has in the model."""
+    path, _, attribute = name.rpartition(".")
+    module: nn.Module = traced
+    for part in path.split(".") if path else ():
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    if not hasattr(module, attribute):
+        module.register_parameter(attribute, weight)
