@@ -26,8 +26,8 @@ def trajectory(
 ):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
-    ``staleness`` is the same at every step, or a function of it. A ``loss_of`` with a sum and its count
-    makes each micro-batch's gradient that of its mean, and weighs it by its count.
+    ``staleness`` is the same at every step, or a function of it. A ``loss_of`` that returns a sum
+    and its count makes each micro-batch's gradient that of its mean, and weighs it by its count.
     """
     late = staleness if callable(staleness) else lambda step: staleness
     n_microbatches = len(late(0)[0])

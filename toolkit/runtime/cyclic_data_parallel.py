@@ -533,8 +533,9 @@ class CyclicDataParallel(nn.Module):
     def _pending(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what stands for a parameter whose gradient is not known yet."""
         # Not the parameter itself, which an update may be changing.
+        shape = parameter.shape if parameter.numel() else (1,)
         empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        twin = nn.Parameter(empty.expand(parameter.shape), requires_grad=parameter.requires_grad)
+        twin = nn.Parameter(empty.expand(shape), requires_grad=parameter.requires_grad)
         if twin.requires_grad:
             twin.grad = PendingGradient.like(twin, self._note_clip)
         return twin
@@ -692,6 +693,7 @@ class CyclicDataParallel(nn.Module):
 
     def parameter_groups_changed(self) -> None:
         """Train by the parameter groups that the optimizer has now. Every rank calls it."""
+        self._base += self._loop_options()[len(self._base) :]
         if self._runtime is not None:
             self._saved = self._training_state()
             self._stop()

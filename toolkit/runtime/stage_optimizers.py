@@ -16,6 +16,7 @@ from toolkit.runtime.updater import by_name
 Options = dict[str, Any]
 """The options of a parameter group, without its parameters."""
 
+_COUPLING_STEPS = 10  # Prodigy's first steps are the same, whatever the parameters
 _OF_LISTS = ("params", "param_names")  # keys of a group that list its parameters
 _OF_THE_ORIGINAL = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
 
@@ -224,7 +225,6 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
     options = options_of(original.param_groups[0])
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
-    gradients = torch.randn(3, 2, 2, 2, dtype=torch.float64, generator=generator)
 
     def updated(chosen: Sequence[int]) -> list[Tensor]:
         parameters = [nn.Parameter(values[k].clone()) for k in chosen]
@@ -235,9 +235,9 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
         twin.state = defaultdict(dict)
         if callable(train := getattr(twin, "train", None)):
             train()
-        for of_step in gradients:
-            for k, parameter in zip(chosen, parameters, strict=True):
-                parameter.grad = of_step[k].clone()
+        for _ in range(_COUPLING_STEPS):
+            for parameter in parameters:
+                parameter.grad = parameter.detach().clone()  # of a quadratic loss
             twin.step()
         return [parameter.detach() for parameter in parameters]
 

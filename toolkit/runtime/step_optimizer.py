@@ -83,7 +83,7 @@ class StepOptimizer(Optimizer):
         Raises:
             UserError: a GradScaler scales the loss.
         """
-        if getattr(self, "grad_scale", None) is not None:
+        if vars(self).pop("grad_scale", None) is not None:
             raise UserError(
                 "GradScaler: got a scaled loss; expected none, since stages update at different"
                 " times. Use torch.autocast with bfloat16, or"
@@ -158,7 +158,8 @@ class FollowsSettings:
     def _set(self) -> None:
         settings = self.known.get(self.n)
         if settings is not None:
-            for group, options in zip(self.optimizer.param_groups, settings.options, strict=True):
+            # A group that was added later has no settings for the steps before.
+            for group, options in zip(self.optimizer.param_groups, settings.options, strict=False):
                 # Schedulers also add entries of their own, which no optimizer reads.
                 group.update({key: value for key, value in options.items() if key in group})
 

@@ -1,5 +1,6 @@
 """The ranks of a job, and how one meets the others: its place, its GPU, the store, the backend."""
 
+import functools
 import io
 import os
 import shlex
@@ -319,6 +320,8 @@ def join(
         if theirs or backend == "nccl":
             groups["objects"] = dist.new_group(backend="gloo", timeout=patience)
     _joined = World(rank, size, on, backend, watch, store, **groups, theirs=theirs)
+    if theirs:
+        _leave_before_destruction()
     return _joined
 
 
@@ -335,6 +338,25 @@ def leave() -> None:
         if not _joined.theirs:
             dist.destroy_process_group()
         _joined = None
+
+
+def _leave_before_destruction() -> None:
+    """Let the script's destroy_process_group, by whatever name it has it, call :func:`leave` first.
+
+    Scripts call it as soon as their own work is done. Other ranks may still need what this one has.
+    """
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def leave_and_destroy(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            leave()
+        destroy(group)
+
+    for module in [*sys.modules.values()]:
+        names = vars(module) if hasattr(module, "__dict__") else {}
+        if names.get("destroy_process_group") is destroy:
+            names["destroy_process_group"] = leave_and_destroy
 
 
 def _command(n_ranks: int) -> str:
