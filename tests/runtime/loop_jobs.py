@@ -42,9 +42,10 @@ def net():
     return Net().double()
 
 
-def share(step, size=4):
-    """The samples of this rank at a step."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+def share(step, size=4, rank=None):
+    """The samples of a rank at a step; of this one by default."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(size, 6, dtype=torch.float64, generator=generator)
     return x, torch.randint(3, (size,), generator=generator)
 
@@ -66,7 +67,11 @@ def wrapped(rule, make_optimizer=sgd, model=None, **options):
     world = join()
     model = net() if model is None else model
     if rule is None:
-        model = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of the name of an option
+            model = DistributedDataParallel(
+                model, broadcast_buffers=False, find_unused_parameters=True
+            )
         return model, make_optimizer(model)
     return prepare(model, make_optimizer(model), rule=rule, world=world, **options)
 
@@ -470,7 +475,8 @@ def counted_shares():
     """Three ranks with shares of 1, 2 and 4 sequences, of which one rank's has no token."""
     from tests.runtime import token_losses
 
-    rank, world = dist.get_rank(), join()
+    world = join()
+    rank = world.rank
     found = {}
     for rule in ("dp", "cdp_v1", "cdp_v2"):
         model = CyclicDataParallel(
@@ -508,7 +514,6 @@ def token_shares():
 
 def two_processes():
     """All jobs of two ranks."""
-    dist.is_initialized()
     join()
     jobs = {
         "changed": changed,

@@ -112,6 +112,7 @@ class Executor:
             self._changed.notify_all()
         for position in updates:
             self._await(partial(self._flow.lacks_nothing, position), partial(int, position))
+            self._add_received(self._order[position])
 
     def await_updates(self, step: int) -> None:
         """Wait until this rank has made its updates of all training steps up to ``step``."""
@@ -286,10 +287,7 @@ class Executor:
                 self._put(position, self._messages.receive(i, tag))
                 return
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
-                # In the order of the program: messages arrive in any, and floating-point sums
-                # depend on it.
-                for p, part in sorted(self._received.pop(key, ())):
-                    self._rank.take(self._order[p], part)
+                self._add_received(i)
             if i.action == Action.SEND:
                 used.append(payload := self._rank.give(i))
                 self._measured(i, lambda i: self._send(position, payload))
@@ -300,6 +298,12 @@ class Executor:
             else:
                 self._measured(i, self._compute)
         self._end(position)
+
+    def _add_received(self, i: Instruction) -> None:
+        """Add the parts that have come to the sum that ``i`` uses."""
+        # In the order of the program: messages arrive in any, and floating-point sums depend on it.
+        for position, part in sorted(self._received.pop((i.stage, i.step), ())):
+            self._rank.take(self._order[position], part)
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
