@@ -110,7 +110,7 @@ def test_one_rank_reads_alone(found, rule):
 
 @pytest.mark.parametrize("way", ["wrapper", "module"])
 def test_clipping_by_the_norm_of_the_model(found, way):
-    """Where a rank has all gradients in time: under DP every rank, under CDP-v1 the updating one."""
+    """Where a rank has all gradients in time: under DP each, under CDP-v1 the updating one."""
     of_ddp, norms, _ = found[0]["clipped"][None][way]
     for of_rank in found:
         ours, our_norms, n_warned = of_rank["clipped"]["dp"][way]

@@ -190,13 +190,3 @@ def leaves_a_step_out():
         models.residual(), optimizer=conform.sgd, rule="cdp_v1", world=join(timeout=3)
     )
     return train(net, models.make_batches(2, 3 - net.world.rank)).state_dict()
-
-
-def saves_on_one_rank():
-    net = CyclicDataParallel(
-        models.residual(), optimizer=conform.sgd, rule="cdp_v1", world=join(timeout=3)
-    )
-    for batch in models.make_batches(2, 3):
-        train(net, [batch])
-        if net.world.rank == 0:
-            net.state_dict()

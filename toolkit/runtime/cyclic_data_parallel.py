@@ -42,7 +42,7 @@ from toolkit.runtime.watched_module import watch
 from toolkit.schedule import Kind, Op, Schedule, catalog
 from toolkit.schedule.plain_values import build
 
-_TIMEOUT = 30.0  # seconds; a rank's own code, such as saving a file, may take a while
+_TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
 
