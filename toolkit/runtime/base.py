@@ -319,7 +319,7 @@ class Runtime(ABC):
                 before, newest = known[self.steps_done - 1], known[self.steps_done]
                 found |= {k: torch.lerp(before[k], x, 2.0) for k, x in newest.items()}
         if self.world:
-            for part in self.world.gather({k: x.cpu() for k, x in found.items()}):
+            for part in self.world.gather({k: x.cpu() for k, x in found.items()}, "weights"):
                 found = {k: x.to(self._device) for k, x in part.items()} | found
         return found
 
@@ -356,7 +356,7 @@ class Runtime(ABC):
         part = self._part()
         if not self.world:
             return joined([copy.deepcopy(part)])
-        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part)))
+        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part), "states"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, taken by any runtime. Every rank calls it.

@@ -339,7 +339,9 @@ class Distributed(OnRanks):
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
-        return Measurements(self.course, self.world.gather(self._meter.record), self._stage_bytes)
+        return Measurements(
+            self.course, self.world.gather(self._meter.record, "measurements"), self._stage_bytes
+        )
 
     def time_costs(self, n_steps: int) -> None:
         """Time the ops of the next ``n_steps``."""
@@ -349,7 +351,7 @@ class Distributed(OnRanks):
         """Return costs just measured; see :meth:`Runtime.costs`."""
         self._check_ended()
         mine = self._stopwatch.medians() if self._stopwatch else {}
-        measured = self.world.gather(mine)
+        measured = self.world.gather(mine, "times of ops")
         if not all(measured):
             raise UserError("no op was timed: call time_costs(n_steps), then train")
         mean = sum(self._stage_bytes) / len(self._stage_bytes)
@@ -395,7 +397,9 @@ class Distributed(OnRanks):
 
         ``source`` has batches on which the loss can be tried.
         """
-        seen = next(found for found in self.world.gather(shape) if found is not None)
+        seen = next(
+            found for found in self.world.gather(shape, "shapes of inputs") if found is not None
+        )
         if seen in self._layouts:
             return self._layouts[seen]
         inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
@@ -425,7 +429,7 @@ class Distributed(OnRanks):
             outputs = _zeros(layouts.activations[-1], self.world.device)
             with torch.no_grad(), kept_generators(share[0]):
                 counted = self._loss(tuple(outputs.values()), targets).count is not None
-        return any(self.world.gather(counted))
+        return any(self.world.gather(counted, "kinds of loss"))
 
 
 def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:

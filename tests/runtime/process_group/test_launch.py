@@ -146,6 +146,16 @@ def test_the_watch_names_the_reason(fail, match):
         launch(function, 2)
 
 
+def test_ranks_that_exchange_different_things_say_so():
+    def function():
+        here = world.join()
+        with pytest.raises(UserError, match="states.*weights|weights.*states"):
+            here.gather(here.rank, "states" if here.rank else "weights")
+        return here.gather(here.rank, "states")
+
+    assert launch(function, 2) == [[0, 1]] * 2
+
+
 def test_an_interrupt_leaves_no_process():
     pids = {}
 

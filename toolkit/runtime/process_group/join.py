@@ -168,12 +168,26 @@ class World:
             dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, ``[rank]``, on every rank. Every rank calls it."""
-        found: list[Any] = [None] * self.size
-        with self.watch.waiting("results of all ranks", range(self.size)):
-            dist.all_gather_object(found, value, group=self.objects)
-        return found
+    def gather(self, value: Any, what: str = "results") -> list[Any]:
+        """Return every rank's ``value``, ``[rank]``, on every rank. Every rank calls it.
+
+        Args:
+            value: an object that can be pickled.
+            what: what it is, the same on every rank.
+
+        Raises:
+            UserError: ranks have called it for different things.
+        """
+        gathered: list[Any] = [None] * self.size
+        with self.watch.waiting(f"{what} of all ranks", range(self.size)):
+            dist.all_gather_object(gathered, (what, value), group=self.objects)
+        others = [rank for rank, (theirs, _) in enumerate(gathered) if theirs != what]
+        if others:
+            raise UserError(
+                f"rank {self.rank} exchanges {what} and rank {others[0]} exchanges"
+                f" {gathered[others[0]][0]}: make the same calls on every rank, in the same order"
+            )
+        return [theirs for _, theirs in gathered]
 
     def relay(self, value: Any, ranks: Sequence[int]) -> Any:
         """Hand ``value`` of the first of ``ranks`` on from each to the next; return it on all.
@@ -217,7 +231,7 @@ class World:
             check()
         except ValueError as error:
             fault = str(error)
-        if faults := list(filter(None, self.gather(fault))):
+        if faults := list(filter(None, self.gather(fault, "agreement"))):
             raise UserError(faults[0])
 
     def part(self, n_ranks: int) -> "World | None":
