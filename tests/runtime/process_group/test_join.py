@@ -86,6 +86,10 @@ def joined(monkeypatch, gpus, backend, **environment):
         calls.append(("group", backend))
         return f"group of {backend}"
 
+    def all_gather_object(gathered, value, group):
+        calls.append(group)
+        gathered[:] = [value] * len(gathered)
+
     monkeypatch.setattr(world, "_joined", None)
     monkeypatch.setattr(world, "_meet", lambda *_: store)
     monkeypatch.setattr(world, "Watch", lambda *_: WATCH)
@@ -93,7 +97,7 @@ def joined(monkeypatch, gpus, backend, **environment):
         "cuda.set_device": calls.append,
         "distributed.init_process_group": lambda name, **_: calls.append(name),
         "distributed.new_group": new_group,
-        "distributed.all_gather_object": lambda found, value, group: calls.append(group),
+        "distributed.all_gather_object": all_gather_object,
     }.items():
         monkeypatch.setattr(f"torch.{name}", fake)
     return world.join(backend=backend), calls
