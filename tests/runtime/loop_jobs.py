@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from toolkit.errors import UserError
+from toolkit.model import partition
 from toolkit.runtime import CyclicDataParallel, join, prepare
 
 STEPS = 8
@@ -454,6 +455,12 @@ def refusals():
     refuse(lambda: wrapped("dp", device_ids=[0]))
     refuse(lambda: wrapped("dp", lambda model: SGD(net().parameters(), lr=0.1)))
     refuse(lambda: model.backward(torch.zeros(()), 1))
+    stages = partition(inner := net(), 2, x)
+    model, optimizer = wrapped("dp", model=inner, stages=stages)
+    train_step(model, optimizer, 0)
+    model.synchronize()
+    model.module.scale = 0.5
+    refuse(lambda: train_step(model, optimizer, 1))
     return refused
 
 

@@ -169,3 +169,32 @@ def test_the_first_in_the_program_begins_first():
     found = begun(flow)
     assert found == sorted(found)
     assert len(found) > 1
+
+
+def test_updates_wait_for_their_limit():
+    """Those of a step, whatever their sums; other instructions do not wait."""
+    instructions = [op(Action.UPDATE)._replace(step=step) for step in (0, 1)]
+    flow = Dataflow(
+        [*instructions, summed(Action.ALL_REDUCE, 0, 1)], 0, ordered=False, update_limit=-1
+    )
+    flow.open(3)
+    assert begun(flow) == [2]
+    flow.raise_update_limit(0)
+    assert begun(flow) == [0]
+    flow.raise_update_limit(1)
+    assert begun(flow) == [1]
+
+
+def test_sums_open_with_what_others_still_need():
+    """Up to the last gradient or update of the step; and weights of earlier steps."""
+    order = [
+        op(),
+        weights(Action.SEND, 1, version=1),  # that step 1 reads
+        summed(Action.SEND, 1)._replace(step=1),
+        weights(Action.SEND, 1, stage=1, version=2),  # that step 2 reads
+    ]
+    flow = Dataflow(order, 0, ordered=False)
+    flow.open_sums(0)
+    assert begun(flow) == []
+    flow.open_sums(1)
+    assert begun(flow) == [1, 2]

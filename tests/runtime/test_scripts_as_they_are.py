@@ -150,6 +150,7 @@ def test_refusals(found):
             "device_ids",
             "optimizer",
             "backward(loss, count)",
+            "model",
         ]
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from inspect import signature
 from itertools import repeat
 from typing import Any, cast
 
@@ -19,54 +18,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import UserError
 from toolkit.model import Stages, partition
 from toolkit.model.analysis import differentiable
 from toolkit.model.by_hand import Chain
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed, Pause
+from toolkit.runtime.loop_arguments import (
+    arguments_by_name,
+    finished_optimizer,
+    schedule_of_rule,
+    take_arguments_of_ddp,
+)
+from toolkit.runtime.loop_settings import LoopSettings
 from toolkit.runtime.losses import SUM_SCALE, LossValue, as_count
-from toolkit.runtime.model_changes import changed, traits
+from toolkit.runtime.model_changes import traits
 from toolkit.runtime.pending_gradients import PendingGradient
 from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.process_group.peer_requests import PeerRequests
 from toolkit.runtime.stage import Values
-from toolkit.runtime.stage_optimizers import StageOptimizers, on_cpu, options_of
+from toolkit.runtime.stage_optimizers import StageOptimizers, on_cpu
 from toolkit.runtime.state import joined
-from toolkit.runtime.step_optimizer import Clip, FollowsSettings, Settings, StepOptimizer
+from toolkit.runtime.step_optimizer import FollowsSettings, StepOptimizer
 from toolkit.runtime.step_options import allows_whole_steps
 from toolkit.runtime.training_state import TrainingState
 from toolkit.runtime.uneven_inputs import UnevenInputs
-from toolkit.runtime.updater import MakeOptimizer, takes_names
+from toolkit.runtime.updater import MakeOptimizer
 from toolkit.runtime.watched_module import watch
-from toolkit.schedule import Kind, Op, Schedule, catalog
-from toolkit.schedule.plain_values import build
+from toolkit.schedule import Schedule
 
 _TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while
-
-_RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
-
-_WITHOUT_MEANING = (
-    "bucket_cap_mb",
-    "broadcast_buffers",
-    "find_unused_parameters",
-    "forward_sync_buffers",
-    "gradient_as_bucket_view",
-    "init_sync",
-    "output_device",
-    "static_graph",
-)
-"""Arguments of DistributedDataParallel that change nothing here.
-
-Messages are whole stages, a weight may go without a gradient, and buffers are averaged.
-"""
-
-_ELSEWHERE = {
-    "process_group": "give world=, of toolkit.runtime.join()",
-    "device_mesh": "give world=, of toolkit.runtime.join()",
-    "mixed_precision": "give options=StepOptions(precision='bf16'), or use torch.autocast",
-}
-"""Where else to say what other arguments of DistributedDataParallel say."""
 
 
 def prepare(
@@ -166,11 +147,11 @@ class CyclicDataParallel(nn.Module):
             model, stages = Chain(*model), len(model)
         if isinstance(model, CyclicDataParallel) or not isinstance(model, nn.Module):
             raise UserError(f"model: got a {type(model).__name__}; expected a module to train")
-        _take_arguments_of_ddp(options, model)
+        take_arguments_of_ddp(options, model)
         on = {parameter.device.type for parameter in model.parameters()}
         self.world = world or join(device="cpu" if on <= {"cpu"} else "auto", timeout=_TIMEOUT)
         self.module = model
-        finished = _finished(optimizer, model)
+        finished = finished_optimizer(optimizer, model)
         self._optimizers = StageOptimizers(finished, model)
         if stages is None and not isinstance(rule, Schedule) and self._optimizers.couples():
             stages = 1
@@ -179,16 +160,13 @@ class CyclicDataParallel(nn.Module):
                 " stays one stage; with stages= each stage gets steps of its own"
             )
         taken = {k: options.pop(k) for k in [*options] if k not in Distributed.__dataclass_fields__}
-        self.schedule = _schedule(rule, stages, self.world.size, accumulate, taken)
+        self.schedule = schedule_of_rule(rule, stages, self.world.size, accumulate, taken)
         self._stages, self._options, self._counted = stages, options, counted
         # Whether an op of another rank may read an update before this rank's step ends.
         self._updates_follow_sums = not allows_whole_steps(self.schedule)
         self.optimizer = StepOptimizer(self, finished)
-        self._known: dict[int, Settings] = {}  # by step
-        self._base = self._loop_options()  # options that the stages' optimizers have
-        self._followed: set[tuple[int, str]] = set()  # (group, option) that the loop has changed
-        self._clip: Clip | None = None  # that the loop has asked for in the current or last step
-        self._loop_clips = False  # or has had the parameters for
+        self._settings = LoopSettings(self.optimizer)
+        self._loop_clips = False  # or has had the parameters for it
         self._runtime: Distributed | None = None
         self._requests: PeerRequests | None = None
         self._pauses: Generator[Pause, bool | None, None] | None = None
@@ -220,7 +198,7 @@ class CyclicDataParallel(nn.Module):
             with self._inside():
                 return self.module(*args, **kwargs)
         self._check("forward", "model(x)")
-        given = _by_name(self.module.forward, *args, **kwargs) if kwargs else args
+        given = arguments_by_name(self.module.forward, *args, **kwargs) if kwargs else args
         inputs = tensors_of(given)
         if any(tensor.requires_grad for tensor in inputs):
             raise UserError("an input requires a gradient: make what computes it part of the model")
@@ -239,20 +217,23 @@ class CyclicDataParallel(nn.Module):
 
     def _begin_step(self, example: Any, form: Any) -> None:
         """Prepare the first pass of a training step."""
-        if self._runtime is not None and changed(self._traits, traits(self.module)):
+        if self._runtime is not None and self._traits != traits(self.module):
             # What the loop has changed, such as a frozen layer or a rate of dropout, is in no graph
             # of before. Every rank runs the same script, so all come here at this step.
+            if isinstance(self._stages, Stages):
+                raise UserError(
+                    "model: got a change, such as of a mode or an attribute, after it was"
+                    " partitioned; expected none. Give the number of stages in place of stages"
+                )
             self._saved = self._training_state()
             self._stop()
-            if not isinstance(self._stages, Stages):
-                self._form = None
         if self._runtime is None:
             self._runtime, self._form = self._start(example), form
         self.world.use(self, self._end_messages)
         self._show_training()
         self._note_settings()
         if self._uneven is not None:
-            self._uneven.begin(self.steps_done, self._known[self.steps_done])
+            self._uneven.begin(self.steps_done, self._settings.of_steps[self.steps_done])
 
     def _start(self, example: Any) -> Distributed:
         stages, model = self._stages, self.module
@@ -262,14 +243,14 @@ class CyclicDataParallel(nn.Module):
             # Ranks run each micro-batch by itself, so the model may mix its samples.
             stages = partition(parts, self.schedule.n_stages, example, by=by, check=False)
         if self._saved is None:
-            self._base = self._loop_options()
+            self._settings.note_base()
         self._optimizers.note_options()
         runtime = Distributed(
             stages,
             self.schedule,
             self._optimizers.make,
             _not_called,
-            lr_scheduler=lambda made: cast(Any, FollowsSettings(made, self._known)),
+            lr_scheduler=lambda made: cast(Any, FollowsSettings(made, self._settings.of_steps)),
             world=self.world,
             **self._options,
         )
@@ -287,6 +268,13 @@ class CyclicDataParallel(nn.Module):
         watch(model, self)
         self._traits = traits(model)
         return runtime
+
+    def _note_settings(self) -> None:
+        """Note what the loop has set for the update of the training step that begins."""
+        oldest = self.steps_done - self.schedule.max_staleness - 3  # no update reads those before
+        self._settings.note(
+            self.steps_done, oldest=oldest, clips_as_before=self._updates_follow_sums
+        )
 
     def _go_on(self) -> Pause:
         """Carry out the program to the end of a pass's forward, or of its backward."""
@@ -352,7 +340,7 @@ class CyclicDataParallel(nn.Module):
         assert self._runtime is not None
         step = self.steps_done
         if self._runtime.updates_wait:
-            self._known[step] = replace(self._known[step], clip=self._clip)
+            self._settings.clip_update(step)
         if self._updates_follow_sums:
             self._runtime.updates_wait = False
         self._runtime.allow_updates(step)
@@ -419,7 +407,7 @@ class CyclicDataParallel(nn.Module):
                         " ended does not; expected options=StepOptions(clip=...)"
                     )
                 self._show_training()
-                self._known[self.steps_done] = settings
+                self._settings.of_steps[self.steps_done] = settings
                 for _ in range(self.schedule.accumulate):
                     self._pass_zeros()
         finally:
@@ -449,36 +437,7 @@ class CyclicDataParallel(nn.Module):
     def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
         """Never called: losses are the caller's."""
 
-    # The loop's settings.
-
-    def _loop_options(self) -> list[dict[str, Any]]:
-        return [options_of(group) for group in self.optimizer.param_groups]
-
-    def _note_settings(self) -> None:
-        """Note what the loop has set for the update of the training step that begins."""
-        step = self.steps_done
-        options = self._follow_options()
-        followed = [
-            {name: value for name, value in of_group.items() if (k, name) in self._followed}
-            for k, of_group in enumerate(options)
-        ]
-        # Where updates may precede the end of this rank's step, the last step's clipping counts.
-        self._known[step] = Settings(followed, self._clip if self._updates_follow_sums else None)
-        self._clip = None
-        self._known.pop(step - self.schedule.max_staleness - 3, None)  # no update reads it again
-
-    def _follow_options(self) -> list[dict[str, Any]]:
-        """Return the loop's options, and note which of them it has changed."""
-        options = self._loop_options()
-        for k, (now, before) in enumerate(zip(options, self._base, strict=True)):
-            for name, value in now.items():
-                if name not in before or _differ(before[name], value):
-                    self._followed.add((k, name))
-        self._base = options
-        return options
-
-    def _note_clip(self, clip: Clip) -> None:
-        self._clip = clip
+    # Gradients.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; between training steps with the newest weights.
@@ -537,7 +496,7 @@ class CyclicDataParallel(nn.Module):
         empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         twin = nn.Parameter(empty.expand(shape), requires_grad=parameter.requires_grad)
         if twin.requires_grad:
-            twin.grad = PendingGradient.like(twin, self._note_clip)
+            twin.grad = PendingGradient.like(twin, self._settings.note_clip)
         return twin
 
     def _warn(self, message: str) -> None:
@@ -676,10 +635,10 @@ class CyclicDataParallel(nn.Module):
         """
         of_parameters, options = self._optimizers.from_torch(state)
         self._stop()
-        self._known.clear()
+        self._settings.of_steps.clear()
         if "cyclic" in state:
             self._saved = TrainingState.of_saved(of_parameters, state["cyclic"])
-            self._known.update(self._saved.settings)
+            self._settings.of_steps.update(self._saved.settings)
             self.steps_done = self._saved.steps_done
         else:
             self._saved = None
@@ -688,17 +647,15 @@ class CyclicDataParallel(nn.Module):
 
     def options_loaded(self) -> None:
         """Follow the options that the saved loop had changed; stages have the others."""
-        self._base = self._loop_options()
-        self._followed = {*(self._saved.followed if self._saved is not None else ())}
+        self._settings.note_base(self._saved.followed if self._saved is not None else ())
 
     def parameter_groups_changed(self) -> None:
         """Train by the parameter groups that the optimizer has now. Every rank calls it."""
-        self._base += self._loop_options()[len(self._base) :]
+        self._settings.extend_base()
         if self._runtime is not None:
             self._saved = self._training_state()
             self._stop()
         self._optimizers = StageOptimizers(self._optimizers.optimizer, self.module)
-        self._base = self._loop_options()
 
     def _training_state(self) -> TrainingState:
         """Return the state of all ranks after the last step. A rank may call it alone."""
@@ -713,9 +670,12 @@ class CyclicDataParallel(nn.Module):
             for owner in sorted({*self.schedule.owners, 0} - {self.world.rank}):
                 parts.append(self._requests.ask(owner, "state", self.steps_done))
         of_stages = joined(on_cpu(parts))
-        self._follow_options()
         return TrainingState.of_stages(
-            of_stages, self._runtime.trained, self._optimizers, self._known, self._followed
+            of_stages,
+            self._runtime.trained,
+            self._optimizers,
+            self._settings.of_steps,
+            self._settings.changed_options(),
         )
 
     def _stop(self) -> None:
@@ -762,84 +722,6 @@ class _Seam(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.model.run_backward(ctx.pause, gradients)
         return (None,) * (3 + len(gradients))
-
-
-def _finished(optimizer: MakeOptimizer | Optimizer, model: nn.Module) -> Any:
-    """Return an optimizer of the whole model."""
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        return optimizer
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return optimizer(trained if takes_names(optimizer) else [p for _, p in trained])
-
-
-def _take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
-    """Take out arguments of DistributedDataParallel; refuse those that would change something."""
-    for name in _WITHOUT_MEANING:
-        options.pop(name, None)
-    device_ids = options.pop("device_ids", None) or []
-    devices = {parameter.device for parameter in model.parameters()}
-    chosen = {_device(number) for number in device_ids}
-    if chosen and chosen != devices:
-        raise UserError(
-            f"device_ids: got {device_ids}; expected the device of the model,"
-            f" {', '.join(map(str, devices))}. Move it first, by model.to(device)"
-        )
-    for name, way_out in _ELSEWHERE.items():
-        if options.pop(name, None) is not None:
-            raise UserError(f"{name}: an argument of DistributedDataParallel only; {way_out}")
-
-
-def _device(number: Any) -> torch.device:
-    """Return the device of an entry of DDP's ``device_ids``."""
-    return torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
-
-
-def _differ(before: Any, now: Any) -> bool:
-    if isinstance(before, Tensor) or isinstance(now, Tensor):
-        return before is not now or bool((torch.as_tensor(before) != torch.as_tensor(now)).any())
-    return bool(before != now)
-
-
-def _by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return all arguments of a call by name, as ``partition`` takes them."""
-    found = signature(function).bind(*args, **kwargs)
-    others = [p.name for p in found.signature.parameters.values() if p.kind == p.VAR_KEYWORD]
-    given = dict(found.arguments)
-    rest = given.pop(others[0], {}) if others else {}
-    return given | rest
-
-
-def _schedule(
-    rule: str | Schedule,
-    stages: int | Stages | Sequence[str] | None,
-    n_ranks: int,
-    accumulate: int,
-    options: Mapping[str, Any],
-) -> Schedule:
-    if isinstance(rule, Schedule):
-        if options:
-            raise UserError(f"unknown argument {next(iter(options))!r}, as rule is a schedule")
-        schedule = rule
-    else:
-        n = len(stages) if isinstance(stages, Stages) else stages
-        n = n if isinstance(n, int) else n_ranks if n is None else len(n) + 1
-        sizes = {"n": n_ranks, "n_stages": n, "accumulate": accumulate}
-        check_choice("rule", rule, _RULES)
-        schedule = build(rule, **sizes, **options)
-    if schedule.n_ranks != n_ranks or not schedule.layout.has_whole_models:
-        raise UserError(
-            f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with"
-            f" {'the whole model' if schedule.layout.has_whole_models else 'a part of the model'};"
-            f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
-        )
-    timing, n = schedule.timing, schedule.n_workers
-    for m in range(n, schedule.n_microbatches):
-        if timing.starts[Op(Kind.FORWARD, 0, m)] < timing.gradient_end(0, m - n):
-            raise UserError(
-                f"rule: {schedule.name} begins micro-batch {m} before the backward of micro-batch"
-                f" {m - n}; a loop's passes follow one another. Use accumulate=1"
-            )
-    return schedule
 
 
 def _not_called(outputs: Tensor, targets: Tensor) -> Tensor:

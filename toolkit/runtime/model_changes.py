@@ -1,49 +1,41 @@
 """What a loop changes on a model after it has been traced."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_REGISTERS = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def traits(model: nn.Module) -> dict[str, Any]:
-    """Return what a graph of ``model`` depends on beside the values of its tensors, by name.
+def traits(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what a graph of ``model`` depends on beside the values of its tensors.
 
     These are modes, plain attributes such as ``p`` of a dropout, numbers of hooks, which tensors
-    are its parameters and buffers, and which of them need gradients. It takes about a millisecond
-    for a ResNet-50.
+    are its parameters and buffers, and which of them need gradients. Two are equal if nothing of
+    that has changed. For a ResNet-50 it takes 1 to 2 ms.
+
+    Returns:
+        By the name of each module, its traits by name.
     """
-    found: dict[str, Any] = {}
+    of_modules = {}
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, value in vars(module).items():
+        attributes = vars(module)
+        of_module: dict[str, Any] = {}
+        for name, value in attributes.items():
             if type(value) in _PLAIN or (type(value) is tuple and _is_plain(value)):
-                found[prefix + name] = value
+                of_module[name] = value
         for hooks in _HOOKS:
-            if registered := len(vars(module)[hooks]):
-                found[f"{prefix}{hooks.strip('_')}"] = f"{registered} hooks"
-        for name, buffer in module._buffers.items():
-            found[f"{prefix}{name} (buffer)"] = id(buffer)
+            of_module[hooks] = len(attributes[hooks])
         for name, parameter in module._parameters.items():
-            needs_gradient = None if parameter is None else parameter.requires_grad
-            found[f"{prefix}{name}.requires_grad"] = needs_gradient
-            found[f"{prefix}{name} (parameter)"] = id(parameter)
-        for name, child in module._modules.items():
-            found[f"{prefix}{name} (module)"] = id(child)
-    return found
+            if parameter is not None:
+                of_module[name] = id(parameter), parameter.requires_grad
+        for register in (module._buffers, module._modules):
+            for name, value in register.items():
+                of_module[name] = id(value)
+        of_modules[path] = of_module
+    return of_modules
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
     return all(type(value) in _PLAIN for value in values)
-
-
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ."""
-    if before == after:
-        return []
-    names = dict.fromkeys([*before, *after])
-    return [name for name in names if before.get(name, names) != after.get(name, names)]

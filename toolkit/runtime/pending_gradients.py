@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from toolkit.errors import UserError
 from toolkit.runtime.step_optimizer import Clip
 
-_NORMS = ("vector_norm", "_foreach_norm", "norm")
 _DIVIDED_INTO_A_NUMBER = ("__rtruediv__", "__rdiv__")
 _PRODUCTS = ("mul_", "_foreach_mul_")
 _CHECKS = ("isnan", "isinf", "isfinite", "logical_or", "logical_not")
@@ -76,7 +75,7 @@ class PendingGradient(Tensor):
             output.note, output.norm_type = first.note, first.norm_type
             output.max_norm = first.max_norm
             output.checks = name in _CHECKS
-            if name in _NORMS and len(args) > 1:
+            if name.endswith("norm") and len(args) > 1:
                 output.norm_type = float(args[1])
             if name in _DIVIDED_INTO_A_NUMBER:
                 output.max_norm = float(args[1])

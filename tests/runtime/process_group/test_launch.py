@@ -149,7 +149,7 @@ def test_the_watch_names_the_reason(fail, match):
 def test_ranks_that_exchange_different_things_say_so():
     def function():
         here = world.join()
-        with pytest.raises(UserError, match="states.*weights|weights.*states"):
+        with pytest.raises(UserError, match=r"states.*weights|weights.*states"):
             here.gather(here.rank, "states" if here.rank else "weights")
         return here.gather(here.rank, "states")
 

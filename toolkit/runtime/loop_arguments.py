@@ -1,0 +1,123 @@
+"""Arguments of a wrapped training: of torch's DistributedDataParallel, a rule, an optimizer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from toolkit.errors import UserError, check_choice
+from toolkit.model import Stages
+from toolkit.runtime.updater import MakeOptimizer, takes_names
+from toolkit.schedule import Kind, Op, Schedule, catalog
+from toolkit.schedule.plain_values import build
+
+_RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
+
+_WITHOUT_MEANING = (
+    "bucket_cap_mb",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "output_device",
+    "static_graph",
+)
+"""Arguments of DistributedDataParallel that change nothing here.
+
+Messages are whole stages, a weight may go without a gradient, and buffers are averaged.
+"""
+
+_ELSEWHERE = {
+    "process_group": "give world=, of toolkit.runtime.join()",
+    "device_mesh": "give world=, of toolkit.runtime.join()",
+    "mixed_precision": "give options=StepOptions(precision='bf16'), or use torch.autocast",
+}
+"""Where else to say what other arguments of DistributedDataParallel say."""
+
+
+def finished_optimizer(optimizer: MakeOptimizer | Optimizer, model: nn.Module) -> Any:
+    """Return an optimizer of the whole model."""
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return optimizer
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return optimizer(trained if takes_names(optimizer) else [p for _, p in trained])
+
+
+def take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
+    """Take out arguments of DistributedDataParallel; refuse those that would change something."""
+    for name in _WITHOUT_MEANING:
+        options.pop(name, None)
+    device_ids = options.pop("device_ids", None) or []
+    devices = {parameter.device for parameter in model.parameters()}
+    chosen = {_device(number) for number in device_ids}
+    if chosen and chosen != devices:
+        raise UserError(
+            f"device_ids: got {device_ids}; expected the device of the model,"
+            f" {', '.join(map(str, devices))}. Move it first, by model.to(device)"
+        )
+    for name, way_out in _ELSEWHERE.items():
+        if options.pop(name, None) is not None:
+            raise UserError(f"{name}: an argument of DistributedDataParallel only; {way_out}")
+
+
+def _device(number: Any) -> torch.device:
+    """Return the device of an entry of DDP's ``device_ids``."""
+    return torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
+
+
+def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of a call by name, as ``partition`` takes them."""
+    found = signature(function).bind(*args, **kwargs)
+    others = [p.name for p in found.signature.parameters.values() if p.kind == p.VAR_KEYWORD]
+    given = dict(found.arguments)
+    rest = given.pop(others[0], {}) if others else {}
+    return given | rest
+
+
+def schedule_of_rule(
+    rule: str | Schedule,
+    stages: int | Stages | Sequence[str] | None,
+    n_ranks: int,
+    accumulate: int,
+    options: Mapping[str, Any],
+) -> Schedule:
+    """Return the schedule of a rule, for passes that follow one another on each rank.
+
+    Args:
+        rule: a method's name, or a schedule.
+        stages: number of stages, stages, or the names that begin the later ones; None: as ranks.
+        n_ranks: number of ranks.
+        accumulate: passes of each rank in a training step.
+        options: further arguments of the method.
+
+    Raises:
+        UserError: they do not fit, or a rank would not have the whole model.
+    """
+    if isinstance(rule, Schedule):
+        if options:
+            raise UserError(f"unknown argument {next(iter(options))!r}, as rule is a schedule")
+        schedule = rule
+    else:
+        n = len(stages) if isinstance(stages, Stages) else stages
+        n = n if isinstance(n, int) else n_ranks if n is None else len(n) + 1
+        sizes = {"n": n_ranks, "n_stages": n, "accumulate": accumulate}
+        check_choice("rule", rule, _RULES)
+        schedule = build(rule, **sizes, **options)
+    if schedule.n_ranks != n_ranks or not schedule.layout.has_whole_models:
+        raise UserError(
+            f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with"
+            f" {'the whole model' if schedule.layout.has_whole_models else 'a part of the model'};"
+            f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
+        )
+    timing, n = schedule.timing, schedule.n_workers
+    for m in range(n, schedule.n_microbatches):
+        if timing.starts[Op(Kind.FORWARD, 0, m)] < timing.gradient_end(0, m - n):
+            raise UserError(
+                f"rule: {schedule.name} begins micro-batch {m} before the backward of micro-batch"
+                f" {m - n}; a loop's passes follow one another. Use accumulate=1"
+            )
+    return schedule

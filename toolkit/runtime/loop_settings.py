@@ -1,0 +1,92 @@
+"""What a loop sets on its optimizer and gradients, noted for the updates of stages."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from toolkit.runtime.stage_optimizers import Options, options_of
+from toolkit.runtime.step_optimizer import Clip, Settings
+
+
+class LoopSettings:
+    """Follows the options of a loop's optimizer, and its clipping, step by step.
+
+    Only options that the loop has changed are handed to the optimizers of stages. Optimizers that
+    count in their options would be set back by the others.
+
+    Args:
+        optimizer: that of the loop.
+
+    Attributes:
+        of_steps: the settings of recent training steps, by step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.of_steps: dict[int, Settings] = {}
+        self._optimizer = optimizer
+        self._base: list[Options] = []  # options as they were last looked at
+        self._followed: set[tuple[int, str]] = set()  # (group, name) of those that have changed
+        self._clip: Clip | None = None  # of the step that is under way
+        self.note_base()
+
+    def note_base(self, followed: Iterable[tuple[int, str]] = ()) -> None:
+        """Take the options of now for those that stages have, but for the ``followed`` ones."""
+        self._base = self._options()
+        self._followed = {*followed}
+
+    def extend_base(self) -> None:
+        """Note the options of parameter groups that have been added."""
+        self._base += self._options()[len(self._base) :]
+
+    def changed_options(self) -> frozenset[tuple[int, str]]:
+        """Return the options that the loop has ever changed, as (parameter group, name)."""
+        options = self._options()
+        for group, (now, before) in enumerate(zip(options, self._base, strict=True)):
+            for name, value in now.items():
+                if name not in before or _differ(before[name], value):
+                    self._followed.add((group, name))
+        self._base = options
+        return frozenset(self._followed)
+
+    def note(self, step: int, *, oldest: int, clips_as_before: bool) -> None:
+        """Note the settings of ``step``, which begins; forget those before ``oldest``.
+
+        Args:
+            step: the training step.
+            oldest: first step whose settings are still read.
+            clips_as_before: whether the clipping of the step before counts, since updates may
+                precede the loop's call.
+        """
+        followed = self.changed_options()
+        options = [
+            {name: value for name, value in of_group.items() if (group, name) in followed}
+            for group, of_group in enumerate(self._base)
+        ]
+        self.of_steps[step] = Settings(options, self._clip if clips_as_before else None)
+        self._clip = None
+        for earlier in [known for known in self.of_steps if known < oldest]:
+            del self.of_steps[earlier]
+
+    def note_clip(self, clip: Clip) -> None:
+        """Note that the loop clips in the step under way."""
+        self._clip = clip
+
+    def clip_update(self, step: int) -> None:
+        """Let the update of ``step`` clip as the loop has asked for in that step."""
+        self.of_steps[step] = replace(self.of_steps[step], clip=self._clip)
+
+    def _options(self) -> list[Options]:
+        # A rate may be a tensor that is changed in place.
+        groups = [options_of(group) for group in self._optimizer.param_groups]
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
+
+
+def _differ(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return not torch.equal(torch.as_tensor(before), torch.as_tensor(now))
+    return bool(before != now)
