@@ -7,13 +7,17 @@ by the total::
     theta_{t+1} = optimizer(theta_t, sum_m grad sum_m / sum_m count_m)
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from toolkit.errors import UserError
 from toolkit.model.structure import Results
@@ -59,6 +63,8 @@ class LossValue:
         return self.value * (SUM_SCALE * scale)
 
 
+_LOOKED_INTO = 64  # calls of a loss
+
 CheckedLoss = Callable[[Any, Tensor], LossValue]
 """From the tensors of the last stage, and targets."""
 
@@ -87,19 +93,60 @@ def as_count(count: Any, device: torch.device) -> Tensor:
     )
 
 
+class MeansOverSome(TorchFunctionMode):
+    """Finds torch's means over targets of which some are ignored.
+
+    Attributes:
+        seen: whether there has been one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look at a call of a function of torch, and make it."""
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            targets = args[1] if len(args) > 1 else kwargs.get("target")
+            if isinstance(targets, Tensor) and not targets.is_floating_point():
+                ignored = targets == kwargs.get("ignore_index", -100)
+                self.seen = self.seen or bool(ignored.any())
+        return func(*args, **kwargs)
+
+
 def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedLoss:
     """Return ``loss`` of the last stage's tensors, in the context in which stages compute.
 
     Its result is checked. A tensor that it does not use gets a gradient of zeros, so that a
-    parameter has a gradient in every runtime or in none.
+    parameter has a gradient in every runtime or in none. Means over some of the targets, which
+    weigh micro-batches wrongly, are warned of if they are among the first.
     """
     counted_before: bool | None = None
+    means = MeansOverSome()
+    n_calls = 0
 
     def checked(outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> LossValue:
-        nonlocal counted_before
+        nonlocal counted_before, n_calls
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
-        with options.autocast(tensors[0].device):
+        n_calls += 1
+        # To look into a call costs microseconds, and a GPU's wait: only the first are looked into.
+        looks = n_calls <= _LOOKED_INTO and not means.seen
+        with options.autocast(tensors[0].device), means if looks else nullcontext():
             result = loss(results.restore(tensors), targets)
+        if looks and means.seen:
+            warnings.warn(
+                "loss: got a mean over the targets that are not ignored, so a micro-batch with few"
+                " of them counts as much as one with many; return their sum and their number:"
+                ' (cross_entropy(..., reduction="sum"), (targets != -100).sum())',
+                stacklevel=2,
+            )
         counted = isinstance(result, tuple | list) and len(result) == 2
         value, count = result if counted else (result, None)
         if not isinstance(value, Tensor) or value.dim() != 0:
