@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.runtime import CyclicDataParallel, join, prepare
+from toolkit.runtime import CyclicDataParallel, distributed, join, prepare
 
 STEPS = 8
 
@@ -371,6 +372,25 @@ def alone(rule, **options):
     return seen, newest, final
 
 
+def alone_between_programs():
+    """Rank 0 reads at every other step, rank 1 evaluates once; programs are of two steps."""
+    found = {}
+    with mock.patch.multiple(distributed, _FIRST_WINDOW=16, _WINDOW=16):
+        for rule, options in (("cdp_v2", {}), ("cdp_v1", {"chains": "rotated"})):
+            model, optimizer = wrapped(rule, **options)
+            seen = {}
+            for step in range(7):
+                train_step(model, optimizer, step)
+                if dist.get_rank() == 0 and step % 2:
+                    seen[step] = parameters_of(model)
+                if dist.get_rank() == 1 and step == 4:
+                    model.eval()
+                    model.train()
+            found[rule] = seen
+            model.synchronize()
+    return found
+
+
 def _read(model, optimizer):
     """The weights of a model in several ways."""
     names = {name for name, _ in net().named_parameters()}
@@ -527,6 +547,7 @@ def two_processes():
         "optimizers": with_optimizers,
         "continued": continued,
         "of_ddp": of_ddp,
+        "between programs": alone_between_programs,
         "refusals": refusals,
         "uneven": lambda: {rule: uneven(rule) for rule in ("dp", "cdp_v1", "cdp_v2", None)},
         "resumed": lambda: {rule: resumed(rule) for rule in ("dp", "cdp_v1", "cdp_v2")},

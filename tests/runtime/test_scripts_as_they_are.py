@@ -108,6 +108,16 @@ def test_one_rank_reads_alone(found, rule):
     assert found[1]["alone"][rule][0] == []
 
 
+@pytest.mark.parametrize("rule", ["cdp_v1", "cdp_v2"])
+def test_one_rank_reads_alone_between_programs(found, rule):
+    """Others may wait for it at the start of the next one."""
+    expected = single(schedule_of(rule), 7)
+    seen = found[0]["between programs"][rule]
+    assert sorted(seen) == [1, 3, 5]
+    for step, weights in seen.items():
+        assert_same(weights, expected[step], 1e-10, 1e-12)
+
+
 @pytest.mark.parametrize("way", ["wrapper", "module"])
 def test_clipping_by_the_norm_of_the_model(found, way):
     """Where a rank has all gradients in time: under DP each, under CDP-v1 the updating one."""
