@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.structure import tensors_of
-from toolkit.runtime.losses import LossValue
+from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.stage import Values
 
 Batch = tuple[Any, Tensor]
@@ -258,8 +258,10 @@ class StepResult:
         Shape ``[]``. nan if this process has computed no loss, such as a rank that lacks the last
         stage.
         """
-        total, weight = self.loss_sum()
-        return (total / weight).to(self.losses.dtype)
+        if self.counts is None:
+            return self.losses.mean()
+        total, count = self.loss_sum()
+        return (total / nonzero(count)).to(self.losses.dtype)
 
     def loss_sum(self) -> Tensor:
         """Return the sum of the losses by their counts, and of the counts: float64, shape ``[2]``.
