@@ -215,7 +215,7 @@ def test_long_values_are_cut(tmp_path):
 
 def test_bug_keeps_its_traceback(monkeypatch, tmp_path):
     """Only a UserError is the user's mistake."""
-    monkeypatch.setattr("toolkit.training.training_run.partition", lambda *_: int("x"))
+    monkeypatch.setattr("toolkit.training.training_run.partition", lambda *_, **options: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         run("train", *TINY, f"hydra.run.dir={tmp_path}")
 

@@ -414,7 +414,8 @@ def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
 
 
 def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
-    names = more(["nanogpt"], installed_names())
+    # transformers' losses are in 32 bits, where another order of a sum may round otherwise.
+    names = more(["nanogpt"], ["tutorial", "nanogpt", "imagenet"])
     expected = ddp_runs(tmp_path / "ddp", 3, [(name, name) for name in names])
     for name in names:
         run_cdp(name, tmp_path / name, 3, rule="dp")

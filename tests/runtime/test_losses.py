@@ -164,3 +164,10 @@ def test_sums_and_means_do_not_mix():
     stages = token_losses.cut(token_losses.model(), schedule)
     with pytest.raises(UserError, match="mean"):
         SingleProcess(stages, schedule, sgd, either).step(*make_batches(2)[0])
+
+
+@pytest.mark.parametrize("schedule", [catalog.data_parallel(2), catalog.gpipe(2, 2)], ids=name_of)
+def test_a_count_that_receivers_do_not_expect_is_refused(schedule):
+    """Where the loss fails on the outputs of zeros by which they find out."""
+    with pytest.raises(UserError, match="outputs of zeros"):
+        launch(token_losses.fails_on_zeros, 2, schedule)

@@ -127,3 +127,13 @@ def by_controller(schedule):
             )
         ]
         return controller.module().state_dict(), torch.stack(results)
+
+
+def fails_on_zeros(schedule):
+    def loss(outputs, targets):
+        assert outputs.any()
+        return token_loss(outputs, targets)
+
+    stages = cut(model(), schedule)
+    runtime = Distributed(stages, schedule, sgd, loss, world=join())
+    return trained(runtime, schedule.n_microbatches)

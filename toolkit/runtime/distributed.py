@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, cast
@@ -419,7 +420,8 @@ class Distributed(OnRanks):
     def _is_counted(self, layouts: Layouts, source: BatchReader) -> bool:
         """Whether the loss returns a count, found by a call on outputs of zeros.
 
-        Receivers have to know it before the first message. Every rank calls it.
+        Receivers have to know it before the first message. A loss that fails on zeros counts as a
+        mean; if it is none, its first message is refused. Every rank calls it.
         """
         counted = False
         share = source.look()
@@ -427,7 +429,8 @@ class Distributed(OnRanks):
             n_microbatches = len(self._reads(self.steps_done))
             targets = share[1].chunk(n_microbatches)[0]
             outputs = _zeros(layouts.activations[-1], self.world.device)
-            with torch.no_grad(), kept_generators(share[0]):
+            # An error is raised again where the loss belongs: at a forward of the last stage.
+            with torch.no_grad(), kept_generators(share[0]), suppress(Exception):
                 counted = self._loss(tuple(outputs.values()), targets).count is not None
         return any(self.world.gather(counted, "kinds of loss"))
 

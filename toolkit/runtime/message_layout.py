@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.errors import UserError
 from toolkit.model.analysis import differentiable
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
@@ -147,7 +148,20 @@ class Layouts:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
         tensors = payload.tensors if isinstance(payload, GradientSum) else payload
         named = dict(enumerate(tensors)) if isinstance(tensors, tuple) else tensors
+        self._check_count(i, named)
         return self.of(i).pack(named, device)
+
+    def _check_count(self, i: Instruction, named: Mapping[Any, Any]) -> None:
+        """Raise UserError if a count of the loss would be left out of a message."""
+        if i.buffer == Buffer.GRADIENT:
+            lost = COUNT in named and all(x.place != COUNT for x in self.gradients[i.stage].parts)
+        else:
+            lost = i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
+        if lost:
+            raise UserError(
+                "loss: got a sum with a count, but an error for outputs of zeros; expected a sum"
+                " with a count for any outputs"
+            )
 
     def unpack(self, i: Instruction, flat: Tensor) -> Payload:
         """Return what instruction ``i`` received."""

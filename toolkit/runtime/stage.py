@@ -56,9 +56,9 @@ class StageRunner(Updater):
         self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
         self.one_by_one = one_by_one(self.compute)
-        self.passes_on: dict[int, int] = cast(Any, stage).meta[
-            "passes_on"
-        ]  # by output, the input that it is
+        self.passes_on: dict[int, int] = cast(Any, stage).meta.get(
+            "passes_on", {}
+        )  # by output, the input that it is
         self.buffers = list(self.compute.buffers())
         # To look for tied weights in each call takes a tenth of a small model's time.
         tied = len(list(self.compute.parameters())) < len(
