@@ -115,9 +115,12 @@ class MeansOverSome(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             targets = args[1] if len(args) > 1 else kwargs.get("target")
-            if isinstance(targets, Tensor) and not targets.is_floating_point():
-                ignored = targets == kwargs.get("ignore_index", -100)
-                self.seen = self.seen or bool(ignored.any())
+            # Only on the CPU: on a GPU the look would wait for the device.
+            on_cpu = isinstance(targets, Tensor) and targets.device.type == "cpu"
+            if isinstance(targets, Tensor) and on_cpu and not targets.is_floating_point():
+                with torch._C.DisableTorchFunction():
+                    classes = targets.detach().numpy()
+                self.seen = self.seen or bool((classes == kwargs.get("ignore_index", -100)).any())
         return func(*args, **kwargs)
 
 
@@ -136,7 +139,7 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         nonlocal counted_before, n_calls
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
         n_calls += 1
-        # To look into a call costs microseconds, and a GPU's wait: only the first are looked into.
+        # To look into a call costs microseconds: only the first are looked into.
         looks = n_calls <= _LOOKED_INTO and not means.seen
         with options.autocast(tensors[0].device), means if looks else nullcontext():
             result = loss(results.restore(tensors), targets)
