@@ -414,13 +414,14 @@ def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
 
 
 def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
-    # transformers' losses are in 32 bits, where another order of a sum may round otherwise.
-    names = more(["nanogpt"], ["tutorial", "nanogpt", "imagenet"])
+    names = more(["nanogpt"], installed_names())
     expected = ddp_runs(tmp_path / "ddp", 3, [(name, name) for name in names])
     for name in names:
         run_cdp(name, tmp_path / name, 3, rule="dp")
         found = parameters_of(name, tmp_path / name)
-        assert_equal(found, parameters_of(name, expected / name), 1e-12)
+        # transformers computes its loss in 32 bits, where sums of three parts round otherwise.
+        tolerance = 1e-7 if name == "huggingface" else 1e-12
+        assert_equal(found, parameters_of(name, expected / name), tolerance)
 
 
 @every_pair

@@ -35,7 +35,7 @@ class LoopSettings:
         self.note_base()
 
     def note_base(self, followed: Iterable[tuple[int, str]] = ()) -> None:
-        """Take the options of now for those that stages have, but for the ``followed`` ones."""
+        """Take the present options for those of the stages; hand over the ``followed`` ones."""
         self._base = self._options()
         self._followed = {*followed}
 

@@ -94,7 +94,7 @@ def as_count(count: Any, device: torch.device) -> Tensor:
 
 
 class MeansOverSome(TorchFunctionMode):
-    """Finds torch's means over targets of which some are ignored.
+    """Finds means that torch computes over targets while it ignores some.
 
     Attributes:
         seen: whether there has been one.

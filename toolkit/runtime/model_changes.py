@@ -9,7 +9,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def traits(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what a graph of ``model`` depends on beside the values of its tensors.
+    """Return what a graph of ``model`` depends on, except the values of its tensors.
 
     These are modes, plain attributes such as ``p`` of a dropout, numbers of hooks, which tensors
     are its parameters and buffers, and which of them need gradients. Two are equal if nothing of
