@@ -420,7 +420,7 @@ def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
         run_cdp(name, tmp_path / name, 3, rule="dp")
         found = parameters_of(name, tmp_path / name)
         # transformers computes its loss in 32 bits, where sums of three parts round otherwise.
-        tolerance = 1e-7 if name == "huggingface" else 1e-12
+        tolerance = 1e-6 if name == "huggingface" else 1e-12
         assert_equal(found, parameters_of(name, expected / name), tolerance)
 
 
