@@ -60,6 +60,7 @@ class StepSettings:
     ema: float | None = option(None, "decay of an average of the weights, which is tested too")
     compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
     channels_last: bool = option(False, "memory format of images and convolutions")
+    norms: str = option("auto", "fused or separate: batch norms of micro-batches that run as one")
 
 
 @dataclass(frozen=True)

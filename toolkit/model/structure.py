@@ -118,6 +118,11 @@ class Results:
             raise UserError(f"{who} returns no tensor: return its predictions, [b, ...]")
         return cls(spec, constants), tensors
 
+    @property
+    def is_single_tensor(self) -> bool:
+        """Whether the model returns one tensor, with a row or more for each sample."""
+        return self.spec.num_nodes == 1 and self.leaves == (Tensor,) and not self.scalars
+
     def restore(self, tensors: Inputs) -> Any:
         """Return the result that consists of ``tensors``, those of one micro-batch."""
         values = [x.squeeze(0) if k in self.scalars else x for k, x in enumerate(tensors)]

@@ -3,6 +3,7 @@
 from toolkit.runtime.controller import Controlled, Controller
 from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel, prepare
 from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.microbatch_losses import separable
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import World, join, leave
 from toolkit.runtime.process_group.launch import launch
@@ -33,4 +34,5 @@ __all__ = [
     "leave",
     "prepare",
     "report",
+    "separable",
 ]

@@ -5,39 +5,204 @@ At each stage, the micro-batches that read the same weight version run as one ba
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import nan, prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.losses import COUNT, CheckedLoss, loss_factor
+from toolkit.runtime.losses import COUNT, LossValue, loss_factor
+from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
 from toolkit.runtime.stage import StageRunner, Values, compensated, leaves, take_gradients
-from toolkit.runtime.updater import GradientSum, Weights, gradient_norms
+from toolkit.runtime.updater import (
+    GradientSum,
+    Weights,
+    add_to_sums,
+    advance_statistics,
+    gradient_norms,
+    renew,
+)
 from toolkit.schedule import Schedule
+
+if TYPE_CHECKING:
+    from toolkit.runtime.capture import StepCapture
 
 Groups = list[tuple[int, ...]]
 Versions = Sequence[dict[int, Weights]]
+VersionOf = Callable[[int, int, int], int]
+"""From stage, micro-batch and step to the weight version that is read."""
+
+
+@dataclass(frozen=True)
+class VersionRead:
+    """The micro-batches that read the same version of a stage's weights, and run as one batch.
+
+    Attributes:
+        version: number of the version.
+        microbatches: numbers of the micro-batches, in the order of their samples.
+        weights: the version, or a prediction made from it.
+        compensated: whether the gradient is corrected by the newest weights.
+    """
+
+    version: int
+    microbatches: tuple[int, ...]
+    weights: Weights
+    compensated: bool
+
+
+@dataclass(frozen=True)
+class StepReads:
+    """All weights that a training step reads.
+
+    Attributes:
+        step: number of the training step.
+        stages: reads of each stage.
+        newest: newest weights of each stage.
+    """
+
+    step: int
+    stages: Sequence[Sequence[VersionRead]]
+    newest: Sequence[Weights]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward through all stages, ready for its backward.
+
+    Attributes:
+        outputs: what the last stage returns, ``[n_microbatches * b, ...]`` each.
+        leaves: for each stage and read, the weights as leaves, which gather gradients.
+    """
+
+    outputs: Values
+    leaves: Sequence[Sequence[Weights]]
+
+
+@dataclass(frozen=True)
+class LossGradients:
+    """The losses of a step, and where its backward begins.
+
+    Attributes:
+        losses: mean losses, ``[n_microbatches]``, detached.
+        counts: counts of the losses, ``[n_microbatches]``, if they have some.
+        output_gradients: gradient of each output; None where it needs none.
+    """
+
+    losses: Tensor
+    counts: Tensor | None
+    output_gradients: tuple[Tensor | None, ...]
+
+
+class GroupedPass:
+    """The forward, the losses and the backward of a training step, all micro-batches at once.
+
+    The three read nothing but their arguments, so each can be captured and replayed.
+    """
+
+    def __init__(
+        self, runners: Sequence[StageRunner], schedule: Schedule, losses: MicrobatchLosses
+    ) -> None:
+        self.runners = runners
+        self.schedule = schedule
+        self.losses = losses
+        self.options = runners[0].options
+        self.microbatches = tuple(range(schedule.n_microbatches))
+
+    def forward(self, reads: StepReads, inputs: Values) -> Forward:
+        """Run all stages, each on its versions of the weights."""
+        groups: Groups = [self.microbatches]
+        batches = [inputs]
+        all_leaves = []
+        for runner, stage_reads in zip(self.runners, reads.stages, strict=True):
+            next_groups = [read.microbatches for read in stage_reads]
+            batches = _regroup(batches, groups, next_groups)
+            groups = next_groups
+            # A leaf per version: gradients of different versions must not meet before the sum.
+            stage_leaves = [leaves(read.weights) for read in stage_reads]
+            all_leaves.append(stage_leaves)
+            batches = [
+                runner.forward(weights, batch, group, reads.step)
+                for weights, batch, group in zip(stage_leaves, batches, groups, strict=True)
+            ]
+        (outputs,) = _regroup(batches, groups, [self.microbatches])
+        return Forward(outputs, all_leaves)
+
+    def loss_gradients(self, outputs: Values, targets: Tensor) -> LossGradients:
+        """Compute the losses, and their gradients with respect to ``outputs``."""
+        n = len(self.microbatches)
+        roots = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
+        losses: LossValue = self.losses(roots, targets, n)
+        # The gradient of the sum of all roots, without the operations that compute the sum.
+        factor = losses.root_factor(n, self.options.scale)
+        losses.value.backward(torch.full_like(losses.value, factor))
+        gradients = tuple(root.grad for root in roots)
+        return LossGradients(losses.mean(), losses.count, gradients)
+
+    def backward(
+        self, forward: Forward, reads: StepReads, gradients: LossGradients
+    ) -> list[GradientSum]:
+        """Return the gradients and statistics of each stage, summed over all micro-batches."""
+        outputs, starts = [], []
+        for output, start in zip(forward.outputs, gradients.output_gradients, strict=True):
+            if start is not None:
+                outputs.append(output)
+                starts.append(start)
+        torch.autograd.backward(outputs, starts)
+        totals = [GradientSum() for _ in self.runners]
+        terms = []
+        stages = zip(self.runners, reads.stages, forward.leaves, reads.newest, strict=True)
+        for runner, stage_reads, stage_leaves, newest in stages:
+            gradients_of_reads = []
+            for read, weights in zip(stage_reads, stage_leaves, strict=True):
+                stage_gradients = take_gradients(weights)
+                if read.compensated:
+                    strength = self._compensation(read, gradients.counts)
+                    stage_gradients = compensated(stage_gradients, weights, newest, strength)
+                gradients_of_reads.append(stage_gradients)
+            statistics = runner.statistics_of_forwards()
+            while len(gradients_of_reads) < len(statistics):
+                gradients_of_reads.append({})
+            for k, of_forward in enumerate(statistics):
+                gradients_of_reads[k] |= of_forward
+            terms.append(gradients_of_reads)
+        # The sum over all stages takes one operation for each further version.
+        for terms_of_stages in zip_longest(*terms, fillvalue={}):
+            add_to_sums(totals, terms_of_stages)
+        return totals
+
+    def _compensation(self, read: VersionRead, counts: Tensor | None) -> Tensor | float:
+        """Return the factor of the correction; see :func:`toolkit.runtime.stage.compensated`."""
+        (microbatch,) = read.microbatches  # such gradients are those of one micro-batch each
+        count = None if counts is None else counts[microbatch]
+        factor = loss_factor(count, len(self.microbatches), self.options.scale)
+        return self.schedule.corrected.c / factor
 
 
 class Grouped:
     """Runs one training step after another; keeps the versions that later steps read.
 
-    ``diagnostics``: steps between two measurements of the delay's effect on gradients; 0: none.
+    Args:
+        grouped_pass: the computations of a step.
+        diagnostics: steps between two measurements of the delay's effect on gradients; 0: none.
+        capture: replays steps instead of computing them operation by operation; None: it does not.
     """
 
     def __init__(
         self,
-        runners: Sequence[StageRunner],
-        schedule: Schedule,
-        loss: CheckedLoss,
+        grouped_pass: GroupedPass,
         diagnostics: int = 0,
+        capture: "StepCapture | None" = None,
     ) -> None:
-        self.runners, self.schedule, self.loss = runners, schedule, loss
-        self.options = runners[0].options
+        self.grouped_pass = grouped_pass
+        self.runners = grouped_pass.runners
+        self.schedule = grouped_pass.schedule
+        self.options = grouped_pass.options
+        self.microbatches = grouped_pass.microbatches
         self.diagnostics = diagnostics
-        self.microbatches = tuple(range(schedule.n_microbatches))
+        self.capture = capture
 
     def run(self, source: BatchReader, versions: Versions, step: int) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
@@ -54,76 +219,71 @@ class Grouped:
             yield replace(self._step(t, versions, *share), delays=delays)
 
     def _step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
-        result, totals = self._gradients(step, versions, inputs, targets, self.schedule.version)
+        reads = self._reads(step, versions, self.schedule.version)
+        if self.capture is None:
+            result, totals = self._gradients(reads, inputs, targets)
+        else:
+            result, totals = self.capture.gradients(reads, inputs, targets, self._gradients)
+        del reads  # it would keep versions that nothing reads any more
+        self._end_versions(versions, step)
+        n = self.schedule.n_microbatches
         norms = gradient_norms(self.runners, totals)
+        advance_statistics(self.runners, totals, n)
         for runner, known, total, norm in zip(self.runners, versions, totals, norms, strict=True):
+            runner.update(total, n, keep_old=False, norm=norm)
+            known[step + 1] = runner.newest()
+        return result
+
+    def _end_versions(self, versions: Versions, step: int) -> None:
+        """Drop versions that nothing reads after ``step``; keep others from the next update."""
+        kept = []
+        for runner, known in zip(self.runners, versions, strict=True):
             oldest = self.schedule.oldest_version(runner.index, step + 1)
             if self.diagnostics:
                 oldest = min(oldest, step)  # they measure how far the last update moved
-            n = self.schedule.n_microbatches
-            runner.update(total, n, keep_old=oldest <= step, norm=norm)
-            known[step + 1] = runner.newest()
+            if oldest <= step:
+                kept.append(runner)
             for version in [version for version in known if version < oldest]:
-                del known[version]
-        return result
+                weights = known.pop(version)
+                if self.capture is not None:
+                    runner.recycle(weights)
+        # After that, so that the next versions take the memory of those that have ended.
+        renew(kept)
 
     def _gradients(
-        self,
-        step: int,
-        versions: Versions,
-        inputs: Values,
-        targets: Tensor,
-        version: Callable[[int, int, int], int],
+        self, reads: StepReads, inputs: Values, targets: Tensor
     ) -> tuple[StepResult, list[GradientSum]]:
-        """Sum each stage's gradients, on ``version(stage, microbatch, step)`` of the weights."""
-        groups: Groups = [self.microbatches]
-        batches = [inputs]
-        read: list[list[tuple[int, tuple[int, ...], Weights]]] = []
-        for runner, known in zip(self.runners, versions, strict=True):
-            by_version: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-            for m in self.microbatches:
-                v = version(runner.index, m, step)
-                # A gradient is compensated before it is summed.
-                by_version[(v, m) if self.schedule.compensates(v, step) else (v,)].append(m)
-            wanted = list(map(tuple, by_version.values()))
-            batches, groups = _regroup(batches, groups, wanted), wanted
-            # A leaf per version: gradients of different versions must not meet before the sum.
-            reads_of_stage = []
-            for (v, *_), group in zip(by_version, groups, strict=True):
-                reads_of_stage.append((v, group, leaves(self._read(runner, known, v, step))))
-            read.append(reads_of_stage)
-            batches = [
-                runner.forward(weights, batch, group, step)
-                for (_, group, weights), batch in zip(reads_of_stage, batches, strict=True)
-            ]
-        (values,) = _regroup(batches, groups, [self.microbatches])
-        n = len(self.microbatches)
-        outputs = zip(*(value.chunk(n) for value in values), strict=True)
-        parts = zip(outputs, targets.chunk(n), strict=True)
-        losses = [self.loss(output, target) for output, target in parts]
-        counts = [loss.count for loss in losses if loss.count is not None]
-        torch.stack([loss.root(n, self.options.scale) for loss in losses]).sum().backward()
-        totals = [GradientSum() for _ in self.runners]
-        for runner, known, reads_of_stage, total in zip(
-            self.runners, versions, read, totals, strict=True
-        ):
-            for v, group, weights in reads_of_stage:
-                gradients = take_gradients(weights)
-                if self.schedule.compensates(v, step):
-                    # Compensated gradients are those of one micro-batch each.
-                    factor = loss_factor(losses[group[0]].count, n, self.options.scale)
-                    strength = self.schedule.corrected.c / factor
-                    gradients = compensated(gradients, weights, known[step], strength)
-                total.add(gradients)
-            total.add(runner.take_statistics())
-            if counts:
-                total.add({COUNT: torch.stack(counts).sum()})
-        first = values[0].detach()
+        """Sum each stage's gradients over all micro-batches, operation by operation."""
+        forward = self.grouped_pass.forward(reads, inputs)
+        self.grouped_pass.losses.examine(forward.outputs, targets, len(self.microbatches))
+        gradients = self.grouped_pass.loss_gradients(forward.outputs, targets)
+        totals = self.grouped_pass.backward(forward, reads, gradients)
+        add_counts(totals, gradients.counts)
+        first = forward.outputs[0].detach()
         if self.options.in_cuda_graphs:
             first = first.clone()  # the next replay of the graph overwrites this memory
-        means = torch.stack([loss.mean() for loss in losses])
-        counted = torch.stack(counts) if counts else None
-        return StepResult(step, self.microbatches, means, first, counts=counted), totals
+        result = StepResult(
+            reads.step, self.microbatches, gradients.losses, first, counts=gradients.counts
+        )
+        return result, totals
+
+    def _reads(self, step: int, versions: Versions, version_of: VersionOf) -> StepReads:
+        """Return what ``step`` reads: at each stage, ``version_of(stage, microbatch, step)``."""
+        stages = []
+        for runner, known in zip(self.runners, versions, strict=True):
+            groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+            for microbatch in self.microbatches:
+                version = version_of(runner.index, microbatch, step)
+                # A gradient is compensated before it is summed, so such micro-batches run apart.
+                apart = self.schedule.compensates(version, step)
+                groups[(version, microbatch) if apart else (version,)].append(microbatch)
+            stage_reads = []
+            for (version, *_), group in groups.items():
+                weights = self._read(runner, known, version, step)
+                late = self.schedule.compensates(version, step)
+                stage_reads.append(VersionRead(version, tuple(group), weights, late))
+            stages.append(stage_reads)
+        return StepReads(step, stages, [known[step] for known in versions])
 
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
@@ -132,14 +292,19 @@ class Grouped:
         if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
         pair = versions[version - 1], versions[version]
-        return runner.predict(*pair, version, step, self.schedule.corrected)
+        prediction = runner.predict(*pair, version, step, self.schedule.corrected)
+        if self.capture is None:
+            return prediction
+        return self.capture.in_place(prediction, (runner.index, step - version))
 
     def _measure_delays(
         self, step: int, versions: Versions, inputs: Values, targets: Tensor
     ) -> tuple[StageDelay, ...]:
         """Compare each stage's delayed gradient with that of the newest weights; update nothing."""
-        _, delayed = self._gradients(step, versions, inputs, targets, self.schedule.version)
-        _, fresh = self._gradients(step, versions, inputs, targets, lambda j, m, t: t)
+        late_reads = self._reads(step, versions, self.schedule.version)
+        fresh_reads = self._reads(step, versions, lambda j, m, t: t)
+        _, delayed = self._gradients(late_reads, inputs, targets)
+        _, fresh = self._gradients(fresh_reads, inputs, targets)
         found = []
         for runner, known, used, new in zip(self.runners, versions, delayed, fresh, strict=True):
             for total in (used, new):
@@ -156,6 +321,13 @@ class Grouped:
             norms = *lengths, float(newest.norm()), float((newest - before).norm())
             found.append(StageDelay(step, j, sum(late) / len(late), cosine, *norms))
         return tuple(found)
+
+
+def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
+    """Add the counts of the losses, if any, to the sum of each stage."""
+    if counts is not None:
+        for total in totals:
+            total.add({COUNT: counts.sum()})
 
 
 def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:

@@ -58,9 +58,11 @@ class LossValue:
             n_microbatches: number of means in a training step.
             scale: factor on the loss, against underflow.
         """
-        if self.count is None:
-            return self.value / n_microbatches * scale
-        return self.value * (SUM_SCALE * scale)
+        return self.value * self.root_factor(n_microbatches, scale)
+
+    def root_factor(self, n_microbatches: int, scale: float) -> float:
+        """Return :meth:`root` divided by ``value``."""
+        return scale / n_microbatches if self.count is None else SUM_SCALE * scale
 
 
 _LOOKED_INTO = 64  # calls of a loss

@@ -9,7 +9,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import cast
 
 import torch
@@ -19,16 +18,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError
 from toolkit.model.trace import computes_otherwise
+from toolkit.runtime.fused_norm import check_values, forward_formula, microbatch_norm
 
 Columns = Sequence[Tensor | None]
 
 
 @dataclass
 class Group:
-    """What a stage is running. As a context: a forward that a checkpoint repeats."""
+    """What a stage is running. As a context: a forward that a checkpoint repeats.
 
-    size: int = 1  # micro-batches in one batch
-    again: bool = False  # whether the forward has run before, so that its statistics are known
+    Attributes:
+        size: number of micro-batches in one batch.
+        again: whether the forward has run before, so that its statistics are known.
+        least_fused: number of micro-batches from which their norms are one operation; None: never.
+    """
+
+    size: int = 1
+    again: bool = False
+    least_fused: int | None = None
 
     def __enter__(self) -> None:
         self.again = True
@@ -40,7 +47,7 @@ class Group:
 class MicrobatchNorm(nn.Module):
     """Replaces a batch norm in a stage; shares its weight and bias.
 
-    ``statistics``: sum over micro-batches, since it was last taken, of their means (row 0) and
+    ``statistics``: of the last forward, the sum over micro-batches of their means (row 0) and
     unbiased variances (row 1), ``[2, channels]``; None without running statistics.
     """
 
@@ -60,11 +67,13 @@ class MicrobatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[size * b, channels, ...]``, each micro-batch by its own statistics."""
-        fused = x.is_cuda and torch.compiler.is_compiling() and not self.own
-        y, statistics = self._at_once(x) if fused else self._in_turn(x)
-        if statistics is not None and not self.group.again:
-            total = self.statistics
-            self.statistics = statistics if total is None else total + statistics
+        least = self.group.least_fused
+        # A compiler fuses the formula, and would make long code of many batch norms.
+        enough = least is not None and (self.group.size >= least or torch.compiler.is_compiling())
+        if enough and not self.own:
+            y, self.statistics = self._at_once(x)
+        else:
+            y, self.statistics = self._in_turn(x)
         return y
 
     def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -87,7 +96,9 @@ class MicrobatchNorm(nn.Module):
         columns = zip(parts, means, variances, weights, biases, strict=True)
         normalised = [self._normalised(*of) for of in columns]
         y = normalised[0] if n == 1 else torch.cat(normalised)
-        return y, None if statistics is None else statistics.sum(1)
+        if statistics is None:
+            return y, None
+        return y, statistics.sum(1)
 
     def _normalised(
         self,
@@ -108,25 +119,14 @@ class MicrobatchNorm(nn.Module):
         return cast(Tensor, torch.func.functional_call(self.own[0], known, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the formula, for the compiler of a GPU: n batch norms would be long code."""
-        parts = x.unflatten(0, (self.group.size, -1))
-        wide = parts.to(torch.promote_types(x.dtype, torch.float32))
-        dims = [1, *range(3, wide.dim())]
-        n_values = prod(wide.shape[dim] for dim in dims)
-        if n_values == 1:
-            raise UserError("batch norm: got one value of a channel; expected more. Enlarge batch")
-        variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
-        y = (wide - mean) * torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            of_channels = [-1, *[1] * (wide.dim() - 3)]
-            y = y * self.weight.view(of_channels)
-            y = y if self.bias is None else y + self.bias.view(of_channels)
-        y = y.to(x.dtype).flatten(0, 1)
+        """Compute the formula: as one operation, or inside of a compiled stage."""
+        n = self.group.size
+        check_values(x, n)
+        normalise = forward_formula if torch.compiler.is_compiling() else microbatch_norm
+        y, statistics, _, _ = normalise(x, self.weight, self.bias, n, self.eps)
         if self.dtype is None:
             return y, None
-        unbiased = variance * (n_values / (n_values - 1))
-        statistics = torch.stack([t.detach().sum(0).flatten() for t in (mean, unbiased)])
-        return y, statistics.to(self.dtype)
+        return y, statistics.detach().to(self.dtype)
 
 
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:

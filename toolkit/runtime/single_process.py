@@ -1,6 +1,7 @@
 """Runtime of a schedule in one process."""
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from torch import nn
 
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.grouped import Grouped
+from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle, recorder_for
+from toolkit.runtime.grouped import Grouped, GroupedPass
+from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank, Watching
 from toolkit.runtime.stage import StageRunner
@@ -43,6 +46,9 @@ class SingleProcess(Runtime):
         diagnostics: training steps between two measurements of the delay's effect on gradients,
             in order "grouped" (see :class:`~toolkit.runtime.microbatches.StageDelay`); 0: none.
         watching: context of each forward in order "scheduled", from its weights, inputs, buffers.
+        capture: ``"auto"``: on a GPU, order "grouped" replays its gradients as CUDA graphs where
+            it can, and warns once where it cannot; or ``"off"``. See
+            :mod:`toolkit.runtime.capture`.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -54,9 +60,11 @@ class SingleProcess(Runtime):
     _: KW_ONLY
     diagnostics: int = 0
     watching: Watching | None = None
+    capture: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, ORDERS)
+        check_choice("capture", self.capture, CAPTURES)
         self._whole_step = self.order == "grouped"
         self._overlaps = not self._whole_step
         if self.diagnostics < 0 or (self.diagnostics and self._overlaps):
@@ -70,11 +78,27 @@ class SingleProcess(Runtime):
         self._make_engine()
 
     def _make_engine(self) -> None:
-        given = self._runners, self.schedule, self._loss
+        self._engine: Scheduled | Grouped
         if self._overlaps:
-            self._engine: Scheduled | Grouped = Scheduled(*given, self.watching)
-        else:
-            self._engine = Grouped(*given, self.diagnostics)
+            self._engine = Scheduled(self._runners, self.schedule, self._loss, self.watching)
+            return
+        losses = MicrobatchLosses(self.loss, self._loss, self.options, self.stages.results)
+        grouped_pass = GroupedPass(self._runners, self.schedule, losses)
+        self._engine = Grouped(grouped_pass, self.diagnostics, self._make_capture(grouped_pass))
+
+    def _make_capture(self, grouped_pass: GroupedPass) -> StepCapture | None:
+        """Return what replays steps; None where no step can be replayed."""
+        recorder = recorder_for(self._device) if self.capture == "auto" else None
+        if recorder is None:
+            return None
+        reason = obstacle(self._runners, self.schedule)
+        if reason is None:
+            return StepCapture(grouped_pass, recorder)
+        warnings.warn(
+            f"capture: CUDA graphs replay no step: {reason}. Set capture=off to hide this",
+            stacklevel=2,
+        )
+        return None
 
     def _module(self) -> nn.Module:
         return self.stages.model

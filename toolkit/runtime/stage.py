@@ -17,7 +17,13 @@ from toolkit.model.random_draws import drawing
 from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
+from toolkit.runtime.updater import (
+    GradientSum,
+    MakeOptimizer,
+    MakeScheduler,
+    Updater,
+    Weights,
+)
 from toolkit.schedule import Correction
 
 Values = tuple[Tensor, ...]
@@ -48,18 +54,22 @@ class StageRunner(Updater):
         if options.channels_last:
             for master in self.masters.values():
                 master.data = channels_last(master.data)
-        self.group = Group()
+        self.group = Group(least_fused=options.least_fused(device_of(stage)))
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
         own = {id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())}
         self.compute = in_training(copy.deepcopy(stage, own))
         nodes = cast(fx.GraphModule, stage).graph.nodes
         self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
+        # Statistics of the norms by name, of each forward since they were last taken.
+        self._statistics: list[dict[str, Tensor]] = []
         self.one_by_one = one_by_one(self.compute)
         self.passes_on: dict[int, int] = cast(Any, stage).meta.get(
             "passes_on", {}
         )  # by output, the input that it is
         self.buffers = list(self.compute.buffers())
+        frozen = [p for p in self.compute.parameters() if not p.requires_grad]
+        self.constants = [*self.buffers, *frozen]  # what it reads besides weights and inputs
         # To look for tied weights in each call takes a tenth of a small model's time.
         tied = len(list(self.compute.parameters())) < len(
             list(self.compute.named_parameters(remove_duplicate=False))
@@ -117,7 +127,9 @@ class StageRunner(Updater):
             n = len(microbatches)
             self.group.size = n
             outputs = []
-            for output in self._call(weights, inputs):
+            results = self._call(weights, inputs)
+            self._add_statistics()
+            for output in results:
                 # Of what has no batch, such as a tied weight, the stage returns one row, and the
                 # next stage takes one a micro-batch. All else has a row or more a micro-batch.
                 alone = output.shape[0] == 1 < n
@@ -135,6 +147,7 @@ class StageRunner(Updater):
         for microbatch, part in zip(microbatches, parts, strict=True):
             with drawing(part, self.seed, step, microbatch):
                 outputs.append(self._call(weights, part))
+            self._add_statistics()
         if n == 1:
             return outputs[0]
         merged = []
@@ -166,9 +179,30 @@ class StageRunner(Updater):
                 predicted[name].add_(before[name], alpha=ahead * last * decay)
         return predicted
 
+    def _add_statistics(self) -> None:
+        """Add the norms' statistics of the last forward, outside of what is compiled."""
+        statistics = take_statistics(self.norms)
+        if not self.group.again:
+            self._statistics.append(statistics)
+
     def take_statistics(self) -> dict[str, Tensor]:
-        """Take what the norms have summed since the last call, by the norm's name."""
-        return take_statistics(self.norms)
+        """Take the norms' statistics summed over the forwards since the last call, by name."""
+        total = GradientSum()
+        for statistics in self.statistics_of_forwards():
+            total.add(statistics)
+        return total.tensors
+
+    def statistics_of_forwards(self) -> list[dict[str, Tensor]]:
+        """Take the norms' statistics of each forward since the last call, by name."""
+        statistics = self._statistics
+        self._statistics = []
+        return statistics
+
+
+def device_of(stage: nn.Module) -> torch.device:
+    """Return the device of the first parameter or buffer of ``stage``, or the CPU."""
+    first = next(chain(stage.parameters(), stage.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:

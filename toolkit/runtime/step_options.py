@@ -16,6 +16,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model.partition import check_checkpoint, recomputes
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.options import StepSettings
+from toolkit.runtime.fused_norm import can_compile
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
@@ -27,6 +28,7 @@ all micro-batches divided by their total count, such as the number of valid toke
 """
 
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
+NORMS = ("auto", "fused", "separate")
 _CLIP_BY = ("stage", "model")
 
 
@@ -49,6 +51,8 @@ class StepOptions(StepSettings):
             statistics; at update t the decay is at most (1 + t) / (10 + t). None: no average.
         compile: mode of torch.compile for the stages; ``none``: no compilation.
         channels_last: keep images and the weights of convolutions in that memory format.
+        norms: batch norms of the micro-batches that run as one batch: ``fused``, one operation for
+            all of them, or ``separate``, torch's own for each. ``auto``: fused on a GPU.
 
     Raises:
         UserError: an option has no such value.
@@ -58,6 +62,7 @@ class StepOptions(StepSettings):
         check_precision(self.precision)
         check_choice("clip_by", self.clip_by, _CLIP_BY)
         check_choice("compile", self.compile, COMPILE_MODES)
+        check_choice("norms", self.norms, NORMS)
         check_checkpoint(self.checkpoint)
         for name, end in (("loss_scale", inf), ("clip", inf), ("ema", 1)):
             value = getattr(self, name)
@@ -89,6 +94,13 @@ class StepOptions(StepSettings):
     def in_cuda_graphs(self) -> bool:
         """Whether the next call of a compiled stage overwrites the results of the last."""
         return self.compile in ("reduce-overhead", "max-autotune")
+
+    def least_fused(self, device: torch.device) -> int | None:
+        """Number of micro-batches from which their norms are one operation; None: never."""
+        if self.norms == "fused":
+            return 1
+        # torch's own norm of one micro-batch is one operation, too.
+        return 2 if self.norms == "auto" and can_compile(device) else None
 
     def begin_step(self) -> None:
         """Mark the start of a training step: CUDA graphs may now reuse the last one's memory."""

@@ -69,10 +69,7 @@ class GradientSum:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add ``tensors``, by name."""
-        if both := [name for name in tensors if name in self.tensors]:
-            mine, theirs = ([of[name] for name in both] for of in (self.tensors, tensors))
-            torch._foreach_add_(mine, theirs)
-        self.tensors = tensors | self.tensors
+        add_to_sums([self], [tensors])
 
     @torch.no_grad()
     def divide_by_count(self, weights: Collection[str]) -> None:
@@ -81,6 +78,19 @@ class GradientSum:
         gradients = [self.tensors[name] for name in weights if name in self.tensors]
         if count is not None and gradients:
             torch._foreach_div_(gradients, nonzero(count) * SUM_SCALE)
+
+
+def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]]) -> None:
+    """Add one term to each of several sums, in one operation."""
+    sums: list[Tensor] = []
+    addends: list[Tensor] = []
+    for total, term in zip(totals, terms, strict=True):
+        for name in term.keys() & total.tensors.keys():
+            sums.append(total.tensors[name])
+            addends.append(term[name])
+        total.tensors = term | total.tensors
+    if sums:
+        torch._foreach_add_(sums, addends)
 
 
 class GradientNorm(NamedTuple):
@@ -114,6 +124,7 @@ class Updater:
         self._following: Iterator[list[tuple[float, float]]] | None = None
         self._rates: list[list[tuple[float, float]]] = []  # [update][parameter group]
         self._exchanging = threading.Lock()  # of weights, by the optimizer
+        self._spare: list[Weights] = []  # memory of versions that nothing reads any more
         self.optimizer, self.scheduler = self._make(self.masters)
 
     def _make(
@@ -218,7 +229,7 @@ class Updater:
         # The optimizer works in place. Micro-batches between forward and backward still use the old
         # version, so it must keep its memory.
         if keep_old:
-            self._renew()
+            renew([self])
         for name, master in self.masters.items():
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
@@ -229,10 +240,7 @@ class Updater:
             elif norm is not None:
                 self._scale_gradient(norm)
         self.apply()
-        if names := [name for name in total.tensors if name not in self.masters]:
-            norms = [cast(_BatchNorm, self.stage.get_submodule(name)) for name in names]
-            summed = [total.tensors[name] for name in names]
-            advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
+        advance_statistics([self], [total], n_microbatches)
         self._update_average()
 
     def optimizer_averages(self, newest: Weights) -> Weights:
@@ -277,14 +285,29 @@ class Updater:
         running, buffers = ("running_mean", "running_var"), self.stage.named_buffers()
         return self.newest() | {k: x for k, x in buffers if k.rpartition(".")[2] in running}
 
-    @torch.no_grad()
-    def _renew(self) -> None:
-        """Give the newest weights memory of their own; readers of the old version keep theirs."""
-        if old := [*self.newest().values()]:
-            new = [torch.empty_like(tensor) for tensor in old]
-            torch._foreach_copy_(new, old)
-            for master, tensor in zip(self.masters.values(), new, strict=True):
-                master.data = tensor
+    def renew(self) -> list[tuple[Tensor, Tensor]]:
+        """Give the newest weights memory of their own; readers of the old version keep theirs.
+
+        Returns:
+            pairs of a new tensor and the old one, which the caller has to copy to it.
+        """
+        old = self.newest()
+        if self._spare:
+            new = self._spare.pop()
+        else:
+            new = {name: torch.empty_like(tensor) for name, tensor in old.items()}
+        for name, master in self.masters.items():
+            master.data = new[name]
+        return [(new[name], old[name]) for name in old]
+
+    def recycle(self, weights: Weights) -> None:
+        """Let a later version take the memory of ``weights``, which nothing reads any more.
+
+        Versions then return to the same addresses, which a captured step reads.
+        """
+        in_use = {master.data_ptr() for master in self.masters.values()}
+        if not any(tensor.data_ptr() in in_use for tensor in weights.values()):
+            self._spare.append(weights)
 
     def apply(self) -> None:
         """One optimizer step with the gradients that the parameters have."""
@@ -337,6 +360,28 @@ def gradient_norms(
     finite = torch.stack(all_squares).isfinite().tolist() if asks else [True] * len(squares)
     norms = dict(zip(squares, map(GradientNorm, all_squares, finite), strict=True))
     return [norms.get(k) for k in range(len(updaters))]
+
+
+@torch.no_grad()
+def renew(updaters: Sequence[Updater]) -> None:
+    """Give the newest weights of several stages memory of their own, in one operation."""
+    pairs = [pair for updater in updaters for pair in updater.renew()]
+    if pairs:
+        torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
+
+
+def advance_statistics(
+    updaters: Sequence[Updater], totals: Sequence[GradientSum], n_microbatches: int
+) -> None:
+    """Take the norms' statistics out of ``totals``, and advance the running ones by their means."""
+    norms: list[_BatchNorm] = []
+    summed: list[Tensor] = []
+    for updater, total in zip(updaters, totals, strict=True):
+        for name in total.tensors.keys() - updater.masters.keys() - {COUNT}:
+            norms.append(cast(_BatchNorm, updater.stage.get_submodule(name)))
+            summed.append(total.tensors.pop(name))
+    if norms:
+        advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
 
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:

@@ -14,6 +14,7 @@ from toolkit.errors import UserError
 from toolkit.metric import LOSS, Metric
 from toolkit.model import InputSpec
 from toolkit.runtime.base import Runtime
+from toolkit.runtime.microbatch_losses import cross_entropies, separable
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.training.data import Batch
@@ -228,6 +229,20 @@ IGNORED = -100
 """Target without a right class, such as padding: it counts neither in losses nor in accuracies."""
 
 
+def _cross_entropies(
+    outputs: Tensor, targets: Tensor, n_microbatches: int, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what :func:`cross_entropy` returns of each micro-batch, ``[n]``."""
+    scores, classes = outputs.flatten(0, -2), targets.flatten()
+    if targets.dim() == 1:
+        return cross_entropies(scores, classes, n_microbatches, **options)
+    values = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="none", **options)
+    sums = values.view(n_microbatches, -1).sum(1)
+    counts = (classes != IGNORED).view(n_microbatches, -1).sum(1)
+    return sums, counts
+
+
+@separable(_cross_entropies)
 def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
     """Cross-entropy, in nats, of scores ``[..., n_classes]`` and right classes ``[...]``.
 

@@ -194,7 +194,8 @@ def _summed(rank: Rank) -> int:
 def count_operations(run: Callable[[], object]) -> Counter[str]:
     """Count the operations that ``run`` dispatches, by name: on a GPU, about its kernel launches.
 
-    Views and allocations do not count. Code compiled by torch.compile is not seen.
+    Views, allocations and marks for the profiler do not count. Code compiled by torch.compile is
+    not seen.
     """
     with _Counting() as counting:
         run()
@@ -210,7 +211,7 @@ class _Counting(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__
-        if not function.is_view and not name.startswith("empty"):
+        if not function.is_view and not name.startswith(("empty", "_record_function")):
             self.found[name] += 1
         return function(*arguments, **(options or {}))
 

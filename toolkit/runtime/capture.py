@@ -1,0 +1,342 @@
+"""Replays of captured training steps: one launch of a CUDA graph instead of a thousand.
+
+In order "grouped" the host takes longer to launch a step's operations than a fast GPU to run them.
+A step computes the same operations on the same memory each time it reads the same versions of the
+weights at the same addresses, so its operations are recorded once and then replayed::
+
+    forward    inputs, versions of the weights     -> outputs        recorded
+    losses     outputs, targets                    -> gradients of outputs
+    backward   gradients of outputs                -> sums of gradients   recorded
+
+The update stays outside, so any optimizer, learning-rate schedule, clipping and average works. The
+losses are recorded only if they read nothing but their arguments; see
+:func:`toolkit.runtime.separable`. Versions take turns in the same memory
+(:meth:`toolkit.runtime.updater.Updater.recycle`), so after a few steps every step is a replay.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from toolkit.model.trace import draws_at_random
+from toolkit.runtime.grouped import (
+    Forward,
+    GroupedPass,
+    LossGradients,
+    StepReads,
+    VersionRead,
+    add_counts,
+)
+from toolkit.runtime.microbatches import StepResult
+from toolkit.runtime.stage import StageRunner, Values
+from toolkit.runtime.updater import GradientSum, Weights
+from toolkit.schedule import Schedule
+from toolkit.schedule.staleness import RandomDelay
+
+CAPTURES = ("auto", "off")
+
+Compute = Callable[[StepReads, Values, Tensor], tuple[StepResult, list[GradientSum]]]
+"""Computes the gradients of a step operation by operation."""
+Replay = Callable[[], object]
+
+_Result = TypeVar("_Result")
+
+_WARM_UP = 1  # times that a kind of step is computed before it is recorded
+_MOST_KEPT = 16  # recorded kinds of steps, each with the memory of its inputs and outputs
+_MOST_COUNTED = 256  # kinds of steps whose number is known
+
+
+class Recorder(Protocol):
+    """Records the operations that a function launches on a device."""
+
+    def record(self, run: Callable[[], _Result]) -> tuple[_Result, Replay]:
+        """Record ``run``, which may read and write no value on the host.
+
+        Returns:
+            What ``run`` returns, tensors whose values are undefined so far; and a function that
+            repeats the operations on the same memory, and so sets the values.
+
+        Raises:
+            RuntimeError: an operation waits for the device, or cannot be recorded.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs. All share one pool of memory, since no two run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, run: Callable[[], _Result]) -> tuple[_Result, Replay]:
+        """See :meth:`Recorder.record`."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy to the device meanwhile, such as those of a data loader.
+        recording = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with recording:
+            result = run()
+        return result, graph.replay
+
+
+def recorder_for(device: torch.device | None) -> Recorder | None:
+    """Return a recorder of what runs on ``device``; None if there is none, as on the CPU."""
+    if device is None or device.type != "cuda":
+        return None
+    return CudaRecorder(device)
+
+
+def obstacle(runners: Sequence[StageRunner], schedule: Schedule) -> str | None:
+    """Return why no step can be replayed; None if nothing speaks against it."""
+    options = runners[0].options
+    for runner in runners:
+        if runner.one_by_one:
+            if draws_at_random(runner.compute):
+                return f"stage {runner.index} draws at random, such as by dropout"
+            return f"stage {runner.index} runs its micro-batches one by one"
+    if isinstance(schedule.delay, RandomDelay):
+        return "random delays are others at each step"
+    if options.in_cuda_graphs:
+        return f"compile={options.compile} replays graphs of its own"
+    return None
+
+
+@dataclass
+class _CapturedStep:
+    """One kind of step, recorded.
+
+    Attributes:
+        inputs, targets: memory that a step's batch is copied to.
+        outputs: what the last stage returns.
+        gradients: losses and gradients of outputs, in memory that the backward reads.
+        replay_losses: sets ``gradients``; None if the loss has to be called each time.
+        names: for each stage, the names of the sums that the backward leaves.
+    """
+
+    inputs: Values
+    targets: Tensor
+    outputs: Values
+    replay_forward: Replay
+    gradients: LossGradients
+    replay_losses: Replay | None
+    replay_backward: Replay
+    names: Sequence[Sequence[str]]
+
+
+@dataclass
+class StepCapture:
+    """Replays the gradients of steps; computes those that cannot be replayed.
+
+    Args:
+        grouped_pass: the computations of a step.
+        recorder: records them.
+
+    Attributes:
+        n_replayed, n_computed: training steps so far, of both kinds.
+    """
+
+    grouped_pass: GroupedPass
+    recorder: Recorder
+    n_replayed: int = 0
+    n_computed: int = 0
+    _captured: OrderedDict[Hashable, _CapturedStep] = field(default_factory=OrderedDict)
+    _times_computed: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+    _refused: set[Hashable] = field(default_factory=set)
+    _has_warned: bool = False
+    # Sums of gradients that the last replay has left: the same memory for all kinds of steps.
+    _sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _predictions: dict[Hashable, Weights] = field(default_factory=dict)
+
+    def gradients(
+        self, reads: StepReads, inputs: Values, targets: Tensor, compute: Compute
+    ) -> tuple[StepResult, list[GradientSum]]:
+        """Return the result of a step, and the sums of each stage's gradients.
+
+        Args:
+            reads: the weights that the step reads.
+            inputs: ``[n_microbatches * b, ...]`` each.
+            targets: ``[n_microbatches * b, ...]``.
+            compute: computes a step that is no replay.
+        """
+        key = self._key(reads, inputs, targets)
+        captured = self._captured.get(key)
+        if captured is not None:
+            self._captured.move_to_end(key)
+            self._replay_losses(captured, inputs, targets)
+        elif key not in self._refused and self._times_computed.get(key, 0) >= _WARM_UP:
+            captured = self._try_capture(key, reads, inputs, targets)
+        if captured is None:
+            self._count(key)
+            self.n_computed += 1
+            return compute(reads, inputs, targets)
+        self.n_replayed += 1
+        captured.replay_backward()
+        return self._results(captured, reads.step)
+
+    @torch.no_grad()
+    def in_place(self, prediction: Weights, place: Hashable) -> Weights:
+        """Return ``prediction`` in memory that predictions for the same ``place`` share."""
+        memory = self._predictions.setdefault(place, prediction)
+        if memory is not prediction:
+            torch._foreach_copy_([memory[name] for name in prediction], [*prediction.values()])
+        return memory
+
+    def _key(self, reads: StepReads, inputs: Values, targets: Tensor) -> Hashable:
+        """Return what must be the same for two steps to launch the same operations."""
+        of_reads = [
+            _key_of_read(read, reads.step, newest)
+            for stage_reads, newest in zip(reads.stages, reads.newest, strict=True)
+            for read in stage_reads
+        ]
+        shapes = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (*inputs, targets)]
+        constants = [
+            tensor.data_ptr() for runner in self.grouped_pass.runners for tensor in runner.constants
+        ]
+        form = self.grouped_pass.losses.in_one_call()
+        loss_options = None if form is None else form[1]
+        return tuple(of_reads), tuple(shapes), tuple(constants), loss_options
+
+    def _count(self, key: Hashable) -> None:
+        self._times_computed[key] = self._times_computed.get(key, 0) + 1
+        self._times_computed.move_to_end(key)
+        if len(self._times_computed) > _MOST_COUNTED:
+            self._times_computed.popitem(last=False)
+
+    def _try_capture(
+        self, key: Hashable, reads: StepReads, inputs: Values, targets: Tensor
+    ) -> _CapturedStep | None:
+        """Record a kind of step, and run it up to its losses; None if it cannot be recorded."""
+        try:
+            captured = self._capture(reads, inputs, targets)
+        except RuntimeError as error:
+            self._refused.add(key)
+            for runner in self.grouped_pass.runners:
+                runner.take_statistics()
+            self._warn(error)
+            return None
+        if len(self._captured) >= _MOST_KEPT:
+            self._captured.popitem(last=False)
+        self._captured[key] = captured
+        return captured
+
+    def _warn(self, error: RuntimeError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"capture: got a step that CUDA graphs cannot replay ({reason}); it runs operation by"
+            " operation. Set capture=off, or change the operation",
+            stacklevel=2,
+        )
+
+    def _capture(self, reads: StepReads, inputs: Values, targets: Tensor) -> _CapturedStep:
+        grouped_pass = self.grouped_pass
+        own_inputs = tuple(tensor.clone() for tensor in inputs)
+        own_targets = targets.clone()
+        forward, replay_forward = self.recorder.record(
+            lambda: grouped_pass.forward(reads, own_inputs)
+        )
+        replay_losses: Replay | None = None
+        if grouped_pass.losses.in_one_call():
+            gradients, replay_losses = self.recorder.record(
+                lambda: grouped_pass.loss_gradients(forward.outputs, own_targets)
+            )
+        else:
+            # What was recorded has not run yet, and the loss may read its outputs.
+            replay_forward()
+            gradients = grouped_pass.loss_gradients(forward.outputs, own_targets)
+        names, replay_backward = self.recorder.record(
+            lambda: self._backward(forward, reads, gradients)
+        )
+        if replay_losses is not None:
+            replay_forward()
+            replay_losses()
+        return _CapturedStep(
+            inputs=own_inputs,
+            targets=own_targets,
+            outputs=tuple(output.detach() for output in forward.outputs),
+            replay_forward=replay_forward,
+            gradients=gradients,
+            replay_losses=replay_losses,
+            replay_backward=replay_backward,
+            names=names,
+        )
+
+    def _backward(
+        self, forward: Forward, reads: StepReads, gradients: LossGradients
+    ) -> list[list[str]]:
+        """Run the backward, and leave its sums in the memory that all kinds of steps share."""
+        totals = self.grouped_pass.backward(forward, reads, gradients)
+        for stage, total in enumerate(totals):
+            sums = []
+            for name, tensor in total.tensors.items():
+                place = stage, name
+                if place not in self._sums:
+                    self._sums[place] = torch.empty_like(tensor)
+                sums.append(self._sums[place])
+            if sums:
+                torch._foreach_copy_(sums, [*total.tensors.values()])
+        return [[*total.tensors] for total in totals]
+
+    @torch.no_grad()
+    def _replay_losses(self, captured: _CapturedStep, inputs: Values, targets: Tensor) -> None:
+        """Replay a step up to its losses."""
+        for memory, tensor in zip(captured.inputs, inputs, strict=True):
+            memory.copy_(tensor)
+        captured.targets.copy_(targets)
+        captured.replay_forward()
+        if captured.replay_losses is None:
+            self._call_loss(captured)
+        else:
+            captured.replay_losses()
+
+    @torch.no_grad()
+    def _results(self, captured: _CapturedStep, step: int) -> tuple[StepResult, list[GradientSum]]:
+        """Copy what a replay has left, since others may keep it beyond the next replay."""
+        totals = []
+        for stage, names in enumerate(captured.names):
+            sums = [self._sums[stage, name] for name in names]
+            copies = [torch.empty_like(tensor) for tensor in sums]
+            if sums:
+                torch._foreach_copy_(copies, sums)
+            totals.append(GradientSum(dict(zip(names, copies, strict=True))))
+        counts = captured.gradients.counts
+        counts = None if counts is None else counts.clone()
+        add_counts(totals, counts)
+        losses = captured.gradients.losses.clone()
+        outputs = captured.outputs[0].clone()
+        result = StepResult(step, self.grouped_pass.microbatches, losses, outputs, counts=counts)
+        return result, totals
+
+    @torch.enable_grad()
+    def _call_loss(self, captured: _CapturedStep) -> None:
+        """Call the loss on the outputs of the replayed forward; leave what the backward reads."""
+        outputs = tuple(output.detach() for output in captured.outputs)
+        for output, gradient in zip(outputs, captured.gradients.output_gradients, strict=True):
+            output.requires_grad_(gradient is not None)
+        fresh = self.grouped_pass.loss_gradients(outputs, captured.targets)
+        recorded = _tensors_of(captured.gradients)
+        with torch.no_grad():
+            for memory, tensor in zip(recorded, _tensors_of(fresh), strict=True):
+                memory.copy_(tensor)
+
+
+def _tensors_of(gradients: LossGradients) -> list[Tensor]:
+    candidates: list[Any] = [gradients.losses, gradients.counts, *gradients.output_gradients]
+    return [tensor for tensor in candidates if tensor is not None]
+
+
+def _key_of_read(read: VersionRead, step: int, newest: Weights) -> Hashable:
+    addresses = tuple(tensor.data_ptr() for tensor in read.weights.values())
+    newest_addresses: tuple[int, ...] = ()
+    if read.compensated:
+        newest_addresses = tuple(tensor.data_ptr() for tensor in newest.values())
+    return read.microbatches, step - read.version, addresses, newest_addresses

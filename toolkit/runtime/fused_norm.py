@@ -1,0 +1,190 @@
+"""Batch norms of many micro-batches as one operation.
+
+``n`` micro-batches of ``b`` samples lie one after another in ``x``, ``[n * b, channels, ...]``::
+
+    x_hat = (x - mean[m, c]) / sqrt(variance[m, c] + eps)      m: micro-batch, c: channel
+    y     = weight[c] * x_hat + bias[c]
+
+and with ``k`` values a channel and micro-batch, ``g`` the gradient of ``y``::
+
+    dx    = weight / sqrt(variance + eps) * (g - sum(g) / k - x_hat * sum(g * x_hat) / k)
+
+Both formulas are operations of their own. On a GPU torch compiles each to a few kernels, in any
+memory format; torch's own batch norm would take one launch a micro-batch and direction.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import UserError
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch can compile the formulas for ``device``: a GPU, and Triton is installed."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def forward_formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+) -> Outputs:
+    """Normalise each micro-batch by its own statistics.
+
+    Args:
+        x: ``[n_microbatches * b, channels, ...]``.
+        weight: ``[channels]``, or None.
+        bias: ``[channels]``, or None.
+        n_microbatches: number of micro-batches in ``x``.
+        eps: added to the variance.
+
+    Returns:
+        ``y``, like ``x``; the sums over micro-batches of means and unbiased variances,
+        ``[2, channels]``; mean and reciprocal deviation, ``[n, 1, channels, 1...]``.
+    """
+    microbatches = _in_full_precision(x, n_microbatches)
+    dims = _reduced(microbatches)
+    n_values = microbatches.numel() // (microbatches.shape[0] * microbatches.shape[2])
+    variance, mean = torch.var_mean(microbatches, dims, correction=0, keepdim=True)
+    reciprocal = torch.rsqrt(variance + eps)
+    y = (microbatches - mean) * reciprocal
+    if weight is not None:
+        y = y * _by_channel(weight, y)
+    if bias is not None:
+        y = y + _by_channel(bias, y)
+    unbiased = variance * (n_values / (n_values - 1))
+    statistics = torch.stack([mean.sum(0).flatten(), unbiased.sum(0).flatten()])
+    return y.to(x.dtype).flatten(0, 1), statistics, mean, reciprocal
+
+
+def backward_formula(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    reciprocal: Tensor,
+) -> Gradients:
+    """Return the gradients of ``x``, weight and bias from that of ``y``."""
+    n_microbatches = mean.shape[0]
+    microbatches = _in_full_precision(x, n_microbatches)
+    gradients = _in_full_precision(gradient, n_microbatches)
+    dims = _reduced(microbatches)
+    n_values = microbatches.numel() // (microbatches.shape[0] * microbatches.shape[2])
+    normalised = (microbatches - mean) * reciprocal
+    gradient_sum = gradients.sum(dims, keepdim=True)
+    product_sum = (gradients * normalised).sum(dims, keepdim=True)
+    factor = reciprocal if weight is None else reciprocal * _by_channel(weight, reciprocal)
+    inner = gradients - gradient_sum / n_values - normalised * (product_sum / n_values)
+    of_x = (inner * factor).to(x.dtype).flatten(0, 1)
+    of_weight = product_sum.sum(0).flatten()
+    of_bias = gradient_sum.sum(0).flatten()
+    return of_x, of_weight, of_bias
+
+
+def check_values(x: Tensor, n_microbatches: int) -> None:
+    """Raise UserError if a channel of a micro-batch has a single value, whose variance is 0."""
+    if x.numel() == n_microbatches * x.shape[1]:
+        raise UserError("batch norm: got one value of a channel; expected more. Enlarge batch")
+
+
+def _in_full_precision(x: Tensor, n_microbatches: int) -> Tensor:
+    """Return ``x`` as ``[n_microbatches, b, channels, ...]``, in 32 bits or more."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.unflatten(0, (n_microbatches, -1)).to(wide)
+
+
+def _reduced(microbatches: Tensor) -> list[int]:
+    """Return the dimensions of ``[n, b, channels, ...]`` over which statistics are taken."""
+    return [1, *range(3, microbatches.dim())]
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return ``[channels]`` in a shape that broadcasts over ``[n, b, channels, ...]``."""
+    return values.view([-1, *[1] * (like.dim() - 3)])
+
+
+@cache
+def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``formula`` compiled for each shape; a model has about ten of them a group size."""
+    compiled: Callable[..., Any] = torch.compile(formula, fullgraph=True, dynamic=False)
+    return torch._dynamo.config.patch(recompile_limit=1024)(compiled)
+
+
+def _chosen(formula: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    return _compiled(formula) if can_compile(device) else formula
+
+
+@torch.library.custom_op("toolkit::microbatch_norm", mutates_args=())
+def microbatch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+) -> Outputs:
+    """Apply :func:`forward_formula` as one operation."""
+    run = _chosen(forward_formula, x.device)
+    y, statistics, mean, reciprocal = run(x, weight, bias, n_microbatches, eps)
+    # An activation may overwrite y, which autograd refuses if y is a view.
+    y = torch.ops.aten._unsafe_view(y, x.shape)
+    return y, statistics, mean, reciprocal
+
+
+@torch.library.custom_op("toolkit::microbatch_norm_backward", mutates_args=())
+def microbatch_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, reciprocal: Tensor
+) -> Gradients:
+    """Apply :func:`backward_formula` as one operation."""
+    run = _chosen(backward_formula, x.device)
+    gradients: Gradients = run(gradient, x, weight, mean, reciprocal)
+    return gradients
+
+
+@microbatch_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+) -> Outputs:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    statistics = x.new_empty(2, x.shape[1], dtype=wide)
+    shape = n_microbatches, 1, x.shape[1], *[1] * (x.dim() - 2)
+    return (
+        torch.empty_like(x),
+        statistics,
+        x.new_empty(shape, dtype=wide),
+        x.new_empty(shape, dtype=wide),
+    )
+
+
+@microbatch_norm_backward.register_fake
+def _(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, reciprocal: Tensor
+) -> Gradients:
+    of_channels = mean.new_empty(x.shape[1])
+    return torch.empty_like(x), of_channels, torch.empty_like(of_channels)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    x, weight, bias, _, _ = inputs
+    _, statistics, mean, reciprocal = output
+    ctx.save_for_backward(x, weight, mean, reciprocal)
+    ctx.types = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
+    ctx.mark_non_differentiable(statistics, mean, reciprocal)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    x, weight, mean, reciprocal = ctx.saved_tensors
+    of_x, of_weight, of_bias = microbatch_norm_backward(gradient, x, weight, mean, reciprocal)
+    weight_type, bias_type = ctx.types
+    return (
+        of_x,
+        None if weight_type is None else of_weight.to(weight_type),
+        None if bias_type is None else of_bias.to(bias_type),
+        None,
+        None,
+    )
+
+
+microbatch_norm.register_autograd(_differentiate, setup_context=_save)
