@@ -136,6 +136,32 @@ def test_a_peak_at_the_ends_of_operations_has_no_workspace(peak):
     assert allocator.most == 7 + 40 + 140
 
 
+def test_measured_peaks_of_a_stand_in_are_the_predicted_ones(peak, monkeypatch):
+    """With workspace as the allocator sees them, and of tensors at the ends of operations."""
+    memory = LibraryMemory({FORWARD: 2_000_000, BACKWARD: 3_000_000})
+
+    def memory_stats(device):
+        return {
+            f"{kind}_bytes.all.{name}": n_bytes
+            for kind in ("allocated", "requested")
+            for name, n_bytes in (("current", memory.bytes), ("peak", memory.most))
+        }
+
+    monkeypatch.setattr("torch.cuda.memory_stats", memory_stats)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: memory.restart())
+    images = torch.randn(4, 3, 32, 32)
+    with memory:
+        measured = peak.measure_peak("resnet8", CDP, images, PLAIN)
+    costs = peak.meta_costs("resnet8", 4, images, PLAIN)
+    stages = partition(build("resnet8", 1000, 32), 4, images)
+    with LibraryMemory(memory.workspaces) as meter:
+        costs_with_workspace = add_library_workspace(costs, stages, images, memory=meter)
+    with_workspace = peak.predict_peak(CDP, costs_with_workspace)
+    assert measured.tensors == pytest.approx(peak.predict_peak(CDP, costs), rel=0.01)
+    assert measured.requested == measured.allocated == pytest.approx(with_workspace, rel=0.01)
+    assert measured.requested > 1.2 * measured.tensors
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), AGAIN])
