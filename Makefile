@@ -17,8 +17,8 @@ notebooks: $(READY)  ## run every notebook from top to bottom, and look at them 
 docs: $(READY)  ## the site, with executed notebooks, in outputs/site
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . outputs/site
 
-gpu: $(READY)  ## on a GPU: the next 9 minutes of its tests, benchmarks and trainings (data=FOLDER)
-	$(BIN)/python experiments/gpu.py --data "$(data)"
+gpu: $(READY)  ## on a GPU: the next 9 minutes of its benchmarks, tests and trainings (data=FOLDER imagenette=FOLDER)
+	$(BIN)/python experiments/gpu.py --data "$(data)" --imagenette "$(imagenette)"
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -1,11 +1,12 @@
-"""What one GPU shows, in slices: the tests, speed and memory, then accuracy; most valuable first.
+"""Run on one GPU what only a GPU shows, in slices of minutes, the most valuable jobs first.
 
-    make gpu                      # the next 9 minutes of what is left
-    make gpu data=/data/cifar10   # with the trainings on CIFAR-10
+    make gpu                      # the next 9 minutes of the jobs that have not ended
+    make gpu data=/data/cifar10 imagenette=/data/imagenette   # with the trainings on these sets
     python experiments/gpu.py --list
 
-A slice stops in time and is continued by the next call. What ends is kept: the folder of a job in
-experiments/results has its result.json, tables and figures.
+Speed comes first, then the tests, memory and accuracy. A slice stops in time; the next call
+continues. Results are kept as jobs end: the folder of a job in experiments/results gets its
+result.json, tables and figures.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from toolkit.options import COMPARED, TUNING
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
 _GRACE = 60  # seconds that a comparison gets to save a checkpoint and end
@@ -30,46 +33,150 @@ _LARGEST = 2**20  # bytes of a file that is kept
 
 @dataclass(frozen=True)
 class Job:
-    """A command, in the folder ``name`` of the outputs and of the kept results.
+    """A command, whose outputs and kept results are in folders called ``name``.
 
-    ``again``: what the command is called with, besides, once it has begun; empty if it starts anew.
+    Attributes:
+        name: name of the folders.
+        command: arguments of Python.
+        minutes: expected duration on an H100, from its first slice to its end.
+        resume_command: arguments of Python once the command has begun; empty: it starts anew.
     """
 
     name: str
-    words: tuple[str, ...]
-    again: tuple[str, ...] = ()
+    command: tuple[str, ...]
+    minutes: float
+    resume_command: tuple[str, ...] = ()
 
 
-def jobs(data: str | None) -> Iterator[Job]:
-    """All jobs, the most valuable first; trainings on CIFAR-10 only with its folder, ``data``."""
-    yield Job("gpu_tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"))
+def jobs(cifar10: str | None, imagenette: str | None) -> Iterator[Job]:
+    """Yield all jobs, the most valuable first.
+
+    Args:
+        cifar10: folder with CIFAR-10; None: no trainings on it.
+        imagenette: folder with ``train`` and ``val``; None: no trainings on it.
+    """
+    yield from _speed()
+    yield Job("gpu_tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"), 2)
+    yield _bench("bench_peak", "peak", 2, "device=cuda")
+    if cifar10 is not None:
+        # The paper's recipe, in 30 of its 100 epochs.
+        short = "epochs=30", "lr.every_epochs=10"
+        yield from _cifar10_corrections("cifar10_resnet18_corrections_30", cifar10, 14, 22, *short)
+    if imagenette is not None:
+        yield from _imagenette(imagenette, image_size=128, minutes=8)
+        yield from _imagenette(imagenette, image_size=224, minutes=15)
+    if cifar10 is not None:
+        yield from _cifar10_corrections("cifar10_resnet18_corrections", cifar10, 14, 75)
+        yield from _cifar10(cifar10)
+
+
+def _speed() -> Iterator[Job]:
+    """Yield the benchmarks of order "grouped", and the gaps between its kernels."""
     fast = "bench.precision=bf16", "bench.channels_last=true", "device=cuda"
-    yield _bench("bench_grouped_gpu", "grouped", *fast, "bench.batch=64")
-    large = "bench.model=resnet50", "bench.image_size=224", "bench.batch=32"
-    yield _bench("bench_grouped_gpu_resnet50", "grouped", *fast, *large)
-    yield _bench("bench_peak", "peak", "device=cuda")
-    if data is None:
-        return
-    corrected = "study=corrections", "optimizer.nesterov=false", "epochs=24", "margin=0.5"
-    for seeds in range(1, 6):
-        yield _compare("cifar10_corrections_24", "cifar10_convnet", data, seeds, *corrected)
-    for seeds in range(1, 11):
-        yield _compare("cifar10_short", "cifar10_short", data, seeds)
+    small = "bench.batch=64", "bench.rounds=3", "bench.steps=5"
+    large = (
+        "bench.model=resnet50",
+        "bench.image_size=224",
+        "bench.batch=32",
+        "bench.rounds=3",
+        "bench.steps=5",
+    )
+    for compile, minutes_small, minutes_large in (("none", 0.25, 0.35), ("default", 0.6, 0.8)):
+        for capture in ("off", "auto"):
+            options = *fast, f"bench.capture={capture}", f"bench.compile={compile}"
+            suffix = f"_capture_{capture}_compile_{compile}"
+            plain = capture == "off" and compile == "none"
+            yield _bench(
+                "bench_grouped_gpu" if plain else f"bench_grouped_gpu_resnet18{suffix}",
+                "grouped",
+                minutes_small,
+                *options,
+                *small,
+            )
+            yield _bench(
+                "bench_grouped_gpu_resnet50" + ("" if plain else suffix),
+                "grouped",
+                minutes_large,
+                *options,
+                *large,
+            )
+    yield _bench("bench_gaps_gpu", "gaps", 0.5, *fast, "bench.batch=64")
+
+
+def _cifar10_corrections(
+    name: str, root: str, tuning_minutes: float, minutes: float, *options: str
+) -> Iterator[Job]:
+    """Yield a comparison of plain and corrected rules of the paper's recipe, seed by seed.
+
+    Each rule trains at its own rate. DP has nothing to predict: predicted, it would be DP with
+    Nesterov momentum, which is another rule already.
+    """
+    for n_seeds in range(1, 4):
+        yield _compare(
+            name,
+            "paper/cifar10_resnet18",
+            root,
+            n_seeds,
+            minutes + (tuning_minutes if n_seeds == 1 else 0),
+            "study=corrections",
+            "~rules.dp_predicted",
+            "~own.dp_predicted",
+            "precision=bf16",
+            "channels_last=true",
+            "margin=0.5",
+            *options,
+        )
+
+
+def _imagenette(root: str, image_size: int, minutes: float) -> Iterator[Job]:
+    """Yield a comparison on ten classes of ImageNet, seed by seed."""
+    for n_seeds in range(1, 4):
+        yield _compare(
+            f"imagenette_{image_size}",
+            "paper/imagenet_resnet18",
+            root,
+            n_seeds,
+            minutes,
+            "data=image_folder",
+            f"data.image_size={image_size}",
+            "epochs=30",
+            "lr.every_epochs=10",
+            "lr.warmup_epochs=2",
+            "precision=bf16",
+            "channels_last=true",
+        )
+
+
+def _cifar10(root: str) -> Iterator[Job]:
+    """Yield the other trainings on CIFAR-10."""
     bf16 = "precision=bf16", "channels_last=true"
-    for seeds in range(1, 4):
-        yield _compare("cifar10_paper", "paper/cifar10_resnet18", data, seeds, *bf16)
+    for n_seeds in range(1, 4):
+        yield _compare("cifar10_paper", "paper/cifar10_resnet18", root, n_seeds, 27, *bf16)
+    corrections = "study=corrections", "optimizer.nesterov=false", "epochs=24", "margin=0.5"
+    for n_seeds in range(1, 6):
+        yield _compare("cifar10_corrections_24", "cifar10_convnet", root, n_seeds, 15, *corrections)
+    for n_seeds in range(1, 11):
+        yield _compare("cifar10_short", "cifar10_short", root, n_seeds, 5)
 
 
-def _bench(name: str, bench: str, *options: str) -> Job:
-    return Job(name, ("experiments/bench.py", f"bench={bench}", *options))
+def _bench(name: str, bench: str, minutes: float, *options: str) -> Job:
+    return Job(name, ("experiments/bench.py", f"bench={bench}", *options), minutes)
 
 
-def _compare(name: str, preset: str, data: str, seeds: int, *options: str) -> Job:
-    """A comparison that has grown to ``seeds`` seeds."""
-    fast = "device=cuda", "cudnn_benchmark=true", "stability=false"
-    first = f"experiment={preset}", *options, f"data.root={data}", *fast, f"seeds={seeds}"
-    again = "experiments/compare.py", f"resume={_folder(name)}", f"seeds={seeds}"
-    return Job(name, ("experiments/compare.py", *first), again)
+def _compare(name: str, preset: str, root: str, n_seeds: int, minutes: float, *options: str) -> Job:
+    """Return a comparison that grows to ``n_seeds`` seeds."""
+    command = (
+        "experiments/compare.py",
+        f"experiment={preset}",
+        *options,
+        f"data.root={root}",
+        "device=cuda",
+        "cudnn_benchmark=true",
+        "stability=false",
+        f"seeds={n_seeds}",
+    )
+    resume_command = ("experiments/compare.py", f"resume={_folder(name)}", f"seeds={n_seeds}")
+    return Job(name, command, minutes, resume_command)
 
 
 def _folder(name: str) -> Path:
@@ -79,45 +186,74 @@ def _folder(name: str) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with CIFAR-10")
+    parser.add_argument("--imagenette", help="folder with Imagenette: train/ and val/")
     parser.add_argument("--minutes", type=float, default=9.0, help="length of the slice")
-    parser.add_argument("--list", action="store_true", help="print the jobs, and which have ended")
-    given = parser.parse_args()
-    if not given.list and not torch.cuda.is_available():
+    parser.add_argument(
+        "--list", action="store_true", help="print the jobs, their minutes, and which have ended"
+    )
+    arguments = parser.parse_args()
+    all_jobs = [*jobs(arguments.data or None, arguments.imagenette or None)]
+    if arguments.list:
+        print_list(all_jobs)
+        return 0
+    if not torch.cuda.is_available():
         parser.error("torch sees no GPU on this machine: --list prints what would run on one")
-    end = time.monotonic() + 60 * given.minutes
-    todo = [*jobs(given.data or None)]
-    for k, job in enumerate(todo):
-        ended = _folder(job.name) / f"ended_{k}"
-        if given.list or ended.exists():
-            print(f"{'ended' if ended.exists() else 'to do'}: {shlex.join(job.words)}", flush=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    for job in all_jobs:
+        if _end_mark(job).exists():
+            print(_line(job), flush=True)
             continue
-        if (left := end - time.monotonic() - _GRACE) < _LEAST:
+        seconds_left = end - time.monotonic() - _GRACE
+        if seconds_left < _LEAST:
             break
-        print(f"\n{shlex.join(job.words)}", flush=True)
-        status = run(job, left)
+        print(f"\n{shlex.join(job.command)}", flush=True)
+        status = run(job, seconds_left)
         if status is None:
             break
         if status:
-            print(f"failed with status {status}: it is tried again by the next call")
+            print(f"failed with status {status}: the next call tries it again")
             continue
         keep(job)
-        ended.touch()
+        _end_mark(job).touch()
     else:
         return 0
-    print("\nthe time is over: call it again to go on")
+    print("\nthe time is over: call it again to continue")
     return 0
+
+
+def print_list(all_jobs: list[Job]) -> None:
+    """Print a line for each job, and the minutes of those that have not ended."""
+    for job in all_jobs:
+        print(_line(job))
+    minutes_left = sum(job.minutes for job in all_jobs if not _end_mark(job).exists())
+    print(f"{minutes_left:g} minutes to do")
+
+
+def _line(job: Job) -> str:
+    state = "ended" if _end_mark(job).exists() else "to do"
+    return f"{state}, {job.minutes:g} min, {job.name}: {shlex.join(job.command)}"
+
+
+def _end_mark(job: Job) -> Path:
+    """Return the file that exists once ``job`` has ended."""
+    mark = f"ended_{job.command[-1]}" if job.resume_command else "ended"  # of ended_seeds=2
+    return _folder(job.name) / mark
 
 
 def run(job: Job, seconds: float) -> int | None:
     """Run ``job``; return its exit status, or None if it was stopped after ``seconds``."""
     folder = _folder(job.name)
-    words = job.again if job.again and (folder / "runs.yaml").exists() else job.words
+    # A comparison that was stopped in its trials of rates has options in their folder only.
+    begun = any((place / COMPARED).exists() for place in (folder, folder / TUNING))
+    command = job.command
+    if job.resume_command and begun:
+        command = job.resume_command
+    elif command[0] != "-m":
+        command += (f"hydra.run.dir={folder}",)
     folder.mkdir(parents=True, exist_ok=True)
-    if words[0] != "-m" and words == job.words:
-        words += (f"hydra.run.dir={folder}",)
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             return process.wait(seconds)
@@ -132,12 +268,13 @@ def run(job: Job, seconds: float) -> int | None:
 
 def keep(job: Job) -> None:
     """Copy the results of ``job`` to the kept results."""
-    names = ("result.json", "*.csv", "*.png") if job.words[0] != "-m" else ("output.txt",)
-    kept = RESULTS / job.name
-    kept.mkdir(parents=True, exist_ok=True)
-    for path in (path for name in names for path in _folder(job.name).glob(name)):
-        if path.stat().st_size < _LARGEST:
-            shutil.copy(path, kept)
+    patterns = ("output.txt",) if job.command[0] == "-m" else ("result.json", "*.csv", "*.png")
+    results = RESULTS / job.name
+    results.mkdir(parents=True, exist_ok=True)
+    for pattern in patterns:
+        for path in _folder(job.name).glob(pattern):
+            if path.stat().st_size < _LARGEST:
+                shutil.copy(path, results)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,29 @@
 
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
 allocator measures it. The table compares it with the peak of the lowered program, from the stages'
-costs.
+costs: of tensors alone, and with the workspace that libraries take within an operation.
 """
 
 import gc
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import profile, recomputing, simulate
+from toolkit.cost import Costs, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
+from toolkit.cost.library_workspace import CudaMemory, add_library_workspace
 from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import GIB
 from toolkit.model import build, partition
+from toolkit.model.analysis import MemoryMeter
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
@@ -30,10 +33,20 @@ _STEPS = 3
 _CLASSES = 1000
 
 
-def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a model, number of workers and rule; sizes in GiB, at rest excluded.
+class Peak(NamedTuple):
+    """Peak bytes of training steps above what stays between them."""
 
-    *asked for*: without what the allocator adds to fill its blocks.
+    allocated: int  # by the allocator, with what fills its blocks
+    requested: int  # from the allocator
+    tensors: int  # requested, at the ends of operations: without workspaces
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each model, number of workers and rule; sizes in GiB, at rest excluded.
+
+    *asked for*: without what the allocator adds to fill its blocks. *tensors*: also without what
+    libraries take and return within an operation. *program*: predicted for tensors. *with
+    workspace*: predicted from stages that this device has run once.
     """
     if device.type != "cuda":
         raise UserError(
@@ -48,26 +61,54 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
+        costs = meta_costs(name, n, images, options, config.partition)
+        device_costs = measured_costs(name, costs, images, options, config.partition)
         for schedule in (
             catalog.data_parallel(n, "one"),
             catalog.cyclic(n, 1, "one"),
             catalog.cyclic(n, "freshest", "one"),
         ):
-            measured, asked_for = held(name, schedule, images, options, config.partition)
-            predicted = foreseen(name, schedule, images, options, config.partition)
+            peak = measure_peak(name, schedule, images, options, config.partition)
+            tensors = predict_peak(schedule, costs)
+            with_workspace = predict_peak(schedule, device_costs)
             row = {"model": name, "workers": n, "rule": schedule.name}
-            for column, n_bytes in (("measured", measured), ("asked for", asked_for)):
+            for column, n_bytes in (
+                ("measured", peak.allocated),
+                ("asked for", peak.requested),
+                ("tensors", peak.tensors),
+            ):
                 row[column] = round(n_bytes / GIB, 3)
-                row[f"{column} / program"] = round(n_bytes / predicted, 3)
-            rows.append(row | {"program": round(predicted / GIB, 3)})
+                row[f"{column} / program"] = round(n_bytes / tensors, 3)
+            row["program"] = round(tensors / GIB, 3)
+            row["with workspace"] = round(with_workspace / GIB, 3)
+            row["asked for / with workspace"] = round(peak.requested / with_workspace, 3)
+            rows.append(row)
     return rows
 
 
-def held(
+class PeakAtOpEnds(TorchDispatchMode):
+    """Record the most bytes in use at the end of an operation.
+
+    By then an operation has returned its workspace, and its results are allocated.
+    """
+
+    def __init__(self, memory: MemoryMeter) -> None:
+        super().__init__()
+        self.memory = memory
+        self.bytes = memory.bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, self.memory.bytes)
+        return output
+
+
+def measure_peak(
     name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
-) -> tuple[float, float]:
-    """Bytes above what stays between training steps: given by the allocator, and asked for."""
-    model = build(name, _CLASSES, images.shape[-1]).to(images.device)
+) -> Peak:
+    """Return the peak of a training step of model ``name`` on micro-batches like ``images``."""
+    device = images.device
+    model = build(name, _CLASSES, images.shape[-1]).to(device)
     runtime = SingleProcess(
         partition(model, schedule.n_stages, images, by),
         schedule,
@@ -77,28 +118,47 @@ def held(
         options=options,
     )
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
-    targets = torch.zeros(len(inputs), dtype=torch.long, device=images.device)
+    targets = torch.zeros(len(inputs), dtype=torch.long, device=device)
     runtime.step(inputs, targets)
     gc.collect()
-    at_rest = torch.cuda.memory_stats(images.device)
-    torch.cuda.reset_peak_memory_stats(images.device)
-    for result in runtime.run([(inputs, targets)] * _STEPS):
-        del result
-    found = torch.cuda.memory_stats(images.device)
-    peaks = [found[f"{which}_bytes.all.peak"] for which in ("allocated", "requested")]
-    rest = [at_rest[f"{which}_bytes.all.current"] for which in ("allocated", "requested")]
-    return peaks[0] - rest[0], peaks[1] - rest[1]
+    memory = CudaMemory(device)
+    memory.restart()
+    at_rest = torch.cuda.memory_stats(device)
+    with PeakAtOpEnds(memory) as op_ends:
+        for result in runtime.run([(inputs, targets)] * _STEPS):
+            del result
+    statistics = torch.cuda.memory_stats(device)
+    requested_at_rest = at_rest["requested_bytes.all.current"]
+    return Peak(
+        allocated=statistics["allocated_bytes.all.peak"] - at_rest["allocated_bytes.all.current"],
+        requested=statistics["requested_bytes.all.peak"] - requested_at_rest,
+        tensors=op_ends.bytes - requested_at_rest,
+    )
 
 
-def foreseen(
-    name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
-) -> float:
-    """Bytes that the program holds at most above the weights that stay between training steps."""
+def meta_costs(
+    name: str, n_stages: int, images: Tensor, options: StepOptions, by: str = "flops"
+) -> Costs:
+    """Return the costs of the stages of model ``name``, from meta tensors."""
+    example = images.to("meta")
     with torch.device("meta"):
         model = build(name, _CLASSES, images.shape[-1])
-    example = images.to("meta")
-    stages = partition(model, schedule.n_stages, example, by)
-    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
+    stages = partition(model, n_stages, example, by)
+    costs = profile(stages, example, precision=options.precision)
+    return recomputing(costs, options.checkpoint)
+
+
+def measured_costs(
+    name: str, costs: Costs, images: Tensor, options: StepOptions, by: str = "flops"
+) -> Costs:
+    """Return ``costs`` with the workspace of libraries on the device of ``images``."""
+    model = build(name, _CLASSES, images.shape[-1]).to(images.device)
+    stages = partition(model, len(costs), images, by)
+    return add_library_workspace(costs, stages, images, options.precision)
+
+
+def predict_peak(schedule: Schedule, costs: Costs) -> float:
+    """Return the peak bytes of the program above the weights that stay between training steps."""
     timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

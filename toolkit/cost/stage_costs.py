@@ -170,7 +170,9 @@ def profile(
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on a micro-batch like ``example``.
 
-    Private workspaces of libraries (oneDNN's LSTM) are not counted. Generators keep their state.
+    Workspaces that libraries allocate inside an operation (cuDNN's convolutions, oneDNN's LSTM) are
+    not counted: see :func:`toolkit.cost.library_workspace.add_library_workspace`. Generators keep
+    their state.
 
     Args:
         stages: a partitioned model.
@@ -198,7 +200,7 @@ def profile(
                 forward, backward, values = _measure(stage, values, repeats, precision)
                 cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
             costs.append(cost)
-            shapes = _received(outputs)
+            shapes = received_inputs(outputs)
     return tuple(costs)
 
 
@@ -262,12 +264,13 @@ def _measure(
     twin = in_training(copy.deepcopy(stage))  # a copy: running statistics change
     seconds = []
     for _ in range(1 + repeats):
-        received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
+        received = received_inputs(inputs) if any(x.requires_grad for x in inputs) else inputs
         *taken, outputs = timed(partial(twin, *received), received[0].device, precision)
         seconds.append(taken)
     forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
-    return median(forwards), median(backwards), _received(outputs)
+    return median(forwards), median(backwards), received_inputs(outputs)
 
 
-def _received(values: Values) -> Values:
+def received_inputs(values: Values) -> Values:
+    """Return the tensors that a stage receives from one that computes ``values``."""
     return tuple(x.detach().requires_grad_(differentiable(x)) for x in values)

@@ -5,11 +5,11 @@ Nothing is computed and no activation is allocated, so a laptop can analyse larg
 
 import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -290,12 +290,27 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+class MemoryMeter(Protocol):
+    """Bytes in use on a device."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in use now."""
+
+    @property
+    def most(self) -> int:
+        """Peak since the last restart."""
+
+    def restart(self) -> None:
+        """Set the peak to the bytes in use now."""
+
+
 class Live(TorchDispatchMode):
     """Count the bytes of living tensors made inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.most = 0  # now; and the peak since the caller last set it
+        self.bytes = self.most = 0  # now; and the peak since the last restart
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -310,6 +325,10 @@ class Live(TorchDispatchMode):
         self.most = max(self.most, self.bytes)
         return output
 
+    def restart(self) -> None:
+        """Set the peak to the bytes in use now."""
+        self.most = self.bytes
+
     def _forget(self, storage: int) -> None:
         self.bytes -= self._sizes.pop(storage)
 
@@ -321,17 +340,39 @@ def working_bytes(
 
     Temporary results and gradients count. Arguments are as in :func:`node_costs`.
     """
-    run = fx.Interpreter(meta_copy(stage))
+    twin = meta_copy(stage)
+
+    def forward() -> tuple[Tensor, ...]:
+        # An interpreter keeps the outputs alive: it must end with this call.
+        outputs: tuple[Tensor, ...] = fx.Interpreter(twin).run(*inputs)
+        return outputs
+
     with Live() as live:
-        with as_trained(device, precision):
-            outputs = run.run(*inputs)
-        of_forward = live.most
-        trained = [x for x in outputs if x.requires_grad]
-        edges = [get_gradient_edge(x) for x in trained]
-        shapes = [(x.shape, x.dtype) for x in trained]
-        del run, outputs, trained  # each reference would keep the outputs alive
-        kept = live.bytes
-        live.most = kept
-        gradients = [torch.empty(s, dtype=t, device="meta") for s, t in shapes]
-        torch.autograd.backward(edges, gradients)
-        return of_forward - kept, live.most - kept
+        return peaks_beside_kept(forward, live, as_trained(device, precision))
+
+
+def peaks_beside_kept(
+    forward: Callable[[], tuple[Tensor, ...]],
+    memory: MemoryMeter,
+    precision: AbstractContextManager[object],
+) -> tuple[int, int]:
+    """Return the peak bytes of a forward and of its backward, besides what is kept between them.
+
+    Args:
+        forward: returns the outputs of a stage, and keeps no reference to them.
+        memory: meter of the device.
+        precision: context of the forward.
+    """
+    memory.restart()
+    with precision:
+        outputs = forward()
+    forward_peak = memory.most
+    trained = [output for output in outputs if output.requires_grad]
+    edges = [get_gradient_edge(output) for output in trained]
+    specs = [(output.shape, output.dtype, output.device) for output in trained]
+    del outputs, trained  # each reference would keep the outputs alive
+    kept = memory.bytes
+    memory.restart()
+    gradients = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+    torch.autograd.backward(edges, gradients)
+    return forward_peak - kept, memory.most - kept
