@@ -174,7 +174,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if gradient is None:  # y is not used
+        return None, None, None, None, None
     x, weight, mean, reciprocal = ctx.saved_tensors
     of_x, of_weight, of_bias = microbatch_norm_backward(gradient, x, weight, mean, reciprocal)
     weight_type, bias_type = ctx.types
