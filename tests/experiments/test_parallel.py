@@ -41,13 +41,13 @@ def test_equals_one_run_after_another(tmp_path):
 
 
 def process_ids(monkeypatch):
-    """The processes that get a signal."""
+    """The processes of a comparison that passes a signal on."""
     signalled = []
     pass_on = parallel_runs._signal
 
-    def recorded(processes, number):
+    def recorded(processes, running, number):
         signalled.extend(processes.process_ids.values())
-        pass_on(processes, number)
+        pass_on(processes, running, number)
 
     monkeypatch.setattr(parallel_runs, "_signal", recorded)
     return signalled

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ def train_in_parallel(
     with (
         ParallelProgress(len(keys), n_epochs * len(keys)) as progress,
         Processes(n_processes) as processes,
-        _PassedOn(processes).heard() as signals,
+        _PassedOn(processes, running).heard() as signals,
     ):
         setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
         processes.begin(_train_keys, make_run, setting)
@@ -129,11 +129,14 @@ def train_in_parallel(
                     progress.ended(running.pop(process), n_epochs, message.note)
                     yield message.run
                 elif isinstance(message, _Stopped):
+                    del running[process]
                     stopped.append(message)
-                    _signal(processes, message.number)
+                    if not signals.number:  # only that process got it
+                        _signal(processes, running, message.number)
                 elif isinstance(message, _Failed):
+                    del running[process]
                     failed.append(message)
-                    _signal(processes, signal.SIGTERM)  # by which they are saved
+                    _signal(processes, running, signal.SIGTERM)  # by which they are saved
         except (JobFailedError, RankError) as error:
             if signals.number:  # it came before a process could handle it
                 raise StoppedError(signals.number, saved=False) from error
@@ -151,19 +154,24 @@ def train_in_parallel(
 
 
 class _PassedOn(Signals):
-    """Signals of this process, each passed on to ``processes``, which do not get a terminal's."""
+    """Signals of this process, passed on to the ``processes`` that are ``running`` something.
 
-    def __init__(self, processes: Processes) -> None:
+    They are in sessions of their own, and do not get those of a terminal.
+    """
+
+    def __init__(self, processes: Processes, running: Collection[int]) -> None:
         super().__init__()
         self.processes = processes
+        self.running = running
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         super()._hear(number, frame)
-        _signal(self.processes, number)
+        _signal(self.processes, self.running, number)
 
 
-def _signal(processes: Processes, number: int) -> None:
-    for process in processes.alive & processes.process_ids.keys():
+def _signal(processes: Processes, running: Collection[int], number: int) -> None:
+    # Not to others: a process that waits for its end would be interrupted.
+    for process in processes.alive.intersection(running):
         with suppress(ProcessLookupError):
             os.kill(processes.process_ids[process], number)
 
