@@ -11,19 +11,24 @@ A rule may have its own optimizer, lr, clip, ema and readout: +own.cdp_v1.optimi
 optimizer.lr, for tune.epochs epochs with tune.seed, and trains it at the best, by the test metric
 after the last epoch.
 
+parallel=8 trains up to 8 runs at the same time on the one device, each in a process of its own.
+Only seconds differ from those of parallel=1:
+
+    python experiments/compare.py experiment=cifar10_short data.root=/path device=cuda parallel=8
+
 An interrupted comparison continues with the unfinished run and then the others. Seeds and rules can
 be added; all other options stay as before:
 
     python experiments/compare.py resume=outputs/compare/... seeds=8
 """
 
+import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -49,6 +54,7 @@ from toolkit.schedule import Schedule, labels
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
     from toolkit.runtime import World
+    from toolkit.training import TrainingRun
     from toolkit.training.data import SampleSet
 
 
@@ -71,6 +77,7 @@ def main(config: DictConfig) -> Ended:
     check_counts(config, "seeds")
     check_margin(config.margin)
     check_own(config)
+    build.check_parallel(config)
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start, folder = time.perf_counter(), output_folder()
@@ -108,23 +115,29 @@ def main(config: DictConfig) -> Ended:
 def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
     from toolkit.plan.rate_check import check_rate
-    from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
+    from toolkit.results.comparison import (
+        before,
+        select_runs,
+        train_all,
+        try_keep_runs,
+        unfinished,
+    )
     from toolkit.training import TrainingRun
 
     checks = config.stability and not config.resume and folder.name != TUNING
     unchecked = {*config.rules} if checks and is_rank_zero() else set()
 
+    options = build.plain(config)
+    make_run = build.RuleBuilder(options, samples)
+
     def of_rule(rule: str, seed: int) -> TrainingRun:
-        # A loss that is high, but a number, is a result like any other.
-        own = build.rule_config(config, rule, seed, guard="stop", guard_factor=inf)
-        run = build.build_run(own, samples)
+        run = make_run(rule, seed)
         if rule in unchecked and (unstable := check_rate(run)):
             found.notes.append(unstable)
             print(f"warning: {unstable}", file=sys.stderr)
         unchecked.discard(rule)
         return run
 
-    options = build.plain(config)
     runs, begun = before(options, folder, world)
     found, n_ended = Trained(runs), len(select_runs(options, runs))
     if n_ended:
@@ -134,8 +147,21 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
         found.notes.append(f"runs.csv has {n_more} more, of other rules or seeds")
     for note in found.notes if is_rank_zero() else ():
         print(f"note: {note}")
-    for run in train_all(options, of_rule, folder, runs, begun, world):
-        runs.append(run)
+    keys = unfinished(options, runs, begun)
+    n_processes = min(config.parallel, len(keys))
+    if n_processes > 1:
+        trained = train_in_processes(options, of_rule, folder, keys, n_processes)
+        found.notes.append(
+            f"up to {n_processes} runs trained at the same time: samples/s of each are beside the"
+            " others"
+        )
+    else:
+        trained = train_all(options, of_rule, folder, runs, begun, world)
+    n_before = len(runs)
+    for run in trained:
+        # Runs that train at the same time end in any order.
+        after = sorted([*runs[n_before:], run], key=lambda run: keys.index((run.rule, run.seed)))
+        runs[n_before:] = after
         if not is_rank_zero():
             continue
         warned, found.unwritten = found.unwritten, try_keep_runs(folder, runs)
@@ -143,6 +169,52 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
             print(f"warning: {found.unwritten}; training continues", file=sys.stderr)
     found.runs = select_runs(options, runs)
     return found
+
+
+def train_in_processes(
+    options: dict[str, Any],
+    build_run: Callable[[str, int], "TrainingRun"],
+    folder: Path,
+    keys: list[tuple[str, int]],
+    n_processes: int,
+) -> Iterator["RuleRun"]:
+    """Train the runs ``keys`` at the same time, ``n_processes`` of them at most.
+
+    Args:
+        options: those of the comparison.
+        build_run: function that builds and checks a run in this process.
+        folder: folder of the comparison.
+        keys: rule and seed of each run.
+        n_processes: number of processes.
+
+    Raises:
+        UserError: a run cannot be trained with its options, or the device's memory is too small
+            for so many.
+    """
+    from toolkit.results.comparison import check_runs
+    from toolkit.results.parallel_runs import train_in_parallel
+    from toolkit.training.run_memory import MemoryCheck
+
+    memory = MemoryCheck(n_processes)
+    check_runs(options, build_run, keys, memory.add)
+    for note in [*memory.notes(), *crowded(n_processes, options["device"])]:
+        print(f"note: {note}")
+    yield from train_in_parallel(options, build.RuleBuilder(options), folder, keys, n_processes)
+
+
+def crowded(n_processes: int, device: str) -> list[str]:
+    """Return a note if processes on the CPU have more threads than there are cores."""
+    import torch
+
+    from toolkit.training import pick_device
+
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if pick_device(device).type != "cpu" or n_processes * threads <= cores:
+        return []
+    return [
+        f"{n_processes} runs with {count(threads, 'thread')} each share {count(cores, 'core')}:"
+        f" threads={max(1, cores // n_processes)} or a smaller parallel may be faster"
+    ]
 
 
 def conclude(

@@ -22,7 +22,9 @@ STOPPED = 75
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
 """Beginning of the note on a run that was resumed with other options."""
 
-AROUND = frozenset({"tracking", "resume", "trust", "rules", "own", "tune", "seeds", "margin"})
+AROUND = frozenset(
+    {"tracking", "resume", "trust", "rules", "own", "tune", "seeds", "margin", "parallel"}
+)
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
 OWN = ("optimizer", "lr", "clip", "ema", "readout")

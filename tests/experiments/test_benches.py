@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experiments.command import complete, rows, run
+from tests.experiments.command import complete, refused, rows, run
 from tests.thorough import more, thorough
+from tests.training.test_data import write_images
 from toolkit.runtime import StepOptions
 
 
@@ -37,6 +38,33 @@ def test_bench_loops(tmp_path):
     for row in found:
         assert 0 < row["seconds"] < row["start"]
         assert row["of Distributed's"] > 0 < row["of DDP's"]
+
+
+def test_bench_loader(tmp_path):
+    small = options(image_size=8, stages=2, microbatches=2, batch=4, rounds=2, steps=3)
+    given = "device=cpu", *small, *options(model="resnet8", num_workers=1)
+    found = complete("bench", tmp_path, "bench=loader", *given)["metrics"]
+    models = ["CDP-v2 grouped, step", "plain PyTorch, step"]
+    loaders = ["in memory", "folder, 0 workers", "folder, 1 worker"]
+    assert [row["method"] for row in found] == [*models, *loaders]
+    for row in found:
+        assert row["images/s"] == pytest.approx(8 / row["seconds a batch"], rel=0.05)
+        for column, model in zip(("of CDP-v2's", "of plain PyTorch's"), found, strict=False):
+            ratio = row["images/s"] / model["images/s"]
+            assert row[column] == pytest.approx(ratio, rel=0.01, abs=0.001)
+
+
+def test_bench_loader_reads_a_folder(tmp_path):
+    for split in ("train", "val"):
+        write_images(tmp_path / split, "ab", n=8)
+    small = options(image_size=8, stages=2, microbatches=2, batch=4, rounds=1, num_workers=0)
+    given = "bench=loader", "device=cpu", *small, *options(model="resnet8", root=tmp_path)
+    found = complete("bench", tmp_path / "fits", *given, "bench.steps=2")["metrics"]
+    assert [row["method"] for row in found][2:] == ["in memory", "folder, 0 workers"]
+    where = f"hydra.run.dir={tmp_path}/refused"
+    refused("bench", *given, "bench.steps=3", where, match=f"steps=3 .*{tmp_path}.* at most 2")
+    wrong = "bench=loader", "device=cpu", where
+    refused("bench", *wrong, "bench.num_workers=-1", match="num_workers is 0 or more.*got -1")
 
 
 def test_bench_corrections(tmp_path):

@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property, partial
 from inspect import Parameter, signature
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,46 @@ def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictCo
     check_own(config)
     found = with_own(plain(config), plain(config.own).get(rule) or {})
     return OmegaConf.create(found | {"schedule": found["rules"][rule], "seed": seed} | more)
+
+
+@dataclass
+class RuleBuilder:
+    """Builds the runs of a comparison, by rule and seed; other processes take it pickled.
+
+    Attributes:
+        options: plain options of the comparison.
+        loaded: its samples; None: each process loads them before its first run.
+    """
+
+    options: Mapping[str, Any]
+    loaded: "SampleSet | None" = None
+
+    def __call__(self, rule: str, seed: int) -> "TrainingRun":
+        """Build the run of ``rule`` with ``seed``."""
+        config = OmegaConf.create(dict(self.options))
+        # A loss that is high, but a number, is a result like any other.
+        of_rule = rule_config(config, rule, seed, guard="stop", guard_factor=inf)
+        return build_run(of_rule, self.samples)
+
+    @cached_property
+    def samples(self) -> "SampleSet":
+        """The samples of all runs."""
+        return self.loaded or load_samples(OmegaConf.create(self.options["data"]))
+
+
+def check_parallel(config: DictConfig) -> None:
+    """Raise UserError unless ``parallel`` runs of a comparison can train at the same time."""
+    check_counts(config, "parallel")
+    if config.parallel == 1:
+        return
+    from toolkit.runtime import SingleProcess
+
+    runtime = get_class(config.runtime._target_)
+    if not issubclass(runtime, SingleProcess):
+        raise UserError(
+            f"parallel={config.parallel} trains each run in one process: got the runtime"
+            f" {runtime.__name__}; take runtime=single_process, or parallel=1"
+        )
 
 
 def load_samples(config: DictConfig) -> "SampleSet":

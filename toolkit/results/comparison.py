@@ -19,7 +19,7 @@ import yaml
 from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
-from toolkit.results.progress import Progress
+from toolkit.results.progress import Progress, RunProgress
 from toolkit.results.provenance import describe
 from toolkit.results.record import RESULT, Ledger, Row, read_csv, read_result, read_yaml
 from toolkit.results.runs import DIGEST
@@ -106,31 +106,65 @@ def train_all(
         UserError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
-    done = {(run.rule, run.seed) for run in ended}
-    keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
-    wanted = [key for key in keys if key not in done]
-    wanted.sort(key=lambda key: key not in under_way)
-    # All options are checked before the first run has trained for hours.
-    TrackingOptions(**options["tracking"])
-    for name in dict.fromkeys(name for name, _ in wanted):
-        rollback_schedule(build(name, options["seed"]))
-    n_epochs = options["epochs"] * len(wanted)
+    keys = unfinished(options, ended, under_way)
+    check_runs(options, build, keys)
+    n_epochs = options["epochs"] * len(keys)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
-        for key in wanted:
+        for key in keys:
             # Ranks continue until all know of a signal.
             if number := signals.agreed if world else signals.number:
                 raise StoppedError(number, saved=True)
-            yield _trained(build(*key), key, folder, progress, signals)
+            run = build(*key)
+            prepare_folder(folder, *key, here=is_rank_zero())
+            ended_run = train_one(run, key, folder, progress, signals)
+            del run  # its memory is free before the next one is built
+            yield ended_run
 
 
-def _trained(
-    run: TrainingRun, key: Key, folder: Path, progress: Progress, signals: Signals
+def unfinished(options: Options, ended: Sequence[RuleRun], under_way: Sequence[Key]) -> list[Key]:
+    """Return the runs that have not ended in their order, those saved ``under_way`` first."""
+    done = {(run.rule, run.seed) for run in ended}
+    keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
+    keys = [key for key in keys if key not in done]
+    return sorted(keys, key=lambda key: key not in under_way)
+
+
+def check_runs(
+    options: Options,
+    build: Callable[[str, int], TrainingRun],
+    keys: Sequence[Key],
+    check: Callable[[TrainingRun], object] = rollback_schedule,
+) -> None:
+    """Check all options before the first run has trained for hours.
+
+    Args:
+        options: those of the comparison.
+        build: function that makes the run of a rule with a seed.
+        keys: runs to train.
+        check: function that is called with a run of each rule.
+
+    Raises:
+        UserError: a run cannot be trained with its options.
+    """
+    TrackingOptions(**options["tracking"])
+    for name in dict.fromkeys(name for name, _ in keys):
+        check(build(name, options["seed"]))
+
+
+def train_one(
+    run: TrainingRun, key: Key, folder: Path, progress: RunProgress, signals: Signals
 ) -> RuleRun:
-    """Train one run of the comparison, from where it was saved if it was under way."""
+    """Train one run of the comparison in ``folder``, from where it was saved if it was under way.
+
+    The run's folder is there, see :func:`prepare_folder`.
+
+    Raises:
+        StoppedError: a signal has ended the run.
+    """
     name, seed = key
     called, n_epochs = f"{name}, seed {seed}", run.options.epochs
     progress.run(f"{run.schedule.name}, seed {seed}")
-    own = prepare_folder(folder, name, seed, here=is_rank_zero())
+    own = under_way(folder, name, seed)
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
     notes: list[str] = []
     with track(

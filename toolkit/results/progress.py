@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tqdm.auto import tqdm
 
@@ -10,6 +10,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.training import Step
+
+
+class RunProgress(Protocol):
+    """Shows how far one run after another is."""
+
+    def run(self, name: str) -> None:
+        """Begin a run."""
+
+    def trained(self, step: "Step") -> None:
+        """Show a training step."""
+
+    def ended(self, n_epochs: int) -> None:
+        """End a run of ``n_epochs``."""
+
+    def note(self, text: str) -> None:
+        """Show a short text."""
 
 
 class Progress:
@@ -94,6 +110,46 @@ class Progress:
         """Show a short text in the bar, before the figures, which a narrow terminal cuts."""
         self._note = text
         self._bar.set_postfix_str(", ".join(filter(None, [text, self._figures])), refresh=False)
+
+
+class ParallelProgress:
+    """A bar over the epochs of runs that train at the same time.
+
+    Args:
+        n_runs: number of runs.
+        n_epochs: epochs of all runs together.
+    """
+
+    def __init__(self, n_runs: int, n_epochs: int) -> None:
+        self._n_runs = n_runs
+        self._runs_done = 0
+        self._epochs: dict[tuple[str, int], float] = {}  # done, by run
+        self._bar = tqdm(
+            total=n_epochs,
+            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        )
+
+    def __enter__(self) -> "ParallelProgress":
+        self._bar.set_description_str(f"0/{self._n_runs} runs")
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
+        self._bar.close()
+
+    def trained(self, run: tuple[str, int], n_epochs: float) -> None:
+        """Show that ``run`` has done ``n_epochs`` so far."""
+        increase = n_epochs - self._epochs.get(run, 0.0)
+        self._epochs[run] = n_epochs
+        self._bar.update(increase)
+
+    def ended(self, run: tuple[str, int], n_epochs: float, note: str) -> None:
+        """Show that ``run``, of ``n_epochs``, has ended, with a short text on it."""
+        self._runs_done += 1
+        self._bar.set_description_str(f"{self._runs_done}/{self._n_runs} runs", refresh=False)
+        self._bar.set_postfix_str(note, refresh=False)
+        self.trained(run, n_epochs)
 
 
 def _mean(losses: "list[Tensor]") -> float:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
 from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, seeded
+from toolkit.training.data.copy_ahead import copied_ahead
 
 # torchvision, which is slow to load, is imported where it is used.
 
@@ -206,7 +207,13 @@ class _Loaded(Source):
         keys = [[(seed, k) for k in chosen.tolist()] for chosen, _ in batches]
         if not keys:
             return
-        pinned = device.type == "cuda"
+        # Bytes travel, a quarter of the floats.
+        loaded = self._load(keys, pinned=device.type == "cuda")
+        for pixels, labels in copied_ahead(loaded, device):
+            yield normalise(pixels, _IMAGENET_MEAN, _IMAGENET_STD), labels
+
+    def _load(self, keys: list[list[tuple[int, int]]], pinned: bool) -> Iterator[Batch]:
+        """Yield the bytes and the classes of batches, on the CPU."""
         # A loader that another epoch still reads is not idle: its workers serve one iterator.
         loader = self._idle.pop(pinned, None) or self._loader(pinned)
         loader.batch_sampler[:] = keys  # type: ignore[index]
@@ -232,10 +239,7 @@ class _Loaded(Source):
                         f" ({len(self.damaged)} so far)",
                         file=sys.stderr,
                     )
-            # Bytes travel, a quarter of the floats.
-            pixels = pixels.to(device, non_blocking=True)
-            x = normalise(pixels, _IMAGENET_MEAN, _IMAGENET_STD)
-            yield x, labels.to(device, non_blocking=True)
+            yield pixels, labels
 
     def _loader(self, pinned: bool) -> "DataLoader[Any]":
         # joblib's processes have a start method of their own, which DataLoader cannot use.

@@ -46,6 +46,9 @@ class InMemory(SampleSet):
         crop_padding: pixels by which training images are padded before a random crop.
         flip: whether training images are mirrored at random.
 
+    Attributes:
+        device_bytes: size of the copy that a training device holds.
+
     Raises:
         UserError: ``crop_padding`` is negative.
     """
@@ -72,6 +75,9 @@ class InMemory(SampleSet):
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)
         super().__init__(_Images(train, *options), _Images(test, *options), form)
+        self.device_bytes = sum(
+            tensor.nbytes for held in (train, test) for tensor in (held.images, held.labels)
+        )
 
 
 @dataclass(frozen=True)

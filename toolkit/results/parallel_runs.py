@@ -1,0 +1,253 @@
+"""Runs of a comparison that train at the same time, each in a process, on one device.
+
+::
+
+    this process                          each of n processes
+    folder of the run, its name      -->  builds it and trains
+    bar                             <--   epochs so far
+    tables of the comparison        <--   the run that has ended
+
+A signal to this process is passed on. Each process then saves its run and ends.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit.errors import UserError
+from toolkit.results.comparison import Key, Options, RuleRun, prepare_folder, train_one, under_way
+from toolkit.results.progress import ParallelProgress
+from toolkit.results.wandb_run import environment
+from toolkit.runtime.process_group.processes import Processes
+from toolkit.runtime.process_group.rank_process import RankError, receive, report
+from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.training import StoppedError, TrainingRun
+from toolkit.training.run_with_checkpoints import Signals
+
+if TYPE_CHECKING:
+    from toolkit.training import Step
+
+_REPORT = 1.0  # least seconds between two reports of a run's epochs
+
+MakeRun = Callable[[str, int], TrainingRun]
+"""A function that builds the run of a rule with a seed, and can be pickled."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A process waits for a run."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A run has done so many epochs."""
+
+    epochs: float
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A run has ended."""
+
+    run: RuleRun
+    note: str  # for the bar
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    """The signal ``number`` has ended a run."""
+
+    number: int
+    saved: bool
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A run has raised an exception."""
+
+    message: str
+    is_user_error: bool
+
+    def error(self) -> Exception:
+        """Return what the comparison raises."""
+        return UserError(self.message) if self.is_user_error else RuntimeError(self.message)
+
+
+def train_in_parallel(
+    options: Options, make_run: MakeRun, folder: Path, keys: Sequence[Key], n_processes: int
+) -> Iterator[RuleRun]:
+    """Train ``keys``, at most ``n_processes`` at the same time; yield the runs as they end.
+
+    Args:
+        options: those of the comparison.
+        make_run: function that builds a run, in the process that trains it.
+        folder: folder of the comparison.
+        keys: rule and seed of each run, in the order in which they begin.
+        n_processes: number of processes.
+
+    Raises:
+        StoppedError: a signal has ended the runs under way, and with them the comparison.
+        UserError: a run cannot be trained. The other runs under way are saved first.
+        JobFailedError: a process has died, and all others are ended.
+    """
+    waiting = deque(keys)
+    running: dict[int, Key] = {}  # by process
+    stopped: list[_Stopped] = []
+    failed: list[_Failed] = []
+    n_epochs = options["epochs"]
+    with (
+        ParallelProgress(len(keys), n_epochs * len(keys)) as progress,
+        Processes(n_processes) as processes,
+        _PassedOn(processes, running).heard() as signals,
+    ):
+        setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
+        processes.begin(_train_keys, make_run, setting)
+        try:
+            for process, message in processes.reports():
+                if isinstance(message, _Ready):
+                    ends = signals.number or stopped or failed or not waiting
+                    key = None if ends else waiting.popleft()
+                    if key is not None:
+                        running[process] = key
+                        # Made here: keep_runs, which this process calls, removes empty folders.
+                        prepare_folder(folder, *key)
+                    processes.send(key, [process])
+                elif isinstance(message, _Trained):
+                    progress.trained(running[process], message.epochs)
+                elif isinstance(message, _Ended):
+                    progress.ended(running.pop(process), n_epochs, message.note)
+                    yield message.run
+                elif isinstance(message, _Stopped):
+                    del running[process]
+                    stopped.append(message)
+                    if not signals.number:  # only that process got it
+                        _signal(processes, running, message.number)
+                elif isinstance(message, _Failed):
+                    del running[process]
+                    failed.append(message)
+                    _signal(processes, running, signal.SIGTERM)  # by which they are saved
+        except (JobFailedError, RankError) as error:
+            if signals.number:  # it came before a process could handle it
+                raise StoppedError(signals.number, saved=False) from error
+            under_way_now = ", ".join(f"{rule} with seed {seed}" for rule, seed in running.values())
+            raise JobFailedError(
+                f"a process of the comparison has failed ({error}), while these runs trained:"
+                f" {under_way_now}; continue with resume={folder}, and a smaller parallel if memory"
+                " ran out"
+            ) from error
+    if failed:
+        raise failed[0].error()
+    number = signals.number or next((message.number for message in stopped), 0)
+    if number and (waiting or stopped):
+        raise StoppedError(number, saved=all(message.saved for message in stopped))
+
+
+class _PassedOn(Signals):
+    """Signals of this process, passed on to the ``processes`` that are ``running`` something.
+
+    They are in sessions of their own, and do not get those of a terminal.
+    """
+
+    def __init__(self, processes: Processes, running: Collection[int]) -> None:
+        super().__init__()
+        self.processes = processes
+        self.running = running
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        super()._hear(number, frame)
+        _signal(self.processes, self.running, number)
+
+
+def _signal(processes: Processes, running: Collection[int], number: int) -> None:
+    # Not to others: a process that waits for its end would be interrupted.
+    for process in processes.alive.intersection(running):
+        with suppress(ProcessLookupError):
+            os.kill(processes.process_ids[process], number)
+
+
+# In the processes that train
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a process shares with the one that has started it."""
+
+    folder: Path
+    n_processes: int
+    threads: int  # of torch; the same number gives the same bits
+    argv: list[str]  # for the origin of tracked runs
+
+
+class _Reported:
+    """Reports how far a run is."""
+
+    def __init__(self) -> None:
+        self._reported_at = time.monotonic()
+        self.text = ""
+
+    def run(self, name: str) -> None:
+        """Begin a run, whose name the other process knows."""
+
+    def trained(self, step: "Step") -> None:
+        """Report the epochs so far, now and then."""
+        now = time.monotonic()
+        if now >= self._reported_at + _REPORT:
+            self._reported_at = now
+            report(_Trained((step.result.step + 1) / step.n_steps))
+
+    def ended(self, n_epochs: int) -> None:
+        """End a run, which is reported with its metrics."""
+
+    def note(self, text: str) -> None:
+        """Keep a short text for the bar."""
+        self.text = text
+
+
+def _train_keys(make_run: MakeRun, setting: _Setting) -> None:
+    """Train the runs that the other process asks for, one after another."""
+    torch.set_num_threads(setting.threads)
+    sys.argv = setting.argv
+    # Each run is a job of one process; `launch` has set the number of processes here.
+    os.environ["WORLD_SIZE"] = "1"
+    with Signals().heard() as signals:
+        while True:
+            report(_Ready())
+            key: Key | None = receive()
+            if key is None:
+                return
+            report(_train_key(make_run, key, setting, signals))
+
+
+def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals) -> Any:
+    """Train a run; return what is reported on it."""
+    progress = _Reported()
+    # A tracked run removes its cache when it ends, which others must not share.
+    cache = under_way(setting.folder, *key) / "wandb_cache"
+    try:
+        # Each process gets its share of the cores for the processes that read its images.
+        os.environ["LOCAL_WORLD_SIZE"] = str(setting.n_processes)
+        run = make_run(*key)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        if signals.number:
+            return _Stopped(signals.number, saved=True)
+        with environment(WANDB_CACHE_DIR=str(cache)):
+            ended = train_one(run, key, setting.folder, progress, signals)
+        return _Ended(ended, progress.text)
+    except StoppedError as stopped:
+        return _Stopped(signals.agreed or signals.number, stopped.saved)
+    except UserError as error:
+        return _Failed(str(error), is_user_error=True)
+    except Exception:
+        rule, seed = key
+        return _Failed(f"{rule}, seed {seed}:\n{traceback.format_exc()}", is_user_error=False)
