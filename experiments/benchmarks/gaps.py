@@ -70,7 +70,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     def grouped(schedule: Schedule) -> SingleProcess:
         stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
-        return SingleProcess(stages, schedule, _sgd, F.cross_entropy, "grouped", options=options)
+        return SingleProcess(
+            stages, schedule, _sgd, F.cross_entropy, options=options, capture=config.capture
+        )
 
     methods: dict[str, Callable[[], Any]] = {
         "plain PyTorch": lambda: Plain(copy.deepcopy(model), options, device),

@@ -1,6 +1,7 @@
-"""Order "grouped" against plain PyTorch: one step of CDP-v2, and whole training loops.
+"""Order "grouped" against plain PyTorch: single steps, and whole training loops.
 
-All compute with the same precision, memory format and compilation.
+All compute with the same precision, memory format and compilation. On a GPU plain PyTorch is also
+captured in a CUDA graph, whole steps with their updates.
 """
 
 import copy
@@ -25,6 +26,7 @@ from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
 
 _WARM_UP = 3  # weights of two versions are first read in the second step
+_CAPTURED = "plain PyTorch captured, step"
 _COUNTS = ("image_size", "microbatches", "stages", "batch", "rounds", "steps")
 
 Step = Callable[[Tensor, Tensor], object]
@@ -32,6 +34,8 @@ Step = Callable[[Tensor, Tensor], object]
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a method: median seconds, images/s, and its ratio to plain PyTorch round by round.
+
+    *to captured*: the median ratio to plain PyTorch in a CUDA graph.
 
     A step's images are on the device already; those of a loop of ``steps`` steps are read,
     augmented and moved there, and the loop's losses are collected. On a GPU, which works while the
@@ -44,14 +48,19 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     inputs = torch.randn(n_images, 3, size, size, device=device)
     targets = torch.randint(10, (n_images,), device=device)
     options = StepOptions(
-        precision=config.precision, channels_last=config.channels_last, compile=config.compile
+        precision=config.precision,
+        channels_last=config.channels_last,
+        compile=config.compile,
+        norms=config.norms,
     )
     allow_tf32(options.precision == "tf32")
     plain = Plain(copy.deepcopy(model), options, device)
 
     def runtime(schedule: Schedule) -> SingleProcess:
         stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
-        return SingleProcess(stages, schedule, _sgd, F.cross_entropy, "grouped", options=options)
+        return SingleProcess(
+            stages, schedule, _sgd, F.cross_entropy, options=options, capture=config.capture
+        )
 
     cyclic = runtime(catalog.cyclic(config.microbatches, n_stages=config.stages))
     parallel = runtime(catalog.data_parallel(config.microbatches, n_stages=config.stages))
@@ -71,7 +80,15 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     def grouped(runtime: SingleProcess) -> Callable[[], object]:
         return loop(lambda batches: (result.loss for result in runtime.run(batches)))
 
-    steps = {"plain PyTorch, step": timed(plain.step), "CDP-v2 grouped, step": timed(cyclic.step)}
+    single_steps: dict[str, Step] = {
+        "plain PyTorch, step": plain.step,
+        "DP grouped, step": parallel.step,
+        "CDP-v2 grouped, step": cyclic.step,
+    }
+    if device.type == "cuda" and not options.in_cuda_graphs:
+        captured = Plain(copy.deepcopy(model), options, device)
+        single_steps[_CAPTURED] = captured.capture(inputs, targets)
+    steps = {name: timed(step) for name, step in single_steps.items()}
     loops = {
         "plain PyTorch, loop": loop(lambda batches: (plain.step(*batch) for batch in batches)),
         "DP grouped, loop": grouped(parallel),
@@ -82,7 +99,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         *_rows(alternate(loops, config.rounds, device), n_images, config.steps),
     ]
     if config.compile == "none":
-        for row, step in zip(rows, (plain.step, cyclic.step), strict=False):
+        for row, step in zip(rows, single_steps.values(), strict=False):
             row["operations"] = count_operations(lambda: step(inputs, targets)).total()  # noqa: B023
     return rows
 
@@ -111,6 +128,27 @@ class Plain:
         self.optimizer.step()
         return loss.detach()
 
+    def capture(self, inputs: Tensor, targets: Tensor) -> Step:
+        """Return a function that replays a training step as a CUDA graph."""
+        own_inputs, own_targets = inputs.clone(), targets.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self.step(own_inputs, own_targets)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.step(own_inputs, own_targets)
+
+        def replay(inputs: Tensor, targets: Tensor) -> Tensor:
+            own_inputs.copy_(inputs)
+            own_targets.copy_(targets)
+            graph.replay()
+            return loss.clone()
+
+        return replay
+
 
 def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[dict[str, Any]]:
     """Of methods that have run ``n_steps`` steps at a time; the first is the baseline."""
@@ -122,12 +160,18 @@ def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[
         row["images/s"] = round(n_steps * n_images / median(taken), 1)
         for column, of in (("ratio", median), ("ratio_min", min), ("ratio_max", max)):
             row[column] = round(of(ratios), 3)
+        if _CAPTURED in seconds:
+            pairs = zip(taken, seconds[_CAPTURED], strict=True)
+            row["to captured"] = round(median(mine / theirs for mine, theirs in pairs), 3)
+        else:
+            row["to captured"] = None
         rows.append(row | {"operations": None})
     return rows
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
+    # As on a GPU by default: one operation for all weights.
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, foreach=True)
 
 
 def alternate(

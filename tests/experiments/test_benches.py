@@ -16,13 +16,15 @@ def options(**values):
 
 def test_bench_grouped(tmp_path):
     small = options(image_size=8, stages=2, microbatches=2, batch=2, rounds=3, steps=2)
-    given = options(model="resnet8", precision="bf16", channels_last="true")
+    given = options(model="resnet8", precision="bf16", channels_last="true", norms="fused")
     found = complete("bench", tmp_path, "bench=grouped", *small, *given)["metrics"]
     methods = [row["method"] for row in found]
-    steps = ["plain PyTorch, step", "CDP-v2 grouped, step"]
-    assert methods == [*steps, "plain PyTorch, loop", "DP grouped, loop", "CDP-v2 grouped, loop"]
-    assert found[0]["operations"] < found[1]["operations"] < 3 * found[0]["operations"]
-    for k, beside in ((0, 1), (2, 3), (2, 4)):
+    names = ["plain PyTorch", "DP grouped", "CDP-v2 grouped"]
+    assert methods == [f"{name}, {kind}" for kind in ("step", "loop") for name in names]
+    plain, parallel, cyclic = (row["operations"] for row in found[:3])
+    assert parallel <= 1.2 * plain
+    assert plain < cyclic <= 2.1 * plain
+    for k, beside in ((0, 1), (0, 2), (3, 4), (3, 5)):
         plain, grouped = found[k], found[beside]
         assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
         assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
