@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from toolkit.runtime import fused_norm
 from toolkit.runtime.fused_norm import microbatch_norm
 
 N = 3
@@ -71,6 +72,27 @@ def test_an_activation_may_overwrite_the_result():
     (mine,) = torch.autograd.grad(nn.ReLU(inplace=True)(y).square().sum(), x)
     (theirs,) = torch.autograd.grad(expected(x, weight, bias, 1e-3).relu().square().sum(), x)
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_both_formulas_are_compiled_where_torch_can(monkeypatch):
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_call = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda call, **options: compile_call(call, backend=count, **options)
+    )
+    monkeypatch.setattr(fused_norm, "can_compile", lambda device: True)
+    fused_norm._compiled.cache_clear()
+    x, weight, bias = inputs((N * 2, 4, 3, 5))
+    for _ in range(2):
+        y, *_ = microbatch_norm(x, weight, bias, N, 1e-3)
+        y.sum().backward()
+    fused_norm._compiled.cache_clear()
+    assert len(graphs) == 2
 
 
 def test_sixteen_bits_are_computed_in_more():

@@ -71,8 +71,12 @@ class CudaRecorder:
     """Records CUDA graphs. All share one pool of memory, since no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self._device)
 
     def record(self, run: Callable[[], _Result]) -> tuple[_Result, Replay]:
         """See :meth:`Recorder.record`."""
@@ -81,8 +85,15 @@ class CudaRecorder:
         recording = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
-        with recording:
-            result = run()
+        outer_stream = torch.cuda.current_stream(self._device)
+        try:
+            with recording:
+                result = run()
+        except BaseException:
+            # A recording that fails may leave its stream current, and its pool in use.
+            torch.cuda.set_stream(outer_stream)
+            self._begin_anew()
+            raise
         return result, graph.replay
 
 
