@@ -443,9 +443,9 @@ def test_a_model_that_cannot_be_recorded_is_soon_left_alone(monkeypatch):
         return (outputs - targets).square().mean()
 
     runtime, _ = small([nn.Linear(4, 4), nn.Linear(4, 3)], data_parallel(), monkeypatch, loss=loss)
+    batches = [(vectors(4 * n, 4), vectors(4 * n, 3)) for n in range(1, 30)]
     with pytest.warns(UserWarning, match="capture"):
-        for size in [*range(1, 30)] * 2:
-            runtime.step(vectors(4 * size, 4), vectors(4 * size, 3))
+        results_of(runtime, batches * 2)
     assert len(runtime._engine.capture._refused) == 8
 
 
