@@ -87,6 +87,10 @@ CASES = {
     "CDP-v2": (cyclic(), {}),
     "delay 2": (data_parallel(delay=2), {}),
     "extrapolated": (cyclic(correction="extrapolate"), {}),
+    "extrapolated from two versions": (
+        data_parallel(delay=[[2, 1, 1, 0]] * N_STAGES, correction="extrapolate"),
+        {},
+    ),
     "predicted by the optimizer": (
         cyclic(correction="optimizer_step"),
         {"optimizer": adamw, "scheduler": decaying},
