@@ -1,6 +1,7 @@
 """Steps that are replayed train as those that are computed, bit for bit."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from tests.runtime.tape import emulated_graphs
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions, separable
+from toolkit.runtime import capture as capture_module
 from toolkit.runtime.meters.measurements import count_operations
 from toolkit.schedule import after, catalog
 from toolkit.schedule.staleness import RandomDelay
@@ -85,6 +87,10 @@ CASES = {
     "CDP-v2": (cyclic(), {}),
     "delay 2": (data_parallel(delay=2), {}),
     "extrapolated": (cyclic(correction="extrapolate"), {}),
+    "extrapolated from two versions": (
+        data_parallel(delay=[[2, 1, 1, 0]] * N_STAGES, correction="extrapolate"),
+        {},
+    ),
     "predicted by the optimizer": (
         cyclic(correction="optimizer_step"),
         {"optimizer": adamw, "scheduler": decaying},
@@ -294,6 +300,159 @@ def test_phases_and_groups_of_workers_are_replayed(model, batches, monkeypatch):
     assert_identical(runtime, expected)
 
 
+def small(layers, schedule, monkeypatch, *, loss=F.mse_loss, example=None, **arguments):
+    """Two runtimes of the same small model; the first replays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers).double()
+    example = torch.randn(2, 4).double() if example is None else example
+    made = []
+    for _ in range(2):
+        stages = partition(copy.deepcopy(model), schedule.n_stages, example)
+        with emulated_graphs(monkeypatch) if not made else nullcontext():
+            made.append(SingleProcess(stages, schedule, sgd, loss, **arguments))
+    return made
+
+
+def vectors(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_a_script_may_keep_results(monkeypatch):
+    def loss(outputs, targets):
+        return (outputs - targets).square().sum(), targets.square().sum()
+
+    @separable(
+        lambda x, y, n: tuple(z.square().view(n, -1).sum(1) for z in (x - y, y)),
+    )
+    def together(outputs, targets):
+        return loss(outputs, targets)
+
+    runtimes = small([nn.Linear(4, 4), nn.Linear(4, 3)], cyclic(), monkeypatch, loss=together)
+    batches = [(vectors(8, 4), vectors(8, 3)) for _ in range(20)]
+    kept = [[runtime.step(*batch) for batch in batches] for runtime in runtimes]
+    assert runtimes[0]._engine.capture.n_replayed > 10
+    for mine, other in zip(*kept, strict=True):
+        assert torch.equal(mine.losses, other.losses)
+        assert torch.equal(mine.outputs, other.outputs)
+        assert torch.equal(mine.counts, other.counts)
+
+
+def test_other_microbatches_that_read_the_same_versions_are_other_steps(monkeypatch):
+    one, two = (
+        data_parallel(delay=[[int(m < late) for m in range(N_MICROBATCHES)]] * N_STAGES)
+        for late in (1, 2)
+    )
+    schedule = after([(one, 12)], two)
+    runtime, expected = small([nn.Linear(4, 4), nn.Linear(4, 3)], schedule, monkeypatch)
+    for _ in range(24):
+        batch = vectors(8, 4), vectors(8, 3)
+        runtime.step(*batch), expected.step(*batch)
+    assert_identical(runtime, expected)
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return self.last(self.first(x) + y)
+
+
+def test_every_input_is_read(monkeypatch):
+    torch.manual_seed(0)
+    model, runtimes = Added().double(), []
+    for emulated in (True, False):
+        stages = partition(copy.deepcopy(model), N_STAGES, (vectors(2, 4), vectors(2, 4)))
+        with emulated_graphs(monkeypatch) if emulated else nullcontext():
+            runtimes.append(SingleProcess(stages, cyclic(), sgd, F.mse_loss))
+    for _ in range(12):
+        batch = (vectors(8, 4), vectors(8, 4)), vectors(8, 3)
+        for runtime in runtimes:
+            runtime.step(*batch)
+    assert runtimes[0]._engine.capture.n_replayed > 6
+    assert_identical(*runtimes)
+
+
+class AsDouble(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+def test_batches_of_another_type_are_other_steps(monkeypatch):
+    """Copied to memory of integers, they would be rounded."""
+    example = torch.zeros(2, 4, dtype=torch.int64)
+    layers = [AsDouble(), nn.Linear(4, 4), nn.Linear(4, 3)]
+    runtime, expected = small(layers, cyclic(), monkeypatch, example=example)
+    for step in range(20):
+        inputs = torch.randint(2, (8, 4)) if step < 10 else vectors(8, 4)
+        batch = inputs, vectors(8, 3)
+        runtime.step(*batch), expected.step(*batch)
+    assert runtime._engine.capture.n_replayed > 8
+    assert_identical(runtime, expected)
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x):
+        return x * self.factor + self.shift
+
+
+@pytest.mark.parametrize("name", ["factor", "shift"])
+def test_constants_in_other_memory_are_read(name, monkeypatch):
+    layers = [nn.Linear(4, 4), Shifted(), nn.Linear(4, 3)]
+    runtime, expected = small(layers, cyclic(), monkeypatch)
+    for step in range(20):
+        if step == 10:
+            for each in (runtime, expected):
+                constant = getattr(each.stages.model[1], name)
+                constant.data = constant.data + 1
+        batch = vectors(8, 4), vectors(8, 3)
+        runtime.step(*batch), expected.step(*batch)
+    assert runtime._engine.capture.n_replayed > 8
+    assert_identical(runtime, expected)
+
+
+def test_more_kinds_of_steps_than_are_kept_are_not_recorded_again_and_again(monkeypatch):
+    """Stages of PipeDream have 1 to 5 versions, so 60 kinds of steps take turns."""
+    schedule = catalog.pipedream(5, 1)
+    runtime, expected = small([nn.Linear(4, 4) for _ in range(5)], schedule, monkeypatch)
+    capture = runtime._engine.capture
+    for _ in range(150):
+        batch = vectors(2, 4), vectors(2, 4)
+        runtime.step(*batch), expected.step(*batch)
+    assert len(capture.recorder.tapes) == 3 * 16
+    assert capture.n_replayed == 2 * 16
+    assert_identical(runtime, expected)
+
+
+def test_recordings_without_use_make_room(monkeypatch):
+    monkeypatch.setattr(capture_module, "_IDLE", 20)
+    runtime, _ = small([nn.Linear(4, 4), nn.Linear(4, 3)], data_parallel(), monkeypatch)
+    for size in [*range(1, 18)] * 2 + [30] * 40:
+        runtime.step(vectors(4 * size, 4), vectors(4 * size, 3))
+    capture = runtime._engine.capture
+    assert len(capture._captured) == 16
+    (key,) = [key for key in capture._captured if key[1][0][0][0] == 4 * 30]
+    assert capture._captured[key].last_step > 60
+
+
+def test_a_model_that_cannot_be_recorded_is_soon_left_alone(monkeypatch):
+    @separable(lambda x, y, n: (x - y).square().view(n, -1).mean(1) * (x.sum().item() > -9e9))
+    def loss(outputs, targets):
+        return (outputs - targets).square().mean()
+
+    runtime, _ = small([nn.Linear(4, 4), nn.Linear(4, 3)], data_parallel(), monkeypatch, loss=loss)
+    batches = [(vectors(4 * n, 4), vectors(4 * n, 3)) for n in range(1, 30)]
+    with pytest.warns(UserWarning, match="capture"):
+        results_of(runtime, batches * 2)
+    assert len(runtime._engine.capture._refused) == 8
+
+
 def tensor_bytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -350,3 +509,18 @@ def test_cuda_graphs_train_as_operations_do(case, model, batches):
     assert runtimes[0]._engine.capture.n_replayed >= N_STEPS - 12
     states = [runtime.module().state_dict() for runtime in runtimes]
     torch.testing.assert_close(*states, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_failed_capture_leaves_the_stream_and_later_captures():
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = capture_module.CudaRecorder(device)
+    x = torch.ones(4, device=device)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        recorder.record(lambda: x.sum().item())
+    assert torch.cuda.current_stream() == before
+    doubled, replay = recorder.record(lambda: x * 2)
+    replay()
+    assert doubled.tolist() == [2.0] * 4

@@ -103,3 +103,14 @@ def test_sixteen_bits_are_computed_in_more():
     assert (y.dtype, gradient.dtype, statistics.dtype) == (x.dtype, x.dtype, torch.float32)
     reference = expected(x.detach().float(), weight, bias, 1e-3)
     torch.testing.assert_close(y.float(), reference, rtol=0.01, atol=0.02)
+
+
+def test_more_shapes_than_torch_compiles_by_default(monkeypatch):
+    compile_formula = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_formula(f, backend="eager", **k))
+    formula = fused_norm._compiled.__wrapped__(fused_norm.forward_formula)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        for size in range(2, 7):
+            x = torch.randn(N * size, 4, dtype=torch.float64)
+            y, *_ = formula(x, None, None, N, 1e-3)
+            torch.testing.assert_close(y, expected(x, None, None, 1e-3))

@@ -1,6 +1,8 @@
 """Losses of all micro-batches in one call are those of each, and so are their gradients."""
 
+import functools
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -9,13 +11,41 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.model.structure import Results
+from toolkit.runtime import separable
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import count_operations
-from toolkit.runtime.microbatch_losses import MicrobatchLosses
+from toolkit.runtime.microbatch_losses import MicrobatchLosses, all_losses
 from toolkit.runtime.step_options import PLAIN
 from toolkit.training.loop import cross_entropy
 
 N = 4
+
+
+@functools.wraps(cross_entropy)  # which copies the mark of a separable loss
+def halved(outputs, targets):
+    return 0.5 * cross_entropy(outputs, targets)
+
+
+@dataclass
+class Scaled:
+    """Has no hash, as all data classes that compare."""
+
+    factor: float
+
+    def __call__(self, outputs, targets):
+        return self.factor * F.cross_entropy(outputs, targets)
+
+
+def _of_scaled(outputs, targets, n_microbatches, factor):
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses.view(n_microbatches, -1).mean(1) * sum(factor)
+
+
+@separable(_of_scaled)
+def scaled(outputs, targets, factor):
+    return F.cross_entropy(outputs, targets) * sum(factor)
+
+
 RESULTS, _ = Results.of(torch.zeros(1), lambda value: isinstance(value, torch.Tensor), "model")
 
 
@@ -34,6 +64,11 @@ SEPARABLE = {
     "smoothed": (partial(F.cross_entropy, label_smoothing=0.1), IMAGES, classes(IMAGES[:1], True)),
     "probabilities": (F.cross_entropy, IMAGES, torch.rand(IMAGES).double()),
     "a module": (nn.CrossEntropyLoss(label_smoothing=0.2), IMAGES, classes(IMAGES[:1])),
+    "the outer of two partials": (
+        partial(partial(F.cross_entropy, label_smoothing=0.5), label_smoothing=0.1),
+        IMAGES,
+        classes(IMAGES[:1]),
+    ),
     "squares": (F.mse_loss, IMAGES, torch.rand(IMAGES).double()),
     "a module of squares": (nn.MSELoss(), IMAGES, torch.rand(IMAGES).double()),
     "images": (partial(cross_entropy, label_smoothing=0.1), IMAGES, classes(IMAGES[:1])),
@@ -44,6 +79,11 @@ OTHERS = {
     "weights of classes": partial(F.cross_entropy, weight=torch.ones(5).double()),
     "a module with weights": nn.CrossEntropyLoss(weight=torch.ones(5).double()),
     "sums": nn.CrossEntropyLoss(reduction="sum"),
+    "sums of a function": partial(F.cross_entropy, reduction="sum"),
+    "a function around a separable one": halved,
+    "an object without a hash": Scaled(2.0),
+    "an option that changes in place": partial(scaled, factor=[1.0, 2.0]),
+    "an option on the device": partial(scaled, factor=torch.ones(2).double()),
     "a subclass": type("Own", (nn.CrossEntropyLoss,), {})(),
 }
 
@@ -84,6 +124,36 @@ def test_other_losses_are_called_for_each(name):
     targets = classes(IMAGES[:1])
     expected = [loss(x, y) for x, y in zip(outputs.chunk(N), targets.chunk(N), strict=True)]
     torch.testing.assert_close(losses((outputs,), targets, N).value, torch.stack(expected))
+
+
+def test_an_argument_by_position_is_not_lost():
+    @separable(lambda scale, outputs, targets, n_microbatches: None)
+    def loss(scale, outputs, targets):
+        return scale * F.cross_entropy(outputs, targets)
+
+    assert all_losses(loss) is not None
+    assert all_losses(partial(loss, 2.0)) is None
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_squares_of_unlike_shapes_stay_within_their_microbatch():
+    outputs, targets = torch.randn(N * 3, 1).double(), torch.randn(N * 3).double()
+    apart, together = of_step(F.mse_loss, outputs, targets)
+    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-14)
+
+
+def test_only_the_first_losses_are_examined():
+    calls = []
+
+    @separable(lambda outputs, targets, n: F.cross_entropy(outputs, targets).expand(n))
+    def loss(outputs, targets):
+        calls.append(1)
+        return F.cross_entropy(outputs, targets)
+
+    losses = MicrobatchLosses(loss, checked_loss(loss, PLAIN, RESULTS), PLAIN, RESULTS)
+    for _ in range(40):
+        losses.examine((torch.randn(IMAGES),), classes(IMAGES[:1]), N)
+    assert len(calls) == 64
 
 
 def test_several_outputs_belong_together_as_the_loss_says():

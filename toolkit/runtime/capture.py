@@ -49,6 +49,8 @@ _Result = TypeVar("_Result")
 _WARM_UP = 1  # times that a kind of step is computed before it is recorded
 _MOST_KEPT = 16  # recorded kinds of steps, each with the memory of its inputs and outputs
 _MOST_COUNTED = 256  # kinds of steps whose number is known
+_MOST_REFUSED = 8  # kinds of steps that could not be recorded; then no others are tried
+_IDLE = 200  # steps without a replay after which a recording makes room for another
 
 
 class Recorder(Protocol):
@@ -129,6 +131,7 @@ class _CapturedStep:
         gradients: losses and gradients of outputs, in memory that the backward reads.
         replay_losses: sets ``gradients``; None if the loss has to be called each time.
         names: for each stage, the names of the sums that the backward leaves.
+        last_step: number of steps before its last use.
     """
 
     inputs: Values
@@ -139,6 +142,7 @@ class _CapturedStep:
     replay_losses: Replay | None
     replay_backward: Replay
     names: Sequence[Sequence[str]]
+    last_step: int = 0
 
 
 @dataclass
@@ -181,12 +185,13 @@ class StepCapture:
         if captured is not None:
             self._captured.move_to_end(key)
             self._replay_losses(captured, inputs, targets)
-        elif key not in self._refused and self._times_computed.get(key, 0) >= _WARM_UP:
+        elif self._may_capture(key):
             captured = self._try_capture(key, reads, inputs, targets)
         if captured is None:
             self._count(key)
             self.n_computed += 1
             return compute(reads, inputs, targets)
+        captured.last_step = self.n_replayed + self.n_computed
         self.n_replayed += 1
         captured.replay_backward()
         return self._results(captured, reads.step)
@@ -213,6 +218,21 @@ class StepCapture:
         form = self.grouped_pass.losses.in_one_call()
         loss_options = None if form is None else form[1]
         return tuple(of_reads), tuple(shapes), tuple(constants), loss_options
+
+    def _may_capture(self, key: Hashable) -> bool:
+        """Whether to record a kind of step.
+
+        To record takes as long as many steps, so where more kinds take turns than are kept, the
+        others are computed: each would be gone by its next turn.
+        """
+        if key in self._refused or len(self._refused) >= _MOST_REFUSED:
+            return False
+        if self._times_computed.get(key, 0) < _WARM_UP:
+            return False
+        if len(self._captured) < _MOST_KEPT:
+            return True
+        oldest = next(iter(self._captured.values()))
+        return self.n_replayed + self.n_computed - oldest.last_step > _IDLE
 
     def _count(self, key: Hashable) -> None:
         self._times_computed[key] = self._times_computed.get(key, 0) + 1
@@ -241,7 +261,8 @@ class StepCapture:
         if self._has_warned:
             return
         self._has_warned = True
-        reason = str(error).partition("\n")[0]
+        # Where an operation fails, the end of the recording fails, too, and hides the first error.
+        reason = str(error.__context__ or error).partition("\n")[0]
         warnings.warn(
             f"capture: got a step that CUDA graphs cannot replay ({reason}); it runs operation by"
             " operation. Set capture=off, or change the operation",

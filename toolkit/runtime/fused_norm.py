@@ -113,7 +113,9 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``formula`` compiled for each shape; a model has about ten of them a group size."""
     compiled: Callable[..., Any] = torch.compile(formula, fullgraph=True, dynamic=False)
-    return torch._dynamo.config.patch(recompile_limit=1024)(compiled)
+    # Beyond a limit torch would raise an error; it counts both a function's and a code object's.
+    limits = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
+    return torch._dynamo.config.patch(limits)(compiled)
 
 
 def _chosen(formula: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

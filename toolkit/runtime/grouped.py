@@ -228,6 +228,8 @@ class Grouped:
         self._end_versions(versions, step)
         n = self.schedule.n_microbatches
         norms = gradient_norms(self.runners, totals)
+        for runner in self.runners:  # averages begin with the statistics before the first update
+            runner.begin_average()
         advance_statistics(self.runners, totals, n)
         for runner, known, total, norm in zip(self.runners, versions, totals, norms, strict=True):
             runner.update(total, n, keep_old=False, norm=norm)

@@ -16,7 +16,7 @@ Both forms depend on their arguments alone, so a separable loss can be replayed 
 other loss may read what the script changes, such as a weight that anneals: it is called each time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,7 +53,8 @@ def separable(of_all_microbatches: AllLosses) -> Callable[[LossFunction], LossFu
     """
 
     def mark(loss: LossFunction) -> LossFunction:
-        vars(loss)[_ATTRIBUTE] = of_all_microbatches
+        # With the loss itself: functools.wraps copies the mark to functions that compute otherwise.
+        vars(loss)[_ATTRIBUTE] = loss, of_all_microbatches
         return loss
 
     return mark
@@ -91,6 +92,10 @@ def cross_entropies(
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor, n_microbatches: int) -> Tensor:
+    if outputs.shape != targets.shape:
+        # They are broadcast, which must not mix the samples of several micro-batches.
+        pairs = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        return torch.stack([F.mse_loss(*pair) for pair in pairs])
     errors = F.mse_loss(outputs, targets, reduction="none")
     return errors.reshape(n_microbatches, -1).mean(1)
 
@@ -111,18 +116,25 @@ def all_losses(loss: Loss) -> tuple[AllLosses, tuple[Any, ...]] | None:
     while isinstance(loss, partial) and not loss.args:
         options = loss.keywords | options
         loss = loss.func
-    of_all: AllLosses | None = getattr(loss, _ATTRIBUTE, None)
+    marked, of_all = getattr(loss, _ATTRIBUTE, (None, None))
+    if marked is not loss:
+        of_all = None
     plain_mean = getattr(loss, "reduction", None) == "mean"
     if type(loss) is nn.CrossEntropyLoss and plain_mean and loss.weight is None:
         options = {name: getattr(loss, name) for name in _OPTIONS}
         of_all = cross_entropies
     elif type(loss) is nn.MSELoss and plain_mean:
         of_all = _squared_errors
-    elif loss in _OF_TORCH and options.keys() <= _OPTIONS:
+    elif isinstance(loss, Hashable) and loss in _OF_TORCH and options.keys() <= _OPTIONS:
         of_all = _OF_TORCH[loss]
-    if of_all is None or any(isinstance(value, Tensor) for value in options.values()):
+    if of_all is None or not all(map(_is_plain, options.values())):
         return None
     return partial(of_all, **options), tuple(sorted(options.items()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an option can be compared with what it is later."""
+    return isinstance(value, Hashable) and not isinstance(value, Tensor)
 
 
 class MicrobatchLosses:

@@ -306,7 +306,7 @@ class Updater:
         Versions then return to the same addresses, which a captured step reads.
         """
         in_use = {master.data_ptr() for master in self.masters.values()}
-        if not any(tensor.data_ptr() in in_use for tensor in weights.values()):
+        if weights and not any(tensor.data_ptr() in in_use for tensor in weights.values()):
             self._spare.append(weights)
 
     def apply(self) -> None:
