@@ -80,7 +80,7 @@ def test_literal_program(schedule, n_steps, expected):
 
 
 # By buffer, stage, and version or step: the tick and ranks of each message; of weights' frees.
-HANDOVERS = {
+SHARDED = {
     (Buffer.WEIGHTS, 0, 0): (
         "0 2>0, 1 0>1, 5 2>0, 7 0>1, 10 2>0, 12 0>1", "1 0, 3 1, 7 0, 9 1, 10 2, 12 0, 14 1",
     ),
@@ -95,12 +95,37 @@ HANDOVERS = {
     (Buffer.GRADIENT, 1, 1): ("15 4>3", ""),
 }  # fmt: skip
 
+CIRCULATING = {
+    (Buffer.WEIGHTS, 0, 0): ("0 2>0, 5 0>1, 19 2>0, 26 0>1", "5 0, 11 1, 26 0, 32 1, 40 2"),
+    (Buffer.WEIGHTS, 1, 0): ("0 2>0, 8 0>1, 15 2>0, 23 0>1", "8 0, 14 1, 23 0, 29 1, 37 2"),
+    (Buffer.WEIGHTS, 2, 0): ("3 1>0, 15 1>0, 19 1>2, 28 1>2", "9 0, 18 0, 25 2, 34 1, 34 2"),
+    (Buffer.WEIGHTS, 3, 0): ("15 0>1, 23 1>2", "23 1, 31 0, 31 2"),
+    (Buffer.GRADIENT, 0, 0): ("24 0>1, 32 1>2", ""),
+    (Buffer.GRADIENT, 1, 0): ("21 0>1, 29 1>2", ""),
+    (Buffer.GRADIENT, 2, 0): ("18 0>2, 34 2>1", ""),
+    (Buffer.GRADIENT, 3, 0): ("23 1>2, 31 2>0", ""),
+}  # fmt: skip
 
-def test_literal_handovers_of_sharded_state():
-    """The owners are ranks 2, 3 and 5. Stage 1 has two ranks, which take turns; stage 2 has one."""
-    schedule = catalog.cyclic(3, placement="per_stage_and_microbatch", state="sharded")
+
+@pytest.mark.parametrize(
+    ("schedule", "n_steps", "expected"),
+    [
+        # The owners are ranks 2, 3 and 5. Stage 1 has two ranks, which take turns; stage 2 has one.
+        pytest.param(
+            catalog.cyclic(3, placement="per_stage_and_microbatch", state="sharded"),
+            2,
+            SHARDED,
+            id="sharded",
+        ),
+        # Forwards and backwards hand on copies of their own.
+        pytest.param(
+            catalog.cyclic(3, n_stages=4, state="circulating"), 1, CIRCULATING, id="circulating"
+        ),
+    ],
+)
+def test_literal_handovers(schedule, n_steps, expected):
     messages, frees = defaultdict(list), defaultdict(list)
-    for rank, own in enumerate(schedule.lower(2).ranks):
+    for rank, own in enumerate(schedule.lower(n_steps).ranks):
         for i in own:
             key = i.buffer, i.stage, i.step if i.buffer == Buffer.GRADIENT else i.version
             if i.action == Action.SEND and i.microbatch is None:
@@ -111,7 +136,7 @@ def test_literal_handovers_of_sharded_state():
     for key in messages.keys() | frees.keys():
         moments = sorted(messages[key]), sorted(frees[key])
         found[key] = tuple(", ".join(f"{tick} {who}" for tick, who in own) for own in moments)
-    assert found == HANDOVERS
+    assert found == expected
 
 
 @given(schedules(), st.integers(1, 4), st.integers(0, 4))
