@@ -29,7 +29,7 @@ from toolkit.runtime.meters.measurements import count_operations
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.stage import StageRunner, leaves
 from toolkit.runtime.updater import GradientSum, Updater, gradient_norms
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import Correction, Schedule, catalog
 
 SCHEDULES = [
     catalog.data_parallel(3),
@@ -225,6 +225,23 @@ def test_16_bits_in_every_order(schedule):
         return runtime.module().state_dict()
 
     torch.testing.assert_close(run("scheduled"), run("grouped"), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_the_scale_of_the_loss_leaves_compensation_alone(order):
+    """The correction is quadratic in the gradient, and a scale must not enter it twice."""
+
+    def run(scale, correction):
+        schedule = catalog.cyclic(3, 1, correction=correction)
+        options = StepOptions(precision="fp16", loss_scale=scale)
+        runtime = in_single(schedule, options, order)
+        list(runtime.run(single_batches(3)))
+        return runtime.module().state_dict()
+
+    correction = Correction("compensate", 3)
+    found, expected, plain = run(16, correction), run(128, correction), run(128, "none")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert differ(expected, plain)
 
 
 def test_an_infinite_gradient_is_skipped():
