@@ -215,16 +215,29 @@ def test_autocasts_as_plain_torch_does(precision, dtype, scale):
     assert runtime.step(inputs, targets).outputs.dtype == dtype
 
 
+# Measured: rounding in another order changes weights by at most 0.0023 in five steps, and another
+# delay changes them by at least 0.014.
+ROUNDING = {"rtol": 0, "atol": 0.006}
+
+
+def in_16_bits(schedule, order):
+    runtime = in_single(schedule, StepOptions(precision="bf16", checkpoint="all"), order)
+    list(runtime.run(single_batches(schedule.n_microbatches)))
+    return runtime.module().state_dict()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES[:4], ids=name_of)
 def test_16_bits_in_every_order(schedule):
     """Nearly alike: micro-batches that run as one batch are rounded in another order."""
+    assert_same(in_16_bits(schedule, "scheduled"), in_16_bits(schedule, "grouped"), **ROUNDING)
 
-    def run(order):
-        runtime = in_single(schedule, StepOptions(precision="bf16", checkpoint="all"), order)
-        list(runtime.run(single_batches(schedule.n_microbatches)))
-        return runtime.module().state_dict()
 
-    torch.testing.assert_close(run("scheduled"), run("grouped"), rtol=0.05, atol=0.02)
+@pytest.mark.parametrize(("schedule", "delay"), [(SCHEDULES[1], 2), (SCHEDULES[3], 1)])
+def test_the_rounding_of_16_bits_is_less_than_the_effect_of_a_delay(schedule, delay):
+    expected = in_16_bits(schedule, "grouped")
+    later = in_16_bits(replace(schedule, delay=delay), "grouped")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(later, expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
