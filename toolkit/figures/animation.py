@@ -105,8 +105,9 @@ def _grid(schedule: Schedule, n_slots: int) -> str:
             kind = "forward" if cell.instruction.action == Action.FORWARD else "backward"
             left_edge, top_edge = cell.slot * _SLOT, cell.row * _ROW
             elements.append(
-                f'<rect class="{kind}" x="{left_edge + 0.5:g}" y="{top_edge + 1:g}" width="{_SLOT - 1:g}"'
-                f' height="{_ROW - 2:g}" rx="2"/><text class="cell" x="{left_edge + _SLOT / 2:g}"'
+                f'<rect class="{kind}" x="{left_edge + 0.5:g}" y="{top_edge + 1:g}"'
+                f' width="{_SLOT - 1:g}" height="{_ROW - 2:g}" rx="2"/>'
+                f'<text class="cell" x="{left_edge + _SLOT / 2:g}"'
                 f' y="{top_edge + 0.7 * _ROW:g}">{cell.instruction.stage}</text>'
             )
     return "".join(elements)

@@ -154,7 +154,7 @@ def _product(
 ) -> Vector:
     """Return the Hessian of the mean loss over ``batches``, times ``vector``.
 
-    The gradient of the product of gradient and vector, so the loss is differentiated twice.
+    It is the gradient of the product of gradient and vector: the loss is differentiated twice.
     """
     total = [torch.zeros_like(tensor) for tensor in vector]
     devices = sorted(

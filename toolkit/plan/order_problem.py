@@ -87,16 +87,11 @@ class OrderProblem:
 
     def fits(self, rank: int, word: Word) -> bool:
         """Whether ``rank`` has room for what it holds in the order of ``word``."""
-        held_bytes, room_bytes, n_kinds, workspace_bytes = (
-            0.0,
-            self.room[rank],
-            len(self.kinds),
-            self.work,
-        )
+        held_bytes, room, n_kinds, work = 0.0, self.room[rank], len(self.kinds), self.work
         for chain in word:
             if chain % n_kinds == 0:
                 held_bytes += self.held[chain // n_kinds]
-            if held_bytes + workspace_bytes[chain] > room_bytes:
+            if held_bytes + work[chain] > room:
                 return False
             if chain % n_kinds == n_kinds - 1:
                 held_bytes -= self.held[chain // n_kinds]
@@ -131,14 +126,11 @@ class OrderProblem:
         for chains in self.of_rank:
             changes = []
             for chain in chains:
-                is_last_kind, held_bytes = (
-                    chain % n_kinds == n_kinds - 1,
-                    self.held[chain // n_kinds],
-                )
+                is_last, held_bytes = chain % n_kinds == n_kinds - 1, self.held[chain // n_kinds]
                 for index, end in enumerate(ends[chain]):
                     start = end - self.seconds[chain]
                     changes += [(start, self.work[chain] + held_bytes * (chain % n_kinds == 0))]
-                    changes += [(end, -self.work[chain] - held_bytes * is_last_kind)]
+                    changes += [(end, -self.work[chain] - held_bytes * is_last)]
                     if self.waiting[chain]:
                         needed_chain, lag = self.needs[chain][-1]
                         changes += [
@@ -207,17 +199,13 @@ class OrderProblem:
         return max(map(self._bound_of, range(self.n_ranks)))
 
     def _bound_of(self, rank: int) -> float:
-        n_kinds, n_microbatches, busy_seconds = (
-            len(self.kinds),
-            self.n_microbatches,
-            self.load(rank),
-        )
+        n_kinds, n_microbatches, load = len(self.kinds), self.n_microbatches, self.load(rank)
         stages = sorted(chain // n_kinds for chain in self.of_rank[rank] if chain % n_kinds == 0)
         if not stages:
             return 0.0
         first_stage, last_stage = stages[0], stages[-1]
         if len(stages) == 1:  # with more, ops of others may run during an update
-            busy_seconds += self.updates[first_stage]
+            load += self.updates[first_stage]
         gradient_arrival = (
             self._way(first_stage * n_kinds, last_stage * n_kinds + 1)
             - self.seconds[last_stage * n_kinds + 1]
@@ -242,7 +230,7 @@ class OrderProblem:
                 op_seconds[2:]
             )
             idle_seconds += max(0.0, round_trip - op_seconds[0] - n_in_flight * sum(op_seconds[1:]))
-        return busy_seconds + idle_seconds
+        return load + idle_seconds
 
     def _way(self, begin: int, end: int) -> float:
         """Seconds from the start of one chain's op to the end of another's, without waiting."""

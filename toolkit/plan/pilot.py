@@ -221,7 +221,7 @@ def pilot(
             for rule, rule_predictions in predicted.items()
         )
         findings = replace(findings, rules=rules, slack=slack)
-        # Train as long as the rest of the budget allows; a fifth of it is for the tests.
+        # By default, training takes about 80 % of the seconds that the budget has left.
         n_steps = steps
         if n_steps is None:
             seconds_left = budget - (time.perf_counter() - start)

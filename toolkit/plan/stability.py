@@ -135,9 +135,14 @@ class Recurrence:
         """``[stage, version]``: mean share of each version in what a stage reads, newest first."""
         if isinstance(delay := self.schedule.delay, RandomDelay):
             terms = zip(delay.values, delay.probabilities, strict=True)
-            mean = sum((p * self._row(d) for d, p in terms), start=self._row(0) * 0)
+            mean = sum(
+                (probability * self._row(value) for value, probability in terms),
+                start=self._row(0) * 0,
+            )
             return np.tile(mean, (len(self._modes[0]), 1))
-        rows = [[self._row(d) for d in delays] for delays in self.schedule.staleness]
+        rows = [
+            [self._row(stage_delay) for stage_delay in delays] for delays in self.schedule.staleness
+        ]
         return np.mean(rows, axis=1)
 
     def certify(self) -> Certificate:

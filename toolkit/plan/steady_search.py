@@ -233,7 +233,9 @@ def _schedule(
         for microbatch in range(n_microbatches)
     }
     shortest = min(_lasts(problem, tick, chain) for chain in range(len(starts)))
-    slot = max(k for k in range(1, shortest + 1) if n_microbatches * interval % k == 0)
+    slot = max(
+        divisor for divisor in range(1, shortest + 1) if n_microbatches * interval % divisor == 0
+    )
     layout = Assigned([[rank] * n_microbatches for rank in problem.placement], "per_stage")
     timing = Timing(ops, n_microbatches * interval, slot)
     return Schedule("searched", len(problem.held), n_microbatches, timing, layout, delay)
