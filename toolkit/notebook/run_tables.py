@@ -173,7 +173,14 @@ def in_words(
     measure: Metric = ACCURACY,
     margin: float | None = None,
 ) -> Markdown:
-    """Return the table of :func:`differences` in sentences, a list item for each rule."""
+    """Return the table of :func:`differences` in sentences, a list item for each rule.
+
+    Args:
+        epochs: a row for each epoch of each run, as :func:`by_epoch` takes them.
+        baseline: the rule from which the others differ.
+        measure: accuracy or loss.
+        margin: largest difference that does not matter, against which equivalence is tested.
+    """
     lines = []
     for rule, row in _summaries(epochs, baseline, measure, margin).items():
         if rule != baseline and not isnan(row[measure.columns[2]]):
@@ -336,7 +343,11 @@ def counted_and_measured(
 
 
 def when_cdp_helps(rows: "Iterable[Mapping[str, Any]]") -> pd.DataFrame:
-    """Return memory, devices and step times of CDP and DP: see :mod:`toolkit.cost.situations`."""
+    """Return a table of memory, devices and step times of CDP and DP.
+
+    Args:
+        rows: situations, as :mod:`toolkit.cost.situations` finds them.
+    """
     index = ["situation", "workers", "M/C"]
     return pd.DataFrame([situation_cells(row) for row in rows]).set_index(index)
 

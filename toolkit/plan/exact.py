@@ -32,6 +32,13 @@ def solve(
 ) -> tuple[list[Word], float]:
     """Improve orders until they are proven to be the fastest, or ``seconds`` have passed.
 
+    Args:
+        problem: the problem.
+        words: ``[rank]``, orders to begin with.
+        seconds: limit of the solver.
+        report: called with the activity, the seconds of a step with ``words``, and the bound.
+        workers: threads of the solver.
+
     Returns:
         The best orders, ``words`` or better, and seconds that none falls below.
 
@@ -59,6 +66,11 @@ def solve(
 
 def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tuple[int, ...] | None:
     """Find the fewest ranks whose rooms no orders keep to in steps of ``step_seconds``.
+
+    Args:
+        problem: the problem.
+        step_seconds: longest training step that is allowed.
+        seconds: limit of the search.
 
     Returns:
         The ranks; empty if no orders are so fast in any room; None if that is not proven within

@@ -106,7 +106,11 @@ def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[Word]:
 
 
 def simple_keys(problem: OrderProblem) -> Iterator[tuple[float, ...]]:
-    """Keys by the times of a lone micro-batch; weights at once, or when a rank would wait."""
+    """Yield keys for :func:`list_schedule`: the start of each op of a lone micro-batch.
+
+    They differ in the interval between micro-batches, in whether backwards go before forwards, and
+    in how long backwards of weights are put off: not at all, or until a rank would wait.
+    """
     n_kinds, n_stages = len(problem.kinds), len(problem.held)
     start_alone, now = [0.0] * len(problem.seconds), 0.0
     for chain in (

@@ -165,6 +165,14 @@ def held(
 ) -> tuple[int, int | None]:
     """Run a one-device program slot by slot and measure its memory.
 
+    Args:
+        stages: the model's stages, which are trained.
+        schedule: a schedule on one device.
+        batch: inputs and targets of a training step.
+        optimizer: makes an optimizer from a list of parameters.
+        loss: mean loss of a micro-batch.
+        checkpoint: stages that compute their forward again: ``none`` or ``all``.
+
     Returns:
         peak bytes that autograd keeps; and peak bytes that CUDA allocates above those held
         between training steps, None on the CPU.
@@ -193,7 +201,18 @@ def step_times(
 ) -> dict[str, list[float]]:
     """Measure seconds of training steps in turns, after two steps of warm-up.
 
-    After three rounds it stops once they have taken ``budget`` seconds.
+    After three rounds it stops once they have taken ``budget`` seconds. In a round each runtime
+    takes one step, so that slow changes of the machine's speed affect all of them.
+
+    Args:
+        runtimes: runtimes by name.
+        batch: inputs and targets of a training step.
+        rounds: largest number of timed steps of each runtime.
+        budget: seconds after which no further round begins.
+        on_progress: called after each round.
+
+    Returns:
+        Seconds of each timed step, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     start = time.perf_counter()
@@ -229,14 +248,21 @@ def train(
 ) -> TrainingFindings:
     """Train under two ``rules`` by name, DP first, from the same weights and on the same batches.
 
-    ``make`` makes a runtime from a seed, a schedule, and the steps between two diagnostics.
+    Args:
+        make: makes a runtime from a seed, a schedule, and the steps between two diagnostics.
+        rules: schedules by name: DP, and the rule to compare with it.
+        data: batches for training and the test.
+        n_steps: training steps of a run.
+        seeds: one for each run of a rule.
+        on_progress: called before each run.
     """
     runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
     for seed_index, seed in enumerate(seeds):
         for rule_index, (rule, schedule) in enumerate(rules.items()):
             done_share = (seed_index * len(rules) + rule_index) / (len(rules) * len(seeds))
             on_progress(f"training {rule}, seed {seed}", done_share)
-            # One run, the late rule's first, measures the delay of gradients.
+            # Diagnostics cost time, so only the first run of the second rule measures how far
+            # delayed gradients are from fresh ones.
             diagnostics_interval = max(1, n_steps // 4) if (seed_index, rule_index) == (0, 1) else 0
             runs[rule].append(_run(make(seed, schedule, diagnostics_interval), data, n_steps, seed))
     on_progress("training", 1.0)

@@ -130,8 +130,12 @@ def least_peak(
 def peak_in_turn(costs: Costs, schedule: Schedule) -> float:
     """Return the most bytes of activations and stage inputs, if one op runs after another.
 
-    As in order "scheduled". Fewer ops are under way than when micro-batches compute at the same
-    time, so stages that compute again hold less.
+    Order "scheduled" of a runtime does so. Fewer ops are under way than when micro-batches compute
+    at the same time, so stages that compute again hold less.
+
+    Args:
+        costs: one entry per stage.
+        schedule: a schedule on one device.
     """
     timeline = simulate(schedule.lower(3), costs, UNIT)
     memory_changes = [change for change in timeline.changes if change.kind in (ACTIVATIONS, INPUTS)]
@@ -168,10 +172,17 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
 
 
 def peak_of(curve: MemoryCurve, offsets: ArrayLike) -> float:
-    """Return the most bytes of micro-batches that begin at ``offsets``, shares of the period."""
+    """Return the most bytes that micro-batches keep together.
+
+    Args:
+        curve: memory of one micro-batch over the period.
+        offsets: ``[microbatch]``, starts as shares of the period.
+    """
     period = curve.edges[-1]
     shifts = np.asarray(offsets) * period
     times = np.unique(np.mod(curve.edges[:, None] + shifts, period))
+    # Memory is constant between two changes, so it is read in the middle. The period repeats: the
+    # last interval reaches around to the first change.
     middles = (times + np.append(times[1:], times[0] + period)) / 2
     lasts = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
     held_bytes = curve.at(middles[lasts][:, None] - shifts)  # [moment, micro-batch]

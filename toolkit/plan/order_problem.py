@@ -390,7 +390,16 @@ def order_problem(
     memory: Sequence[float] = (),
     optimizer_bytes: Sequence[float] = (),
 ) -> OrderProblem:
-    """Describe the problem as the simulator counts; arguments as in :func:`toolkit.plan.search`.
+    """Describe the problem as the simulator counts time and memory.
+
+    Args:
+        costs: one entry per stage.
+        n_microbatches: of a training step.
+        placement: ``[stage]``, its rank.
+        hardware: seconds of messages and kernels, and the ranks' speeds.
+        split_backward: whether backwards of inputs and weights are separate ops.
+        memory: ``[rank]``, bytes; empty: no limit.
+        optimizer_bytes: as in :func:`toolkit.cost.simulate`.
 
     Raises:
         UserError: a rank has no room for one micro-batch; the message names it.
@@ -425,6 +434,7 @@ def order_problem(
             needs[n_kinds * stage + 1].append(
                 (n_kinds * (stage + 1) + 1, message(n_bytes, stage + 1, stage))
             )
+        # A message waits on the receiving rank until its op starts.
         has_remote_input = stage > 0 and placement[stage - 1] != placement[stage]
         held_bytes.append(
             cost.kept_bytes + (cost.input_bytes if has_remote_input else cost.extra_input_bytes)
@@ -443,6 +453,7 @@ def order_problem(
         update_seconds.append(
             cost.update_bytes(state_bytes[stage]) / hardware.memory_bandwidth / speed
         )
+    # Weights, gradients and optimizer state stay: the room is what they leave of the memory.
     room = [*memory] or [inf] * n_ranks
     for rank, memory_bytes in enumerate(room):
         stages = [stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]

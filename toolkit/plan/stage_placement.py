@@ -58,7 +58,13 @@ def room_of(
 
 
 def loads(where: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """Return the seconds of each rank's stages on a micro-batch, the busiest first."""
+    """Return the seconds of each rank's stages on a micro-batch, the busiest first.
+
+    Args:
+        where: ``[stage]``, its rank.
+        work: ``[stage]``, seconds on a micro-batch at speed 1.
+        speeds: ``[rank]``.
+    """
     rank_seconds = [0.0] * len(speeds)
     for seconds, rank in zip(work, where, strict=True):
         rank_seconds[rank] += seconds / speeds[rank]
@@ -66,7 +72,12 @@ def loads(where: Sequence[int], work: Sequence[float], speeds: Sequence[float]) 
 
 
 def busiest(work: Sequence[float], speeds: Sequence[float]) -> float:
-    """Seconds of the busiest rank, at least, wherever stages of ``work`` seconds are placed."""
+    """Return seconds that the busiest rank takes at least, on any placement.
+
+    Args:
+        work: ``[stage]``, seconds on a micro-batch at speed 1.
+        speeds: ``[rank]``.
+    """
     n_ranks, largest = len(speeds), sorted(work, reverse=True)
     # With more stages than ranks, a rank runs two of the n_ranks + 1 largest.
     two_stages = sum(largest[n_ranks - 1 : n_ranks + 1]) if len(work) > n_ranks else 0.0
