@@ -40,66 +40,81 @@ def animation(shown: Mapping[str, Schedule], n_slots: int = 24) -> str:
         shown: schedules by title, from left to right.
         n_slots: slots from the start of the training, in a loop.
     """
-    widths = n_slots * _SLOT
-    shapes = [rows(schedule.layout) for schedule in shown.values()]
-    high = max(n for _, n in shapes) * _ROW
+    grid_width = n_slots * _SLOT
+    grid_shapes = [rows(schedule.layout) for schedule in shown.values()]
+    grid_height = max(n_rows for _, n_rows in grid_shapes) * _ROW
     totals = {title: _activations(schedule, n_slots) for title, schedule in shown.items()}
     scale = _CURVE / max(max(values) for values in totals.values())
-    wide, tall = _LEFT + len(shown) * (widths + _GAP), _TOP + high + 16 + _CURVE + _BOTTOM
+    total_width, total_height = (
+        _LEFT + len(shown) * (grid_width + _GAP),
+        _TOP + grid_height + 16 + _CURVE + _BOTTOM,
+    )
     seconds = n_slots * _SECONDS
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" role="img">',
+    elements = [
+        '<svg xmlns="http://www.w3.org/2000/svg"'
+        f' viewBox="0 0 {total_width:g} {total_height:g}" role="img">',
         f"<title>{' beside '.join(shown)}</title><style>{_STYLE}</style>",
-        f'<clipPath id="now"><rect y="-20" width="{widths:g}" height="400">'
-        f'<animate attributeName="width" from="0" to="{widths:g}" dur="{seconds:g}s"'
+        f'<clipPath id="now"><rect y="-20" width="{grid_width:g}" height="400">'
+        f'<animate attributeName="width" from="0" to="{grid_width:g}" dur="{seconds:g}s"'
         ' repeatCount="indefinite"/></rect></clipPath>',
-        f'<text x="0" y="{_TOP + high + 16 + _CURVE / 2:g}">memory</text>',
+        f'<text x="0" y="{_TOP + grid_height + 16 + _CURVE / 2:g}">memory</text>',
     ]
-    name, n_rows = shapes[0]
-    parts += [
-        f'<text x="0" y="{_TOP + (r + 0.7) * _ROW:g}">{name} {r}</text>' for r in range(n_rows)
+    name, n_rows = grid_shapes[0]
+    elements += [
+        f'<text x="0" y="{_TOP + (row + 0.7) * _ROW:g}">{name} {row}</text>'
+        for row in range(n_rows)
     ]
     for column, (title, schedule) in enumerate(shown.items()):
-        x, base, values = _LEFT + column * (widths + _GAP), high + 16 + _CURVE, totals[title]
-        drawn = _grid(schedule, n_slots)
-        move, path = f"translate(0 {base:g})", steps([*enumerate(values)], n_slots, _SLOT, scale)
-        curve = f'<path class="memory" transform="{move}" d="{path}"/>'
-        peak = base - max(values) * scale
-        words = f"peak: {max(values):g} micro-batches"
-        parts += [
-            f'<g transform="translate({x:g} {_TOP:g})">',
+        left_edge, baseline, values = (
+            _LEFT + column * (grid_width + _GAP),
+            grid_height + 16 + _CURVE,
+            totals[title],
+        )
+        grid = _grid(schedule, n_slots)
+        curve_offset, path = (
+            f"translate(0 {baseline:g})",
+            steps([*enumerate(values)], n_slots, _SLOT, scale),
+        )
+        curve = f'<path class="memory" transform="{curve_offset}" d="{path}"/>'
+        peak_height = baseline - max(values) * scale
+        peak_label = f"peak: {max(values):g} micro-batches"
+        elements += [
+            f'<g transform="translate({left_edge:g} {_TOP:g})">',
             f'<text class="title" y="-10">{title}</text>',
-            f'<g class="later"><g id="schedule{column}">{drawn}{curve}</g></g>',
+            f'<g class="later"><g id="schedule{column}">{grid}{curve}</g></g>',
             f'<g clip-path="url(#now)"><use href="#schedule{column}"/></g>',
-            f'<text class="key" x="{widths:g}" y="{base + 16:g}">{_KEY}</text>',
-            f'<path class="axis" d="M0 {base:g}H{widths:g}"/>',
-            f'<path class="axis" stroke-dasharray="2 3" d="M0 {peak:g}H{widths:g}"/>',
-            f'<text y="{base + 16:g}">{words}</text></g>',
+            f'<text class="key" x="{grid_width:g}" y="{baseline + 16:g}">{_KEY}</text>',
+            f'<path class="axis" d="M0 {baseline:g}H{grid_width:g}"/>',
+            f'<path class="axis" stroke-dasharray="2 3" d="M0 {peak_height:g}H{grid_width:g}"/>',
+            f'<text y="{baseline + 16:g}">{peak_label}</text></g>',
         ]
-    return "\n".join([*parts, "</svg>\n"])
+    return "\n".join([*elements, "</svg>\n"])
 
 
 def _activations(schedule: Schedule, n_slots: int) -> list[float]:
-    """All ranks' activations in each slot, in micro-batches of the whole model."""
-    alive = schedule.lower(_n_steps(schedule, n_slots)).total_activations()
-    return [x / schedule.n_stages for x in alive[:n_slots]]
+    """Return all ranks' activations in each slot, in micro-batches of the whole model."""
+    live_stages = schedule.lower(_n_steps(schedule, n_slots)).total_activations()
+    return [n_alive / schedule.n_stages for n_alive in live_stages[:n_slots]]
 
 
 def _grid(schedule: Schedule, n_slots: int) -> str:
-    found = []
+    """Return the cells of the first ``n_slots`` slots as SVG elements."""
+    elements = []
     for cell in cells(schedule.lower(_n_steps(schedule, n_slots))):
         if cell.slot < n_slots:
             kind = "forward" if cell.instruction.action == Action.FORWARD else "backward"
-            x, y = cell.slot * _SLOT, cell.row * _ROW
-            found.append(
-                f'<rect class="{kind}" x="{x + 0.5:g}" y="{y + 1:g}" width="{_SLOT - 1:g}"'
-                f' height="{_ROW - 2:g}" rx="2"/><text class="cell" x="{x + _SLOT / 2:g}"'
-                f' y="{y + 0.7 * _ROW:g}">{cell.instruction.stage}</text>'
+            left_edge, top_edge = cell.slot * _SLOT, cell.row * _ROW
+            elements.append(
+                f'<rect class="{kind}" x="{left_edge + 0.5:g}" y="{top_edge + 1:g}"'
+                f' width="{_SLOT - 1:g}" height="{_ROW - 2:g}" rx="2"/>'
+                f'<text class="cell" x="{left_edge + _SLOT / 2:g}"'
+                f' y="{top_edge + 0.7 * _ROW:g}">{cell.instruction.stage}</text>'
             )
-    return "".join(found)
+    return "".join(elements)
 
 
 def _n_steps(schedule: Schedule, n_slots: int) -> int:
+    """Return training steps that surely last ``n_slots`` slots."""
     return n_slots * schedule.timing.ticks_per_slot // schedule.timing.period + 2
 
 

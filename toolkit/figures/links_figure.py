@@ -21,7 +21,7 @@ Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
 
 
 def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
-    """Above, a panel a link: step time by that of DDP. Below, traffic over two training steps.
+    """Draw step times by that of DDP, a panel a link, and below them traffic over two steps.
 
     A dot is the ratio of medians, its line the range of ratios round by round.
 
@@ -33,83 +33,102 @@ def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
     """
     links = list(dict.fromkeys(row["link"] for row in rows))
     methods = sorted(dict.fromkeys(row["method"] for row in rows), key=_place)
-    drawn = sorted(dict.fromkeys(m for curves in traffic.values() for m in curves), key=_place)
-    heights = [0.9 + 0.19 * len(methods), *[0.4 + 0.72 * len(drawn)] * bool(drawn)]
+    traffic_methods = sorted(
+        dict.fromkeys(method for curves in traffic.values() for method in curves), key=_place
+    )
+    heights = [
+        0.9 + 0.19 * len(methods),
+        *[0.4 + 0.72 * len(traffic_methods)] * bool(traffic_methods),
+    ]
     with drawing((7.2, sum(heights))) as figure:
-        if not drawn:
+        if not traffic_methods:
             _draw_times(figure, rows, links, methods)
             return figure
-        above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
-        _draw_times(above, rows, links, methods)
-        _draw_traffic(below, traffic, drawn, window)
+        times_panel, traffic_panel = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[
+            :, 0
+        ]
+        _draw_times(times_panel, rows, links, methods)
+        _draw_traffic(traffic_panel, traffic, traffic_methods, window)
     return figure
 
 
 def _draw_times(figure: Any, rows: Rows, links: list[str], methods: list[str]) -> None:
     panels = figure.subplots(1, len(links), squeeze=False, sharex=True, sharey=True)[0]
-    relative = all(row["/ DDP"] is not None for row in rows)
+    is_relative = all(row["/ DDP"] is not None for row in rows)
     for axes, link in zip(panels, links, strict=True):
-        here = [row for row in rows if row["link"] == link]
-        for row in here:
-            _draw_row(axes, row, methods.index(row["method"]), relative)
-        if relative:
+        link_rows = [row for row in rows if row["link"] == link]
+        for row in link_rows:
+            _draw_row(axes, row, methods.index(row["method"]), is_relative)
+        if is_relative:
             axes.axvline(1, color=BLACK, linewidth=0.6, zorder=0)
-        measured = here[0]["M/C"]
-        axes.set_title(link if measured is None else f"{link}\nmeasured M/C {measured:.2f}")
+        measured_ratio = link_rows[0]["M/C"]
+        axes.set_title(
+            link if measured_ratio is None else f"{link}\nmeasured M/C {measured_ratio:.2f}"
+        )
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.grid(axis="x", color="#DDDDDD", linewidth=0.5)
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        for k in range(1, len(methods)):
-            if _colour(methods[k]) != _colour(methods[k - 1]):
-                axes.axhline(k - 0.5, color="#DDDDDD", linewidth=0.5, zorder=0)
+        for height in range(1, len(methods)):
+            if _colour(methods[height]) != _colour(methods[height - 1]):
+                axes.axhline(height - 0.5, color="#DDDDDD", linewidth=0.5, zorder=0)
     panels[0].set_ylim(len(methods) - 0.4, -0.6)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_xlim(0, 1.18 * panels[0].get_xlim()[1])  # with the last value's digits
-    figure.supxlabel("step time by that of DDP" if relative else "step time (s)", fontsize=8)
+    figure.supxlabel("step time by that of DDP" if is_relative else "step time (s)", fontsize=8)
 
 
 def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -> None:
-    names = ("/ DDP", "least", "most") if relative else ("step (s)", "min", "max")
-    value, low, high = (row[name] for name in names)
+    column_names = ("/ DDP", "least", "most") if relative else ("step (s)", "min", "max")
+    value, low, high = (row[name] for name in column_names)
     colour = _colour(row["method"])
     axes.plot([min(low, value), max(high, value)], [height] * 2, color=colour, alpha=0.45, lw=2.5)
     axes.plot([value], [height], color=colour, marker="o", linestyle="none", markersize=4)
-    look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 6}
-    look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line at 1
-    axes.annotate(f"{value:.2f}", (max(high, value), height), (4, 0), color=colour, **look)
+    label_style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 6}
+    # A white box keeps the number legible over the line at 1.
+    label_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+    axes.annotate(f"{value:.2f}", (max(high, value), height), (4, 0), color=colour, **label_style)
 
 
-def _draw_traffic(figure: Any, traffic: Curves, drawn: list[str], window: float) -> None:
-    """A column a link, a row a method; all rows of a column on one scale. A line is the mean."""
-    panels = figure.subplots(len(drawn), len(traffic), squeeze=False, sharex="col", sharey="col")
+def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: float) -> None:
+    """Draw a column a link and a row a method.
+
+    All rows of a column have one scale. A horizontal line is the mean.
+    """
+    panels = figure.subplots(len(methods), len(traffic), squeeze=False, sharex="col", sharey="col")
     for column, (link, curves) in zip(panels.T, traffic.items(), strict=True):
-        top = max((float(curve.max()) for curve in curves.values() if len(curve)), default=0.0)
-        unit, name = (1000, "Gbit/s") if top >= 2000 else (1, "Mbit/s")
-        for axes, method in zip(column, drawn, strict=True):
+        peak_rate = max(
+            (float(curve.max()) for curve in curves.values() if len(curve)), default=0.0
+        )
+        unit, unit_name = (1000, "Gbit/s") if peak_rate >= 2000 else (1, "Mbit/s")
+        for axes, method in zip(column, methods, strict=True):
             curve = curves.get(method, np.zeros(0))
             edges = window * np.arange(len(curve) + 1)
-            above: dict[str, Any] = {"transform": axes.transAxes, "va": "bottom"}
+            text_style: dict[str, Any] = {"transform": axes.transAxes, "va": "bottom"}
             if len(curve):
                 mean = float(curve.mean())
                 axes.stairs(curve / unit, edges, fill=True, color=_colour(method), alpha=0.75)
                 axes.axhline(mean / unit, color=VERMILION, linewidth=1)
-                peak = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
-                axes.text(1, 1, peak, ha="right", color=VERMILION, **above)
-            axes.text(0, 1, method, color=_colour(method), **above)
+                peak_label = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
+                axes.text(1, 1, peak_label, ha="right", color=VERMILION, **text_style)
+            axes.text(0, 1, method, color=_colour(method), **text_style)
             axes.yaxis.set_major_locator(MaxNLocator(2))
-        column[0].set_title(f"sent by all ranks, {link} ({name})", pad=14)
+        column[0].set_title(f"sent by all ranks, {link} ({unit_name})", pad=14)
         longest = max((len(curve) for curve in curves.values()), default=1)
         column[0].set_xlim(0, window * longest)
-        column[0].set_ylim(0, 1.05 * top / unit or None)
+        column[0].set_ylim(0, 1.05 * peak_rate / unit or None)
         column[-1].set_xlabel("time (s)")
 
 
 def _place(method: str) -> int:
-    """DDP first, and what no method can beat last."""
-    return next((k for k, name in enumerate(_FAMILIES) if method.startswith(name)), len(_FAMILIES))
+    """Return the position of a method: DDP first, and what no method can beat last."""
+    return next(
+        (position for position, family in enumerate(_FAMILIES) if method.startswith(family)),
+        len(_FAMILIES),
+    )
 
 
 def _colour(method: str) -> str:
+    """Return the colour of the method's family; purple for other methods."""
     return next((colour for name, colour in _FAMILIES.items() if method.startswith(name)), PURPLE)

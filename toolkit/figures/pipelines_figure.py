@@ -16,33 +16,38 @@ _COLUMNS = 3
 
 
 def pipelines(rows: Rows) -> Figure:
-    """A panel for each number of micro-batches, a point a method: the nearer to 0 the better.
+    """Draw a panel for each number of micro-batches, with a point a method.
+
+    The nearer a point is to 0, the better.
 
     Args:
         rows: ``method``, ``microbatches``, ``ranks``; ``activations`` of the fullest rank, in
             micro-batches; ``idle``, a share of time; ``flush``, whether all weights are fresh.
     """
     sizes = list(dict.fromkeys(row["microbatches"] for row in rows))
-    looks = _looks(rows)
-    columns, lines = min(len(sizes), _COLUMNS), -(-len(sizes) // _COLUMNS)
-    with drawing((1.8 + 1.9 * columns, 0.5 + 2.1 * lines)) as figure:
-        grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    styles = _looks(rows)
+    n_columns, n_lines = min(len(sizes), _COLUMNS), -(-len(sizes) // _COLUMNS)
+    with drawing((1.8 + 1.9 * n_columns, 0.5 + 2.1 * n_lines)) as figure:
+        grid = figure.subplots(n_lines, n_columns, squeeze=False, sharex=True, sharey=True)
         panels = list(grid.flat)
         for axes in panels[len(sizes) :]:
             axes.set_axis_off()
-        for axes in panels[max(0, len(sizes) - columns) :]:
+        for axes in panels[max(0, len(sizes) - n_columns) :]:
             axes.tick_params(labelbottom=True)  # also above an empty place
-        for axes, m in zip(panels, sizes, strict=False):
-            p = rows[0]["ranks"]
-            axes.set_title(f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}")
+        for axes, n_microbatches in zip(panels, sizes, strict=False):
+            n_ranks = rows[0]["ranks"]
+            axes.set_title(
+                f"{n_ranks} rank{'s' * (n_ranks > 1)},"
+                f" {n_microbatches} micro-batch{'es' * (n_microbatches > 1)}"
+            )
             for row in rows:
-                if row["microbatches"] == m:
-                    at = [row["activations"]], [row["idle"]]
-                    axes.plot(*at, clip_on=False, **looks[row["method"]])
+                if row["microbatches"] == n_microbatches:
+                    point = [row["activations"]], [row["idle"]]
+                    axes.plot(*point, clip_on=False, **styles[row["method"]])
         _scale(panels[0], rows)
         figure.supxlabel("activations of the fullest rank (micro-batches)", fontsize=8)
         figure.supylabel("idle share of a rank's time", fontsize=8)
-        handles = [Line2D([], [], label=method, **look) for method, look in looks.items()]
+        handles = [Line2D([], [], label=method, **style) for method, style in styles.items()]
         title = "filled: a flush at each step\nring: late weights, no flush"
         legend = figure.legend(handles=handles, title=title, loc="outside right upper")
         legend.set_alignment("left")
@@ -50,27 +55,28 @@ def pipelines(rows: Rows) -> Figure:
 
 
 def _looks(rows: Rows) -> dict[str, dict[str, Any]]:
-    """How to draw each method: sizes differ so that several points at one place show."""
+    """Return the style of each method; sizes differ so that several points at one place show."""
     flushes = {row["method"]: row["flush"] for row in rows}
-    looks: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     numbers = {True: 0, False: 0}
     for method, flush in flushes.items():
-        k, numbers[flush] = numbers[flush], numbers[flush] + 1
-        look: dict[str, Any] = {"linestyle": "none", "color": SERIES[k % len(SERIES)]}
+        index, numbers[flush] = numbers[flush], numbers[flush] + 1
+        style: dict[str, Any] = {"linestyle": "none", "color": SERIES[index % len(SERIES)]}
         if flush:
-            marker = MARKERS[(k + k // len(SERIES)) % len(MARKERS)]  # a new pair in each round
-            look |= {"marker": marker, "markersize": max(4, 8 - 3 * k)}
+            # Each round of colours shifts the markers, so that no pair repeats soon.
+            marker = MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
+            style |= {"marker": marker, "markersize": max(4, 8 - 3 * index)}
         else:
-            look |= {"marker": "o", "markersize": 7 + 3 * k, "markerfacecolor": "none"}
-        looks[method] = look
-    return looks
+            style |= {"marker": "o", "markersize": 7 + 3 * index, "markerfacecolor": "none"}
+        styles[method] = style
+    return styles
 
 
 def _scale(axes: Axes, rows: Rows) -> None:
     """Set the scales that all panels share."""
-    held = [float(row["activations"]) for row in rows]
+    activations = [float(row["activations"]) for row in rows]
     axes.set_xscale("log", base=2)
-    axes.set_xlim(min(held) / 1.4, max(held) * 1.4)
+    axes.set_xlim(min(activations) / 1.4, max(activations) * 1.4)
     axes.xaxis.set_major_locator(LogLocator(base=2))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -38,10 +38,10 @@ def plan_figure(
             *_places(shown), s=30, c=[row["staleness"] for row in shown], vmin=0, vmax=1,
             cmap="viridis_r", zorder=3, label="none is faster, smaller and fresher",
         )  # fmt: skip
-        for k, row in enumerate(shown[:_NUMBERED]):
-            place = row["seconds"] * 1e3, row["memory"] / GIB
+        for number, row in enumerate(shown[:_NUMBERED]):
+            point = row["seconds"] * 1e3, row["memory"] / GIB
             axes.annotate(  # left and right in turn
-                str(k), place, (7 * (-1) ** (k + 1), -2), textcoords="offset points",
+                str(number), point, (7 * (-1) ** (number + 1), -2), textcoords="offset points",
                 ha="center", fontsize=7,
             )  # fmt: skip
         axes.scatter(

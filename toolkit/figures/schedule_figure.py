@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 
 def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
-    """One column a schedule: its grid, and below it the activations alive in each slot.
+    """Draw one column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
     bears its stage, where there is room; a bar under it means that it reads weights one step or
@@ -56,29 +56,34 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
         UserError: no schedule, or something else among them.
     """
     shown = [shown] if isinstance(shown, Schedule | str) else [*shown]
-    wrong = [schedule for schedule in shown if not isinstance(schedule, Schedule)]
-    if wrong or not shown:
-        given = repr(wrong[0]) if wrong else "none"
-        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
+    not_schedules = [schedule for schedule in shown if not isinstance(schedule, Schedule)]
+    if not_schedules or not shown:
+        received = repr(not_schedules[0]) if not_schedules else "none"
+        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {received}")
     programs = [_lowered(schedule, n_steps) for schedule in shown]
-    alive = [[x / p.schedule.n_stages for x in p.total_activations()] for p in programs]
-    shapes = [rows(schedule.layout) for schedule in shown]
+    activations = [
+        [live_stages / program.schedule.n_stages for live_stages in program.total_activations()]
+        for program in programs
+    ]
+    grid_shapes = [rows(schedule.layout) for schedule in shown]
     n_slots = max(program.n_slots for program in programs)
-    most = max(n for _, n in shapes)
-    height = min(_TALLEST, max(_GRID, _ROW * most))
-    with drawing((_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)) as figure:
+    max_rows = max(n_rows for _, n_rows in grid_shapes)
+    grid_height = min(_TALLEST, max(_GRID, _ROW * max_rows))
+    with drawing((_COLUMN * len(shown) + 0.4, grid_height + _MEMORY + _AROUND)) as figure:
         grids, memories = figure.subplots(
-            2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
+            2, len(shown), squeeze=False, height_ratios=(grid_height, _MEMORY), sharex=True
         )
-        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=True):
-            _draw_grid(grid, program, _WIDE / n_slots, 72 * height / most)
-            grid.set_title(program.schedule.name)
-            _draw_memory(memory, totals)
-            memory.set_ylim(0, 1.2 * max(map(max, alive)))
-            memory.set_xlabel("slot")
-            memory.xaxis.set_major_locator(MultipleLocator(_ticks(shown[0], n_slots)))
-            memory.tick_params(labelleft=memory is memories[0])
-        align(grids, shapes)
+        for program, slot_activations, grid_axes, memory_axes in zip(
+            programs, activations, grids, memories, strict=True
+        ):
+            _draw_grid(grid_axes, program, _WIDE / n_slots, 72 * grid_height / max_rows)
+            grid_axes.set_title(program.schedule.name)
+            _draw_memory(memory_axes, slot_activations)
+            memory_axes.set_ylim(0, 1.2 * max(map(max, activations)))
+            memory_axes.set_xlabel("slot")
+            memory_axes.xaxis.set_major_locator(MultipleLocator(_ticks(shown[0], n_slots)))
+            memory_axes.tick_params(labelleft=memory_axes is memories[0])
+        align(grids, grid_shapes)
         memories[0].set_ylabel("activations\n(micro-batches)")
         memories[0].set_xlim(0, n_slots)
         keys = _keys(shown)
@@ -88,70 +93,86 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
 
 
 def _ticks(schedule: Schedule, n_slots: int) -> float:
-    """Slots between two labels of the axis: a training step, or several."""
+    """Return the slots between two labels of the axis: a training step, or several."""
     step = max(1, round(schedule.final.period))
     return step * -(-n_slots // step // _TICKS)
 
 
 def _lowered(schedule: Schedule, n_steps: int) -> Program:
-    """The program that is drawn; of schedules before the last, one step each."""
+    """Lower a schedule to the program that is drawn; each phase before the last has one step."""
     if isinstance(schedule, PhasedSchedule):
         phases = tuple(Phase(phase.schedule, 1) for phase in schedule.phases)
         schedule, n_steps = replace(schedule, phases=phases), n_steps + len(phases) - 1
     return schedule.lower(n_steps)
 
 
-def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
-    """What colours and bars mean; a colour that only some schedules have, where one has it."""
-    named = {"forward": SKY, "backward": ORANGE}
-    if any(schedule.splits_backward for schedule in shown):
-        named["backward of weights"] = YELLOW
-    keys: list[Patch | Line2D] = [Patch(color=fill, label=name) for name, fill in named.items()]
-    if any(schedule.max_staleness for schedule in shown):
+def _keys(drawn_schedules: Sequence[Schedule]) -> list[Patch | Line2D]:
+    """Return the legend's entries; those that only some schedules need, if one is drawn."""
+    fill_of_name = {"forward": SKY, "backward": ORANGE}
+    if any(schedule.splits_backward for schedule in drawn_schedules):
+        fill_of_name["backward of weights"] = YELLOW
+    keys: list[Patch | Line2D] = [
+        Patch(color=fill, label=name) for name, fill in fill_of_name.items()
+    ]
+    if any(schedule.max_staleness for schedule in drawn_schedules):
         keys.append(Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"))
     return keys
 
 
 def cells(program: Program) -> Iterator[Cell]:
-    """The ops of ``program`` as cells of its grid."""
-    tick, layout = program.schedule.timing.ticks_per_slot, program.schedule.layout
+    """Yield the ops of ``program`` as cells of its grid."""
+    tick = program.schedule.timing.ticks_per_slot
+    layout = program.schedule.layout
     delays = {step: program.schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
-        for i in instructions:
-            if i.action.computes:
-                step, m = i.step or 0, i.microbatch or 0
-                stale = delays[step][i.stage][m] > 0
-                yield Cell(i.tick / tick, row_of(layout, rank, m), stale, i)
+        for instruction in instructions:
+            if instruction.action.computes:
+                step, microbatch = instruction.step or 0, instruction.microbatch or 0
+                stale = delays[step][instruction.stage][microbatch] > 0
+                yield Cell(
+                    instruction.tick / tick, row_of(layout, rank, microbatch), stale, instruction
+                )
 
 
 def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> None:
     """Draw the cells, each about ``width`` times ``height`` points."""
-    shown = list(cells(program))
+    drawn_cells = list(cells(program))
     corners = [(0, -0.45), (1, -0.45), (1, 0.45), (0, 0.45)]
-    boxes = [[(x + dx, y + dy) for dx, dy in corners] for x, y, *_ in shown]
-    fills = [to_rgba(_FILL[i.action], 0.4 + 0.3 * ((i.step or 0) % 3)) for *_, i in shown]
-    look: dict[str, Any] = {
+    rectangles = [
+        [(slot + right, row + down) for right, down in corners] for slot, row, *_ in drawn_cells
+    ]
+    fills = [
+        to_rgba(_FILL[instruction.action], 0.4 + 0.3 * ((instruction.step or 0) % 3))
+        for *_, instruction in drawn_cells
+    ]
+    cell_style: dict[str, Any] = {
         "edgecolors": "white",
         "linewidths": min(0.6, 0.1 * width, 0.1 * height),
     }
-    axes.add_collection(PolyCollection(boxes, facecolors=fills, **look))
-    bars = [[(x + 0.2, y + 0.34), (x + 0.8, y + 0.34)] for x, y, stale, _ in shown if stale]
-    thick = min(1.0, 0.15 * height)
-    axes.add_collection(LineCollection(bars, colors=BLACK, linewidths=thick, capstyle="projecting"))
+    axes.add_collection(PolyCollection(rectangles, facecolors=fills, **cell_style))
+    bars = [
+        [(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)]
+        for slot, row, is_stale, _ in drawn_cells
+        if is_stale
+    ]
+    bar_width = min(1.0, 0.15 * height)
+    axes.add_collection(
+        LineCollection(bars, colors=BLACK, linewidths=bar_width, capstyle="projecting")
+    )
     digits = len(str(program.schedule.n_stages - 1))
-    letters = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
-    if letters >= _SMALLEST:
-        look = {"ha": "center", "va": "center", "fontsize": letters, "in_layout": False}
-        for x, y, _, i in shown:
-            axes.text(x + 0.5, y, str(i.stage), **look)
+    font_size = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
+    if font_size >= _SMALLEST:
+        cell_style = {"ha": "center", "va": "center", "fontsize": font_size, "in_layout": False}
+        for slot, row, _, instruction in drawn_cells:
+            axes.text(slot + 0.5, row, str(instruction.stage), **cell_style)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
-    axes.stairs(totals, fill=True, color=BLUE, alpha=0.25)
-    axes.stairs(totals, color=BLUE)
-    peak = max(totals)
-    axes.hlines(peak, 0, len(totals), color=BLACK, linewidth=0.6, linestyle=":")
-    look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 7}
-    axes.annotate(f"peak {peak:.4g}", (len(totals), peak), (0, 3), **look)
+def _draw_memory(axes: Axes, slot_activations: Sequence[float]) -> None:
+    axes.stairs(slot_activations, fill=True, color=BLUE, alpha=0.25)
+    axes.stairs(slot_activations, color=BLUE)
+    peak = max(slot_activations)
+    axes.hlines(peak, 0, len(slot_activations), color=BLACK, linewidth=0.6, linestyle=":")
+    label_style: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 7}
+    axes.annotate(f"peak {peak:.4g}", (len(slot_activations), peak), (0, 3), **label_style)

@@ -80,19 +80,19 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
         panels: from left to right, the first row on top at 0.
         rows: what a row of each panel is, and how many there are.
     """
-    most = max(n for _, n in rows)
-    for k, (axes, (name, n)) in enumerate(zip(panels, rows, strict=True)):
-        axes.set_ylim(most - 0.5, -0.5)
-        axes.set_yticks(range(0, n, -(-most // _NUMBERED)))
-        axes.spines["left"].set_bounds(-0.5, n - 0.5)
-        if k and rows[k - 1] == (name, n):
+    max_rows = max(n_rows for _, n_rows in rows)
+    for column, (axes, (name, n_rows)) in enumerate(zip(panels, rows, strict=True)):
+        axes.set_ylim(max_rows - 0.5, -0.5)
+        axes.set_yticks(range(0, n_rows, -(-max_rows // _NUMBERED)))
+        axes.spines["left"].set_bounds(-0.5, n_rows - 0.5)
+        if column and rows[column - 1] == (name, n_rows):
             axes.tick_params(labelleft=False)
         else:
-            axes.set_ylabel(name, y=1 - n / most / 2)
+            axes.set_ylabel(name, y=1 - n_rows / max_rows / 2)
 
 
 def series(k: int, n_colours: int = len(SERIES)) -> dict[str, Any]:
-    """Look of the k-th line of a panel: a colour, and dashes after ``n_colours`` lines."""
+    """Return the style of the k-th line of a panel: a colour, and dashes after ``n_colours``."""
     return {"color": SERIES[k % n_colours], "linestyle": ("-", "--", "-.")[k // n_colours % 3]}
 
 

@@ -22,25 +22,35 @@ def switching(
         changes: steps at which the machine changed.
     """
     names = list(dict.fromkeys([*(others or {}), *schedules]))
-    looks = {name: series(k) for k, name in enumerate(names)}
+    line_styles = {name: series(index) for index, name in enumerate(names)}
     with drawing((7.0, 3.4)) as figure:
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
-        for name, taken in (others or {}).items():
-            above.plot(taken, label=f"{name}, fixed", alpha=0.7, **looks[name])
-        above.plot(seconds, color=BLACK, linewidth=1.6, label="switching")
-        above.set_yscale("log")
-        above.set_ylabel("seconds of a step")
-        legend_right(above)
+        times_axes, schedule_axes = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
+        for name, fixed_seconds in (others or {}).items():
+            times_axes.plot(fixed_seconds, label=f"{name}, fixed", alpha=0.7, **line_styles[name])
+        times_axes.plot(seconds, color=BLACK, linewidth=1.6, label="switching")
+        times_axes.set_yscale("log")
+        times_axes.set_ylabel("seconds of a step")
+        legend_right(times_axes)
         for step, name in enumerate(schedules):
-            below.axvspan(step - 0.5, step + 0.5, color=looks[name]["color"], linewidth=0)
-        begins = [k for k, name in enumerate(schedules) if k == 0 or name != schedules[k - 1]]
-        for begin, end in zip(begins, [*begins[1:], len(schedules)], strict=True):
-            middle = (begin + end - 1) / 2
-            below.text(middle, 0.5, schedules[begin], ha="center", va="center", color="white")
-        for axes in (above, below):
+            schedule_axes.axvspan(
+                step - 0.5, step + 0.5, color=line_styles[name]["color"], linewidth=0
+            )
+        first_steps = [
+            index
+            for index, name in enumerate(schedules)
+            if index == 0 or name != schedules[index - 1]
+        ]
+        for first_step, next_step in zip(
+            first_steps, [*first_steps[1:], len(schedules)], strict=True
+        ):
+            centre = (first_step + next_step - 1) / 2
+            schedule_axes.text(
+                centre, 0.5, schedules[first_step], ha="center", va="center", color="white"
+            )
+        for axes in (times_axes, schedule_axes):
             for step in changes:
                 axes.axvline(step - 0.5, color=BLACK, linestyle=":", linewidth=0.8)
-        below.set_yticks([])
-        below.set_ylabel("in force", rotation=0, ha="right", va="center")
-        below.set_xlabel("training step")
+        schedule_axes.set_yticks([])
+        schedule_axes.set_ylabel("in force", rotation=0, ha="right", va="center")
+        schedule_axes.set_xlabel("training step")
     return figure

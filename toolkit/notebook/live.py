@@ -30,7 +30,8 @@ class Live:
 
     def __init__(self, title: str, total: int = 1) -> None:
         self.bars: list[tqdm] = []
-        self._title, self._total = title, total
+        self._title = title
+        self._total = total
 
     def __enter__(self) -> "Live":
         return self
@@ -39,8 +40,8 @@ class Live:
         for bar in self.bars:
             bar.close()
         if isinstance(error, RankError | JobFailedError | UserError):
-            line = f"{type(error).__name__}: {first_line(error)}"
-            error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
+            message = f"{type(error).__name__}: {first_line(error)}"
+            error._render_traceback_ = lambda: [message]  # type: ignore[union-attr]
 
     def say(self, what: str, share: float) -> None:
         """Show an activity and its completed share, from 0 to 1."""
@@ -112,16 +113,16 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     run = build_run(config)
 
     def report_step(step: Step) -> None:
-        done, n_steps = step.result.step + 1, step.n_steps * run.options.epochs
-        loss = {"loss": float(step.result.loss)} if len(step.result.losses) else {}
-        report({"step": done, "n_steps": n_steps} | loss | {"lr": step.learning_rate})
+        steps_done, n_steps = step.result.step + 1, step.n_steps * run.options.epochs
+        loss_metric = {"loss": float(step.result.loss)} if len(step.result.losses) else {}
+        report({"step": steps_done, "n_steps": n_steps} | loss_metric | {"lr": step.learning_rate})
 
     run.run(on_step=report_step)
     return run.measurements()
 
 
 def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:
-    """The measured timeline, and the simulated one of ops and messages that take as long.
+    """Return the measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:
         found: measured with the options ``config``.

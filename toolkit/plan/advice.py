@@ -38,8 +38,8 @@ class Advice:
     def text(self) -> str:
         """The verdict, its reasons and the next steps, as lines of text."""
         lines = [self.verdict + ".", *(f"- {reason}" for reason in self.reasons)]
-        for title, found in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
-            lines += [title, *(f"- {line}" for line in found)] if found else []
+        for title, items in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
+            lines += [title, *(f"- {line}" for line in items)] if items else []
         return "\n".join([*lines, "Next command:", self.command])
 
 
@@ -58,42 +58,52 @@ def advise(found: "Pilot") -> Advice:
     """
     choice, reasons = _decide(found)
     rule = found.late.rule if found.rules else ""
-    known = choice in (ADOPT, TRY) and found.late.predicted.staleness > 0
-    watch, back = (_watch(found), _roll_back(found, choice)) if known else ((), ())
+    is_watched = choice in (ADOPT, TRY) and found.late.predicted.staleness > 0
+    watch, roll_back = (_watch(found), _roll_back(found, choice)) if is_watched else ((), ())
     name = {ADOPT: rule, TRY: f"{rule} {TRY}"}.get(choice, choice)
     verdict = _VERDICTS[choice].format(rule)
-    return Advice(name, verdict, tuple(reasons), watch, back, _command(found, choice))
+    return Advice(name, verdict, tuple(reasons), watch, roll_back, _command(found, choice))
 
 
-def _decide(found: "Pilot") -> tuple[str, list[str]]:
-    trained = found.training
-    if found.n_stages < 2:
+def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
+    """Return the choice and its reasons; the first rule of :func:`advise` that applies decides."""
+    training = pilot.training
+    if pilot.n_stages < 2:
         return STAY, [
             "the model cannot be cut into two stages, so there is nothing to stagger: write it as"
             " a sequence of modules, or keep each parameter in one of them"
         ]
-    if trained and "DP" in trained.diverged:
+    if training and "DP" in training.diverged:
         return UNDECIDED, [
-            f"DP diverged within {trained.n_steps} training steps: lower the learning rate and run"
+            f"DP diverged within {training.n_steps} training steps: lower the learning rate and run"
             " the pilot again"
         ]
-    late = found.late
-    gained, others, lost = gains(found, late), _remarks(found), ""
-    if trained and late.rule in trained.diverged:
-        lost = f"{late.rule} diverged within {trained.n_steps} training steps, and DP did not"
-    elif trained and trained.learned and trained.difference.interval[1] < 0:
-        lost = f"accuracy: {_difference(found, trained)}, a loss by its interval"
-    if lost:
-        smaller = "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
-        return STAY, [lost, *gained, *others, *[smaller][: not found.of("DP").predicted.fits]]
-    if not gained:
-        rules = " and ".join(rule.rule for rule in found.rules[1:])
-        return STAY, [f"{rules} would gain nothing that counts", *others, _accuracy(found)]
-    if not late.predicted.staleness:
-        return ADOPT, [*gained, *others, _accuracy(found)]
-    shown = trained and trained.learned and not trained.blind
-    sure = shown and trained.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
-    return ADOPT if sure else TRY, [*gained, *others, _accuracy(found)]
+    late_rule = pilot.late
+    gain_reasons, remarks, loss_reason = gains(pilot, late_rule), _remarks(pilot), ""
+    if training and late_rule.rule in training.diverged:
+        loss_reason = (
+            f"{late_rule.rule} diverged within {training.n_steps} training steps, and DP did not"
+        )
+    elif training and training.learned and training.difference.interval[1] < 0:
+        loss_reason = f"accuracy: {_difference(pilot, training)}, a loss by its interval"
+    if loss_reason:
+        memory_hint = (
+            "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
+        )
+        return STAY, [
+            loss_reason,
+            *gain_reasons,
+            *remarks,
+            *[memory_hint][: not pilot.of("DP").predicted.fits],
+        ]
+    if not gain_reasons:
+        rules = " and ".join(rule.rule for rule in pilot.rules[1:])
+        return STAY, [f"{rules} would gain nothing that counts", *remarks, _accuracy(pilot)]
+    if not late_rule.predicted.staleness:
+        return ADOPT, [*gain_reasons, *remarks, _accuracy(pilot)]
+    shows_accuracy = training and training.learned and not training.blind
+    is_sure = shows_accuracy and training.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
+    return ADOPT if is_sure else TRY, [*gain_reasons, *remarks, _accuracy(pilot)]
 
 
 def gains(found: "Pilot", late: "RuleFindings") -> list[str]:
@@ -103,85 +113,99 @@ def gains(found: "Pilot", late: "RuleFindings") -> list[str]:
         found: what a pilot measured and predicted.
         late: findings of the rule.
     """
-    gained = []
+    reasons = []
     if late.predicted.fits and not found.of("DP").predicted.fits:
-        gained.append(f"memory: {_needs(found, late)}")
+        reasons.append(f"memory: {_needs(found, late)}")
     if late.speed[2] < 1 - WORTH:
-        others = (
+        alternatives = (
             ". Compare other remedies for slow links: runtime.compression=bf16, and an all-reduce"
             " that is a step late (runtime=delayed_allreduce)"
         )
-        gained.append(_speed(found, late) + others * (found.placement == "per_microbatch"))
-    return gained
+        reasons.append(_speed(found, late) + alternatives * (found.placement == "per_microbatch"))
+    return reasons
 
 
-def _remarks(found: "Pilot") -> list[str]:
-    """Remarks where the rule gains nothing, and on the others."""
-    dp, late, others = found.of("DP"), found.late, []
-    if dp.predicted.fits:
-        why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
-        if found.placement == "per_microbatch":
-            why = "but none on a device of its own: it counts with placement='one' or 'per_stage'"
-        share = 1 - late.activations / dp.activations if dp.activations else 0.0
-        less = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
-        others.append(f"memory: all workers together keep {less} with {late.rule}; {why}")
-    elif not late.predicted.fits:
-        others.append(
-            f"memory: neither fits: {_needs(found, late)}; lower batch, or try checkpoint=all"
+def _remarks(pilot: "Pilot") -> list[str]:
+    """Return remarks on what the compared rule does not gain, and on the other rules."""
+    dp_rule, late_rule, remarks = pilot.of("DP"), pilot.late, []
+    if dp_rule.predicted.fits:
+        explanation = (
+            "DP fits as well" if pilot.limited else "give Hardware(memory=...) to judge it"
         )
-    if late.speed[2] >= 1 - WORTH:
-        others.append(f"{_speed(found, late)}; a gain counts if it is surely more than {WORTH:.0%}")
-    for rule in found.rules[1:]:
-        if rule != late:
-            times = f"{rule.speed[1]:.2f} of DP's time"
-            weights = f"weights {rule.predicted.staleness:.2f} steps late on average"
-            others.append(f"{rule.rule} would take {times}, with {weights}")
-    return others
+        if pilot.placement == "per_microbatch":
+            explanation = (
+                "but none on a device of its own: it counts with placement='one' or 'per_stage'"
+            )
+        share = 1 - late_rule.activations / dp_rule.activations if dp_rule.activations else 0.0
+        difference = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
+        remarks.append(
+            f"memory: all workers together keep {difference} with {late_rule.rule}; {explanation}"
+        )
+    elif not late_rule.predicted.fits:
+        remarks.append(
+            f"memory: neither fits: {_needs(pilot, late_rule)}; lower batch, or try checkpoint=all"
+        )
+    if late_rule.speed[2] >= 1 - WORTH:
+        remarks.append(
+            f"{_speed(pilot, late_rule)}; a gain counts if it is surely more than {WORTH:.0%}"
+        )
+    for rule in pilot.rules[1:]:
+        if rule != late_rule:
+            time_words = f"{rule.speed[1]:.2f} of DP's time"
+            staleness_words = f"weights {rule.predicted.staleness:.2f} steps late on average"
+            remarks.append(f"{rule.rule} would take {time_words}, with {staleness_words}")
+    return remarks
 
 
-def _speed(found: "Pilot", late: "RuleFindings") -> str:
-    least, middle, most = late.speed
+def _speed(pilot: "Pilot", late_rule: "RuleFindings") -> str:
+    lowest, middle, highest = late_rule.speed
     return (
-        f"speed: a DP step is predicted to spend {found.of('DP').waiting:.0%} on messages; a"
-        f" {late.rule} step takes {middle:.2f} ({least:.2f} to {most:.2f}) of a DP step's time"
+        f"speed: a DP step is predicted to spend {pilot.of('DP').waiting:.0%} on messages; a"
+        f" {late_rule.rule} step takes {middle:.2f} ({lowest:.2f} to {highest:.2f}) of a DP step's"
+        " time"
     )
 
 
-def _needs(found: "Pilot", late: "RuleFindings") -> str:
-    dp, mine = (size(rule.predicted.memory) for rule in (found.of("DP"), late))
-    return f"DP needs {dp} on the fullest device, and {late.rule} {mine}, of {found.room}"
+def _needs(pilot: "Pilot", late_rule: "RuleFindings") -> str:
+    dp_memory, late_memory = (size(rule.predicted.memory) for rule in (pilot.of("DP"), late_rule))
+    return (
+        f"DP needs {dp_memory} on the fullest device, and {late_rule.rule} {late_memory}, of"
+        f" {pilot.room}"
+    )
 
 
-def _accuracy(found: "Pilot") -> str:
-    trained = found.training
-    if trained is None:
-        return f"accuracy: not measured, since {found.untrained}"
-    if not trained.learned:
-        dp = sum(trained.accuracy["DP"]) / len(trained.accuracy["DP"])
+def _accuracy(pilot: "Pilot") -> str:
+    training = pilot.training
+    if training is None:
+        return f"accuracy: not measured, since {pilot.untrained}"
+    if not training.learned:
+        dp_accuracy = sum(training.accuracy["DP"]) / len(training.accuracy["DP"])
         return (
-            f"accuracy: unknown; after {trained.n_steps} training steps DP has {dp:.1%} of the"
-            f" {trained.tested} right, chance {trained.chance:.1%} and the most frequent class"
-            f" {trained.frequent:.1%}, as on random {trained.tested} or after too few steps"
+            f"accuracy: unknown; after {training.n_steps} training steps DP has {dp_accuracy:.1%}"
+            f" of the {training.tested} right, chance {training.chance:.1%} and the most frequent"
+            f" class {training.frequent:.1%}, as on random {training.tested} or after too few steps"
         )
-    if trained.blind:
-        return f"accuracy: unknown; after {trained.n_steps} training steps {trained.blind}"
-    lowest = trained.difference.interval[0]
+    if training.blind:
+        return f"accuracy: unknown; after {training.n_steps} training steps {training.blind}"
+    lowest = training.difference.interval[0]
     excluded = f"a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
     if isnan(lowest):
         excluded = "one run proves nothing"
-    return f"accuracy: {_difference(found, trained)}; {excluded}"
+    return f"accuracy: {_difference(pilot, training)}; {excluded}"
 
 
-def _difference(found: "Pilot", trained: "TrainingFindings") -> str:
-    estimate = trained.difference
+def _difference(pilot: "Pilot", training: "TrainingFindings") -> str:
+    estimate = training.difference
     points = plus_minus(estimate.mean, estimate.half_width, "+", decimals=1)
-    return f"{found.late.rule} is {points} points from DP after {trained.n_steps} training steps"
+    return f"{pilot.late.rule} is {points} points from DP after {training.n_steps} training steps"
 
 
-def _watch(found: "Pilot") -> tuple[str, ...]:
-    trained, cosine, ratio = found.training, "not measured here", "not measured here"
-    if trained and trained.learned:
-        cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
+def _watch(pilot: "Pilot") -> tuple[str, ...]:
+    training = pilot.training
+    cosine = "not measured here"
+    ratio = "not measured here"
+    if training and training.learned:
+        cosine, ratio = f"{training.cosine:.2f} here", f"{training.loss_ratio:.2f} here"
     return (
         f"training loss divided by that of a DP run with the same seed ({ratio}): if it stays above"
         " 1.1 after warm-up, compare again",
@@ -192,16 +216,16 @@ def _watch(found: "Pilot") -> tuple[str, ...]:
     )
 
 
-def _roll_back(found: "Pilot", choice: str) -> tuple[str, ...]:
-    bound = f"if the loss is not finite, or {_guard_factor(found):g} times that of the first steps"
+def _roll_back(pilot: "Pilot", choice: str) -> tuple[str, ...]:
+    bound = f"if the loss is not finite, or {_guard_factor(pilot):g} times that of the first steps"
     guard = f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
-    if found.placement == "per_stage":
+    if pilot.placement == "per_stage":
         guard = f"guard=stop ends the run {bound}: pipelines cannot continue as DP"
     if choice == TRY:
         return (
-            f"keep DP if the interval of {found.late.rule}'s difference, in this comparison,"
+            f"keep DP if the interval of {pilot.late.rule}'s difference, in this comparison,"
             f" reaches more than {TOLERANCE:g} point below zero",
-            f"a comparison has no guard; in a later training by {found.late.rule}, {guard}",
+            f"a comparison has no guard; in a later training by {pilot.late.rule}, {guard}",
         )
     return (
         guard,
@@ -210,37 +234,45 @@ def _roll_back(found: "Pilot", choice: str) -> tuple[str, ...]:
     )
 
 
-def _guard_factor(found: "Pilot") -> float:
-    """Twice the highest loss ratio of a healthy run, at least 2; 10 where none was seen."""
-    trained = found.training
-    if trained is None or not trained.learned or not isfinite(trained.highest):
+def _guard_factor(pilot: "Pilot") -> float:
+    """Return the loss ratio at which a guard acts.
+
+    Twice the highest ratio of a healthy run, at least 2; 10 if there was no such run.
+    """
+    training = pilot.training
+    if training is None or not training.learned or not isfinite(training.highest):
         return 10.0
-    return max(2.0, round(2 * trained.highest, 1))
+    return max(2.0, round(2 * training.highest, 1))
 
 
-def _command(found: "Pilot", choice: str) -> str:
-    """Command that trains by the advice, or compares where accuracy is not known yet."""
-    if not found.rules:
-        return f"{started_by('train')} schedule=dp {found.given}"
+def _command(pilot: "Pilot", choice: str) -> str:
+    """Return a command that trains by the advice, or compares if accuracy is not known yet."""
+    if not pilot.rules:
+        return f"{started_by('train')} schedule=dp {pilot.given}"
     if choice in (STAY, UNDECIDED):
-        return found.of("DP").predicted.candidate.command(found.given)
-    late = found.late.predicted.candidate
-    name, n_rounds = late.choice.schedule, late.choice.accumulate or 1
-    if choice == ADOPT and not found.late.predicted.staleness:
-        return late.command(found.given)
+        return pilot.of("DP").predicted.candidate.command(pilot.given)
+    late_candidate = pilot.late.predicted.candidate
+    name, n_rounds = late_candidate.choice.schedule, late_candidate.choice.accumulate or 1
+    if choice == ADOPT and not pilot.late.predicted.staleness:
+        return late_candidate.command(pilot.given)
     if choice == ADOPT:
-        guard = f"guard={'stop' if found.placement == 'per_stage' else 'rollback'}"
-        guard += f" guard_factor={_guard_factor(found):g} ema=0.999"
-        return late.command(f"{guard} {found.given}")
-    # The same options, but of a rule of a comparison
-    options = late.options().replace(f"schedule={name} ", "").replace("schedule.", f"rules.{name}.")
-    usual = ("cdp_v1", "cdp_v2")
-    rules = [quote(f"~rules.{other}") for other in usual if other != name]
-    rules += [f"+schedule@rules.{name}={name}"] if name not in usual else []
+        guard = f"guard={'stop' if pilot.placement == 'per_stage' else 'rollback'}"
+        guard += f" guard_factor={_guard_factor(pilot):g} ema=0.999"
+        return late_candidate.command(f"{guard} {pilot.given}")
+    # A comparison takes the same options, but as those of one of its rules.
+    options = (
+        late_candidate.options()
+        .replace(f"schedule={name} ", "")
+        .replace("schedule.", f"rules.{name}.")
+    )
+    usual_rules = ("cdp_v1", "cdp_v2")
+    rules = [quote(f"~rules.{usual_rule}") for usual_rule in usual_rules if usual_rule != name]
+    rules += [f"+schedule@rules.{name}={name}"] if name not in usual_rules else []
     rules += [f"rules.dp.accumulate={n_rounds}"] if n_rounds > 1 else []
-    more = "diagnostics=20"
-    if found.placement == "one":
-        # On one device DP runs in as little memory, and CDP slot by slot
-        more = "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
-    words = [options, found.given, *rules, "seeds=5 ema=0.999", more]
-    return f"{started_by('compare')} {' '.join(words)}"
+    more_options = "diagnostics=20"
+    if pilot.placement == "one":
+        # On one device DP accumulates gradients, which takes as little memory, and CDP runs slot
+        # by slot.
+        more_options = "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
+    arguments = [options, pilot.given, *rules, "seeds=5 ema=0.999", more_options]
+    return f"{started_by('compare')} {' '.join(arguments)}"

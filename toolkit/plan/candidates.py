@@ -57,31 +57,34 @@ class Candidate:
     @property
     def label(self) -> str:
         """The schedule and what differs from plain stages, in words."""
-        schedule, named = self.schedule, METHODS.get(self.choice.schedule)
+        schedule, method = self.schedule, METHODS.get(self.choice.schedule)
         # A delay that was searched for has no short name.
-        name = schedule.name if named else "searched rank orders"
+        name = schedule.name if method else "searched rank orders"
         if self.within is not None:
             name = f"CDP affordable {schedule.chains}"
-        placed = f" {schedule.placement}" if named and named.kind != "pipeline" else ""
-        placed = placed.replace("_", " ").replace(" per microbatch", "")
-        words = [name + placed, f"{count(schedule.n_stages, 'stage')} by {self.partition}"]
+        placement = f" {schedule.placement}" if method and method.kind != "pipeline" else ""
+        placement = placement.replace("_", " ").replace(" per microbatch", "")
+        words = [name + placement, f"{count(schedule.n_stages, 'stage')} by {self.partition}"]
         words += [f"micro-batches of {self.batch}"]
         words += ["recomputed"] * (self.checkpoint != "none")
         return ", ".join(words)
 
     def options(self) -> str:
         """Options of ``experiments/simulate.py`` and ``train.py`` that make it."""
-        found = self.choice.overrides()
+        overrides = self.choice.overrides()
         if self.within is not None:
-            found = replace(self.choice, delay=None).overrides()
-            found += f" 'schedule.delay={{within: {self.within:g}}}'"
-        return f"{found} batch={self.batch} partition={self.partition} checkpoint={self.checkpoint}"
+            overrides = replace(self.choice, delay=None).overrides()
+            overrides += f" 'schedule.delay={{within: {self.within:g}}}'"
+        return (
+            f"{overrides} batch={self.batch} partition={self.partition}"
+            f" checkpoint={self.checkpoint}"
+        )
 
     def command(self, given: str) -> str:
         """Return a command line that trains so; ``given`` has its other options."""
         n_ranks = self.schedule.n_ranks
-        how = "runtime=distributed" if n_ranks > 1 else "runtime.order=scheduled"
-        return f"{started_by('train', n_ranks)} {how} {self.options()} {given}"
+        runtime_option = "runtime=distributed" if n_ranks > 1 else "runtime.order=scheduled"
+        return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {given}"
 
 
 def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidate]:
@@ -92,58 +95,88 @@ def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidat
         batch: samples of a training step; candidates have micro-batches of equal size.
         stages: of workers that have the whole model, at most, or twice as many.
     """
-    found: list[Candidate] = []
+    all_candidates: list[Candidate] = []
     for choice in _choices(n_ranks, stages):
-        in_step = choice.microbatches * (choice.accumulate or 1)
-        small = choice.stages * in_step <= max(LARGEST, n_ranks**2)
-        if small and batch % in_step == 0 and _exists(choice):
-            ways = product(MEASURES, _CHECKPOINTS)
-            found += [Candidate(choice, batch // in_step, *way) for way in ways]
-    return found
+        microbatches_per_step = choice.microbatches * (choice.accumulate or 1)
+        is_small = choice.stages * microbatches_per_step <= max(LARGEST, n_ranks**2)
+        if is_small and batch % microbatches_per_step == 0 and _exists(choice):
+            stage_options = product(MEASURES, _CHECKPOINTS)
+            all_candidates += [
+                Candidate(choice, batch // microbatches_per_step, *stage_option)
+                for stage_option in stage_options
+            ]
+    return all_candidates
 
 
 def _exists(choice: Choice) -> bool:
-    """Whether a choice is possible, and late weights serve it: only staggered ops run earlier."""
+    """Whether a choice is possible, and gains from its late weights if it has any.
+
+    Late weights let staggered ops run earlier. Plain data parallelism has no such ops.
+    """
     with suppress(UserError):
-        late = choice.build().max_staleness
-        return not late or METHODS[choice.schedule].kind != "data_parallel"
+        max_staleness = choice.build().max_staleness
+        return not max_staleness or METHODS[choice.schedule].kind != "data_parallel"
     return False
 
 
-def _choices(n_ranks: int, most: int) -> Iterator[Choice]:
-    usual = min(n_ranks * -(-_STAGES // n_ranks), most)
+def _choices(n_ranks: int, max_stages: int) -> Iterator[Choice]:
+    """Yield the methods of the catalogue in all sizes that ``n_ranks`` allow."""
+    usual_stages = min(n_ranks * -(-_STAGES // n_ranks), max_stages)
     for name, method in METHODS.items():
-        takes = options_of(name)
+        method_options = options_of(name)
         if method.kind == "pipeline":
-            own = n_ranks if "n_ranks" in takes else None
+            rank_option = n_ranks if "n_ranks" in method_options else None
             stages = n_ranks * method.stages_per_rank
             yield from (
-                Choice(name, stages, n_ranks * k, n_ranks=own) for k in _ROUNDS if n_ranks > 1
+                Choice(name, stages, n_ranks * n_microbatches, n_ranks=rank_option)
+                for n_microbatches in _ROUNDS
+                if n_ranks > 1
             )
-        elif "placement" not in takes:  # one device by nature
-            yield from (Choice(name, usual, k) for k in (1, *_IN_FLIGHT) if n_ranks == 1)
+        elif "placement" not in method_options:  # one device by nature
+            yield from (
+                Choice(name, usual_stages, n_microbatches)
+                for n_microbatches in (1, *_IN_FLIGHT)
+                if n_ranks == 1
+            )
         elif n_ranks == 1:
-            yield from (Choice(name, usual, n, placement="one") for n in _IN_FLIGHT)
+            yield from (
+                Choice(name, usual_stages, n_microbatches, placement="one")
+                for n_microbatches in _IN_FLIGHT
+            )
         else:
-            yield from _workers(name, method, n_ranks, usual, takes)
+            yield from _workers(name, method, n_ranks, usual_stages, method_options)
 
 
 def _workers(
-    name: str, method: Method, n: int, usual: int, takes: dict[str, Any]
+    name: str, method: Method, n_ranks: int, usual_stages: int, method_options: dict[str, Any]
 ) -> Iterator[Choice]:
-    """Choices with a worker a rank, with a stage a rank, and with both."""
-    groups = [None, *(g for g in range(2, n) if n % g == 0)] if "groups" in takes else [None]
-    chains = CHAINS if "chains" in takes else [None]
-    rounds = _ROUNDS if "accumulate" in takes else [None]
-    for stages, k, order, g in product((usual, 2 * usual), rounds, chains, groups):
-        yield Choice(name, stages, n, accumulate=k, chains=order, groups=g)
-    if method.kind == "cyclic":
-        yield from (Choice(name, n, n, placement="per_stage", accumulate=k) for k in rounds)
-    square = (
-        Choice(name, s, s, placement="per_stage_and_microbatch") for s in range(2, isqrt(2 * n) + 1)
+    """Yield choices with a worker a rank, with a stage a rank, and with both."""
+    groups = (
+        [None, *(group_size for group_size in range(2, n_ranks) if n_ranks % group_size == 0)]
+        if "groups" in method_options
+        else [None]
     )
-    fitting = [choice for choice in square if _exists(choice) and choice.build().n_ranks <= n]
-    yield from fitting[-1:]
+    chains = CHAINS if "chains" in method_options else [None]
+    rounds = _ROUNDS if "accumulate" in method_options else [None]
+    for stages, accumulate, chain_order, group_size in product(
+        (usual_stages, 2 * usual_stages), rounds, chains, groups
+    ):
+        yield Choice(
+            name, stages, n_ranks, accumulate=accumulate, chains=chain_order, groups=group_size
+        )
+    if method.kind == "cyclic":
+        yield from (
+            Choice(name, n_ranks, n_ranks, placement="per_stage", accumulate=accumulate)
+            for accumulate in rounds
+        )
+    square_choices = (
+        Choice(name, n_stages, n_stages, placement="per_stage_and_microbatch")
+        for n_stages in range(2, isqrt(2 * n_ranks) + 1)
+    )
+    fitting_choices = [
+        choice for choice in square_choices if _exists(choice) and choice.build().n_ranks <= n_ranks
+    ]
+    yield from fitting_choices[-1:]
 
 
 def data_options(form: InputSpec, *, own: bool = False) -> str:
@@ -156,10 +189,10 @@ def data_options(form: InputSpec, *, own: bool = False) -> str:
     if isinstance(form, Sequences):
         if form.vocabulary == BYTES:
             return f"data=text data.root=MY_TEXT data.length={form.length}"
-        sizes = f"data.length={form.length} data.vocabulary={form.vocabulary}"
-        return f"data=tokens data.root=MY_TOKENS {sizes}"
+        size_options = f"data.length={form.length} data.vocabulary={form.vocabulary}"
+        return f"data=tokens data.root=MY_TOKENS {size_options}"
     if own:
-        folder = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
-        return folder if form.channels == 3 else "data=MY_DATA"
-    sizes = f"data.image_size={form.width} data.in_channels={form.channels}"
-    return f"data=synthetic {sizes} data.n_classes={form.n_classes}"
+        folder_options = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
+        return folder_options if form.channels == 3 else "data=MY_DATA"
+    size_options = f"data.image_size={form.width} data.in_channels={form.channels}"
+    return f"data=synthetic {size_options} data.n_classes={form.n_classes}"

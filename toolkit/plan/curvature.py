@@ -74,39 +74,51 @@ def largest_curvature(
         UserError: no parameter trains, an operation of the model has no second derivative, or the
             Hessian is not finite.
     """
-    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
+    parameters = {
+        name: weights.detach()
+        for name, weights in model.named_parameters()
+        if weights.requires_grad
+    }
+    if not parameters:
         raise UserError(f"{type(model).__name__} has no parameter to train: set requires_grad")
     if not batches:
         raise UserError("batches are empty: give at least one (inputs, targets)")
 
     def products() -> Iterator[tuple[Vector, float, float]]:
-        return _lanczos(lambda v: _product(model, loss, batches, named, v, seed), start)
+        return _lanczos(
+            lambda vector: _product(model, loss, batches, parameters, vector, seed), start
+        )
 
     generator = torch.Generator().manual_seed(seed)
-    start = tuple(torch.randn(p.shape, generator=generator).to(p) for p in named.values())
-    end, diagonal, off = time.monotonic() + seconds, list[float](), list[float]()
-    shown = tqdm(products(), "curvature", unit=" products", leave=False, delay=3)
-    for _, alpha, beta in shown:
+    start = tuple(
+        torch.randn(weights.shape, generator=generator).to(weights)
+        for weights in parameters.values()
+    )
+    end, diagonal, off_diagonal = time.monotonic() + seconds, list[float](), list[float]()
+    progress_bar = tqdm(products(), "curvature", unit=" products", leave=False, delay=3)
+    for _, alpha, beta in progress_bar:
         diagonal.append(alpha)
-        off.append(beta)
-        values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off))
+        off_diagonal.append(beta)
+        values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         value, error = float(values[-1]), abs(beta * float(vectors[-1, -1]))
-        n = len(diagonal)
+        n_products = len(diagonal)
         # A first estimate can be that of a vector without a part in the top eigenvector.
-        converged = n > 2 and error <= tolerance * abs(value)
-        if converged or beta == 0 or n >= most or time.monotonic() >= end:
+        converged = n_products > 2 and error <= tolerance * abs(value)
+        if converged or beta == 0 or n_products >= most or time.monotonic() >= end:
             break
-    shown.close()
-    found: dict[str, float] = {}
+    progress_bar.close()
+    parameter_shares: dict[str, float] = {}
     if shares:
-        top = [torch.zeros_like(p) for p in named.values()]
-        for weight, (v, _, _) in zip(vectors[:, -1].tolist(), products(), strict=False):
-            for total, x in zip(top, v, strict=True):
-                total.add_(x, alpha=weight)
-        norms = {name: float(x.square().sum()) for name, x in zip(named, top, strict=True)}
-        found = {name: norm / sum(norms.values()) for name, norm in norms.items()}
-    return Curvature(value, error, n * (2 if shares else 1), found)
+        eigenvector = [torch.zeros_like(weights) for weights in parameters.values()]
+        for coefficient, (vector, _, _) in zip(vectors[:, -1].tolist(), products(), strict=False):
+            for accumulated, component in zip(eigenvector, vector, strict=True):
+                accumulated.add_(component, alpha=coefficient)
+        norms = {
+            name: float(component.square().sum())
+            for name, component in zip(parameters, eigenvector, strict=True)
+        }
+        parameter_shares = {name: norm / sum(norms.values()) for name, norm in norms.items()}
+    return Curvature(value, error, n_products * (2 if shares else 1), parameter_shares)
 
 
 def _lanczos(
@@ -114,67 +126,91 @@ def _lanczos(
 ) -> Iterator[tuple[Vector, float, float]]:
     """Yield each vector of Lanczos' basis, its diagonal entry, and the next off-diagonal one."""
     scale, beta = _dot(start, start) ** 0.5, 0.0
-    v, before = tuple(x / scale for x in start), tuple(map(torch.zeros_like, start))
+    basis_vector, previous_vector = (
+        tuple(new / scale for new in start),
+        tuple(map(torch.zeros_like, start)),
+    )
     while True:
-        w = product(v)
-        alpha = _dot(v, w)
-        w = tuple(x - alpha * y - beta * z for x, y, z in zip(w, v, before, strict=True))
-        beta = _dot(w, w) ** 0.5
-        yield v, alpha, beta
-        v, before = tuple(x / beta for x in w), v
+        new_vector = product(basis_vector)
+        alpha = _dot(basis_vector, new_vector)
+        new_vector = tuple(
+            new - alpha * current - beta * previous
+            for new, current, previous in zip(
+                new_vector, basis_vector, previous_vector, strict=True
+            )
+        )
+        beta = _dot(new_vector, new_vector) ** 0.5
+        yield basis_vector, alpha, beta
+        basis_vector, previous_vector = tuple(new / beta for new in new_vector), basis_vector
 
 
 def _product(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Batch],
-    named: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
     vector: Vector,
     seed: int,
 ) -> Vector:
-    """The Hessian of the mean loss over ``batches``, times ``vector``."""
-    total = [torch.zeros_like(x) for x in vector]
-    devices = sorted({x.device.index or 0 for x in vector if x.device.type == "cuda"})
-    n = 0
+    """Return the Hessian of the mean loss over ``batches``, times ``vector``.
+
+    It is the gradient of the product of gradient and vector: the loss is differentiated twice.
+    """
+    total = [torch.zeros_like(tensor) for tensor in vector]
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in vector if tensor.device.type == "cuda"}
+    )
+    n_batches = 0
     with torch.random.fork_rng(devices), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        # Every product draws the same dropout, or the Hessian would differ between products.
         torch.manual_seed(seed)
         for inputs, targets in batches:
-            weights = {name: p.requires_grad_() for name, p in _copies(named)}
-            buffers = {name: b.clone() for name, b in model.named_buffers()}
-            n += 1
+            weights = {name: weight.requires_grad_() for name, weight in _copies(parameters)}
+            # Training mode updates batch norm's buffers: copies keep the model's own unchanged.
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            n_batches += 1
             try:
-                out = torch.func.functional_call(model, weights | buffers, (inputs,))
-                value = loss(out, targets)
-                wanted = tuple(weights.values())
-                grads = grad(value, wanted, create_graph=True, materialize_grads=True)
-                slope = sum((g * x).sum() for g, x in zip(grads, vector, strict=True))
-                if not (isinstance(slope, Tensor) and slope.requires_grad):
+                outputs = torch.func.functional_call(model, weights | buffers, (inputs,))
+                loss_value = loss(outputs, targets)
+                weight_tensors = tuple(weights.values())
+                gradients = grad(
+                    loss_value, weight_tensors, create_graph=True, materialize_grads=True
+                )
+                directional_slope = sum(
+                    (gradient * tensor).sum()
+                    for gradient, tensor in zip(gradients, vector, strict=True)
+                )
+                if not (isinstance(directional_slope, Tensor) and directional_slope.requires_grad):
                     continue  # the loss is linear
-                more = grad(slope, wanted, materialize_grads=True)
+                products = grad(directional_slope, weight_tensors, materialize_grads=True)
             except RuntimeError as error:
                 raise UserError(
                     f"the curvature of {type(model).__name__} cannot be measured:"
                     f" {first_line(error)}"
                 ) from error
-            for x, y in zip(total, more, strict=True):
-                x.add_(y)
-    found = tuple(x / n for x in total)
-    if not all(bool(x.isfinite().all()) for x in found):
+            for tensor, product in zip(total, products, strict=True):
+                tensor.add_(product)
+    mean_product = tuple(tensor / n_batches for tensor in total)
+    if not all(bool(tensor.isfinite().all()) for tensor in mean_product):
         raise UserError(
             f"the Hessian of {type(model).__name__} is not finite: check its weights and inputs"
         )
-    return found
+    return mean_product
 
 
-def _copies(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Views of the tensors that can require gradients without changing the model's."""
-    return ((name, p.detach()) for name, p in named.items())
+def _copies(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield views of the tensors; these can require gradients without changing the model's."""
+    return ((name, weights.detach()) for name, weights in parameters.items())
 
 
 def _dot(a: Vector, b: Vector) -> float:
-    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+    return sum(
+        float((first.double() * second.double()).sum()) for first, second in zip(a, b, strict=True)
+    )
 
 
-def _tridiagonal(diagonal: Sequence[float], off: Sequence[float]) -> Tensor:
-    entries, beside = (torch.tensor(x, dtype=torch.float64) for x in (diagonal, off[:-1]))
-    return entries.diag() + beside.diag(1) + beside.diag(-1)
+def _tridiagonal(diagonal: Sequence[float], off_diagonal_values: Sequence[float]) -> Tensor:
+    diagonal_entries, off_diagonal = (
+        torch.tensor(values, dtype=torch.float64) for values in (diagonal, off_diagonal_values[:-1])
+    )
+    return diagonal_entries.diag() + off_diagonal.diag(1) + off_diagonal.diag(-1)

@@ -21,22 +21,30 @@ def deal(n_stages: int, n_microbatches: int, speeds: Sequence[float]) -> Schedul
     Raises:
         UserError: a speed is not above 0, or a rank would get no micro-batch.
     """
-    n_stages, m = whole(n_stages, "n_stages", 1), whole(n_microbatches, "n_microbatches", 1)
+    n_stages, microbatches_per_step = (
+        whole(n_stages, "n_stages", 1),
+        whole(n_microbatches, "n_microbatches", 1),
+    )
     if not speeds or not min(speeds) > 0:
         raise UserError(f"speeds: got {[*speeds]}; expected numbers above 0, one a rank")
     shares: list[list[int]] = [[] for _ in speeds]
-    for k in range(m):
-        ends = [(len(share) + 1) / v for share, v in zip(shares, speeds, strict=True)]
-        shares[ends.index(min(ends))].append(k)
+    for microbatch in range(microbatches_per_step):
+        ends = [(len(share) + 1) / speed for share, speed in zip(shares, speeds, strict=True)]
+        shares[ends.index(min(ends))].append(microbatch)
     if [] in shares:
         raise UserError(
-            f"rank {shares.index([])} would get none of {m} micro-batches at speeds {[*speeds]}:"
-            " use more micro-batches, or leave that rank out"
+            f"rank {shares.index([])} would get none of {microbatches_per_step} micro-batches at"
+            f" speeds {[*speeds]}: use more micro-batches, or leave that rank out"
         )
     stages = range(n_stages)
     passes = (("F", stages), ("B", stages[::-1]))
     orders = [
-        [f"{j}{letter}{k}" for k in share for letter, order in passes for j in order]
+        [
+            f"{stage}{letter}{microbatch}"
+            for microbatch in share
+            for letter, stage_order in passes
+            for stage in stage_order
+        ]
         for share in shares
     ]
     return Schedule.from_rank_orders(orders, name="dealt")

@@ -32,6 +32,13 @@ def solve(
 ) -> tuple[list[Word], float]:
     """Improve orders until they are proven to be the fastest, or ``seconds`` have passed.
 
+    Args:
+        problem: the problem.
+        words: ``[rank]``, orders to begin with.
+        seconds: limit of the solver.
+        report: called with the activity, the seconds of a step with ``words``, and the bound.
+        workers: threads of the solver.
+
     Returns:
         The best orders, ``words`` or better, and seconds that none falls below.
 
@@ -42,15 +49,15 @@ def solve(
     tick = problem.tick()
     model, starts, period = _model(cp, problem, tick)
     model.minimize(period)
-    least = problem.period(words)
-    for times, variables in zip(problem.starts(words), starts, strict=True):
-        for at, variable in zip(times, variables, strict=True):
-            model.add_hint(variable, floor(at / tick))
+    known_seconds = problem.period(words)
+    for chain_starts, variables in zip(problem.starts(words), starts, strict=True):
+        for start, variable in zip(chain_starts, variables, strict=True):
+            model.add_hint(variable, floor(start / tick))
     solver = cp.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     if report:
-        solver.best_bound_callback = lambda bound: report("proving", least, bound * tick)
+        solver.best_bound_callback = lambda bound: report("proving", known_seconds, bound * tick)
     status = solver.solve(model)
     if status in (cp.OPTIMAL, cp.FEASIBLE):
         words = min(words, _words(problem, starts, solver.value), key=problem.period)
@@ -58,7 +65,12 @@ def solve(
 
 
 def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tuple[int, ...] | None:
-    """Ranks whose rooms no orders keep to in steps of ``step_seconds``: as few as possible.
+    """Find the fewest ranks whose rooms no orders keep to in steps of ``step_seconds``.
+
+    Args:
+        problem: the problem.
+        step_seconds: longest training step that is allowed.
+        seconds: limit of the search.
 
     Returns:
         The ranks; empty if no orders are so fast in any room; None if that is not proven within
@@ -71,12 +83,14 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
     limited = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
 
     def impossible(ranks: Sequence[int], seconds: float) -> bool:
-        room = [x if rank in ranks else inf for rank, x in enumerate(problem.room)]
-        relaxed = replace(problem, room=tuple(room))
-        if relaxed.bound() > step_seconds * (1 + 1e-9):
+        room = [
+            room_bytes if rank in ranks else inf for rank, room_bytes in enumerate(problem.room)
+        ]
+        relaxed_problem = replace(problem, room=tuple(room))
+        if relaxed_problem.bound() > step_seconds * (1 + 1e-9):
             return True
-        tick = relaxed.tick()
-        model, _, period = _model(cp, relaxed, tick)
+        tick = relaxed_problem.tick()
+        model, _, period = _model(cp, relaxed_problem, tick)
         model.add(period <= floor(step_seconds / tick + 1e-6))
         solver = cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.1, seconds)
@@ -87,13 +101,13 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
         return None
     for size in range(len(limited)):
         for ranks in combinations(limited, size):
-            if (left := end - time.monotonic()) > 0 and impossible(ranks, left / 2):
+            if (seconds_left := end - time.monotonic()) > 0 and impossible(ranks, seconds_left / 2):
                 return ranks
     return tuple(limited)
 
 
 def cp_model() -> Any:
-    """OR-tools' module of models; raises UserError if it is not installed."""
+    """Import OR-tools' module of models; raises UserError if it is not installed."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -106,47 +120,60 @@ def cp_model() -> Any:
 def _words(
     problem: OrderProblem, starts: list[list[Any]], value: Callable[[Any], int]
 ) -> list[Word]:
-    n = len(problem.kinds)
+    n_kinds = len(problem.kinds)
     return [
-        [c for *_, c in sorted((value(v), c % n, c) for c in chains for v in starts[c])]
+        [
+            chain
+            for *_, chain in sorted(
+                (value(start), chain % n_kinds, chain)
+                for chain in chains
+                for start in starts[chain]
+            )
+        ]
         for chains in problem.of_rank
     ]
 
 
 def _model(cp: Any, problem: OrderProblem, tick: float) -> tuple[Any, list[list[Any]], Any]:
-    """The model, its starts ``[chain][microbatch]`` and its period."""
+    """Build the model; return it, its starts ``[chain][microbatch]`` and its period."""
     model = cp.CpModel()
-    n, m = len(problem.kinds), problem.n_microbatches
+    n_kinds, n_microbatches = len(problem.kinds), problem.n_microbatches
 
-    def ticks(x: float) -> int:
-        return floor(x / tick + 1e-6)
+    def ticks(amount: float) -> int:
+        return floor(amount / tick + 1e-6)
 
-    took = [ticks(x) for x in problem.seconds]
-    lags = [ticks(lag) for needed in problem.needs for _, lag in needed]
-    updates = [ticks(x) for x in problem.updates]
-    horizon = m * (sum(took) + sum(lags)) + sum(updates)  # of the longest row of ops
-    starts = [[model.new_int_var(0, horizon, "") for _ in range(m)] for _ in took]
+    op_ticks = [ticks(amount) for amount in problem.seconds]
+    lags = [ticks(lag) for chain_needs in problem.needs for _, lag in chain_needs]
+    update_ticks = [ticks(amount) for amount in problem.updates]
+    # The longest row of ops: all of them in turn.
+    horizon = n_microbatches * (sum(op_ticks) + sum(lags)) + sum(update_ticks)
+    starts = [[model.new_int_var(0, horizon, "") for _ in range(n_microbatches)] for _ in op_ticks]
     period = model.new_int_var(ticks(problem.bound()), horizon, "period")
     model.add(starts[0][0] == 0)
-    for c, needed in enumerate(problem.needs):
-        for before, after in pairwise(starts[c]):
-            model.add(after >= before + took[c])
-        for d, lag in needed:
-            for before, after in zip(starts[d], starts[c], strict=True):
-                model.add(after >= before + took[d] + ticks(lag))
+    for chain, chain_needs in enumerate(problem.needs):
+        for before, after in pairwise(starts[chain]):
+            model.add(after >= before + op_ticks[chain])
+        for needed_chain, lag in chain_needs:
+            for before, after in zip(starts[needed_chain], starts[chain], strict=True):
+                model.add(after >= before + op_ticks[needed_chain] + ticks(lag))
     for rank, chains in enumerate(problem.of_rank):
         spans = {
-            c: [model.new_fixed_size_interval_var(v, took[c], "") for v in starts[c]]
-            for c in chains
+            chain: [
+                model.new_fixed_size_interval_var(start, op_ticks[chain], "")
+                for start in starts[chain]
+            ]
+            for chain in chains
         }
-        model.add_no_overlap([span for of_chain in spans.values() for span in of_chain])
-        for c in chains:
-            end = starts[c][-1] + took[c]
+        model.add_no_overlap([span for chain_spans in spans.values() for span in chain_spans])
+        for chain in chains:
+            end = starts[chain][-1] + op_ticks[chain]
             model.add(end <= starts[chains[0]][0] + period)
-            if c % n == n - 1:
-                model.add(end + updates[c // n] <= starts[c - n + 1][0] + period)
+            if chain % n_kinds == n_kinds - 1:
+                model.add(
+                    end + update_ticks[chain // n_kinds] <= starts[chain - n_kinds + 1][0] + period
+                )
         if isfinite(problem.room[rank]):
-            _limit(model, problem, rank, starts, spans, took, horizon, tick)
+            _limit(model, problem, rank, starts, spans, op_ticks, horizon, tick)
     return model, starts, period
 
 
@@ -156,33 +183,42 @@ def _limit(
     rank: int,
     starts: list[list[Any]],
     spans: dict[int, list[Any]],
-    took: list[int],
+    op_ticks: list[int],
     horizon: int,
     tick: float,
 ) -> None:
-    """Keep to the rank's room."""
-    n, room = len(problem.kinds), problem.room[rank]
-    sizes = [*problem.held, *problem.work, *problem.waiting, room]
-    exact = all(x == floor(x) <= _LEVELS for x in sizes)
-    level = 1.0 if exact else room / _LEVELS
-    intervals, bytes_of = [], []
-    for c, of_chain in spans.items():
-        if work := floor(problem.work[c] / level):
-            intervals += of_chain
-            bytes_of += [work] * len(of_chain)
-        if waiting := floor(problem.waiting[c] / level):
-            d, lag = problem.needs[c][-1]
-            for made, begin in zip(starts[d], starts[c], strict=True):
-                arrived, length = (
-                    made + took[d] + floor(lag / tick + 1e-6),
+    """Add the constraint that the rank keeps to its room.
+
+    Workspace, messages that wait and activations each take an interval of bytes.
+    """
+    n_kinds, room = len(problem.kinds), problem.room[rank]
+    byte_counts = [*problem.held, *problem.work, *problem.waiting, room]
+    exact = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
+    bytes_per_level = 1.0 if exact else room / _LEVELS
+    intervals, interval_levels = [], []
+    for chain, chain_spans in spans.items():
+        if work_levels := floor(problem.work[chain] / bytes_per_level):
+            intervals += chain_spans
+            interval_levels += [work_levels] * len(chain_spans)
+        if waiting_levels := floor(problem.waiting[chain] / bytes_per_level):
+            needed_chain, lag = problem.needs[chain][-1]
+            for sent, op_start in zip(starts[needed_chain], starts[chain], strict=True):
+                arrival, length = (
+                    sent + op_ticks[needed_chain] + floor(lag / tick + 1e-6),
                     model.new_int_var(0, horizon, ""),
                 )
-                intervals.append(model.new_interval_var(arrived, length, begin, ""))
-                bytes_of.append(waiting)
-        if c % n == 0 and (held := floor(problem.held[c // n] / level)):
-            last = c + n - 1
-            for begin, end in zip(starts[c], starts[last], strict=True):
+                intervals.append(model.new_interval_var(arrival, length, op_start, ""))
+                interval_levels.append(waiting_levels)
+        if chain % n_kinds == 0 and (
+            held_levels := floor(problem.held[chain // n_kinds] / bytes_per_level)
+        ):
+            last_chain = chain + n_kinds - 1
+            for op_start, backward_start in zip(starts[chain], starts[last_chain], strict=True):
                 length = model.new_int_var(0, horizon, "")
-                intervals.append(model.new_interval_var(begin, length, end + took[last], ""))
-                bytes_of.append(held)
-    model.add_cumulative(intervals, bytes_of, floor(room / level))
+                intervals.append(
+                    model.new_interval_var(
+                        op_start, length, backward_start + op_ticks[last_chain], ""
+                    )
+                )
+                interval_levels.append(held_levels)
+    model.add_cumulative(intervals, interval_levels, floor(room / bytes_per_level))

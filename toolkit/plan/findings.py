@@ -72,11 +72,14 @@ class TrainingFindings:
     @property
     def blind(self) -> str:
         """Why these accuracies could not show a difference; empty if they could."""
-        base, late = self.accuracy.values()
-        if {*late, *base} == {1.0}:
+        base_accuracies, late_accuracies = self.accuracy.values()
+        if {*late_accuracies, *base_accuracies} == {1.0}:
             return f"both rules have all {self.n_tested} test {self.tested} right: too easy a test"
-        differences = {round(x - y, 9) for x, y in zip(late, base, strict=True)}
-        if len(base) > 1 and len(differences) == 1:
+        differences = {
+            round(late_accuracy - base_accuracy, 9)
+            for late_accuracy, base_accuracy in zip(late_accuracies, base_accuracies, strict=True)
+        }
+        if len(base_accuracies) > 1 and len(differences) == 1:
             return (
                 f"the difference is the same with every seed: {self.n_tested} test {self.tested}"
                 " are too few, or too much alike"
@@ -106,13 +109,13 @@ class Pilot:
 
     def of(self, rule: str) -> RuleFindings:
         """Return the findings of ``rule``, such as DP or CDP-v2."""
-        return next(found for found in self.rules if found.rule == rule)
+        return next(findings for findings in self.rules if findings.rule == rule)
 
     @cached_property
     def late(self) -> RuleFindings:
         """The rule compared with DP: the freshest that gains; if none does, the freshest."""
-        late = sorted(self.rules[1:], key=lambda found: found.predicted.staleness)
-        return next((found for found in late if gains(self, found)), late[0])
+        late_rules = sorted(self.rules[1:], key=lambda findings: findings.predicted.staleness)
+        return next((findings for findings in late_rules if gains(self, findings)), late_rules[0])
 
     @property
     def limited(self) -> bool:
@@ -122,12 +125,14 @@ class Pilot:
     @property
     def room(self) -> str:
         """The least and the most memory of a device, in words."""
-        ends = sorted({min(self._bounds), max(self._bounds)})
-        return " to ".join(size(x) if isfinite(x) else "not limited" for x in ends)
+        memory_range = sorted({min(self._bounds), max(self._bounds)})
+        return " to ".join(
+            size(n_bytes) if isfinite(n_bytes) else "not limited" for n_bytes in memory_range
+        )
 
     @property
     def _bounds(self) -> list[float]:
-        return [self.hardware.memory_of(k) for k in range(self.rules[0].predicted.ranks)]
+        return [self.hardware.memory_of(rank) for rank in range(self.rules[0].predicted.ranks)]
 
     @cached_property
     def advice(self) -> Advice:
@@ -145,21 +150,21 @@ class Pilot:
 
         accuracy = self.training.accuracy if self.training else {}
         columns = {
-            found.rule: {
-                "activations of all workers (measured)": size(found.activations),
-                "CUDA peak (measured)": size(found.cuda_peak) if found.cuda_peak else None,
-                "step in one process (measured)": " ".join(duration(found.seconds)),
-                "by that of DP": _range(found.ratio),
-                "step on your machines (predicted)": " ".join(duration(found.predicted.seconds)),
-                "by that of DP, predicted": _range(found.speed),
-                "share of messages, predicted": f"{found.waiting:.0%}",
-                "fullest device (predicted)": size(found.predicted.memory),
-                "fits": ("yes" if found.predicted.fits else "no") if self.limited else None,
+            findings.rule: {
+                "activations of all workers (measured)": size(findings.activations),
+                "CUDA peak (measured)": size(findings.cuda_peak) if findings.cuda_peak else None,
+                "step in one process (measured)": " ".join(duration(findings.seconds)),
+                "by that of DP": _range(findings.ratio),
+                "step on your machines (predicted)": " ".join(duration(findings.predicted.seconds)),
+                "by that of DP, predicted": _range(findings.speed),
+                "share of messages, predicted": f"{findings.waiting:.0%}",
+                "fullest device (predicted)": size(findings.predicted.memory),
+                "fits": ("yes" if findings.predicted.fits else "no") if self.limited else None,
                 "accuracy (measured)": (
-                    f"{mean(accuracy[found.rule]):.1%}" if found.rule in accuracy else None
+                    f"{mean(accuracy[findings.rule]):.1%}" if findings.rule in accuracy else None
                 ),
             }
-            for found in self.rules
+            for findings in self.rules
         }
         return pd.DataFrame(columns).dropna(how="all").fillna("-")
 
@@ -191,7 +196,7 @@ class Pilot:
         ]
         if self.training is None:
             return [*lines, f"Accuracy was not measured: {self.untrained}."]
-        trained = self.training
+        training = self.training
         if self.certified:
             correction = self.late.predicted.schedule.corrected.kind
             lines.append(
@@ -201,9 +206,9 @@ class Pilot:
             )
         return [
             *lines,
-            f"Accuracy: of {trained.n_tested} {trained.tested} after {trained.n_steps} training"
-            f" steps, {len(trained.seeds)} seeds; the interval is that of the seeds, and at least"
-            f" that of so few {trained.tested}. So short a training shows large losses, no small"
+            f"Accuracy: of {training.n_tested} {training.tested} after {training.n_steps} training"
+            f" steps, {len(training.seeds)} seeds; the interval is that of the seeds, and at least"
+            f" that of so few {training.tested}. So short a training shows large losses, no small"
             " ones, and nothing about the end of a long one.",
         ]
 
@@ -225,5 +230,5 @@ class Pilot:
 
 
 def _range(ratio: tuple[float, float, float]) -> str:
-    least, middle, most = ratio
-    return f"{middle:.2f} ({least:.2f} to {most:.2f})"
+    lowest, middle, highest = ratio
+    return f"{middle:.2f} ({lowest:.2f} to {highest:.2f})"

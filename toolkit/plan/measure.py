@@ -78,7 +78,8 @@ def read(
     Raises:
         UserError: another kind of data, or fewer images than a training step takes.
     """
-    labelled, samples = True, images
+    labelled = True
+    samples = images
     if not (hasattr(images, "train") and hasattr(images, "test")):
         inputs, classes = _tensors(images)
         labelled = classes is not None
@@ -108,34 +109,37 @@ _TEXT = "text is given as a set of toolkit.training.data: text(), token_files() 
 
 def _divided(inputs: Tensor, classes: Tensor | None, batch_size: int) -> SampleSet:
     """Keep some of the images for the test, at random."""
-    n = len(inputs)
-    labels = torch.zeros(n, dtype=torch.long) if classes is None else classes
+    n_images = len(inputs)
+    labels = torch.zeros(n_images, dtype=torch.long) if classes is None else classes
     if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.min() < 0:
         raise UserError(
             f"classes are whole numbers from 0, one an image: got {labels.dtype} of shape"
-            f" {list(labels.shape)}, least {labels.min():g}, for {n} images; {_TEXT}"
+            f" {list(labels.shape)}, least {labels.min():g}, for {n_images} images; {_TEXT}"
         )
-    n_tested = max(0, min(n // _TESTED, n - batch_size))
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).to(inputs.device)
+    n_tested = max(0, min(n_images // _TESTED, n_images - batch_size))
+    order = torch.randperm(n_images, generator=torch.Generator().manual_seed(0)).to(inputs.device)
     labels = labels.long().to(inputs.device)
-    test, train = (
+    test_set, training_set = (
         _Tensors(inputs[rows], labels[rows]) for rows in (order[:n_tested], order[n_tested:])
     )
     channels, height, width = (1, 1, *inputs.shape[1:])[-3:]
-    return SampleSet(train, test, Images(channels, height, width, int(labels.max()) + 1))
+    return SampleSet(training_set, test_set, Images(channels, height, width, int(labels.max()) + 1))
 
 
 def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
-    """Images as one tensor of floats, and their classes if there are any."""
-    pixels, labels = images, None
+    """Return the images as one tensor of floats, and their classes if there are any."""
+    pixels = images
+    labels = None
     if not isinstance(images, Tensor):
         try:
-            if len(images) == 2 and all(isinstance(x, Tensor) for x in images):
+            if len(images) == 2 and all(isinstance(tensor, Tensor) for tensor in images):
                 pixels, labels = images
             else:
                 # The first images of a folder may all be of one class.
-                chosen = random.Random(0).sample(range(len(images)), min(_MOST, len(images)))
-                pixels, labels = default_collate([images[k] for k in sorted(chosen)])
+                image_numbers = random.Random(0).sample(range(len(images)), min(_MOST, len(images)))
+                pixels, labels = default_collate(
+                    [images[number] for number in sorted(image_numbers)]
+                )
         except (TypeError, ValueError, RuntimeError, KeyError):
             pixels = None
     if isinstance(pixels, Tensor) and pixels.dim() > 1 and isinstance(labels, Tensor | None):
@@ -143,11 +147,11 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
             return pixels, labels
         if pixels.dtype == torch.uint8:
             return pixels / 255.0, labels
-    got = f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else ""
+    received = f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else ""
     raise UserError(
         "images are floats or bytes [n, channels, height, width], with their classes [n] or"
         " without, a data set of such (image, class), or a set of toolkit.training.data: got a"
-        f" {type(images).__name__}{got}; {_TEXT}"
+        f" {type(images).__name__}{received}; {_TEXT}"
     )
 
 
@@ -161,6 +165,14 @@ def held(
 ) -> tuple[int, int | None]:
     """Run a one-device program slot by slot and measure its memory.
 
+    Args:
+        stages: the model's stages, which are trained.
+        schedule: a schedule on one device.
+        batch: inputs and targets of a training step.
+        optimizer: makes an optimizer from a list of parameters.
+        loss: mean loss of a micro-batch.
+        checkpoint: stages that compute their forward again: ``none`` or ``all``.
+
     Returns:
         peak bytes that autograd keeps; and peak bytes that CUDA allocates above those held
         between training steps, None on the CPU.
@@ -168,15 +180,16 @@ def held(
     device = batch[0].device
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
-    how: dict[str, Any] = {"order": "scheduled", "options": StepOptions(checkpoint=checkpoint)}
-    runtime = SingleProcess(stages, schedule, optimizer, loss, watching=watching, **how)
+    options: dict[str, Any] = {"order": "scheduled", "options": StepOptions(checkpoint=checkpoint)}
+    runtime = SingleProcess(stages, schedule, optimizer, loss, watching=watching, **options)
     for result in runtime.run([batch] * _STEPS):
-        del result  # its memory is free before the next step
+        del result  # so that its memory is free before the next step
     if device.type != "cuda":
         return meter.activations.peak, None
-    # What stays allocated contains the optimizers' state, which the first update creates.
-    above = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    return meter.activations.peak, above
+    # The first update creates the optimizers' state. It stays allocated, so the peak above the
+    # present allocation does not count it.
+    extra_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return meter.activations.peak, extra_bytes
 
 
 def step_times(
@@ -188,25 +201,39 @@ def step_times(
 ) -> dict[str, list[float]]:
     """Measure seconds of training steps in turns, after two steps of warm-up.
 
-    After three rounds it stops once they have taken ``budget`` seconds.
+    After three rounds it stops once they have taken ``budget`` seconds. In a round each runtime
+    takes one step, so that slow changes of the machine's speed affect all of them.
+
+    Args:
+        runtimes: runtimes by name.
+        batch: inputs and targets of a training step.
+        rounds: largest number of timed steps of each runtime.
+        budget: seconds after which no further round begins.
+        on_progress: called after each round.
+
+    Returns:
+        Seconds of each timed step, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     start = time.perf_counter()
-    for k in range(-2, rounds):
-        if k >= 3 and time.perf_counter() - start > budget:
+    for round_number in range(-2, rounds):
+        if round_number >= 3 and time.perf_counter() - start > budget:
             break
         for name, runtime in runtimes.items():
             begin = synchronized_time(batch[0].device)
             runtime.step(*batch)
-            if k >= 0:
+            if round_number >= 0:
                 seconds[name].append(synchronized_time(batch[0].device) - begin)
-        on_progress("timing steps", (k + 3) / (rounds + 2))
+        on_progress("timing steps", (round_number + 3) / (rounds + 2))
     return seconds
 
 
 def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
-    """Quartiles of the ratio, round by round."""
-    by_round = [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)]
+    """Return the quartiles of the round-by-round ratio of step times."""
+    by_round = [
+        step_seconds / baseline_seconds
+        for step_seconds, baseline_seconds in zip(seconds, baseline, strict=True)
+    ]
     low, middle, high = quantiles(by_round, n=4)
     return low, middle, high
 
@@ -221,60 +248,79 @@ def train(
 ) -> TrainingFindings:
     """Train under two ``rules`` by name, DP first, from the same weights and on the same batches.
 
-    ``make`` makes a runtime from a seed, a schedule, and the steps between two diagnostics.
+    Args:
+        make: makes a runtime from a seed, a schedule, and the steps between two diagnostics.
+        rules: schedules by name: DP, and the rule to compare with it.
+        data: batches for training and the test.
+        n_steps: training steps of a run.
+        seeds: one for each run of a rule.
+        on_progress: called before each run.
     """
     runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
-    for k, seed in enumerate(seeds):
-        for j, (rule, schedule) in enumerate(rules.items()):
-            done = (k * len(rules) + j) / (len(rules) * len(seeds))
-            on_progress(f"training {rule}, seed {seed}", done)
-            every = max(1, n_steps // 4) if (k, j) == (0, 1) else 0  # one run shows the delay
-            runs[rule].append(_run(make(seed, schedule, every), data, n_steps, seed))
+    for seed_index, seed in enumerate(seeds):
+        for rule_index, (rule, schedule) in enumerate(rules.items()):
+            done_share = (seed_index * len(rules) + rule_index) / (len(rules) * len(seeds))
+            on_progress(f"training {rule}, seed {seed}", done_share)
+            # Diagnostics cost time, so only the first run of the second rule measures how far
+            # delayed gradients are from fresh ones.
+            diagnostics_interval = max(1, n_steps // 4) if (seed_index, rule_index) == (0, 1) else 0
+            runs[rule].append(_run(make(seed, schedule, diagnostics_interval), data, n_steps, seed))
     on_progress("training", 1.0)
-    base, late = runs.values()
+    base_runs, late_runs = runs.values()
     late_rule = [*rules][-1]
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
     chance, frequent = 1 / data.samples.form.n_classes, float(labels.bincount().max() / len(labels))
-    best = max(chance, frequent)  # that one reaches without looking
-    error = (best * (1 - best) / len(labels)) ** 0.5
-    right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
-    pairs = zip(late, base, strict=True)
+    # The accuracy that a guess reaches without looking at the sample.
+    guess_accuracy = max(chance, frequent)
+    standard_error = (guess_accuracy * (1 - guess_accuracy) / len(labels)) ** 0.5
+    accuracies = {
+        rule: tuple(run.accuracy for run in rule_runs) for rule, rule_runs in runs.items()
+    }
+    run_pairs = zip(late_runs, base_runs, strict=True)
     return TrainingFindings(
         n_steps=n_steps,
         seeds=tuple(seeds),
         n_tested=len(labels),
         tested="tokens" if data.samples.form.samples == "sequences" else "images",
-        accuracy=right,
-        difference=_difference(right[late_rule], right["DP"], len(labels)),
-        loss_ratio=mean(_ratio(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in pairs),
-        highest=max(_ratio(max(run.tenths), run.first) for run in [*base, *late]),
+        accuracy=accuracies,
+        difference=_difference(accuracies[late_rule], accuracies["DP"], len(labels)),
+        loss_ratio=mean(
+            _ratio(late_run.tenths[-1], base_run.tenths[-1]) for late_run, base_run in run_pairs
+        ),
+        highest=max(_ratio(max(run.tenths), run.first) for run in [*base_runs, *late_runs]),
         chance=chance,
         frequent=frequent,
-        learned=mean(right["DP"]) > best + _SURE * error,
-        diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
-        cosine=min((cosine for run in late for cosine in run.cosines), default=nan),
+        learned=mean(accuracies["DP"]) > guess_accuracy + _SURE * standard_error,
+        diverged=tuple(
+            rule for rule, rule_runs in runs.items() if any(run.diverged for run in rule_runs)
+        ),
+        cosine=min((cosine for run in late_runs for cosine in run.cosines), default=nan),
     )
 
 
-def _ratio(loss: float, other: float) -> float:
-    """Ratio of two losses; float32 may round a loss to 0."""
-    if other:
-        return loss / other
+def _ratio(loss: float, base_loss: float) -> float:
+    """Return the ratio of two losses; float32 may round a loss to 0."""
+    if base_loss:
+        return loss / base_loss
     return inf if loss else 1.0
 
 
-def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:
-    """Difference of accuracies in points, paired by seed.
+def _difference(
+    late_shares: Sequence[float], base_shares: Sequence[float], n_tested: int
+) -> Estimate:
+    """Return the difference of accuracies in points, paired by seed.
 
     All seeds share a test set, whose error their spread does not show. The interval is at least the
     binomial one of the mean accuracy, which is that of the difference if the rules' mistakes
     correlate by 1/2: its variance is 2 (1 - correlation) p (1 - p) / n_tested.
     """
-    found = paired_difference([100 * share for share in late], [100 * share for share in base])
-    least = 100 * binomial_half_width(mean([*late, *base]), n_tested)
-    if len(late) == 1 or found.half_width >= least:
-        return found
-    return replace(found, half_width=least)
+    difference = paired_difference(
+        [100 * share for share in late_shares], [100 * share for share in base_shares]
+    )
+    least_half_width = 100 * binomial_half_width(mean([*late_shares, *base_shares]), n_tested)
+    if len(late_shares) == 1 or difference.half_width >= least_half_width:
+        return difference
+    return replace(difference, half_width=least_half_width)
 
 
 class _Run(NamedTuple):
@@ -288,22 +334,25 @@ class _Run(NamedTuple):
 
 
 def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
-    found: list[Tensor] = []
-    looks: list[list[float]] = []
+    step_losses: list[Tensor] = []
+    stage_cosines: list[list[float]] = []
     for result in runtime.run(islice(data.train(seed), n_steps)):
-        found.append(result.loss)
+        step_losses.append(result.loss)
         if result.delays and result.step:  # at step 0 nothing is late
-            looks.append([delay.cosine for delay in result.delays])
-    losses = torch.stack(found).double().tolist()
-    size = max(1, len(losses) // 10)
-    tenths = [mean(losses[k : k + size]) for k in range(0, len(losses) - size + 1, size)]
+            stage_cosines.append([delay.cosine for delay in result.delays])
+    losses = torch.stack(step_losses).double().tolist()
+    tenth_size = max(1, len(losses) // 10)
+    tenths = [
+        mean(losses[start : start + tenth_size])
+        for start in range(0, len(losses) - tenth_size + 1, tenth_size)
+    ]
     diverged = not all(map(isfinite, losses)) or max(tenths) > _DIVERGED * losses[0]
     accuracy = 0.0
     if not diverged:
         model = runtime.module()
         settle_norms(model, islice(data.train(seed), NORM_BATCHES))
         accuracy = evaluate(model, data.test()).top1
-    cosines = [mean(of_stage) for of_stage in zip(*looks, strict=True)]
+    cosines = [mean(cosines_of_stage) for cosines_of_stage in zip(*stage_cosines, strict=True)]
     return _Run(losses[0], tenths, cosines, diverged, accuracy)
 
 

@@ -47,37 +47,45 @@ def best_offsets(
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    s, n = len(held), whole(n_workers, "the number of workers", 1)
-    if not s or not all(x >= 0 for x in held):
+    n_stages, workers_in_all = len(held), whole(n_workers, "the number of workers", 1)
+    if not n_stages or not all(activation >= 0 for activation in held):
         raise UserError(f"held is 0 or more, of each stage: got {[*held]}")
-    period = 2 * s
-    alive = np.zeros(period)  # of a worker that starts in slot 0
-    for j, size in enumerate(held):
-        alive[j : period - j] += size
+    period = 2 * n_stages
+    held_by_slot = np.zeros(period)  # of a worker that starts in slot 0
+    for stage, activation in enumerate(held):
+        held_by_slot[stage : period - stage] += activation
     # Variables: workers that start in each slot, and the peak. One starts in slot 0.
-    at = np.stack([np.roll(alive, slot) for slot in range(period)], axis=1)
+    held_by_start = np.stack([np.roll(held_by_slot, slot) for slot in range(period)], axis=1)
     rows = [
-        LinearConstraint(np.hstack([at, -np.ones((period, 1))]), ub=np.zeros(period)),
-        LinearConstraint(np.hstack([np.ones((1, period)), [[0.0]]]), n, n),
+        LinearConstraint(np.hstack([held_by_start, -np.ones((period, 1))]), ub=np.zeros(period)),
+        LinearConstraint(
+            np.hstack([np.ones((1, period)), [[0.0]]]), workers_in_all, workers_in_all
+        ),
     ]
-    least = np.zeros(period + 1)
-    least[0] = 1
-    found = milp(
+    lower_bounds = np.zeros(period + 1)
+    lower_bounds[0] = 1
+    solution = milp(
         np.eye(period + 1)[period],
         integrality=np.append(np.ones(period), 0),
-        bounds=Bounds(least, np.append(np.full(period, n), np.inf)),
+        bounds=Bounds(lower_bounds, np.append(np.full(period, workers_in_all), np.inf)),
         constraints=rows,
         options={"time_limit": seconds},
     )
-    if found.x is None:
-        raise UserError(f"no offsets of {n} workers within {seconds:g} s: give more seconds")
-    starting = np.rint(found.x[:period]).astype(int)
+    if solution.x is None:
+        raise UserError(
+            f"no offsets of {workers_in_all} workers within {seconds:g} s: give more seconds"
+        )
+    starting = np.rint(solution.x[:period]).astype(int)
     offsets = tuple(np.repeat(np.arange(period), starting).tolist())
     starts = {
-        Op(kind, j, m): offset + (j if kind == Kind.FORWARD else period - 1 - j)
-        for m, offset in enumerate(offsets)
-        for j in range(s)
+        Op(kind, stage, worker): offset + (stage if kind == Kind.FORWARD else period - 1 - stage)
+        for worker, offset in enumerate(offsets)
+        for stage in range(n_stages)
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     }
-    schedule = Schedule("searched offsets", s, n, Timing(starts, period), "one", delay)
-    return Staggered(schedule, offsets, float((at @ starting).max()), float(found.mip_dual_bound))
+    schedule = Schedule(
+        "searched offsets", n_stages, workers_in_all, Timing(starts, period), "one", delay
+    )
+    return Staggered(
+        schedule, offsets, float((held_by_start @ starting).max()), float(solution.mip_dual_bound)
+    )

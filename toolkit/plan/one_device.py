@@ -71,13 +71,18 @@ class LeastPeak:
         """
         forward, backward = _starts(self.costs, hardware)
         period, starts = forward[-1] + sum(_backwards(self.costs, hardware)), {}
-        for m, offset in enumerate(self.offsets):
-            for j in range(len(self.costs)):
-                starts[Op(Kind.FORWARD, j, m)] = offset + forward[j] / period
-                starts[Op(Kind.BACKWARD, j, m)] = offset + backward[j] / period
+        for microbatch, offset in enumerate(self.offsets):
+            for stage in range(len(self.costs)):
+                starts[Op(Kind.FORWARD, stage, microbatch)] = offset + forward[stage] / period
+                starts[Op(Kind.BACKWARD, stage, microbatch)] = offset + backward[stage] / period
         # Each op has a slot of its own: by time in the period, that of a micro-batch in its order.
-        within = sorted(starts, key=lambda op: (starts[op] % 1, -op.kind, op.stage, op.microbatch))
-        slots = {op: k + int(starts[op]) * len(starts) for k, op in enumerate(within)}
+        ops_of_period = sorted(
+            starts, key=lambda op: (starts[op] % 1, -op.kind, op.stage, op.microbatch)
+        )
+        slots = {
+            op: position + int(starts[op]) * len(starts)
+            for position, op in enumerate(ops_of_period)
+        }
         order = sorted(slots, key=slots.__getitem__)
         name = f"least peak of {len(self.offsets)}"
         return Schedule.from_rank_orders(
@@ -102,35 +107,39 @@ def least_peak(
     Raises:
         UserError: ``extra_time`` is negative, or stages take no time or keep nothing.
     """
-    n = whole(n_microbatches, "the number of micro-batches", 1)
+    microbatches_per_step = whole(n_microbatches, "the number of micro-batches", 1)
     if not (isfinite(extra_time) and extra_time >= 0):
         raise UserError(f"extra_time is 0 or more, a share of the time of a step: got {extra_time}")
-    search = _Search(recomputing(costs, "none"), n, extra_time, hardware)
-    chosen, offsets = search.run()
-    found = recomputing(costs, sorted(chosen))
-    curve = stage_curve(found, hardware)
-    plain = stage_curve(search.costs, hardware)
+    search = _Search(recomputing(costs, "none"), microbatches_per_step, extra_time, hardware)
+    chosen_stages, offsets = search.run()
+    chosen_costs = recomputing(costs, sorted(chosen_stages))
+    curve = stage_curve(chosen_costs, hardware)
+    plain_curve = stage_curve(search.costs, hardware)
     return LeastPeak(
-        found,
+        chosen_costs,
         tuple(map(float, offsets)),
-        tuple(sorted(chosen)),
+        tuple(sorted(chosen_stages)),
         peak_of(curve, offsets),
-        n * plain.peak,
-        n * curve.mean,
+        microbatches_per_step * plain_curve.peak,
+        microbatches_per_step * curve.mean,
         float(curve.edges[-1]),
-        float(curve.edges[-1] / plain.edges[-1]) - 1,
+        float(curve.edges[-1] / plain_curve.edges[-1]) - 1,
     )
 
 
 def peak_in_turn(costs: Costs, schedule: Schedule) -> float:
     """Return the most bytes of activations and stage inputs, if one op runs after another.
 
-    As in order "scheduled". Fewer ops are under way than when micro-batches compute at the same
-    time, so stages that compute again hold less.
+    Order "scheduled" of a runtime does so. Fewer ops are under way than when micro-batches compute
+    at the same time, so stages that compute again hold less.
+
+    Args:
+        costs: one entry per stage.
+        schedule: a schedule on one device.
     """
     timeline = simulate(schedule.lower(3), costs, UNIT)
-    kept = [change for change in timeline.changes if change.kind in (ACTIVATIONS, INPUTS)]
-    return replace(timeline, changes=kept).peak_memory()
+    memory_changes = [change for change in timeline.changes if change.kind in (ACTIVATIONS, INPUTS)]
+    return replace(timeline, changes=memory_changes).peak_memory()
 
 
 def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
@@ -140,36 +149,51 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
     backward; an input, from the end of the stage before.
     """
     forward, backward = _starts(costs, hardware)
-    ends = [a + b for a, b in zip(backward, _backwards(costs, hardware), strict=True)]
-    held: list[tuple[float, float, float]] = []  # from, until, bytes
-    for j, cost in enumerate(costs):
-        held.append((forward[j], ends[j], cost.kept_bytes + cost.extra_input_bytes))
+    ends = [
+        backward_start + backward_seconds
+        for backward_start, backward_seconds in zip(
+            backward, _backwards(costs, hardware), strict=True
+        )
+    ]
+    lifetimes: list[tuple[float, float, float]] = []  # start, end, bytes
+    for stage, cost in enumerate(costs):
+        lifetimes.append((forward[stage], ends[stage], cost.kept_bytes + cost.extra_input_bytes))
         if cost.recomputes:
-            held.append((backward[j], ends[j], cost.activation_bytes))
-    edges = np.unique([0.0, *(t for since, until, _ in held for t in (since, until))])
+            lifetimes.append((backward[stage], ends[stage], cost.activation_bytes))
+    edges = np.unique([0.0, *(time for start, end, _ in lifetimes for time in (start, end))])
     if len(edges) == 1:
         raise UserError("stages take no time: give them seconds, or hardware that takes some")
-    middles, levels = (edges[1:] + edges[:-1]) / 2, np.zeros(len(edges) - 1)
-    for since, until, n_bytes in held:
-        levels[(since < middles) & (middles < until)] += n_bytes
-    if not levels.any():
+    middles, level_bytes = (edges[1:] + edges[:-1]) / 2, np.zeros(len(edges) - 1)
+    for start, end, n_bytes in lifetimes:
+        level_bytes[(start < middles) & (middles < end)] += n_bytes
+    if not level_bytes.any():
         raise UserError("stages keep no activations: there is no memory to save")
-    return MemoryCurve(edges, levels)
+    return MemoryCurve(edges, level_bytes)
 
 
 def peak_of(curve: MemoryCurve, offsets: ArrayLike) -> float:
-    """Return the most bytes of micro-batches that begin at ``offsets``, shares of the period."""
+    """Return the most bytes that micro-batches keep together.
+
+    Args:
+        curve: memory of one micro-batch over the period.
+        offsets: ``[microbatch]``, starts as shares of the period.
+    """
     period = curve.edges[-1]
     shifts = np.asarray(offsets) * period
     times = np.unique(np.mod(curve.edges[:, None] + shifts, period))
+    # Memory is constant between two changes, so it is read in the middle. The period repeats: the
+    # last interval reaches around to the first change.
     middles = (times + np.append(times[1:], times[0] + period)) / 2
-    lasting = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
-    held = curve.at(middles[lasting][:, None] - shifts)  # [moment, micro-batch]
-    return float(held.sum(axis=1).max())
+    lasts = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
+    held_bytes = curve.at(middles[lasts][:, None] - shifts)  # [moment, micro-batch]
+    return float(held_bytes.sum(axis=1).max())
 
 
 def _starts(costs: Costs, hardware: Hardware) -> tuple[list[float], list[float]]:
-    """Starts of the forward and of the backward of each stage; forwards end with their end."""
+    """Return the starts of each stage's forward and backward, in seconds.
+
+    The list of forwards has one more entry: the end of the last forward.
+    """
     forwards = [cost.seconds(hardware)[0] for cost in costs]
     forward = [0.0, *np.cumsum(forwards)]
     backward = forward[-1] + np.cumsum([0.0, *_backwards(costs, hardware)[::-1]])
@@ -177,16 +201,18 @@ def _starts(costs: Costs, hardware: Hardware) -> tuple[list[float], list[float]]
 
 
 def _backwards(costs: Costs, hardware: Hardware) -> list[float]:
-    """Seconds of each stage's backward."""
+    """Return the seconds of each stage's backward, with the forward if it computes that again."""
     pairs = [(cost.recomputes, *cost.seconds(hardware)) for cost in costs]
-    return [backward + again * forward for again, forward, backward in pairs]
+    return [backward + recomputes * forward for recomputes, forward, backward in pairs]
 
 
 class _Search:
     """Local search over stages and shifts, with memory counted in bins of the period."""
 
     def __init__(self, costs: Costs, n: int, extra_time: float, hardware: Hardware) -> None:
-        self.costs, self.n, self.hardware = costs, n, hardware
+        self.costs = costs
+        self.n = n
+        self.hardware = hardware
         self.bins = n * -(-_BINS // n)  # so that uniform shifts are whole bins
         seconds = [cost.seconds(hardware) for cost in costs]
         self.forwards = [forward for forward, _ in seconds]
@@ -196,82 +222,87 @@ class _Search:
     def run(self) -> tuple[frozenset[int], NDArray[np.float64]]:
         """Return the stages, and the shifts as shares of the period."""
         shifts = np.arange(self.n) * (self.bins // self.n)
-        chosen = self._greedy(shifts)
-        best = self.peak(chosen, shifts)
+        chosen_stages = self._greedy(shifts)
+        best_bytes = self.peak(chosen_stages, shifts)
         for _ in range(_ROUNDS):
-            chosen = self._improve(chosen, shifts)
-            shifts = self._shift(chosen, shifts)
-            if (peak := self.peak(chosen, shifts)) >= best:
+            chosen_stages = self._improve(chosen_stages, shifts)
+            shifts = self._shift(chosen_stages, shifts)
+            if (peak_bytes := self.peak(chosen_stages, shifts)) >= best_bytes:
                 break
-            best = peak
+            best_bytes = peak_bytes
         uniform = np.arange(self.n) / self.n
         offsets = shifts / self.bins
-        curve = stage_curve(recomputing(self.costs, sorted(chosen)), self.hardware)
-        return chosen, min(uniform, offsets, key=lambda given: peak_of(curve, given))
+        curve = stage_curve(recomputing(self.costs, sorted(chosen_stages)), self.hardware)
+        return chosen_stages, min(uniform, offsets, key=lambda starts: peak_of(curve, starts))
 
     def row(self, chosen: frozenset[int]) -> NDArray[np.float64]:
-        """The most bytes that a micro-batch keeps in each bin."""
+        """Return the most bytes that a micro-batch keeps in each bin."""
         if chosen not in self.rows:
             curve = stage_curve(recomputing(self.costs, sorted(chosen)), self.hardware)
-            places = curve.edges / curve.edges[-1] * self.bins
+            bin_edges = curve.edges / curve.edges[-1] * self.bins
             row = np.zeros(self.bins)
-            for since, until, level in zip(places, places[1:], curve.levels, strict=False):
-                bins = slice(int(since + 1e-6), int(np.ceil(until - 1e-6)))
+            for start, end, level in zip(bin_edges, bin_edges[1:], curve.levels, strict=False):
+                bins = slice(int(start + 1e-6), int(np.ceil(end - 1e-6)))
                 row[bins] = np.maximum(row[bins], level)
             self.rows[chosen] = row
         return self.rows[chosen]
 
     def peak(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> float:
-        """The most bytes of all micro-batches."""
+        """Return the peak bytes of all micro-batches together."""
         row = self.row(chosen)
-        places = (np.arange(self.bins)[:, None] - shifts) % self.bins
-        return float(row[places].sum(axis=1).max())
+        bin_numbers = (np.arange(self.bins)[:, None] - shifts) % self.bins
+        return float(row[bin_numbers].sum(axis=1).max())
 
     def _fits(self, chosen: Collection[int]) -> bool:
-        return sum(self.forwards[j] for j in chosen) <= self.budget
+        return sum(self.forwards[stage] for stage in chosen) <= self.budget
 
     def _greedy(self, shifts: NDArray[np.int64]) -> frozenset[int]:
         """Add the stage that saves most for its time, as long as one fits."""
-        chosen: frozenset[int] = frozenset()
+        chosen_stages: frozenset[int] = frozenset()
         while True:
-            peak, found = self.peak(chosen, shifts), []
-            for j in range(len(self.costs)):
-                if j not in chosen and self._fits(more := chosen | {j}):
-                    saved = peak - self.peak(more, shifts)
-                    found.append((saved / max(self.forwards[j], 1e-30), j))
-            if not found or max(found)[0] <= 0:
-                return chosen
-            chosen |= {max(found)[1]}
+            peak, savings = self.peak(chosen_stages, shifts), []
+            for stage in range(len(self.costs)):
+                if stage not in chosen_stages and self._fits(
+                    more_stages := chosen_stages | {stage}
+                ):
+                    saved_bytes = peak - self.peak(more_stages, shifts)
+                    savings.append((saved_bytes / max(self.forwards[stage], 1e-30), stage))
+            if not savings or max(savings)[0] <= 0:
+                return chosen_stages
+            chosen_stages |= {max(savings)[1]}
 
     def _improve(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> frozenset[int]:
         """Add, drop or exchange stages as long as that lowers the peak."""
-        best = self.peak(chosen, shifts)
+        best_bytes = self.peak(chosen, shifts)
         while True:
-            around = [other for other in self._around(chosen) if self._fits(other)]
-            peak, found = min(
-                ((self.peak(other, shifts), sorted(other)) for other in around),
-                default=(best, []),
+            neighbours = [neighbour for neighbour in self._around(chosen) if self._fits(neighbour)]
+            peak_bytes, best_stages = min(
+                ((self.peak(neighbour, shifts), sorted(neighbour)) for neighbour in neighbours),
+                default=(best_bytes, []),
             )
-            if peak >= best:
+            if peak_bytes >= best_bytes:
                 return chosen
-            best, chosen = peak, frozenset(found)
+            best_bytes, chosen = peak_bytes, frozenset(best_stages)
 
     def _around(self, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
-        others = [j for j in range(len(self.costs)) if j not in chosen]
-        for drop, add in product([[], *([j] for j in chosen)], [[], *([j] for j in others)]):
-            if drop or add:
-                yield chosen.difference(drop).union(add)
+        """Yield the sets that one addition, removal or exchange makes of ``chosen``."""
+        other_stages = [stage for stage in range(len(self.costs)) if stage not in chosen]
+        for dropped, added in product(
+            [[], *([stage] for stage in chosen)], [[], *([stage] for stage in other_stages)]
+        ):
+            if dropped or added:
+                yield chosen.difference(dropped).union(added)
 
     def _shift(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Move one micro-batch after another to where it adds least to the peak."""
-        row, places = self.row(chosen), np.arange(self.bins)
-        rolled = row[(places[:, None] - places) % self.bins]  # [bin, shift]
+        row, bin_numbers = self.row(chosen), np.arange(self.bins)
+        rolled = row[(bin_numbers[:, None] - bin_numbers) % self.bins]  # [bin, shift]
         shifts = shifts.copy()
-        total = rolled[:, shifts].sum(axis=1)
-        for m in range(1, self.n):
-            others = total - rolled[:, shifts[m]]
-            peaks = (others[:, None] + rolled).max(axis=0)
-            if peaks.min() < peaks[shifts[m]]:
-                shifts[m] = int(peaks.argmin())
-                total = others + rolled[:, shifts[m]]
+        total_bytes = rolled[:, shifts].sum(axis=1)
+        for microbatch in range(1, self.n):
+            other_bytes = total_bytes - rolled[:, shifts[microbatch]]
+            peak_of_shift = (other_bytes[:, None] + rolled).max(axis=0)
+            if peak_of_shift.min() < peak_of_shift[shifts[microbatch]]:
+                shifts[microbatch] = int(peak_of_shift.argmin())
+                total_bytes = other_bytes + rolled[:, shifts[microbatch]]
         return shifts

@@ -62,15 +62,18 @@ class OrderProblem:
     users: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        n, k = len(self.seconds), len(self.kinds)
-        rank = [self.placement[c // k] for c in range(n)]
-        chains = [tuple(c for c in range(n) if rank[c] == r) for r in range(len(self.room))]
-        users: list[list[int]] = [[r] for r in rank]
-        for c, needed in enumerate(self.needs):
-            for d, _ in needed:
-                if rank[c] not in users[d]:
-                    users[d].append(rank[c])
-        object.__setattr__(self, "of_rank", tuple(chains))
+        n_chains, n_kinds = len(self.seconds), len(self.kinds)
+        rank_of_chain = [self.placement[chain // n_kinds] for chain in range(n_chains)]
+        chains_of_rank = [
+            tuple(chain for chain in range(n_chains) if rank_of_chain[chain] == rank)
+            for rank in range(len(self.room))
+        ]
+        users: list[list[int]] = [[rank] for rank in rank_of_chain]
+        for chain, chain_needs in enumerate(self.needs):
+            for needed_chain, _ in chain_needs:
+                if rank_of_chain[chain] not in users[needed_chain]:
+                    users[needed_chain].append(rank_of_chain[chain])
+        object.__setattr__(self, "of_rank", tuple(chains_of_rank))
         object.__setattr__(self, "users", tuple(map(tuple, users)))
 
     @property
@@ -80,88 +83,114 @@ class OrderProblem:
 
     def load(self, rank: int) -> float:
         """Seconds of the ops of ``rank`` in a training step."""
-        return self.n_microbatches * sum(self.seconds[c] for c in self.of_rank[rank])
+        return self.n_microbatches * sum(self.seconds[chain] for chain in self.of_rank[rank])
 
     def fits(self, rank: int, word: Word) -> bool:
         """Whether ``rank`` has room for what it holds in the order of ``word``."""
-        held, room, n, work = 0.0, self.room[rank], len(self.kinds), self.work
-        for c in word:
-            if c % n == 0:
-                held += self.held[c // n]
-            if held + work[c] > room:
+        held_bytes, room, n_kinds, work = 0.0, self.room[rank], len(self.kinds), self.work
+        for chain in word:
+            if chain % n_kinds == 0:
+                held_bytes += self.held[chain // n_kinds]
+            if held_bytes + work[chain] > room:
                 return False
-            if c % n == n - 1:
-                held -= self.held[c // n]
+            if chain % n_kinds == n_kinds - 1:
+                held_bytes -= self.held[chain // n_kinds]
         return True
 
     def period(self, words: Sequence[Word]) -> float:
         """Seconds of a training step in the steady state; infinite if ranks wait for each other."""
-        m, ends = self.n_microbatches, self._ends(words, _STEPS)
-        if any(len(of_chain) < _STEPS * m for of_chain in ends):
+        n_microbatches, ends = self.n_microbatches, self._ends(words, _STEPS)
+        if any(len(chain_ends) < _STEPS * n_microbatches for chain_ends in ends):
             return inf
         # A rank ends a step with the last op of its word.
-        before, last = ([ends[word[-1]][k * m - 1] for word in words] for k in (_STEPS - 1, _STEPS))
-        return max(b - a for a, b in zip(before, last, strict=True))
+        previous_ends, last_ends = (
+            [ends[order[-1]][n_steps * n_microbatches - 1] for order in words]
+            for n_steps in (_STEPS - 1, _STEPS)
+        )
+        return max(
+            last_end - previous_end
+            for previous_end, last_end in zip(previous_ends, last_ends, strict=True)
+        )
 
     def starts(self, words: Sequence[Word]) -> list[list[float]]:
-        """When ops of the first training step start, ``[chain][microbatch]``."""
+        """Return the starts of the first training step's ops, ``[chain][microbatch]``."""
         ends = self._ends(words, 1)
-        return [[x - took for x in found] for found, took in zip(ends, self.seconds, strict=True)]
+        return [
+            [end - op_seconds for end in chain_ends]
+            for chain_ends, op_seconds in zip(ends, self.seconds, strict=True)
+        ]
 
     def peaks(self, words: Sequence[Word]) -> list[float]:
-        """``[rank]``, the most bytes held, messages that wait included."""
-        n, ends, found = len(self.kinds), self._ends(words, _STEPS), []
+        """Return the peak bytes of each rank, including messages that wait."""
+        n_kinds, ends, peaks = len(self.kinds), self._ends(words, _STEPS), []
         for chains in self.of_rank:
             changes = []
-            for c in chains:
-                last, size = c % n == n - 1, self.held[c // n]
-                for k, end in enumerate(ends[c]):
-                    start = end - self.seconds[c]
-                    changes += [(start, self.work[c] + size * (c % n == 0))]
-                    changes += [(end, -self.work[c] - size * last)]
-                    if self.waiting[c]:
-                        d, lag = self.needs[c][-1]
-                        changes += [(ends[d][k] + lag, self.waiting[c]), (start, -self.waiting[c])]
-            found.append(max(accumulate(change for _, change in sorted(changes))))
-        return found
+            for chain in chains:
+                is_last, held_bytes = chain % n_kinds == n_kinds - 1, self.held[chain // n_kinds]
+                for index, end in enumerate(ends[chain]):
+                    start = end - self.seconds[chain]
+                    changes += [(start, self.work[chain] + held_bytes * (chain % n_kinds == 0))]
+                    changes += [(end, -self.work[chain] - held_bytes * is_last)]
+                    if self.waiting[chain]:
+                        needed_chain, lag = self.needs[chain][-1]
+                        changes += [
+                            (ends[needed_chain][index] + lag, self.waiting[chain]),
+                            (start, -self.waiting[chain]),
+                        ]
+            peaks.append(max(accumulate(change for _, change in sorted(changes))))
+        return peaks
 
     def _ends(self, words: Sequence[Word], n_steps: int) -> list[list[float]]:
-        """When ops end, ``[chain]``, as far as ranks get."""
-        n, m, seconds, needs = len(self.kinds), self.n_microbatches, self.seconds, self.needs
+        """Return the ends of the ops of each chain, as far as ranks get.
+
+        A rank runs until its next op needs one that has not run yet. It then sleeps until that
+        chain runs its next op, so that each op is looked at about once.
+        """
+        n_kinds, n_microbatches, seconds, needs = (
+            len(self.kinds),
+            self.n_microbatches,
+            self.seconds,
+            self.needs,
+        )
         ends: list[list[float]] = [[] for _ in seconds]
-        waiting: list[list[int]] = [[] for _ in seconds]  # ranks, by the chain that they wait for
-        free, at, ready = [0.0] * len(words), [0] * len(words), [*range(len(words))]
-        while ready:
-            rank = ready.pop()
-            word, now, i = words[rank], free[rank], at[rank]
-            length = len(word)
-            while i < n_steps * length:
-                c = word[i % length]
-                of_chain = ends[c]
-                k = len(of_chain)
-                for d, lag in needs[c]:
-                    found = ends[d]
-                    if len(found) <= k:
+        # Ranks, by the chain that they wait for.
+        waiting_ranks: list[list[int]] = [[] for _ in seconds]
+        free_at, positions, ready_ranks = [0.0] * len(words), [0] * len(words), [*range(len(words))]
+        while ready_ranks:
+            rank = ready_ranks.pop()
+            order, now, position = words[rank], free_at[rank], positions[rank]
+            length = len(order)
+            while position < n_steps * length:
+                chain = order[position % length]
+                chain_ends = ends[chain]
+                index = len(chain_ends)
+                for needed_chain, lag in needs[chain]:
+                    needed_ends = ends[needed_chain]
+                    if len(needed_ends) <= index:
                         break
-                    if found[k] + lag > now:
-                        now = found[k] + lag
+                    if needed_ends[index] + lag > now:
+                        now = needed_ends[index] + lag
                 else:
-                    if k and k % m == 0 and c % n == 0:  # the first that reads new weights
-                        now = max(now, ends[c + n - 1][k - 1] + self.updates[c // n])
-                    now += seconds[c]
-                    of_chain.append(now)
-                    i += 1
-                    if waiting[c]:
-                        ready += waiting[c]
-                        waiting[c] = []
+                    # The first forward of a step reads new weights, so it waits for the update.
+                    if index and index % n_microbatches == 0 and chain % n_kinds == 0:
+                        now = max(
+                            now,
+                            ends[chain + n_kinds - 1][index - 1] + self.updates[chain // n_kinds],
+                        )
+                    now += seconds[chain]
+                    chain_ends.append(now)
+                    position += 1
+                    if waiting_ranks[chain]:
+                        ready_ranks += waiting_ranks[chain]
+                        waiting_ranks[chain] = []
                     continue
-                waiting[d].append(rank)
+                waiting_ranks[needed_chain].append(rank)
                 break
-            free[rank], at[rank] = now, i
+            free_at[rank], positions[rank] = now, position
         return ends
 
     def bound(self) -> float:
-        """Seconds that a step takes at least, in any order.
+        """Return seconds that a step takes at least, in any order.
 
         A rank runs all its ops. Before its first backward it waits for the ranks behind; until then
         it runs no more forwards than it has room for. If it has one stage and less room than
@@ -170,37 +199,53 @@ class OrderProblem:
         return max(map(self._bound_of, range(self.n_ranks)))
 
     def _bound_of(self, rank: int) -> float:
-        n, m, load = len(self.kinds), self.n_microbatches, self.load(rank)
-        stages = sorted(c // n for c in self.of_rank[rank] if c % n == 0)
+        n_kinds, n_microbatches, load = len(self.kinds), self.n_microbatches, self.load(rank)
+        stages = sorted(chain // n_kinds for chain in self.of_rank[rank] if chain % n_kinds == 0)
         if not stages:
             return 0.0
-        first, last = stages[0], stages[-1]
+        first_stage, last_stage = stages[0], stages[-1]
         if len(stages) == 1:  # with more, ops of others may run during an update
-            load += self.updates[first]
-        until = self._way(first * n, last * n + 1) - self.seconds[last * n + 1]
-        room, ahead = self.room[rank], 0.0  # forwards meanwhile, those that need least room first
-        for j in sorted(stages, key=lambda j: self.held[j] / max(self.seconds[j * n], 1e-30)):
-            count = m if self.held[j] == 0 else min(m, room / self.held[j])
-            ahead += count * self.seconds[j * n]
-            room -= count * self.held[j]
-        waits = max(0.0, until - ahead)
-        if len(stages) == 1 and self.held[first] * m > self.room[rank]:
-            at_once = self.room[rank] // self.held[first]
-            took = self.seconds[first * n : first * n + n]
-            back = self._way(first * n, first * n + 1) + sum(took[2:])
-            waits += max(0.0, back - took[0] - at_once * sum(took[1:]))
-        return load + waits
+            load += self.updates[first_stage]
+        gradient_arrival = (
+            self._way(first_stage * n_kinds, last_stage * n_kinds + 1)
+            - self.seconds[last_stage * n_kinds + 1]
+        )
+        # Meanwhile the rank runs forwards; those that need least room for their time come first.
+        room_bytes, forward_seconds = self.room[rank], 0.0
+        for stage in sorted(
+            stages, key=lambda stage: self.held[stage] / max(self.seconds[stage * n_kinds], 1e-30)
+        ):
+            n_forwards = (
+                n_microbatches
+                if self.held[stage] == 0
+                else min(n_microbatches, room_bytes / self.held[stage])
+            )
+            forward_seconds += n_forwards * self.seconds[stage * n_kinds]
+            room_bytes -= n_forwards * self.held[stage]
+        idle_seconds = max(0.0, gradient_arrival - forward_seconds)
+        if len(stages) == 1 and self.held[first_stage] * n_microbatches > self.room[rank]:
+            n_in_flight = self.room[rank] // self.held[first_stage]
+            op_seconds = self.seconds[first_stage * n_kinds : first_stage * n_kinds + n_kinds]
+            round_trip = self._way(first_stage * n_kinds, first_stage * n_kinds + 1) + sum(
+                op_seconds[2:]
+            )
+            idle_seconds += max(0.0, round_trip - op_seconds[0] - n_in_flight * sum(op_seconds[1:]))
+        return load + idle_seconds
 
     def _way(self, begin: int, end: int) -> float:
         """Seconds from the start of one chain's op to the end of another's, without waiting."""
-        took = [-inf] * len(self.seconds)
-        took[begin] = self.seconds[begin]
-        n, stages = len(self.kinds), len(self.held)
-        there = [j * n for j in range(stages)] + [j * n + 1 for j in reversed(range(stages))]
-        for c in there:
-            for d, lag in self.needs[c]:
-                took[c] = max(took[c], took[d] + lag + self.seconds[c])
-        return took[end]
+        path_seconds = [-inf] * len(self.seconds)
+        path_seconds[begin] = self.seconds[begin]
+        n_kinds, n_stages = len(self.kinds), len(self.held)
+        path = [stage * n_kinds for stage in range(n_stages)] + [
+            stage * n_kinds + 1 for stage in reversed(range(n_stages))
+        ]
+        for chain in path:
+            for needed_chain, lag in self.needs[chain]:
+                path_seconds[chain] = max(
+                    path_seconds[chain], path_seconds[needed_chain] + lag + self.seconds[chain]
+                )
+        return path_seconds[end]
 
     @property
     def n_ops(self) -> int:
@@ -209,88 +254,131 @@ class OrderProblem:
 
     def tick(self) -> float:
         """Seconds of which all others are multiples; a small share of a micro-batch if none is."""
-        lags = (lag for needed in self.needs for _, lag in needed)
-        amounts = [x for x in (*self.seconds, *lags, *self.updates) if x > 0]
-        for parts in (1, 2, 3, 4, 6, 12):
-            tick = min(amounts) / parts
-            if all(abs(x / tick - round(x / tick)) < 1e-9 * parts for x in amounts):
+        lags = (lag for chain_needs in self.needs for _, lag in chain_needs)
+        amounts = [amount for amount in (*self.seconds, *lags, *self.updates) if amount > 0]
+        for divisor in (1, 2, 3, 4, 6, 12):
+            tick = min(amounts) / divisor
+            if all(
+                abs(amount / tick - round(amount / tick)) < 1e-9 * divisor for amount in amounts
+            ):
                 return tick
         return max(map(self.load, range(self.n_ranks))) / self.n_microbatches / _TICKS
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Stages that follow one another on a rank, about half of its ops at most."""
-        n, found = len(self.kinds), []
-        took = [sum(self.seconds[j * n : j * n + n]) for j in range(len(self.placement))]
-        for _, stages in groupby(range(len(took)), key=self.placement.__getitem__):
-            run = [*stages]
-            whole = sum(took[j] for j in run)
-            parts = max(1, round(2 * self.n_ranks * whole / sum(took)))
-            ends = accumulate(took[j] for j in run)
+        n_kinds, groups = len(self.kinds), []
+        stage_seconds = [
+            sum(self.seconds[stage * n_kinds : stage * n_kinds + n_kinds])
+            for stage in range(len(self.placement))
+        ]
+        for _, stages in groupby(range(len(stage_seconds)), key=self.placement.__getitem__):
+            neighbours = [*stages]
+            total_seconds = sum(stage_seconds[stage] for stage in neighbours)
+            n_groups = max(1, round(2 * self.n_ranks * total_seconds / sum(stage_seconds)))
+            end_seconds = accumulate(stage_seconds[stage] for stage in neighbours)
             # A stage belongs to the part in which its middle falls.
-            part = [
-                int((end - took[j] / 2) / whole * parts) for j, end in zip(run, ends, strict=True)
+            group_numbers = [
+                int((end_second - stage_seconds[stage] / 2) / total_seconds * n_groups)
+                for stage, end_second in zip(neighbours, end_seconds, strict=True)
             ]
-            found += [
-                tuple(j for j, k in zip(run, part, strict=True) if k == which)
-                for which in dict.fromkeys(part)
+            groups += [
+                tuple(
+                    stage
+                    for stage, number in zip(neighbours, group_numbers, strict=True)
+                    if number == group_number
+                )
+                for group_number in dict.fromkeys(group_numbers)
             ]
-        return tuple(found)
+        return tuple(groups)
 
     @cached_property
     def merged(self) -> "OrderProblem":
         """The problem whose stages are the groups: fewer orders, which :meth:`split` undoes."""
-        n = len(self.kinds)
+        n_kinds = len(self.kinds)
         if len(self.groups) == len(self.placement):
             return self
-        of = {j: g for g, stages in enumerate(self.groups) for j in stages}
-        ends = [stages[0 if k == 0 else -1] * n + k for stages in self.groups for k in range(n)]
-        seconds = [sum(self.seconds[j * n + k] for j in g) for g in self.groups for k in range(n)]
-        work = [max(self.work[j * n + k] for j in g) for g in self.groups for k in range(n)]
+        group_of_stage = {
+            stage: group for group, stages in enumerate(self.groups) for stage in stages
+        }
+        group_chains = [
+            stages[0 if kind == 0 else -1] * n_kinds + kind
+            for stages in self.groups
+            for kind in range(n_kinds)
+        ]
+        seconds = [
+            sum(self.seconds[stage * n_kinds + kind] for stage in group)
+            for group in self.groups
+            for kind in range(n_kinds)
+        ]
+        work = [
+            max(self.work[stage * n_kinds + kind] for stage in group)
+            for group in self.groups
+            for kind in range(n_kinds)
+        ]
         # A group's op needs what its first op needs of other groups, and its own ops before.
         needs = [
-            tuple((of[d // n] * n + d % n, lag) for d, lag in self.needs[c] if d // n != c // n)
-            for c in ends
+            tuple(
+                (group_of_stage[needed_chain // n_kinds] * n_kinds + needed_chain % n_kinds, lag)
+                for needed_chain, lag in self.needs[chain]
+                if needed_chain // n_kinds != chain // n_kinds
+            )
+            for chain in group_chains
         ]
-        needs = [((c - 1, 0.0), *found) if c % n else found for c, found in enumerate(needs)]
+        needs = [
+            ((chain - 1, 0.0), *chain_needs) if chain % n_kinds else chain_needs
+            for chain, chain_needs in enumerate(needs)
+        ]
         return OrderProblem(
-            tuple(self.placement[g[0]] for g in self.groups), self.n_microbatches, self.kinds,
-            tuple(seconds), tuple(needs), tuple(sum(self.held[j] for j in g) for g in self.groups),
-            tuple(work), tuple(self.waiting[c] for c in ends), self.room,
-            tuple(max(self.updates[j] for j in g) for g in self.groups),
-        )  # fmt: skip
+            tuple(self.placement[group[0]] for group in self.groups),
+            self.n_microbatches,
+            self.kinds,
+            tuple(seconds),
+            tuple(needs),
+            tuple(sum(self.held[stage] for stage in group) for group in self.groups),
+            tuple(work),
+            tuple(self.waiting[chain] for chain in group_chains),
+            self.room,
+            tuple(max(self.updates[stage] for stage in group) for group in self.groups),
+        )
 
     def split(self, words: Sequence[Word]) -> list[Word]:
-        """The orders of this problem that do what ``words`` of :attr:`merged` do."""
-        n = len(self.kinds)
+        """Return the orders of this problem that do what ``words`` of :attr:`merged` do."""
+        n_kinds = len(self.kinds)
         return [
             [
-                j * n + c % n
-                for c in word
-                for j in (self.groups[c // n] if c % n == 0 else reversed(self.groups[c // n]))
+                stage * n_kinds + chain % n_kinds
+                for chain in order
+                for stage in (
+                    self.groups[chain // n_kinds]
+                    if chain % n_kinds == 0
+                    else reversed(self.groups[chain // n_kinds])
+                )
             ]
-            for word in words
+            for order in words
         ]
 
     def schedule(self, words: Sequence[Word], name: str) -> Schedule:
         """The schedule of these orders."""
-        orders, n = [], len(self.kinds)
-        for word in words:
-            count = [0] * len(self.seconds)
+        orders, n_kinds = [], len(self.kinds)
+        for chain_order in words:
+            n_scheduled = [0] * len(self.seconds)
             order = []
-            for c in word:
-                order.append(Op(self.kinds[c % n], c // n, count[c]))
-                count[c] += 1
+            for chain in chain_order:
+                order.append(Op(self.kinds[chain % n_kinds], chain // n_kinds, n_scheduled[chain]))
+                n_scheduled[chain] += 1
             orders.append(order)
         return Schedule.from_rank_orders(orders, name=name)
 
     def words(self, schedule: Schedule) -> list[Word]:
-        """The orders of a schedule of this problem's sizes and placement."""
-        n, found = len(self.kinds), [Word() for _ in self.room]
+        """Return the rank orders of a schedule of this problem's sizes and placement."""
+        n_kinds, rank_orders = len(self.kinds), [Word() for _ in self.room]
         starts = schedule.timing.starts
         for op in sorted(starts, key=starts.__getitem__):
-            found[self.placement[op.stage]].append(op.stage * n + self.kinds.index(op.kind))
-        return found
+            rank_orders[self.placement[op.stage]].append(
+                op.stage * n_kinds + self.kinds.index(op.kind)
+            )
+        return rank_orders
 
 
 def order_problem(
@@ -302,58 +390,98 @@ def order_problem(
     memory: Sequence[float] = (),
     optimizer_bytes: Sequence[float] = (),
 ) -> OrderProblem:
-    """Describe the problem as the simulator counts; arguments as in :func:`toolkit.plan.search`.
+    """Describe the problem as the simulator counts time and memory.
+
+    Args:
+        costs: one entry per stage.
+        n_microbatches: of a training step.
+        placement: ``[stage]``, its rank.
+        hardware: seconds of messages and kernels, and the ranks' speeds.
+        split_backward: whether backwards of inputs and weights are separate ops.
+        memory: ``[rank]``, bytes; empty: no limit.
+        optimizer_bytes: as in :func:`toolkit.cost.simulate`.
 
     Raises:
         UserError: a rank has no room for one micro-batch; the message names it.
     """
-    kinds, n_ranks, last = _KINDS[split_backward], max(placement) + 1, len(costs) - 1
-    n = len(kinds)
-    states: Sequence[float | None] = [*optimizer_bytes] or [None] * len(costs)
+    kinds, n_ranks, last_stage = _KINDS[split_backward], max(placement) + 1, len(costs) - 1
+    n_kinds = len(kinds)
+    state_bytes: Sequence[float | None] = [*optimizer_bytes] or [None] * len(costs)
     seconds: list[float] = []
     needs: list[list[tuple[int, float]]] = []
-    held: list[float] = []
-    work: list[float] = []
-    waiting: list[float] = []
-    updates: list[float] = []
+    held_bytes: list[float] = []
+    workspace_bytes: list[float] = []
+    waiting_bytes: list[float] = []
+    update_seconds: list[float] = []
 
     def message(n_bytes: float, sender: int, receiver: int) -> float:
-        a, b = placement[sender], placement[receiver]
-        local = hardware.machine(a) == hardware.machine(b)
-        return 0.0 if a == b else hardware.message(n_bytes, local=local)
+        sender_rank, receiver_rank = placement[sender], placement[receiver]
+        local = hardware.machine(sender_rank) == hardware.machine(receiver_rank)
+        return 0.0 if sender_rank == receiver_rank else hardware.message(n_bytes, local=local)
 
-    for j, cost in enumerate(costs):
-        speed = hardware.speed(placement[j])
-        forward, backward = (x / speed for x in cost.seconds(hardware))
-        first = (forward + backward) if cost.recomputes else backward / (n - 1)
-        seconds += [forward, first, 0.0 if cost.recomputes else backward / 2][:n]
-        needs += [[], *([(n * j + k, 0.0)] for k in range(n - 1))]
-        if j > 0:
-            needs[n * j].append((n * (j - 1), message(costs[j - 1].output_bytes, j - 1, j)))
-        if j < last:
-            n_bytes = costs[j + 1].input_gradient_bytes
-            needs[n * j + 1].append((n * (j + 1) + 1, message(n_bytes, j + 1, j)))
-        alone = j > 0 and placement[j - 1] != placement[j]
-        held.append(cost.kept_bytes + (cost.input_bytes if alone else cost.extra_input_bytes))
-        sent = placement[min(j + 1, last)] != placement[j]
-        waiting += [cost.input_bytes * alone]
-        waiting += [costs[min(j + 1, last)].input_gradient_bytes * sent, 0.0][: n - 1]
-        again = cost.activation_bytes * cost.recomputes
-        work += [cost.working_bytes[0], *[cost.working_bytes[1] + again] * (n - 1)]
-        updates.append(cost.update_bytes(states[j]) / hardware.memory_bandwidth / speed)
+    for stage, cost in enumerate(costs):
+        speed = hardware.speed(placement[stage])
+        forward, backward = (duration / speed for duration in cost.seconds(hardware))
+        input_backward = (forward + backward) if cost.recomputes else backward / (n_kinds - 1)
+        seconds += [forward, input_backward, 0.0 if cost.recomputes else backward / 2][:n_kinds]
+        needs += [[], *([(n_kinds * stage + kind, 0.0)] for kind in range(n_kinds - 1))]
+        if stage > 0:
+            needs[n_kinds * stage].append(
+                (n_kinds * (stage - 1), message(costs[stage - 1].output_bytes, stage - 1, stage))
+            )
+        if stage < last_stage:
+            n_bytes = costs[stage + 1].input_gradient_bytes
+            needs[n_kinds * stage + 1].append(
+                (n_kinds * (stage + 1) + 1, message(n_bytes, stage + 1, stage))
+            )
+        # A message waits on the receiving rank until its op starts.
+        has_remote_input = stage > 0 and placement[stage - 1] != placement[stage]
+        held_bytes.append(
+            cost.kept_bytes + (cost.input_bytes if has_remote_input else cost.extra_input_bytes)
+        )
+        has_remote_gradient = placement[min(stage + 1, last_stage)] != placement[stage]
+        waiting_bytes += [cost.input_bytes * has_remote_input]
+        waiting_bytes += [
+            costs[min(stage + 1, last_stage)].input_gradient_bytes * has_remote_gradient,
+            0.0,
+        ][: n_kinds - 1]
+        recomputed_bytes = cost.activation_bytes * cost.recomputes
+        workspace_bytes += [
+            cost.working_bytes[0],
+            *[cost.working_bytes[1] + recomputed_bytes] * (n_kinds - 1),
+        ]
+        update_seconds.append(
+            cost.update_bytes(state_bytes[stage]) / hardware.memory_bandwidth / speed
+        )
+    # Weights, gradients and optimizer state stay: the room is what they leave of the memory.
     room = [*memory] or [inf] * n_ranks
-    for rank, given in enumerate(room):
-        stages = [j for j, r in enumerate(placement) if r == rank]
-        for j in stages:
-            room[rank] -= costs[j].parameter_bytes + costs[j].gradient_bytes + (states[j] or 0.0)
-        least = max(max(work[n * j : n * j + n]) for j in stages) + sum(held[j] for j in stages)
-        if least > room[rank]:
+    for rank, memory_bytes in enumerate(room):
+        stages = [stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]
+        for stage in stages:
+            room[rank] -= (
+                costs[stage].parameter_bytes
+                + costs[stage].gradient_bytes
+                + (state_bytes[stage] or 0.0)
+            )
+        least_bytes = max(
+            max(workspace_bytes[n_kinds * stage : n_kinds * stage + n_kinds]) for stage in stages
+        ) + sum(held_bytes[stage] for stage in stages)
+        if least_bytes > room[rank]:
             raise UserError(
-                f"stages {stages} with one micro-batch take {least + given - room[rank]:.4g} bytes"
-                f" of rank {rank}: got a memory of {given:.4g}. Place them elsewhere, or make"
+                f"stages {stages} with one micro-batch take"
+                f" {least_bytes + memory_bytes - room[rank]:.4g} bytes of rank {rank}:"
+                f" got a memory of {memory_bytes:.4g}. Place them elsewhere, or make"
                 " micro-batches smaller"
             )
     return OrderProblem(
-        tuple(placement), n_microbatches, kinds, tuple(seconds), tuple(map(tuple, needs)),
-        tuple(held), tuple(work), tuple(waiting), tuple(room), tuple(updates),
-    )  # fmt: skip
+        tuple(placement),
+        n_microbatches,
+        kinds,
+        tuple(seconds),
+        tuple(map(tuple, needs)),
+        tuple(held_bytes),
+        tuple(workspace_bytes),
+        tuple(waiting_bytes),
+        tuple(room),
+        tuple(update_seconds),
+    )

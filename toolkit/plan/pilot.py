@@ -115,102 +115,123 @@ def pilot(
     if hardware is not None:
         check_hardware(hardware)
     if candidate is not None:
-        n_workers, batch = candidate.schedule.n_microbatches, candidate.batch
+        n_workers = candidate.schedule.n_microbatches
+        batch = candidate.batch
         placement = candidate.schedule.layout.name
     make, target = _maker(model)
-    first = make(0)
-    parameter = next((p for p in first.parameters() if p.requires_grad), None)
+    first_model = make(0)
+    parameter = next(
+        (weights for weights in first_model.parameters() if weights.requires_grad), None
+    )
     if parameter is None:
-        raise UserError(f"{type(first).__name__} has no parameter that requires a gradient")
+        raise UserError(f"{type(first_model).__name__} has no parameter that requires a gradient")
     device = parameter.device
     data = measure.read(images, n_workers * batch, device, parameter.dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
-    equal = "activations" if placement == "one" else "flops"
-    equal = candidate.partition if candidate else equal
+    measure_name = "activations" if placement == "one" else "flops"
+    measure_name = candidate.partition if candidate else measure_name
     n_stages = candidate.schedule.n_stages if candidate else n_workers
-    stages, n_stages = _cut(first, n_stages, example[0][:batch], equal)
-    output, answers = stages.output.shape, example[1][:batch].shape
+    stages, n_stages = _cut(first_model, n_stages, example[0][:batch], measure_name)
+    output_shape, answer_shape = stages.output.shape, example[1][:batch].shape
     form = data.samples.form
-    if output[:-1] != answers or output[-1] < form.n_classes:
+    if output_shape[:-1] != answer_shape or output_shape[-1] < form.n_classes:
         raise UserError(
             f"the model's output for {batch} {form.samples} of {form.n_classes} classes has shape"
-            f" {list(output)}: expected {[*answers, form.n_classes]} or wider"
+            f" {list(output_shape)}: expected {[*answer_shape, form.n_classes]} or wider"
         )
     if hardware is None:
         hardware = ETHERNET
         if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            hardware = replace(hardware, memory_bandwidth=1e12, memory=float(total))
-    named = f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
-    given = given or f"{named} {data_options(form, own=True)}"
-    found = Pilot(
+            device_bytes = torch.cuda.get_device_properties(device).total_memory
+            hardware = replace(hardware, memory_bandwidth=1e12, memory=float(device_bytes))
+    model_option = f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
+    given = given or f"{model_option} {data_options(form, own=True)}"
+    findings = Pilot(
         n_workers, n_stages, batch, placement, describe(device), hardware, compute,
         rules=(), given=given, form=form,
     )  # fmt: skip
     if n_stages < 2:
-        return replace(found, untrained="the model cannot be cut into stages")
-    plain = Candidate(Choice("dp", n_stages, n_workers), batch, equal)
-    tried = _tried(plain, placement, candidate)
+        return replace(findings, untrained="the model cannot be cut into stages")
+    plain_candidate = Candidate(Choice("dp", n_stages, n_workers), batch, measure_name)
+    candidates = _tried(plain_candidate, placement, candidate)
     if optimizer is None:
         optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
-        tried = {rule: _corrected(one) for rule, one in tried.items()}
+        candidates = {
+            rule: _corrected(rule_candidate) for rule, rule_candidate in candidates.items()
+        }
         given += f" optimizer=nesterov optimizer.lr={_RATE}"
-        found = replace(found, given=given, certified=True)
+        findings = replace(findings, given=given, certified=True)
 
     def runtime(seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
-        twins = copy.deepcopy(stages)  # faster than another cut
-        twins.model.load_state_dict(make(seed).state_dict())
-        return SingleProcess(twins, schedule, optimizer, loss, seed=seed, diagnostics=diagnostics)
+        stages_copy = copy.deepcopy(stages)  # faster than another cut
+        stages_copy.model.load_state_dict(make(seed).state_dict())
+        return SingleProcess(
+            stages_copy, schedule, optimizer, loss, seed=seed, diagnostics=diagnostics
+        )
 
-    # What is measured: every rule with all workers on one device.
-    alone: Any = {"placement": "one", "state": "replicated", "chains": IN_ORDER}
-    here = {rule: replace(one.schedule, **alone) for rule, one in tried.items()}
-    again = tried["DP"].checkpoint
+    # Every rule is measured with all workers on one device.
+    one_device: Any = {"placement": "one", "state": "replicated", "chains": IN_ORDER}
+    one_device_schedules = {
+        rule: replace(rule_candidate.schedule, **one_device)
+        for rule, rule_candidate in candidates.items()
+    }
+    checkpoint = candidates["DP"].checkpoint
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        held = {}
-        for k, (rule, schedule) in enumerate(here.items()):
-            on_progress(f"measuring the memory of {rule}", k / len(here))
-            twins = copy.deepcopy(stages)
-            held[rule] = measure.held(twins, schedule, example, optimizer, loss, again)
-        runtimes = {rule: runtime(0, schedule) for rule, schedule in here.items()}
+        measured_bytes = {}
+        for index, (rule, schedule) in enumerate(one_device_schedules.items()):
+            on_progress(f"measuring the memory of {rule}", index / len(one_device_schedules))
+            stages_copy = copy.deepcopy(stages)
+            measured_bytes[rule] = measure.held(
+                stages_copy, schedule, example, optimizer, loss, checkpoint
+            )
+        runtimes = {rule: runtime(0, schedule) for rule, schedule in one_device_schedules.items()}
         seconds = measure.step_times(runtimes, example, _ROUNDS, budget / 5, on_progress)
         on_progress("predicting", 0.0)
-        slack, costed, micro = _ROOFLINE, runtimes["DP"].stages, example[0][:batch]
+        # Predict the user's machines from the measured seconds, or from the roofline. A roofline
+        # needs shapes alone, so the stages move to the meta device.
+        slack, costed_stages, microbatch = _ROOFLINE, runtimes["DP"].stages, example[0][:batch]
         if compute == "measured":
-            low, middle, high = quantiles(seconds["DP"], n=4)
-            slack = low / middle, high / middle
+            low_seconds, middle_seconds, high_seconds = quantiles(seconds["DP"], n=4)
+            slack = low_seconds / middle_seconds, high_seconds / middle_seconds
         else:
-            micro = micro.to("meta")
-            costed = partition(copy.deepcopy(costed.model).to("meta"), n_stages, micro, equal)
-        costs = recomputing(profile(costed, micro), again)
-        held_by = sum(cost.parameter_bytes for cost in costs)
-        machines = Machines(hardware, Limits(), _optimizer_bytes(runtimes["DP"]) / held_by)
-        predicted = {rule: _predicted(one, costs, machines, slack) for rule, one in tried.items()}
+            microbatch = microbatch.to("meta")
+            costed_stages = partition(
+                copy.deepcopy(costed_stages.model).to("meta"), n_stages, microbatch, measure_name
+            )
+        costs = recomputing(profile(costed_stages, microbatch), checkpoint)
+        parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+        machines = Machines(hardware, Limits(), _optimizer_bytes(runtimes["DP"]) / parameter_bytes)
+        predicted = {
+            rule: _predicted(rule_candidate, costs, machines, slack)
+            for rule, rule_candidate in candidates.items()
+        }
         on_progress("predicting", 1.0)
         rules = tuple(
             RuleFindings(
                 rule=rule,
-                activations=held[rule][0],
-                cuda_peak=held[rule][1],
+                activations=measured_bytes[rule][0],
+                cuda_peak=measured_bytes[rule][1],
                 seconds=median(seconds[rule]),
                 ratio=measure.ratios(seconds[rule], seconds["DP"]),
-                predicted=mine[0],
-                speed=_speed(mine, predicted["DP"]),
-                without_links=mine[-1].seconds,
+                predicted=rule_predictions[0],
+                speed=_speed(rule_predictions, predicted["DP"]),
+                without_links=rule_predictions[-1].seconds,
             )
-            for rule, mine in predicted.items()
+            for rule, rule_predictions in predicted.items()
         )
-        found = replace(found, rules=rules, slack=slack)
+        findings = replace(findings, rules=rules, slack=slack)
+        # By default, training takes about 80 % of the seconds that the budget has left.
         n_steps = steps
         if n_steps is None:
-            left = budget - (time.perf_counter() - start)
-            both = found.of("DP").seconds + found.late.seconds
-            n_steps = int(0.8 * left / (seeds * both)) - measure.NORM_BATCHES // 2
+            seconds_left = budget - (time.perf_counter() - start)
+            pair_seconds = findings.of("DP").seconds + findings.late.seconds
+            n_steps = int(0.8 * seconds_left / (seeds * pair_seconds)) - measure.NORM_BATCHES // 2
             n_steps = min(_STEPS, n_steps) if n_steps >= _LEAST else 0
-        training, untrained = None, ""
-        if not found.late.predicted.staleness:
-            untrained = f"{found.late.rule} reads no weight late, and so trains as DP does"
+        training = None
+        untrained = ""
+        if not findings.late.predicted.staleness:
+            untrained = f"{findings.late.rule} reads no weight late, and so trains as DP does"
         elif not data.labelled:
             untrained = "the images came without classes"
         elif next(iter(data.test()), None) is None:
@@ -218,74 +239,116 @@ def pilot(
         elif not n_steps:
             untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
         else:
-            pair = {rule: here[rule] for rule in ("DP", found.late.rule)}
-            training = measure.train(runtime, pair, data, n_steps, range(seeds), on_progress)
+            trained_schedules = {
+                rule: one_device_schedules[rule] for rule in ("DP", findings.late.rule)
+            }
+            training = measure.train(
+                runtime, trained_schedules, data, n_steps, range(seeds), on_progress
+            )
     return replace(
-        found,
+        findings,
         training=training,
         untrained=untrained,
         seconds=time.perf_counter() - start,
     )
 
 
-def _tried(plain: Candidate, placement: str, late: Candidate | None) -> dict[str, Candidate]:
-    """DP; and ``late``, or CDP-v1 and CDP-v2 of the sizes of ``plain``."""
-    dp = replace(plain.choice, placement=placement)
-    found = {METHODS[name].label: replace(dp, schedule=name) for name in ("cdp_v1", "cdp_v2")}
-    if late:
-        dp = replace(dp, microbatches=late.choice.microbatches, accumulate=late.choice.accumulate)
+def _tried(
+    plain_candidate: Candidate, placement: str, late_candidate: Candidate | None
+) -> dict[str, Candidate]:
+    """Return the rules to compare: DP and the late candidate.
+
+    Without one: CDP-v1 and CDP-v2 of the sizes of ``plain_candidate``.
+    """
+    dp_choice = replace(plain_candidate.choice, placement=placement)
+    cdp_choices = {
+        METHODS[name].label: replace(dp_choice, schedule=name) for name in ("cdp_v1", "cdp_v2")
+    }
+    if late_candidate:
+        dp_choice = replace(
+            dp_choice,
+            microbatches=late_candidate.choice.microbatches,
+            accumulate=late_candidate.choice.accumulate,
+        )
     if placement == "per_stage":
-        dp = replace(plain.choice, schedule="gpipe")
-    if late:
-        return {"DP": replace(late, choice=dp, within=None), late.label.partition(",")[0]: late}
-    return {rule: replace(plain, choice=choice) for rule, choice in {"DP": dp, **found}.items()}
+        dp_choice = replace(plain_candidate.choice, schedule="gpipe")
+    if late_candidate:
+        return {
+            "DP": replace(late_candidate, choice=dp_choice, within=None),
+            late_candidate.label.partition(",")[0]: late_candidate,
+        }
+    return {
+        rule: replace(plain_candidate, choice=choice)
+        for rule, choice in {"DP": dp_choice, **cdp_choices}.items()
+    }
 
 
 def _corrected(candidate: Candidate) -> Candidate:
-    """``candidate`` with or without extrapolation of its late weights: the larger stable rate."""
-    best, most = candidate, 0.0
+    """Extrapolate the late weights of ``candidate`` if that allows a larger stable rate."""
+    best_candidate = candidate
+    largest_rate = 0.0
     for correction in ("none", "extrapolate") if candidate.schedule.max_staleness else ():
         with suppress(UserError):  # sharded weights cannot be extrapolated
-            other = replace(candidate, choice=replace(candidate.choice, correction=correction))
-            rate = largest_stable_rate(other.schedule, momentum=_MOMENTUM, nesterov=True).limit
-            best, most = (other, rate) if rate > most else (best, most)
-    return best
+            corrected_candidate = replace(
+                candidate, choice=replace(candidate.choice, correction=correction)
+            )
+            rate = largest_stable_rate(
+                corrected_candidate.schedule, momentum=_MOMENTUM, nesterov=True
+            ).limit
+            best_candidate, largest_rate = (
+                (corrected_candidate, rate)
+                if rate > largest_rate
+                else (best_candidate, largest_rate)
+            )
+    return best_candidate
 
 
 def _predicted(
     candidate: Candidate, costs: Costs, machines: Machines, slack: tuple[float, float]
 ) -> list[Prediction]:
-    """Predictions: as computing takes, with the least and the most of it, and without links."""
+    """Predict a candidate with the measured costs, their least and most, and without messages."""
     seconds = [cost.seconds(machines.hardware) for cost in costs]
-    versions = [costs] + [
+    cost_variants = [costs] + [
         tuple(
             replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
             for cost, (forward, backward) in zip(costs, seconds, strict=True)
         )
         for factor in slack
     ]
-    free = replace(machines.hardware, link_bandwidth=inf, link_latency=0.0)
-    found = machines.predict([candidate] * len(versions), versions)
-    return found + replace(machines, hardware=free).predict([candidate], [costs])
+    free_links = replace(machines.hardware, link_bandwidth=inf, link_latency=0.0)
+    predictions = machines.predict([candidate] * len(cost_variants), cost_variants)
+    return predictions + replace(machines, hardware=free_links).predict([candidate], [costs])
 
 
-def _speed(mine: Sequence[Prediction], base: Sequence[Prediction]) -> tuple[float, float, float]:
-    """Least, middle and largest ratio of step times."""
-    ratios = [m.seconds / b.seconds for m, b in zip(mine[:-1], base[:-1], strict=True)]
+def _speed(
+    rule_predictions: Sequence[Prediction], base_predictions: Sequence[Prediction]
+) -> tuple[float, float, float]:
+    """Return the least, middle and largest ratio of step times."""
+    ratios = [
+        rule_prediction.seconds / base_prediction.seconds
+        for rule_prediction, base_prediction in zip(
+            rule_predictions[:-1], base_predictions[:-1], strict=True
+        )
+    ]
     return min(ratios), ratios[0], max(ratios)
 
 
 def _optimizer_bytes(runtime: SingleProcess) -> int:
-    """Bytes of the optimizers' state."""
-    found = 0
+    """Return the bytes of the optimizers' state."""
+    n_bytes = 0
     for stage in runtime.part()["stages"].values():
-        states = (stage["optimizer"] or {"state": {}})["state"].values()
-        found += sum(x.nbytes for s in states for x in s.values() if isinstance(x, Tensor))
-    return found
+        parameter_states = (stage["optimizer"] or {"state": {}})["state"].values()
+        n_bytes += sum(
+            tensor.nbytes
+            for parameter_state in parameter_states
+            for tensor in parameter_state.values()
+            if isinstance(tensor, Tensor)
+        )
+    return n_bytes
 
 
 def _maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
-    """Function from a seed to the model; and the name by which a command line finds it."""
+    """Return a function from a seed to the model, and its name on a command line."""
     if isinstance(model, nn.Module):
         return lambda seed: model, ""
     if not callable(model):
@@ -294,24 +357,30 @@ def _maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
     def make(seed: int) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made = model()
-        if not isinstance(made, nn.Module):
-            raise UserError(f"model() returns a torch.nn.Module: got {made!r}")
-        return made
+            new_model = model()
+        if not isinstance(new_model, nn.Module):
+            raise UserError(f"model() returns a torch.nn.Module: got {new_model!r}")
+        return new_model
 
     module, name = (getattr(model, key, "") for key in ("__module__", "__qualname__"))
-    known = module and module != "__main__" and name and "<" not in name
-    return make, f"{module}.{name}" if known else ""
+    is_importable = module and module != "__main__" and name and "<" not in name
+    return make, f"{module}.{name}" if is_importable else ""
 
 
-def _cut(model: nn.Module, most: int, example: Tensor, by: str) -> tuple[Stages, int]:
+def _cut(
+    model: nn.Module, max_stages: int, example: Tensor, measure_name: str
+) -> tuple[Stages, int]:
     """Cut into ``most`` stages, or the most possible; at least two stages must train."""
-    uncut = partition(model, 1, example)  # raises if the model cannot be traced, or mixes samples
-    for n_stages in range(most, 1, -1):
+    # Raises if the model cannot be traced, or mixes samples.
+    uncut_stages = partition(model, 1, example)
+    for n_stages in range(max_stages, 1, -1):
         try:
-            stages = partition(model, n_stages, example, by, check=False)
+            stages = partition(model, n_stages, example, measure_name, check=False)
         except ValueError:
             continue
-        if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:
+        if (
+            sum(any(weights.requires_grad for weights in stage.parameters()) for stage in stages)
+            > 1
+        ):
             return stages, n_stages
-    return uncut, 1
+    return uncut_stages, 1

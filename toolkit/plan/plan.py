@@ -59,31 +59,39 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Two lines: the best candidate beside data parallelism, and a command that tries it."""
-        base, best = self.baseline, self.best
-        ddp = f"DDP on {count(base.ranks, 'rank')}"
-        takes = f"{_time(base.seconds)} a step, {size(base.memory)}"
-        if best is None:
-            least = min(self.predictions, key=attrgetter("memory"))
+        """Two lines: the best candidate compared with data parallelism, and a command to try it."""
+        baseline = self.baseline
+        best_prediction = self.best
+        baseline_name = f"DDP on {count(baseline.ranks, 'rank')}"
+        baseline_cost = f"{_time(baseline.seconds)} a step, {size(baseline.memory)}"
+        if best_prediction is None:
+            least_memory = min(self.predictions, key=attrgetter("memory"))
             return (
-                f"Nothing keeps the limits: {ddp} takes {takes}; the least memory is"
-                f" {size(least.memory)}, of {least.candidate.label}.\n"
+                f"Nothing keeps the limits: {baseline_name} takes {baseline_cost}; the least memory"
+                f" is {size(least_memory.memory)}, of {least_memory.candidate.label}.\n"
                 "Raise the limits, or lower the batch."
             )
-        tried = f"try it by: {self.command(best)}"
-        if best == base:
+        try_command = f"try it by: {self.command(best_prediction)}"
+        if best_prediction == baseline:
             return (
-                f"Stay with {ddp} ({takes}): nothing within the limits is more than {NEAR:.0%}"
-                f" faster.\n{tried}"
+                f"Stay with {baseline_name} ({baseline_cost}): nothing within the limits is more"
+                f" than {NEAR:.0%} faster.\n{try_command}"
             )
-        lacking = "" if base.fits else f", which takes {takes} and does not keep the limits"
-        share = best.memory / base.memory
-        held = "the same memory" if abs(share - 1) < NEAR else f"{share:.2f} of its memory"
-        late = f"weights {best.staleness:.2f} steps late on average"
+        baseline_failure = (
+            "" if baseline.fits else f", which takes {baseline_cost} and does not keep the limits"
+        )
+        memory_share = best_prediction.memory / baseline.memory
+        memory_words = (
+            "the same memory"
+            if abs(memory_share - 1) < NEAR
+            else f"{memory_share:.2f} of its memory"
+        )
+        staleness_words = f"weights {best_prediction.staleness:.2f} steps late on average"
         return (
-            f"{best.candidate.label} on {count(best.ranks, 'rank')}:"
-            f" {best.seconds / base.seconds:.2f} of the step time of {ddp}{lacking}; {held},"
-            f" {late if best.staleness else 'no weight late'}.\n{tried}"
+            f"{best_prediction.candidate.label} on {count(best_prediction.ranks, 'rank')}:"
+            f" {best_prediction.seconds / baseline.seconds:.2f} of the step time of"
+            f" {baseline_name}{baseline_failure}; {memory_words},"
+            f" {staleness_words if best_prediction.staleness else 'no weight late'}.\n{try_command}"
         )
 
     def command(self, found: Prediction) -> str:
@@ -101,24 +109,41 @@ class Plan:
             images: as for :func:`toolkit.plan.pilot`.
             options: of :func:`toolkit.plan.pilot`, besides.
         """
-        best = self.best or self.baseline
-        schedule, choice = best.schedule, best.candidate.choice
-        most, own = self.limits.memory, self.hardware
-        memories = [min(most, memory) for memory in own.memories]
-        options |= {"hardware": replace(own, memory=min(most, own.memory), memories=memories)}
+        best_prediction = self.best or self.baseline
+        schedule = best_prediction.schedule
+        choice = best_prediction.candidate.choice
+        memory_limit = self.limits.memory
+        hardware = self.hardware
+        memories = [min(memory_limit, memory) for memory in hardware.memories]
+        options |= {
+            "hardware": replace(
+                hardware, memory=min(memory_limit, hardware.memory), memories=memories
+            )
+        }
         options |= {"given": self.given}
         pipeline = choice.orders or METHODS[choice.schedule].kind == "pipeline"
-        if best.staleness or (pipeline and schedule.n_stages == best.ranks and not choice.orders):
-            return pilot(model, images, candidate=best.candidate, **options)
-        n = best.ranks if pipeline else max(2, choice.microbatches)
-        where = "per_stage" if pipeline else schedule.layout.name
-        size = max(1, best.candidate.batch * schedule.n_microbatches // n)
-        return pilot(model, images, n, batch=size, placement=where, **options)
+        if best_prediction.staleness or (
+            pipeline and schedule.n_stages == best_prediction.ranks and not choice.orders
+        ):
+            return pilot(model, images, candidate=best_prediction.candidate, **options)
+        n_workers = best_prediction.ranks if pipeline else max(2, choice.microbatches)
+        placement = "per_stage" if pipeline else schedule.layout.name
+        microbatch_size = max(
+            1, best_prediction.candidate.batch * schedule.n_microbatches // n_workers
+        )
+        return pilot(
+            model, images, n_workers, batch=microbatch_size, placement=placement, **options
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
-        more = {p for p in (self.best, self.baseline) if p} - {*self.front}
-        return [self.row(p) for p in sorted([*self.front, *more], key=attrgetter("seconds"))]
+        unlisted = {prediction for prediction in (self.best, self.baseline) if prediction} - {
+            *self.front
+        }
+        return [
+            self.row(prediction)
+            for prediction in sorted([*self.front, *unlisted], key=attrgetter("seconds"))
+        ]
 
     def row(self, found: Prediction) -> dict[str, Any]:
         """Return a prediction as plain values."""
@@ -133,25 +158,31 @@ class Plan:
         """Draw step times and memory of all predictions, and the front."""
         from toolkit.figures import plan_figure
 
-        others = [vars(p) for p in self.predictions if p not in self.front]
-        limit = min(self.limits.memory, self.hardware.memory)
-        return plan_figure(self.rows(), others, vars(self.baseline), limit)
+        other_predictions = [
+            vars(prediction) for prediction in self.predictions if prediction not in self.front
+        ]
+        memory_limit = min(self.limits.memory, self.hardware.memory)
+        return plan_figure(self.rows(), other_predictions, vars(self.baseline), memory_limit)
 
     def __str__(self) -> str:
-        rows = [{"": k} | plan_cells(row) for k, row in enumerate(self.rows())]
+        rows = [{"": index} | plan_cells(row) for index, row in enumerate(self.rows())]
         return f"{self.verdict}\n\n{table(rows)}\n\n{self.origin}"
 
     @property
     def origin(self) -> str:
         """How many candidates were looked at and simulated, and what was left out."""
-        more = "".join(f"\n{n} stages left out: {why}" for n, why in self.left_out.items())
+        notes = "".join(
+            f"\n{n_stages} stages left out: {reason}" for n_stages, reason in self.left_out.items()
+        )
         if found := self.searched:
-            least = "which is the least" if found.proven else f"at least {_time(found.bound)}"
-            more += f"\nSearched rank orders take {_time(found.seconds)}, {least} on its stages."
+            optimality = "which is the least" if found.proven else f"at least {_time(found.bound)}"
+            notes += (
+                f"\nSearched rank orders take {_time(found.seconds)}, {optimality} on its stages."
+            )
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
-            f" schedules {SLOW:g} times as slow as the fastest.{more}"
+            f" schedules {SLOW:g} times as slow as the fastest.{notes}"
         )
 
     def _repr_html_(self) -> str:
@@ -204,29 +235,59 @@ def plan(
             number.
     """
     machines = Machines(check_hardware(hardware), limits or Limits(), optimizer_words)
-    sizes = [whole(n, "ranks", 1) for n in (ranks if isinstance(ranks, Sequence) else [ranks])]
-    if not sizes or any(whole(batch, "batch", 1) % n for n in sizes):
+    sizes = [
+        whole(n_ranks, "ranks", 1)
+        for n_ranks in (ranks if isinstance(ranks, Sequence) else [ranks])
+    ]
+    if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
     costs_of = partial(stage_costs, meta_copy(model), form, precision)
     sweep = Sweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
-    tried = sweep.possible(sorted(set(sizes), reverse=True), batch)
-    plainest = tried[0]
-    sweep.simulate("simulating schedules", [c for c in tried if c.is_plain], plainest)
-    slowest = SLOW * min(p.seconds for p in sweep.done.values())
-    near = {c.choice for c, p in sweep.done.items() if p.seconds <= slowest}
-    more = [c for c in tried if c.choice in near and c not in sweep.done]
-    sweep.simulate("simulating cuts and recomputation", more, plainest)
+    all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch)
+    plainest_candidate = all_candidates[0]
+    # Plain stages of every method come first. Other cuts and recomputation are tried only of
+    # those methods that are not much slower than the fastest.
+    sweep.simulate(
+        "simulating schedules",
+        [candidate for candidate in all_candidates if candidate.is_plain],
+        plainest_candidate,
+    )
+    slowest = SLOW * min(prediction.seconds for prediction in sweep.done.values())
+    near_choices = {
+        candidate.choice
+        for candidate, prediction in sweep.done.items()
+        if prediction.seconds <= slowest
+    }
+    more_candidates = [
+        candidate
+        for candidate in all_candidates
+        if candidate.choice in near_choices and candidate not in sweep.done
+    ]
+    sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
     sweep.settle()
     searched = sweep.search(search_seconds) if search_seconds > 0 else None
-    ddp = (replace(plainest, partition=by) for by in MEASURES)
-    baseline = min((sweep.done[c] for c in ddp if c in sweep.done), key=attrgetter("seconds"))
-    best = sweep.confirmed(baseline)
+    dp_candidates = (
+        replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES
+    )
+    baseline = min(
+        (sweep.done[candidate] for candidate in dp_candidates if candidate in sweep.done),
+        key=attrgetter("seconds"),
+    )
+    best_prediction = sweep.confirmed(baseline)
     given = given or f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
-    done, order = (*sweep.done.values(),), (*front(sweep.done.values()),)
+    predictions, front_predictions = (*sweep.done.values(),), (*front(sweep.done.values()),)
     return Plan(
-        done, order, baseline, best, machines.limits, hardware, given, len(tried), sweep.left_out,
+        predictions,
+        front_predictions,
+        baseline,
+        best_prediction,
+        machines.limits,
+        hardware,
+        given,
+        len(all_candidates),
+        sweep.left_out,
         searched,
-    )  # fmt: skip
+    )
 
 
 def _time(seconds: float) -> str:

@@ -66,8 +66,11 @@ class Prediction:
 
     def dominates(self, other: "Prediction") -> bool:
         """Whether it is nowhere worse in time, memory, ranks and staleness."""
-        costs = ((p.seconds, p.memory, p.ranks, p.staleness) for p in (self, other))
-        return all(mine <= theirs for mine, theirs in zip(*costs, strict=True))
+        costs = (
+            (prediction.seconds, prediction.memory, prediction.ranks, prediction.staleness)
+            for prediction in (self, other)
+        )
+        return all(own_cost <= other_cost for own_cost, other_cost in zip(*costs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,37 +98,42 @@ class Machines:
         schedule = candidates[0].schedule
         timed = timed if schedule.max_staleness else 1
         program = schedule.lower(steps_to_time(schedule, timed)).verify()
-        found = []
-        for candidate, own in zip(candidates, costs, strict=True):
-            timeline = simulate(program, own, self.hardware, self.optimizer_bytes(own))
+        predictions = []
+        for candidate, candidate_costs in zip(candidates, costs, strict=True):
+            timeline = simulate(
+                program, candidate_costs, self.hardware, self.optimizer_bytes(candidate_costs)
+            )
             peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
-            sent = max(timeline.bytes_a_step())
-            found.append(self._judged(candidate, timeline.step_time, peaks, sent))
-        return found
+            sent_bytes = max(timeline.bytes_a_step())
+            predictions.append(self._judged(candidate, timeline.step_time, peaks, sent_bytes))
+        return predictions
 
     def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
         """Return what no simulation falls below: no messages, and one micro-batch at a time."""
-        schedule, n = candidate.schedule, candidate.schedule.n_ranks
-        kept = [cost.kept_bytes for cost in costs]
-        least = sum(kept) if schedule.layout.has_whole_models else 0.0
-        held = [least] * n
-        busy = 0.0
+        schedule = candidate.schedule
+        n_ranks = candidate.schedule.n_ranks
+        kept_bytes = [cost.kept_bytes for cost in costs]
+        activation_bytes = sum(kept_bytes) if schedule.layout.has_whole_models else 0.0
+        rank_bytes = [activation_bytes] * n_ranks
+        busy_seconds = 0.0
         for stage, cost in enumerate(costs):
             for rank in schedule.first_holders(stage):
-                held[rank] += cost.parameter_bytes
+                rank_bytes[rank] += cost.parameter_bytes
             forward, backward = cost.seconds(self.hardware)
-            busy += (1 + cost.recomputes) * forward + backward
-        speeds = sum(map(self.hardware.speed, range(n)))
-        return self._judged(candidate, busy * schedule.n_microbatches / speeds, held, 0.0)
+            busy_seconds += (1 + cost.recomputes) * forward + backward
+        total_speed = sum(map(self.hardware.speed, range(n_ranks)))
+        return self._judged(
+            candidate, busy_seconds * schedule.n_microbatches / total_speed, rank_bytes, 0.0
+        )
 
     def settle(self, candidate: Candidate, costs: Costs, within: float) -> Prediction:
         """Predict a candidate with an affordable delay, which takes a share ``within`` more time.
 
         No single weight could be fresher in that time.
         """
-        state = self.optimizer_bytes(costs)
+        state_bytes = self.optimizer_bytes(costs)
         delay = affordable_delay(
-            candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state
+            candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state_bytes
         )
         fresher = replace(candidate, choice=replace(candidate.choice, delay=delay), within=within)
         return self.predict([fresher], [costs])[0]
@@ -141,10 +149,11 @@ class Machines:
     def _judged(
         self, candidate: Candidate, seconds: float, held: Sequence[float], sent: float
     ) -> Prediction:
-        late, limits = candidate.schedule.mean_staleness, self.limits
-        fits = all(n <= self.memory_of(rank) for rank, n in enumerate(held))
-        fits &= seconds <= limits.seconds and late <= limits.staleness
-        return Prediction(candidate, seconds, max(held), len(held), late, sent, fits)
+        staleness = candidate.schedule.mean_staleness
+        limits = self.limits
+        fits = all(n_bytes <= self.memory_of(rank) for rank, n_bytes in enumerate(held))
+        fits &= seconds <= limits.seconds and staleness <= limits.staleness
+        return Prediction(candidate, seconds, max(held), len(held), staleness, sent, fits)
 
 
 def stage_costs(
@@ -159,20 +168,24 @@ def stage_costs(
         traced = Traced.of(model, example)
     except UserError as error:
         return [error] * len(candidates)
-    found: list[Costs | UserError] = []
+    costs_or_errors: list[Costs | UserError] = []
     for candidate in candidates:
         try:
             stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
-            found.append(profile(stages, example, precision=precision))
+            costs_or_errors.append(profile(stages, example, precision=precision))
         except UserError as error:
-            found.append(error)
-    return found
+            costs_or_errors.append(error)
+    return costs_or_errors
 
 
 def front(predictions: Iterable[Prediction]) -> list[Prediction]:
     """Return the predictions that keep the limits and no other dominates, the fastest first."""
-    kept: list[Prediction] = []
-    for found in sorted(predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")):
-        if found.fits and not any(other.dominates(found) for other in kept):
-            kept.append(found)
-    return kept
+    front_predictions: list[Prediction] = []
+    for prediction in sorted(
+        predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")
+    ):
+        if prediction.fits and not any(
+            front_prediction.dominates(prediction) for front_prediction in front_predictions
+        ):
+            front_predictions.append(prediction)
+    return front_predictions

@@ -66,18 +66,20 @@ def first_curvature(
     """
     batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
     inputs, targets = next(iter(batches.between(0, 1)))
-    size = run.options.batch
-    parts: Sequence[Batch] = [*zip(inputs.split(size), targets.split(size), strict=True)]
+    microbatch_size = run.options.batch
+    microbatches: Sequence[Batch] = [
+        *zip(inputs.split(microbatch_size), targets.split(microbatch_size), strict=True)
+    ]
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(run.options.seed)  # for the weights that the run has
         model = run.build_model().to(run.device)
     return largest_curvature(
         model,
         run.runtime.loss,
-        parts[:n_microbatches],
+        microbatches[:n_microbatches],
         tolerance=tolerance,
         seconds=seconds,
-        shares=n_microbatches >= len(parts),
+        shares=n_microbatches >= len(microbatches),
         seed=run.options.seed,
     )
 
@@ -92,26 +94,29 @@ def _check(run: TrainingRun) -> str | None:
         return None
     n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
-    sgd = schedule, options["momentum"], options["nesterov"]
-    first = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
-    if first.value <= 0 or Recurrence(*sgd).growth(rate * first.value) < _FAST:
+    sgd_options = schedule, options["momentum"], options["nesterov"]
+    first_estimate = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
+    if (
+        first_estimate.value <= 0
+        or Recurrence(*sgd_options).growth(rate * first_estimate.value) < _FAST
+    ):
         return None
-    n = schedule.n_microbatches
-    found = first_curvature(run, n, tolerance=_TOLERANCE, seconds=_SECONDS)
-    recurrence = Recurrence(*sgd, coupling_of(stage_shares(run, found)))
-    if (growth := recurrence.growth(rate * found.value)) < _FAST:
+    microbatches_per_step = schedule.n_microbatches
+    curvature = first_curvature(run, microbatches_per_step, tolerance=_TOLERANCE, seconds=_SECONDS)
+    recurrence = Recurrence(*sgd_options, coupling_of(stage_shares(run, curvature)))
+    if (growth := recurrence.growth(rate * curvature.value)) < _FAST:
         return None
     certificate = recurrence.certify()
-    stable, late = certificate.rate(found.value), schedule.max_staleness > 0
-    ways = [
-        *["optimizer.nesterov=true"] * (late and not options["nesterov"]),
-        *["schedule.correction=extrapolate"] * (late and schedule.corrected.kind == "none"),
-        f"optimizer.lr={stable / rate * options['lr']:.2g} or somewhat higher",
-        *["'schedule.phases=[{schedule: dp, epochs: 1}]'"] * late,
+    stable_rate, is_late = certificate.rate(curvature.value), schedule.max_staleness > 0
+    remedies = [
+        *["optimizer.nesterov=true"] * (is_late and not options["nesterov"]),
+        *["schedule.correction=extrapolate"] * (is_late and schedule.corrected.kind == "none"),
+        f"optimizer.lr={stable_rate / rate * options['lr']:.2g} or somewhat higher",
+        *["'schedule.phases=[{schedule: dp, epochs: 1}]'"] * is_late,
     ]
     return (
-        f"{schedule.name}: the learning rate {rate:.3g} is far above {stable:.2g}, the largest"
+        f"{schedule.name}: the learning rate {rate:.3g} is far above {stable_rate:.2g}, the largest"
         f" that is stable at the first weights ({certificate.limit:.3g} / curvature"
-        f" {found.value:.3g}): there deviations grow {growth:.2g} times a step; if the loss"
-        f" diverges, try {', '.join(ways)}"
+        f" {curvature.value:.3g}): there deviations grow {growth:.2g} times a step; if the loss"
+        f" diverges, try {', '.join(remedies)}"
     )

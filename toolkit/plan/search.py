@@ -101,57 +101,80 @@ def search(
             without OR-tools, or no step is as short as ``step_seconds``. If that is proven, the
             message names the fewest limits that cannot be met together.
     """
-    m, s = whole(n_microbatches, "the number of micro-batches", 1), len(costs)
-    given_room = room_of(costs, ranks, placement, hardware, memory)
-    work, speeds, limits = given_room.work, given_room.speeds, given_room.limits
-    p = len(limits)
-    equal = len({*zip(limits, speeds, strict=True)}) == 1
-    free = placement is None and not (p == s and equal and hardware.ranks_per_machine == 1)
-    starts = [tuple(placement)] if placement else shapes(work, speeds)
-    room, tried, end = [*limits], 0, time.monotonic() + seconds
+    microbatches_per_step, n_stages = (
+        whole(n_microbatches, "the number of micro-batches", 1),
+        len(costs),
+    )
+    stage_room = room_of(costs, ranks, placement, hardware, memory)
+    work = stage_room.work
+    speeds = stage_room.speeds
+    limits = stage_room.limits
+    n_ranks = len(limits)
+    has_equal_ranks = len({*zip(limits, speeds, strict=True)}) == 1
+    placement_is_free = placement is None and not (
+        n_ranks == n_stages and has_equal_ranks and hardware.ranks_per_machine == 1
+    )
+    placements = [tuple(placement)] if placement else shapes(work, speeds)
+    room, n_tried, end = [*limits], 0, time.monotonic() + seconds
     bounds: list[float] = []
     for attempt in range(_ATTEMPTS):
 
-        def make(where: Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
-            given = costs, m, where, hardware, split_backward, room, optimizer_bytes
-            return order_problem(*given)
+        def make(stage_ranks: Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
+            arguments = (
+                costs,
+                microbatches_per_step,
+                stage_ranks,
+                hardware,
+                split_backward,
+                room,
+                optimizer_bytes,
+            )
+            return order_problem(*arguments)
 
-        run = _Search(make, random.Random(seed), progress)
-        problem, words, bound = run.best(starts, free, end, exact, catalogue)
-        tried += run.tried
+        attempt_search = _Search(make, random.Random(seed), progress)
+        problem, rank_orders, bound = attempt_search.best(
+            placements, placement_is_free, end, exact, catalogue
+        )
+        n_tried += attempt_search.tried
         bounds.append(bound)
-        schedule = problem.schedule(words, "searched")
+        schedule = problem.schedule(rank_orders, "searched")
         timeline = simulated(schedule, costs, hardware, optimizer_bytes)
-        peaks = tuple(timeline.peak_memory(rank) for rank in range(p))
-        over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
-        if max(over) <= _TIE * max(peaks):
+        peaks = tuple(timeline.peak_memory(rank) for rank in range(n_ranks))
+        excess_bytes = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
+        if max(excess_bytes) <= _TIE * max(peaks):
             break
-        # Messages took more room than foreseen.
-        room = [space - more * 2**attempt for space, more in zip(room, over, strict=True)]
-        starts, end = [problem.placement], time.monotonic() + seconds / 4
+        # Messages took more room than foreseen, so the next attempt gets less room.
+        room = [
+            rank_room - excess * 2**attempt
+            for rank_room, excess in zip(room, excess_bytes, strict=True)
+        ]
+        placements, end = [problem.placement], time.monotonic() + seconds / 4
     else:
         raise UserError(
             f"no orders were found in a memory of {[*limits]} bytes: give more, or more seconds"
         )
-    bound = m * busiest(work, speeds) if free else bounds[0]  # later ones have less room
-    took = timeline.step_time
-    if step_seconds is not None and took > step_seconds * (1 + _TIE):
-        given = None if free else make(problem.placement, limits)
-        raise UserError(_too_slow(given, step_seconds, took, bound, limits, seconds))
-    bound, proven = min(bound, took), took <= bound * (1 + _ROUNDING)
-    return Found(schedule, took, bound, proven, peaks, problem.placement, tried)
+    # Only the first attempt's bound holds: later attempts have less room than the ranks.
+    bound = microbatches_per_step * busiest(work, speeds) if placement_is_free else bounds[0]
+    best_seconds = timeline.step_time
+    if step_seconds is not None and best_seconds > step_seconds * (1 + _TIE):
+        fixed_problem = None if placement_is_free else make(problem.placement, limits)
+        raise UserError(
+            _too_slow(fixed_problem, step_seconds, best_seconds, bound, limits, seconds)
+        )
+    bound, proven = min(bound, best_seconds), best_seconds <= bound * (1 + _ROUNDING)
+    return Found(schedule, best_seconds, bound, proven, peaks, problem.placement, n_tried)
 
 
 def _too_slow(
     problem: OrderProblem | None,
     step_seconds: float,
-    took: float,
+    best_seconds: float,
     bound: float,
     limits: Sequence[float],
     seconds: float,
 ) -> str:
-    """Why no step is as short as ``step_seconds``."""
-    fastest = f"the fastest orders that were found take {took:.4g} s"
+    """Return the reason why no step is as short as ``step_seconds``."""
+    fastest = f"the fastest orders that were found take {best_seconds:.4g} s"
     if problem is not None and problem.n_ops <= _EXACT_OPS and _exact.available():
         ranks = _exact.conflict(problem, step_seconds, seconds)
         if ranks == ():
@@ -165,16 +188,18 @@ def _too_slow(
     return f"no orders of {step_seconds:.4g} s a step: {fastest}, and none less than {bound:.4g} s"
 
 
-def _fits(problem: OrderProblem, words: list[Word]) -> bool:
-    """Whether ranks have room, for messages that wait, too."""
-    held = problem.peaks(words)
-    return all(most <= room * (1 + _TIE) for most, room in zip(held, problem.room, strict=True))
+def _fits(problem: OrderProblem, rank_orders: list[Word]) -> bool:
+    """Whether ranks have room for activations and for messages that wait."""
+    peak_bytes = problem.peaks(rank_orders)
+    return all(
+        peak <= room * (1 + _TIE) for peak, room in zip(peak_bytes, problem.room, strict=True)
+    )
 
 
 def simulated(
     schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
 ) -> Timeline:
-    """Training steps of a schedule up to its steady state, verified."""
+    """Simulate verified training steps of a schedule up to its steady state."""
     program = schedule.lower(steps_to_time(schedule)).verify()
     return simulate(program, costs, hardware, optimizer_bytes)
 
@@ -196,60 +221,77 @@ class _Search:
         exact: bool | None,
         catalogue: bool = True,
     ) -> tuple[OrderProblem, list[Word], float]:
-        """The best orders, of the best placement if they are free to change, and its bound."""
-        begin, left = time.monotonic(), end - time.monotonic()
+        """Return the best orders, their problem, and a bound on the seconds of a step.
+
+        The time until ``end`` is shared: first keys and placements, then OR-tools on merged
+        stages, then single places of ops, and last OR-tools on all stages.
+        """
+        begin, remaining_seconds = time.monotonic(), end - time.monotonic()
         blocks: list[_Block] = []
         orders: list[tuple[OrderProblem, list[Word]]] = []
-        for where in starts:
+        for stage_ranks in starts:
             try:
-                problem = self.make(where)
+                problem = self.make(stage_ranks)
             except UserError as error:  # a rank has no room
-                refused = error
+                room_error = error
                 continue
-            blocks += [(where, keys) for keys in simple_keys(problem)]
+            blocks += [(stage_ranks, chain_keys) for chain_keys in simple_keys(problem)]
             if catalogue:
-                orders += [(problem, words) for words in _catalogued(problem)]
+                orders += [(problem, rank_orders) for rank_orders in _catalogued(problem)]
         if not blocks:
-            raise refused
+            raise room_error
         block = min(blocks, key=self.seconds)
         problem = self.make(block[0])
         bound = 0.0 if free else problem.bound()
-        ask = _exact.available() if exact is None else exact
-        block = self.blocks(block, free, begin + (0.3 if ask else 0.5) * left, bound)
-        problem, words = self.make(block[0]), self.listed(block)
-        if ask and problem.merged is not problem and problem.merged.n_ops <= _EXACT_OPS:
-            words, _ = self.solved(problem.merged, words, begin + 0.6 * left)
-        orders.append((problem, problem.split(words)))
-        problem, words = min(
+        use_exact = _exact.available() if exact is None else exact
+        block = self.blocks(
+            block, free, begin + (0.3 if use_exact else 0.5) * remaining_seconds, bound
+        )
+        problem, rank_orders = self.make(block[0]), self.listed(block)
+        if use_exact and problem.merged is not problem and problem.merged.n_ops <= _EXACT_OPS:
+            rank_orders, _ = self.solved(
+                problem.merged, rank_orders, begin + 0.6 * remaining_seconds
+            )
+        orders.append((problem, problem.split(rank_orders)))
+        problem, rank_orders = min(
             orders, key=lambda order: (not _fits(*order), order[0].period(order[1]))
         )
         bound = problem.bound()
-        ask = ask and (problem.n_ops <= _EXACT_OPS or exact is True)
-        left = end - time.monotonic()
-        words = self.places(problem, words, end - (0.7 * left if ask else 0.0), bound)
-        if ask and problem.period(words) > bound * (1 + _TIE):
-            words, proven = self.solved(problem, words, end)
-            bound = max(bound, proven)
-        return problem, words, bound
+        use_exact = use_exact and (problem.n_ops <= _EXACT_OPS or exact is True)
+        remaining_seconds = end - time.monotonic()
+        rank_orders = self.places(
+            problem, rank_orders, end - (0.7 * remaining_seconds if use_exact else 0.0), bound
+        )
+        if use_exact and problem.period(rank_orders) > bound * (1 + _TIE):
+            rank_orders, proven_bound = self.solved(problem, rank_orders, end)
+            bound = max(bound, proven_bound)
+        return problem, rank_orders, bound
 
     def solved(
         self, problem: OrderProblem, words: list[Word], end: float
     ) -> tuple[list[Word], float]:
-        """``words`` or better ones, and a bound, by OR-tools."""
+        """Return ``words`` or better orders, and a bound, by OR-tools."""
         seconds = max(1.0, end - time.monotonic())
-        found, bound = _exact.solve(problem, words, seconds, self.report)
-        better = _fits(problem, found) or not _fits(problem, words)
-        return found if better else words, bound
+        exact_orders, bound = _exact.solve(problem, words, seconds, self.report)
+        is_better = _fits(problem, exact_orders) or not _fits(problem, words)
+        return exact_orders if is_better else words, bound
 
     def listed(self, block: _Block) -> list[Word]:
-        """Orders of merged stages: forwards have the keys of the first, backwards of the last."""
+        """List the orders of merged stages from the keys of a block.
+
+        Forwards take the key of a group's first stage, backwards that of its last.
+        """
         problem, (interval, patience, *keys) = self.make(block[0]), block[1]
-        n = len(problem.kinds)
-        own = [keys[g[0 if k == 0 else -1] * n + k] for g in problem.groups for k in range(n)]
-        return list_schedule(problem.merged, [interval, patience, *own])
+        n_kinds = len(problem.kinds)
+        group_keys = [
+            keys[group[0 if kind == 0 else -1] * n_kinds + kind]
+            for group in problem.groups
+            for kind in range(n_kinds)
+        ]
+        return list_schedule(problem.merged, [interval, patience, *group_keys])
 
     def seconds(self, block: _Block) -> float:
-        """Of a training step; infinite if a rank has no room."""
+        """Return the seconds of a training step; infinite if a rank has no room."""
         try:
             problem = self.make(block[0]).merged
         except UserError:
@@ -261,23 +303,29 @@ class _Search:
         draw, longest = self.draw, max(self.make(block[0]).seconds)
 
         def change(block: _Block) -> _Block:
-            where, (interval, patience, *keys) = [*block[0]], block[1]
+            stage_ranks, (interval, patience, *keys) = [*block[0]], block[1]
             if free and draw.random() < 0.5:
-                i, j = draw.randrange(len(where)), draw.randrange(len(where))
-                if draw.random() < 0.7 and where.count(where[i]) > 1:
-                    near = (max(i - 1, 0), min(i + 1, len(where) - 1))
-                    where[i] = where[draw.choice((j, *near))]
+                stage, other_stage = (
+                    draw.randrange(len(stage_ranks)),
+                    draw.randrange(len(stage_ranks)),
+                )
+                if draw.random() < 0.7 and stage_ranks.count(stage_ranks[stage]) > 1:
+                    neighbours = (max(stage - 1, 0), min(stage + 1, len(stage_ranks) - 1))
+                    stage_ranks[stage] = stage_ranks[draw.choice((other_stage, *neighbours))]
                 else:
-                    where[i], where[j] = where[j], where[i]
+                    stage_ranks[stage], stage_ranks[other_stage] = (
+                        stage_ranks[other_stage],
+                        stage_ranks[stage],
+                    )
             else:
-                size = interval * draw.choice((0.2, 1.0, 4.0))
+                deviation = interval * draw.choice((0.2, 1.0, 4.0))
                 for _ in range(draw.choice((1, 1, 2, 4))):
-                    keys[draw.randrange(len(keys))] += draw.gauss(0, size)
+                    keys[draw.randrange(len(keys))] += draw.gauss(0, deviation)
                 if draw.random() < 0.2:
                     interval *= exp(draw.gauss(0, 0.2))
                 if draw.random() < 0.2:
                     patience = draw.choice((0.0, draw.random())) * longest
-            return tuple(where), (interval, patience, *keys)
+            return tuple(stage_ranks), (interval, patience, *keys)
 
         def fits(block: _Block) -> bool:
             return _fits(self.make(block[0]).merged, self.listed(block))
@@ -290,15 +338,17 @@ class _Search:
         """Anneal single places of ops in the orders."""
         draw = self.draw
 
-        def change(words: list[Word]) -> list[Word]:
-            rank = draw.randrange(len(words))
-            word = [*words[rank]]
-            at = draw.randrange(len(word))
-            to = at + draw.choice((-1, 1)) * int(1 + draw.expovariate(0.4))
-            word.insert(min(max(to, 0), len(word) - 1), word.pop(at))
-            if not problem.fits(rank, word):
-                return words
-            return [*words[:rank], word, *words[rank + 1 :]]
+        def change(rank_orders: list[Word]) -> list[Word]:
+            rank = draw.randrange(len(rank_orders))
+            rank_order = [*rank_orders[rank]]
+            position = draw.randrange(len(rank_order))
+            new_position = position + draw.choice((-1, 1)) * int(1 + draw.expovariate(0.4))
+            rank_order.insert(
+                min(max(new_position, 0), len(rank_order) - 1), rank_order.pop(position)
+            )
+            if not problem.fits(rank, rank_order):
+                return rank_orders
+            return [*rank_orders[:rank], rank_order, *rank_orders[rank + 1 :]]
 
         fits = partial(_fits, problem)
         return self.anneal(words, change, problem.period, fits, end, bound)
@@ -312,49 +362,56 @@ class _Search:
         end: float,
         bound: float,
     ) -> _T:
-        """The best of many changes, until ``end`` or the ``bound``; early on, worse ones pass."""
-        now = best = given
-        took = seconds(given)
-        least = took if fits(given) else inf
-        begin = at = time.monotonic()
+        """Return the best of many changes, until ``end`` or the ``bound``.
+
+        Early on, slower changes are accepted too, so that the search leaves local minima.
+        """
+        current = best = given
+        current_seconds = seconds(given)
+        best_seconds = current_seconds if fits(given) else inf
+        begin = clock = time.monotonic()
         hot, cold = _HEAT
-        while at < end and least > bound * (1 + _TIE):
-            heat = hot * (cold / hot) ** ((at - begin) / (end - begin)) * took
-            at = time.monotonic()
-            tried = change(now)
-            if tried is now:
+        while clock < end and best_seconds > bound * (1 + _TIE):
+            heat = hot * (cold / hot) ** ((clock - begin) / (end - begin)) * current_seconds
+            clock = time.monotonic()
+            changed = change(current)
+            if changed is current:
                 continue
             self.tried += 1
-            new = seconds(tried)
-            if new <= took or self.draw.random() < exp((took - new) / heat):
-                now, took = tried, new
-                if took < least and fits(now):
-                    best, least = now, took
-            self.report("annealing", least, bound)
+            changed_seconds = seconds(changed)
+            if changed_seconds <= current_seconds or self.draw.random() < exp(
+                (current_seconds - changed_seconds) / heat
+            ):
+                current = changed
+                current_seconds = changed_seconds
+                if current_seconds < best_seconds and fits(current):
+                    best = current
+                    best_seconds = current_seconds
+            self.report("annealing", best_seconds, bound)
         return best
 
     def report(self, what: str, seconds: float, bound: float) -> None:
         """Call ``progress``, at most once a second."""
-        if self.say and (now := time.monotonic()) - self.said > 1:
-            self.said = now
+        if self.say and (clock := time.monotonic()) - self.said > 1:
+            self.said = clock
             self.say(what, seconds, bound)
 
 
 def _catalogued(problem: OrderProblem) -> Iterator[list[Word]]:
-    """Orders of the catalogue that have this placement, and room."""
-    s = len(problem.held)
+    """Yield the catalogue's orders that have this placement and fit into the room."""
+    n_stages = len(problem.held)
     for method in catalog.METHODS.values():
         if method.kind != "pipeline":
             continue
         options = {"n_ranks": problem.n_ranks} if "n_ranks" in method.options else {}
         try:
-            schedule = method(s, problem.n_microbatches, **options)
+            schedule = method(n_stages, problem.n_microbatches, **options)
         except UserError:  # these sizes do not suit it
             continue
-        ranks = zip(*schedule.layout.cycles, strict=True)  # of each micro-batch
+        rank_rows = zip(*schedule.layout.cycles, strict=True)  # of each micro-batch
         kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
-        alike = {*ranks} == {problem.placement} and kinds == {*problem.kinds}
-        if alike and not schedule.max_staleness:
-            words = problem.words(schedule)
-            if all(map(problem.fits, range(problem.n_ranks), words)):
-                yield words
+        fits_problem = {*rank_rows} == {problem.placement} and kinds == {*problem.kinds}
+        if fits_problem and not schedule.max_staleness:
+            rank_orders = problem.words(schedule)
+            if all(map(problem.fits, range(problem.n_ranks), rank_orders)):
+                yield rank_orders

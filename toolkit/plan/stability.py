@@ -122,9 +122,12 @@ class Recurrence:
         """Covariance of what one draw reads, ``[versions, versions]``; None without draws."""
         if not isinstance(delay := self.schedule.delay, RandomDelay):
             return None
-        rows, p = np.stack([self._row(d) for d in delay.values]), np.array(delay.probabilities)
-        mean = p @ rows
-        covariance: Matrix = (rows - mean).T @ np.diag(p) @ (rows - mean)
+        share_rows, probabilities = (
+            np.stack([self._row(delay_value) for delay_value in delay.values]),
+            np.array(delay.probabilities),
+        )
+        mean = probabilities @ share_rows
+        covariance: Matrix = (share_rows - mean).T @ np.diag(probabilities) @ (share_rows - mean)
         return covariance / (self.schedule.n_microbatches if delay.per == "microbatch" else 1)
 
     @cached_property
@@ -132,16 +135,28 @@ class Recurrence:
         """``[stage, version]``: mean share of each version in what a stage reads, newest first."""
         if isinstance(delay := self.schedule.delay, RandomDelay):
             terms = zip(delay.values, delay.probabilities, strict=True)
-            mean = sum((p * self._row(d) for d, p in terms), start=self._row(0) * 0)
+            mean = sum(
+                (probability * self._row(value) for value, probability in terms),
+                start=self._row(0) * 0,
+            )
             return np.tile(mean, (len(self._modes[0]), 1))
-        rows = [[self._row(d) for d in delays] for delays in self.schedule.staleness]
+        rows = [
+            [self._row(stage_delay) for stage_delay in delays] for delays in self.schedule.staleness
+        ]
         return np.mean(rows, axis=1)
 
     def certify(self) -> Certificate:
         """Find the largest stable rate; see :func:`largest_stable_rate`."""
-        late, ahead = self.schedule.max_staleness, extrapolation(self.schedule)
-        small = 0.01 * (1 - self.momentum) / ((1 + late) * (1 + ahead * late))
-        limit = _first_unstable(lambda rate: self.growth(rate) < 1 + _NEUTRAL, small)
+        max_staleness, extrapolation_factor = (
+            self.schedule.max_staleness,
+            extrapolation(self.schedule),
+        )
+        small_rate = (
+            0.01
+            * (1 - self.momentum)
+            / ((1 + max_staleness) * (1 + extrapolation_factor * max_staleness))
+        )
+        limit = _first_unstable(lambda rate: self.growth(rate) < 1 + _NEUTRAL, small_rate)
         kind: Literal["exact", "mean square"] = "exact" if self.noise is None else "mean square"
         return Certificate(limit, kind, self.schedule.name, self.momentum, self.nesterov)
 
@@ -151,50 +166,71 @@ class Recurrence:
         At another largest curvature, ``rate`` is the learning rate times that. With random delays
         it is the larger of that of the mean, and of the gain of the noise.
         """
-        u, curvatures = self._modes
-        mu, ahead = self.momentum, self.momentum if self.nesterov else 1.0
-        n, r = self.reads.shape[1] + 1, len(curvatures)
-        shift = np.eye(n, k=-1)  # each version becomes a step older
-        shift[0, 0], shift[0, -1], shift[-1, -2:] = 1, -rate * mu * ahead, (0, mu)
-        moved = np.zeros((n, 1))  # by the gradient: the newest version and the momentum
-        moved[0], moved[-1] = -rate * (1 + mu if self.nesterov else 1), 1
-        a = np.kron(shift, np.eye(r))
-        for d, share in enumerate(self.reads.T):
-            at = np.eye(1, n, d)
-            a += np.kron(moved @ at, curvatures[:, None] * (u.T * share) @ u)
-        radius = _radius(a)
+        modes, curvatures = self._modes
+        momentum, momentum_factor = self.momentum, self.momentum if self.nesterov else 1.0
+        state_size, n_modes = self.reads.shape[1] + 1, len(curvatures)
+        shift = np.eye(state_size, k=-1)  # each version becomes a step older
+        shift[0, 0], shift[0, -1], shift[-1, -2:] = (
+            1,
+            -rate * momentum * momentum_factor,
+            (0, momentum),
+        )
+        # The gradient moves the newest version and the momentum.
+        gradient_effect = np.zeros((state_size, 1))
+        gradient_effect[0], gradient_effect[-1] = -rate * (1 + momentum if self.nesterov else 1), 1
+        matrix = np.kron(shift, np.eye(n_modes))
+        for version, share in enumerate(self.reads.T):
+            version_row = np.eye(1, state_size, version)
+            matrix += np.kron(
+                gradient_effect @ version_row, curvatures[:, None] * (modes.T * share) @ modes
+            )
+        radius = _radius(matrix)
         if self.noise is None or radius >= 1:
             return radius
-        b = np.stack([np.kron(moved, (curvatures * row)[:, None]) for row in u])
-        moments = _moments(a, b @ b.mT).reshape(-1, n, r, n, r)[:, :-1, :, :-1]
-        gains = np.einsum("de,kdaeb,la,lb->lk", self.noise, moments, u, u)
+        noise_effect = np.stack(
+            [np.kron(gradient_effect, (curvatures * row)[:, None]) for row in modes]
+        )
+        moments = _moments(matrix, noise_effect @ noise_effect.mT).reshape(
+            -1, state_size, n_modes, state_size, n_modes
+        )[:, :-1, :, :-1]
+        gains = np.einsum("de,kdaeb,la,lb->lk", self.noise, moments, modes, modes)
         return max(radius, _radius(gains))
 
     def _row(self, delay: int) -> Matrix:
-        """The share of each version in a read that is ``delay`` steps late."""
-        s = extrapolation(self.schedule)
-        row = np.zeros(self.schedule.max_staleness + 1 + (s > 0))
-        row[delay] = 1
-        if s and delay:
-            row[delay : delay + 2] += s * delay, -s * delay
-        return row
+        """Return the share of each version in a read that is ``delay`` steps late."""
+        factor = extrapolation(self.schedule)
+        shares = np.zeros(self.schedule.max_staleness + 1 + (factor > 0))
+        shares[delay] = 1
+        if factor and delay:
+            shares[delay : delay + 2] += factor * delay, -factor * delay
+        return shares
 
     @cached_property
     def _modes(self) -> tuple[Matrix, Matrix]:
         """Orthonormal columns U that span the range of H, and its eigenvalues; the largest is 1."""
-        s, delay = self.schedule.n_stages, self.schedule.delay
-        h = np.ones((s, s)) if self.coupling is None else np.array(self.coupling, float)
-        if h.shape != (s, s) or not np.isfinite(h).all() or not np.allclose(h, h.T):
+        n_stages = self.schedule.n_stages
+        delay = self.schedule.delay
+        coupling = (
+            np.ones((n_stages, n_stages))
+            if self.coupling is None
+            else np.array(self.coupling, float)
+        )
+        if (
+            coupling.shape != (n_stages, n_stages)
+            or not np.isfinite(coupling).all()
+            or not np.allclose(coupling, coupling.T)
+        ):
             raise UserError(
-                f"coupling is a symmetric matrix of {s} x {s} finite numbers: got {h.shape}"
+                f"coupling is a symmetric matrix of {n_stages} x {n_stages} finite numbers: got"
+                f" {coupling.shape}"
             )
-        values, vectors = np.linalg.eigh(h)
+        values, vectors = np.linalg.eigh(coupling)
         if not values[-1] > 0 or values[0] < -1e-6 * values[-1]:
             raise UserError(f"coupling has no negative eigenvalues, and one above 0: got {values}")
         if isinstance(delay, RandomDelay) and delay.per == "step":
             return np.ones((1, 1)), np.ones(1)  # equal reads: modes are apart, the largest decides
-        kept = values > _FLAT * values[-1]
-        return vectors[:, kept], values[kept] / values[-1]
+        is_curved = values > _FLAT * values[-1]
+        return vectors[:, is_curved], values[is_curved] / values[-1]
 
 
 def extrapolation(schedule: Schedule) -> float:
@@ -211,29 +247,34 @@ def _radius(matrix: Matrix) -> float:
 
 
 def _moments(a: Matrix, q: Matrix) -> Matrix:
-    """Sum over i of A^i Q (A^T)^i for each Q of ``q``, by doubling; A is stable."""
+    """Return the sum over i of A^i Q (A^T)^i for each Q of ``q``, by doubling; A is stable."""
     for _ in range(64):
-        more = a @ q @ a.T
-        q, a = q + more, a @ a
-        if np.abs(more).max() <= 1e-12 * np.abs(q).max():
+        terms = a @ q @ a.T
+        q, a = q + terms, a @ a
+        if np.abs(terms).max() <= 1e-12 * np.abs(q).max():
             break
     return q
 
 
-def _first_unstable(stable: Callable[[float], bool], small: float) -> float:
-    """Return the rate, from ``small`` on, below which every rate that is looked at is stable."""
-    while not stable(small):
-        small /= 10
-        if small < 1e-15:
+def _first_unstable(stable: Callable[[float], bool], stable_rate: float) -> float:
+    """Return the rate below which all scanned rates are stable.
+
+    The scan begins at ``stable_rate``, which shrinks if it is not stable itself.
+    """
+    while not stable(stable_rate):
+        stable_rate /= 10
+        if stable_rate < 1e-15:
             return 0.0
-    while stable(large := small * _SCAN):
-        small = large
-        if small > _MOST:
+    while stable(unstable_rate := stable_rate * _SCAN):
+        stable_rate = unstable_rate
+        if stable_rate > _MOST:
             return inf
-    while large > small * (1 + _PRECISION):
-        middle = (small * large) ** 0.5
-        small, large = (middle, large) if stable(middle) else (small, middle)
-    return small
+    while unstable_rate > stable_rate * (1 + _PRECISION):
+        middle_rate = (stable_rate * unstable_rate) ** 0.5
+        stable_rate, unstable_rate = (
+            (middle_rate, unstable_rate) if stable(middle_rate) else (stable_rate, middle_rate)
+        )
+    return stable_rate
 
 
 def coupling_of(shares: Sequence[float]) -> Matrix:

@@ -35,82 +35,113 @@ def room_of(
     memory: float | Sequence[float] | None,
 ) -> Room:
     """Return the room of a search; arguments and errors as of :func:`toolkit.plan.search`."""
-    s = len(costs)
+    n_stages = len(costs)
     if ranks is None:
-        ranks = s
-    p = whole(ranks, "the number of ranks", 1)
+        ranks = n_stages
+    n_ranks = whole(ranks, "the number of ranks", 1)
     if placement is not None:
-        p = max(placement, default=0) + 1
-        if len(placement) != s or {*placement} != {*range(p)}:
+        n_ranks = max(placement, default=0) + 1
+        if len(placement) != n_stages or {*placement} != {*range(n_ranks)}:
             raise UserError(
-                f"placement is the rank of each of {s} stages, on ranks 0, 1, ...: got"
+                f"placement is the rank of each of {n_stages} stages, on ranks 0, 1, ...: got"
                 f" {[*placement]}"
             )
-    if p > s:
-        raise UserError(f"each of {p} ranks runs a stage: got {s} stages")
+    if n_ranks > n_stages:
+        raise UserError(f"each of {n_ranks} ranks runs a stage: got {n_stages} stages")
     if memory is None:
-        memory = [hardware.memory_of(rank) for rank in range(p)]
-    limits = [memory] * p if isinstance(memory, int | float) else memory
-    if len(limits) != p:
-        raise UserError(f"memory has an entry for each of {p} ranks: got {len(limits)}")
+        memory = [hardware.memory_of(rank) for rank in range(n_ranks)]
+    limits = [memory] * n_ranks if isinstance(memory, int | float) else memory
+    if len(limits) != n_ranks:
+        raise UserError(f"memory has an entry for each of {n_ranks} ranks: got {len(limits)}")
     work = tuple(sum(cost.seconds(hardware)) for cost in costs)
-    return Room(work, tuple(map(hardware.speed, range(p))), tuple(limits))
+    return Room(work, tuple(map(hardware.speed, range(n_ranks))), tuple(limits))
 
 
 def loads(where: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """Return the seconds of each rank's stages on a micro-batch, the busiest first."""
-    found = [0.0] * len(speeds)
+    """Return the seconds of each rank's stages on a micro-batch, the busiest first.
+
+    Args:
+        where: ``[stage]``, its rank.
+        work: ``[stage]``, seconds on a micro-batch at speed 1.
+        speeds: ``[rank]``.
+    """
+    rank_seconds = [0.0] * len(speeds)
     for seconds, rank in zip(work, where, strict=True):
-        found[rank] += seconds / speeds[rank]
-    return sorted(found, reverse=True)
+        rank_seconds[rank] += seconds / speeds[rank]
+    return sorted(rank_seconds, reverse=True)
 
 
 def busiest(work: Sequence[float], speeds: Sequence[float]) -> float:
-    """Seconds of the busiest rank, at least, wherever stages of ``work`` seconds are placed."""
-    p, largest = len(speeds), sorted(work, reverse=True)
-    two = sum(largest[p - 1 : p + 1]) if len(work) > p else 0.0  # of p + 1, a rank runs two
-    return max(sum(work) / sum(speeds), max(two, largest[0]) / max(speeds))
+    """Return seconds that the busiest rank takes at least, on any placement.
+
+    Args:
+        work: ``[stage]``, seconds on a micro-batch at speed 1.
+        speeds: ``[rank]``.
+    """
+    n_ranks, largest = len(speeds), sorted(work, reverse=True)
+    # With more stages than ranks, a rank runs two of the n_ranks + 1 largest.
+    two_stages = sum(largest[n_ranks - 1 : n_ranks + 1]) if len(work) > n_ranks else 0.0
+    return max(sum(work) / sum(speeds), max(two_stages, largest[0]) / max(speeds))
 
 
 def shapes(work: Sequence[float], speeds: Sequence[float]) -> list[Places]:
-    """Neighbours on a rank, stages in turn, and to and fro; then the same, balanced."""
-    p, s = len(speeds), len(work)
-    there = [*range(p), *reversed(range(p))]
-    ranks = ((j * p // s, j % p, there[j % (2 * p)]) for j in range(s))
-    rows = ([*range(p)], there, [*range(p)] * 2, there[::-1])
-    balanced = (_balanced(row, work, speeds) for row in rows if len(row) <= s)
+    """Return placements to begin with: neighbours, stages in turn, to and fro; then balanced ones.
+
+    Four stages on two ranks: 0 0 1 1, 0 1 0 1 and 0 1 1 0.
+    """
+    n_ranks, n_stages = len(speeds), len(work)
+    to_and_fro = [*range(n_ranks), *reversed(range(n_ranks))]
+    ranks = (
+        (stage * n_ranks // n_stages, stage % n_ranks, to_and_fro[stage % (2 * n_ranks)])
+        for stage in range(n_stages)
+    )
+    rank_rows = ([*range(n_ranks)], to_and_fro, [*range(n_ranks)] * 2, to_and_fro[::-1])
+    balanced = (
+        _balanced(rank_row, work, speeds) for rank_row in rank_rows if len(rank_row) <= n_stages
+    )
     return [*dict.fromkeys((*zip(*ranks, strict=True), *balanced))]
 
 
-def _balanced(row: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> Places:
-    """Ranks of stages, of neighbours in the order of ``row``, where the busiest is least busy."""
-    draw, s = random.Random(0), len(work)
+def _balanced(rank_row: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> Places:
+    """Cut the stages into segments, one for each entry of ``rank_row``, of nearly equal seconds.
+
+    Random moves of the cuts are kept if the busiest ranks become no busier.
+    """
+    draw, n_stages = random.Random(0), len(work)
 
     def places(cuts: Sequence[int]) -> Places:
-        return tuple(row[bisect_right(cuts, j)] for j in range(s))
+        return tuple(rank_row[bisect_right(cuts, stage)] for stage in range(n_stages))
 
-    def held(cuts: Sequence[int]) -> list[float]:
+    def rank_seconds(cuts: Sequence[int]) -> list[float]:
         return loads(places(cuts), work, speeds)
 
-    best = [k * s // len(row) for k in range(1, len(row))]
-    for _ in range(100 * len(row)):
-        tried = [*best]
+    best_cuts = [segment * n_stages // len(rank_row) for segment in range(1, len(rank_row))]
+    for _ in range(100 * len(rank_row)):
+        new_cuts = [*best_cuts]
         for _ in range(draw.choice((1, 1, 2, 3))):
-            tried[draw.randrange(len(tried))] += draw.choice((-1, 1))
-        if [0, *tried, s] == sorted({0, *tried, s}) and held(tried) <= held(best):
-            best = tried
-    return places(best)
+            new_cuts[draw.randrange(len(new_cuts))] += draw.choice((-1, 1))
+        if [0, *new_cuts, n_stages] == sorted({0, *new_cuts, n_stages}) and rank_seconds(
+            new_cuts
+        ) <= rank_seconds(best_cuts):
+            best_cuts = new_cuts
+    return places(best_cuts)
 
 
 def levelled(
     where: tuple[int, ...], work: Sequence[float], speeds: Sequence[float], draw: random.Random
 ) -> tuple[int, ...]:
-    """``where`` after changes that make the busiest ranks less busy."""
-    best, least = where, loads(where, work, speeds)
+    """Return ``where`` after random changes that make the busiest ranks less busy."""
+    best_placement, least_loads = where, loads(where, work, speeds)
     for _ in range(200 * len(where)):
-        tried = [*best]
-        i, j = draw.randrange(len(tried)), draw.randrange(len(tried))
-        tried[i], tried[j] = tried[j], tried[draw.choice((i, j))]
-        if len({*tried}) == len(speeds) and (new := loads(tried, work, speeds)) < least:
-            best, least = tuple(tried), new
-    return best
+        new_placement = [*best_placement]
+        stage, other_stage = draw.randrange(len(new_placement)), draw.randrange(len(new_placement))
+        new_placement[stage], new_placement[other_stage] = (
+            new_placement[other_stage],
+            new_placement[draw.choice((stage, other_stage))],
+        )
+        if (
+            len({*new_placement}) == len(speeds)
+            and (new_loads := loads(new_placement, work, speeds)) < least_loads
+        ):
+            best_placement, least_loads = tuple(new_placement), new_loads
+    return best_placement

@@ -59,39 +59,53 @@ def search_steady(
     Raises:
         UserError: arguments do not fit together, or no block fits into the memory.
     """
-    m = whole(n_microbatches, "the number of micro-batches", 1)
-    given_room = room_of(costs, ranks, placement, hardware, memory)
-    work, speeds, limits = given_room.work, given_room.speeds, given_room.limits
-    p = len(limits)
+    microbatches_per_step = whole(n_microbatches, "the number of micro-batches", 1)
+    stage_room = room_of(costs, ranks, placement, hardware, memory)
+    work = stage_room.work
+    speeds = stage_room.speeds
+    limits = stage_room.limits
+    n_ranks = len(limits)
     draw, problems = random.Random(seed), []
     places = [tuple(placement)] if placement else shapes(work, speeds)
-    if not placement and len(costs) > p:
-        places += [levelled(where, work, speeds, draw) for where in places]
-    for where in dict.fromkeys(places):
-        # Besides the newest version, one that late ops read.
-        more = [0.0] * p
-        for j, rank in enumerate(where):
-            more[rank] += costs[j].parameter_bytes
-        room = [limit - bytes_ for limit, bytes_ in zip(limits, more, strict=True)]
+    if not placement and len(costs) > n_ranks:
+        places += [levelled(stage_ranks, work, speeds, draw) for stage_ranks in places]
+    for stage_ranks in dict.fromkeys(places):
+        # Ranks keep a second version of the weights, which late ops read.
+        version_bytes = [0.0] * n_ranks
+        for stage, rank in enumerate(stage_ranks):
+            version_bytes[rank] += costs[stage].parameter_bytes
+        room = [
+            limit - extra_bytes for limit, extra_bytes in zip(limits, version_bytes, strict=True)
+        ]
         try:
-            given = costs, m, where, hardware, split_backward, room, optimizer_bytes
-            problems.append(order_problem(*given))
+            arguments = (
+                costs,
+                microbatches_per_step,
+                stage_ranks,
+                hardware,
+                split_backward,
+                room,
+                optimizer_bytes,
+            )
+            problems.append(order_problem(*arguments))
         except UserError as error:  # no room for one micro-batch
-            refused = error
+            room_error = error
     if not problems:
-        raise refused
-    least = m * (busiest(work, speeds) if placement is None else _load(problems[0]))
-    tries = sorted(product(_LONGER, problems), key=lambda pair: pair[0] * _load(pair[1]))
-    tried, end = 0, time.monotonic() + seconds
-    for k, (longer, problem) in enumerate(tries):
+        raise room_error
+    least_seconds = microbatches_per_step * (
+        busiest(work, speeds) if placement is None else _load(problems[0])
+    )
+    attempts = sorted(product(_LONGER, problems), key=lambda pair: pair[0] * _load(pair[1]))
+    n_tried, end = 0, time.monotonic() + seconds
+    for index, (stretch, problem) in enumerate(attempts):
         if progress:
-            progress("packing", longer * m * _load(problem), least)
-        until = time.monotonic() + (end - time.monotonic()) / (len(tries) - k)
-        first = True
-        while first or time.monotonic() < until:
-            first, tried = False, tried + 1
+            progress("packing", stretch * microbatches_per_step * _load(problem), least_seconds)
+        attempt_end = time.monotonic() + (end - time.monotonic()) / (len(attempts) - index)
+        is_first = True
+        while is_first or time.monotonic() < attempt_end:
+            is_first, n_tried = False, n_tried + 1
             tick = problem.tick()
-            interval = ceil(longer * max(_ticks(problem, tick, r) for r in range(p)))
+            interval = ceil(stretch * max(_ticks(problem, tick, rank) for rank in range(n_ranks)))
             starts = _block(problem, tick, interval, draw)
             if starts is None or not _fits(problem, starts, tick, interval):
                 continue
@@ -100,12 +114,20 @@ def search_steady(
             except UserError:  # a micro-batch takes too long for this delay
                 continue
             timeline = simulated(schedule, costs, hardware, optimizer_bytes)
-            peaks = tuple(timeline.peak_memory(rank) for rank in range(p))
+            peaks = tuple(timeline.peak_memory(rank) for rank in range(n_ranks))
             if any(peak > limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True)):
                 continue
-            took = timeline.step_time
-            proven = took <= least * (1 + 1e-3)
-            return Found(schedule, took, min(least, took), proven, peaks, problem.placement, tried)
+            step_seconds = timeline.step_time
+            proven = step_seconds <= least_seconds * (1 + 1e-3)
+            return Found(
+                schedule,
+                step_seconds,
+                min(least_seconds, step_seconds),
+                proven,
+                peaks,
+                problem.placement,
+                n_tried,
+            )
     raise UserError(
         f"no pipeline with delay {delay} was found in a memory of {[*limits]} bytes: give more, or"
         " more micro-batches in a training step"
@@ -113,67 +135,85 @@ def search_steady(
 
 
 def _load(problem: OrderProblem) -> float:
-    """Seconds of the busiest rank for a micro-batch."""
+    """Return the seconds of the busiest rank for a micro-batch."""
     return max(map(problem.load, range(problem.n_ranks))) / problem.n_microbatches
 
 
-def _lasts(problem: OrderProblem, tick: float, c: int) -> int:
-    return max(1, ceil(problem.seconds[c] / tick - 1e-6))
+def _lasts(problem: OrderProblem, tick: float, chain: int) -> int:
+    """Return the ticks of a chain's op, at least 1, rounded up."""
+    return max(1, ceil(problem.seconds[chain] / tick - 1e-6))
 
 
 def _ticks(problem: OrderProblem, tick: float, rank: int) -> int:
-    return sum(_lasts(problem, tick, c) for c in problem.of_rank[rank])
+    """Return the ticks that a rank computes on a micro-batch."""
+    return sum(_lasts(problem, tick, chain) for chain in problem.of_rank[rank])
 
 
 def _block(
     problem: OrderProblem, tick: float, interval: int, draw: random.Random
 ) -> list[int] | None:
-    """When a micro-batch's ops start, in ticks: each about as soon as its rank has a gap for it.
+    """Place a micro-batch's ops at random; return their starts in ticks, or None without a gap.
 
-    An op next to another leaves one gap instead of two, which a full rank needs.
+    Each op starts about as soon as its rank has a gap for it. An op next to another one leaves one
+    gap instead of two, which a full rank needs.
     """
-    n, s = len(problem.kinds), len(problem.held)
-    order = [*range(0, n * s, n), *range(n * (s - 1) + 1, 0, -n), *range(2, n * s, n)][: n * s]
+    n_kinds, n_stages = len(problem.kinds), len(problem.held)
+    order = [
+        *range(0, n_kinds * n_stages, n_kinds),
+        *range(n_kinds * (n_stages - 1) + 1, 0, -n_kinds),
+        *range(2, n_kinds * n_stages, n_kinds),
+    ][: n_kinds * n_stages]
     busy: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_ranks)]
-    starts, patient = [0] * (n * s), draw.random()
-    for c in order:
-        rank, lasts = problem.placement[c // n], _lasts(problem, tick, c)
+    starts, patience = [0] * (n_kinds * n_stages), draw.random()
+    for chain in order:
+        rank, op_ticks = problem.placement[chain // n_kinds], _lasts(problem, tick, chain)
         ready = max(
-            (starts[d] + _lasts(problem, tick, d) + ceil(lag / tick - 1e-6)
-             for d, lag in problem.needs[c]),
+            (starts[needed_chain] + _lasts(problem, tick, needed_chain) + ceil(lag / tick - 1e-6)
+             for needed_chain, lag in problem.needs[chain]),
             default=0,
         )  # fmt: skip
-        beside = [x for begin, took in busy[rank] for x in (begin + took, begin - lasts)]
-        able = sorted(
-            {ready + (x - ready) % interval for x in (*beside, ready)}
-            - ({ready} if beside and draw.random() < patient else set())
+        adjacent_starts = [
+            start_tick
+            for begin, busy_ticks in busy[rank]
+            for start_tick in (begin + busy_ticks, begin - op_ticks)
+        ]
+        possible_starts = sorted(
+            {ready + (start_tick - ready) % interval for start_tick in (*adjacent_starts, ready)}
+            - ({ready} if adjacent_starts and draw.random() < patience else set())
         )
-        for start in able:
-            gaps = (
-                (start - begin) % interval >= took and (begin - start) % interval >= lasts
-                for begin, took in busy[rank]
+        for start in possible_starts:
+            fits_beside = (
+                (start - begin) % interval >= busy_ticks and (begin - start) % interval >= op_ticks
+                for begin, busy_ticks in busy[rank]
             )
-            if all(gaps):
+            if all(fits_beside):
                 break
         else:
             return None
-        starts[c] = start
-        busy[rank].append((start, lasts))
+        starts[chain] = start
+        busy[rank].append((start, op_ticks))
     return starts
 
 
 def _fits(problem: OrderProblem, starts: Sequence[int], tick: float, interval: int) -> bool:
-    """Whether ranks have room for the micro-batches under way."""
-    n = len(problem.kinds)
+    """Whether ranks have room for the micro-batches under way.
+
+    Memory grows only where an op starts, so it is counted there.
+    """
+    n_kinds = len(problem.kinds)
     for rank, chains in enumerate(problem.of_rank):
-        for c in chains:
-            now, held = starts[c], problem.work[c]
-            for j in (d // n for d in chains if d % n == 0):
-                last = j * n + n - 1
-                gone = starts[last] + _lasts(problem, tick, last)
-                alive = (now - starts[j * n]) // interval - (now - gone) // interval
-                held += alive * problem.held[j]
-            if held > problem.room[rank]:
+        for chain in chains:
+            start, held_bytes = starts[chain], problem.work[chain]
+            for stage in (
+                rank_chain // n_kinds for rank_chain in chains if rank_chain % n_kinds == 0
+            ):
+                last_chain = stage * n_kinds + n_kinds - 1
+                backward_end = starts[last_chain] + _lasts(problem, tick, last_chain)
+                n_in_flight = (start - starts[stage * n_kinds]) // interval - (
+                    start - backward_end
+                ) // interval
+                held_bytes += n_in_flight * problem.held[stage]
+            if held_bytes > problem.room[rank]:
                 return False
     return True
 
@@ -181,15 +221,21 @@ def _fits(problem: OrderProblem, starts: Sequence[int], tick: float, interval: i
 def _schedule(
     problem: OrderProblem, starts: Sequence[int], tick: float, interval: int, delay: Delay
 ) -> Schedule:
-    """The block, repeated. A slot is no longer than any op, and divides the period."""
-    n, m = len(problem.kinds), problem.n_microbatches
+    """Repeat the block for all micro-batches.
+
+    A slot is no longer than any op, and divides the period.
+    """
+    n_kinds, n_microbatches = len(problem.kinds), problem.n_microbatches
     ops = {
-        Op(problem.kinds[c % n], c // n, k): start + k * interval
-        for c, start in enumerate(starts)
-        for k in range(m)
+        Op(problem.kinds[chain % n_kinds], chain // n_kinds, microbatch): start
+        + microbatch * interval
+        for chain, start in enumerate(starts)
+        for microbatch in range(n_microbatches)
     }
-    shortest = min(_lasts(problem, tick, c) for c in range(len(starts)))
-    slot = max(k for k in range(1, shortest + 1) if m * interval % k == 0)
-    layout = Assigned([[rank] * m for rank in problem.placement], "per_stage")
-    timing = Timing(ops, m * interval, slot)
-    return Schedule("searched", len(problem.held), m, timing, layout, delay)
+    shortest = min(_lasts(problem, tick, chain) for chain in range(len(starts)))
+    slot = max(
+        divisor for divisor in range(1, shortest + 1) if n_microbatches * interval % divisor == 0
+    )
+    layout = Assigned([[rank] * n_microbatches for rank in problem.placement], "per_stage")
+    timing = Timing(ops, n_microbatches * interval, slot)
+    return Schedule("searched", len(problem.held), n_microbatches, timing, layout, delay)

@@ -44,7 +44,9 @@ class Sweep:
     ) -> None:
         from joblib import Parallel
 
-        self.machines, self.costs_of, self.on_progress = machines, costs_of, on_progress
+        self.machines = machines
+        self.costs_of = costs_of
+        self.on_progress = on_progress
         self.pool = Parallel(jobs, return_as="generator")
         self.costs: dict[tuple[int, int, str], Costs] = {}
         self.left_out: dict[int, str] = {}  # by number of stages
@@ -52,35 +54,47 @@ class Sweep:
 
     def possible(self, ranks: Sequence[int], batch: int) -> list[Candidate]:
         """Return the candidates; workers have fewer stages if the model cannot have so many."""
-        stages = LARGEST
+        max_stages = LARGEST
         while True:
-            tried = [candidate for n in ranks for candidate in candidates(n, batch, stages)]
-            (costs,) = self.costs_of(tried[:1])
+            all_candidates = [
+                candidate
+                for n_ranks in ranks
+                for candidate in candidates(n_ranks, batch, max_stages)
+            ]
+            (costs,) = self.costs_of(all_candidates[:1])
             if not isinstance(costs, UserError):
-                self.costs[_key(tried[0])] = costs
-                return tried
-            if tried[0].choice.stages == 1:
+                self.costs[_key(all_candidates[0])] = costs
+                return all_candidates
+            if all_candidates[0].choice.stages == 1:
                 raise costs
-            stages = tried[0].choice.stages // 2
+            max_stages = all_candidates[0].choice.stages // 2
 
     def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
-        """Predict candidates, but for those that a prediction dominates whatever they take."""
-        new = {_key(c): c for c in tried if _key(c) not in self.costs}
-        parts = [[*part] for _, part in groupby(sorted(new, key=_traced), key=_traced)]
-        tasks = [([new[key] for key in part],) for part in parts]
-        found = self._each("analysing stages", self.costs_of, tasks, len(tasks))
-        for part, of_part in zip(parts, found, strict=True):
-            for key, costs in zip(part, of_part, strict=True):
+        """Predict candidates, except those whose lower bound a prediction already dominates."""
+        uncosted = {
+            _key(candidate): candidate for candidate in tried if _key(candidate) not in self.costs
+        }
+        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=_traced), key=_traced)]
+        tasks = [([uncosted[key] for key in keys],) for keys in key_groups]
+        group_costs = self._each("analysing stages", self.costs_of, tasks, len(tasks))
+        for keys, costs_of_group in zip(key_groups, group_costs, strict=True):
+            for key, costs in zip(keys, costs_of_group, strict=True):
                 if isinstance(costs, UserError):
                     self.left_out[key[0]] = first_line(costs)
                 else:
                     self.costs[key] = costs
-        possible = [c for c in tried if _key(c) in self.costs]
-        groups = [[*group] for _, group in groupby(possible, key=attrgetter("choice"))]
+        costed_candidates = [candidate for candidate in tried if _key(candidate) in self.costs]
+        groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("choice"))]
 
+        # The pool takes tasks as workers become free, so each bound is compared with the
+        # predictions made so far.
         def unbeaten() -> Iterator[tuple[list[Candidate], list[Costs]]]:
             for group in groups:
-                chosen = [c for c in group if c == always or not self._beaten(c)]
+                chosen = [
+                    candidate
+                    for candidate in group
+                    if candidate == always or not self._beaten(candidate)
+                ]
                 if chosen:
                     yield chosen, [*map(self._costs, chosen)]
 
@@ -89,45 +103,62 @@ class Sweep:
 
     def settle(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
-        late = worth_settling([*self.done.values()])
-        tasks = [(c, self._costs(c), WITHIN) for c in late]
-        what = "searching for affordable delays"
-        self._add(self._each(what, self.machines.settle, tasks, len(tasks)))
+        late_candidates = worth_settling([*self.done.values()])
+        tasks = [(candidate, self._costs(candidate), WITHIN) for candidate in late_candidates]
+        activity = "searching for affordable delays"
+        self._add(self._each(activity, self.machines.settle, tasks, len(tasks)))
 
     def search(self, seconds: float) -> Found | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
-        fresh = [p for c, p in self.done.items() if METHODS[c.choice.schedule].kind == "pipeline"]
-        if not (fresh := [p for p in fresh if not p.staleness]):
+        pipelines = [
+            prediction
+            for candidate, prediction in self.done.items()
+            if METHODS[candidate.choice.schedule].kind == "pipeline"
+        ]
+        if not (pipelines := [prediction for prediction in pipelines if not prediction.staleness]):
             return None
-        plain = min(fresh, key=lambda p: (not p.fits, p.seconds)).candidate
-        machines, costs = self.machines, self._costs(plain)
-        limits = [machines.memory_of(rank) for rank in range(plain.schedule.n_ranks)]
+        fastest = min(
+            pipelines, key=lambda prediction: (not prediction.fits, prediction.seconds)
+        ).candidate
+        machines, costs = self.machines, self._costs(fastest)
+        limits = [machines.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
         begin = time.monotonic()
-        found = search(
-            costs, plain.schedule.n_microbatches, ranks=plain.schedule.n_ranks,
-            hardware=machines.hardware, memory=limits, seconds=seconds,
+        search_result = search(
+            costs,
+            fastest.schedule.n_microbatches,
+            ranks=fastest.schedule.n_ranks,
+            hardware=machines.hardware,
+            memory=limits,
+            seconds=seconds,
             optimizer_bytes=machines.optimizer_bytes(costs),
-            progress=lambda what, took, bound: self.on_progress(
-                f"searching for rank orders ({' '.join(duration(took))})",
+            progress=lambda activity, step_seconds, bound: self.on_progress(
+                f"searching for rank orders ({' '.join(duration(step_seconds))})",
                 min(1.0, (time.monotonic() - begin) / seconds),
             ),
-        )  # fmt: skip
-        orders = choice_of(replace(found.schedule, name="rank orders"))
-        mine = replace(plain, choice=orders)
-        self._add(machines.predict([mine], [costs]))
-        return found
+        )
+        order_choice = choice_of(replace(search_result.schedule, name="rank orders"))
+        searched_candidate = replace(fastest, choice=order_choice)
+        self._add(machines.predict([searched_candidate], [costs]))
+        return search_result
 
     def confirmed(self, baseline: Prediction) -> Prediction | None:
         """Simulate the best schedules with late weights for longer; return the choice of them."""
-        known: set[Candidate] = set()
+        confirmed_candidates: set[Candidate] = set()
         while True:
-            best = choose([*self.done.values()], baseline)
-            shown = [*front(self.done.values()), *[best] * bool(best)]
-            new = {p.candidate for p in shown if p and p.staleness} - known
-            if not new:
-                return best
-            known |= new
-            tasks = [([c], [self._costs(c)], _LONG) for c in new]
+            best_prediction = choose([*self.done.values()], baseline)
+            shown_predictions = [
+                *front(self.done.values()),
+                *[best_prediction] * bool(best_prediction),
+            ]
+            new_candidates = {
+                prediction.candidate
+                for prediction in shown_predictions
+                if prediction and prediction.staleness
+            } - confirmed_candidates
+            if not new_candidates:
+                return best_prediction
+            confirmed_candidates |= new_candidates
+            tasks = [([candidate], [self._costs(candidate)], _LONG) for candidate in new_candidates]
             for predictions in self._each(
                 "confirming the best", self.machines.predict, tasks, len(tasks)
             ):
@@ -135,8 +166,12 @@ class Sweep:
 
     def _beaten(self, candidate: Candidate) -> bool:
         bound = self.machines.bound(candidate, self._costs(candidate))
-        done = [*self.done.values()]  # a pool asks from a thread of its own, while this one adds
-        return not bound.fits or any(p.fits and p.dominates(bound) for p in done)
+        # The pool calls this from its own thread while this thread adds predictions. A list copied
+        # at once cannot change size during the iteration.
+        predictions = [*self.done.values()]
+        return not bound.fits or any(
+            prediction.fits and prediction.dominates(bound) for prediction in predictions
+        )
 
     def _costs(self, candidate: Candidate) -> Costs:
         return recomputing(self.costs[_key(candidate)], candidate.checkpoint)
@@ -151,9 +186,9 @@ class Sweep:
         from joblib import delayed
 
         self.on_progress(what, 0.0)
-        for k, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
+        for index, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
             yield result
-            self.on_progress(what, (k + 1) / n)
+            self.on_progress(what, (index + 1) / n)
 
 
 def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
@@ -166,41 +201,53 @@ def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | No
         found: predictions; those within the limits count.
         baseline: data parallelism.
     """
-    found = [p for p in found if p.fits]
+    found = [prediction for prediction in found if prediction.fits]
 
-    def cost(p: Prediction) -> float:
-        return p.seconds * (1 + WITHIN * p.staleness)
+    def cost(prediction: Prediction) -> float:
+        return prediction.seconds * (1 + WITHIN * prediction.staleness)
 
     if not found:
         return None
-    limit = (1 + NEAR) * min(map(cost, found))
-    if baseline.fits and cost(baseline) <= limit:
+    cost_limit = (1 + NEAR) * min(map(cost, found))
+    if baseline.fits and cost(baseline) <= cost_limit:
         return baseline
-    near = [p for p in found if cost(p) <= limit]
-    return min(near, key=lambda p: (p.candidate.checkpoint != "none", p.memory, p.staleness))
+    near_predictions = [prediction for prediction in found if cost(prediction) <= cost_limit]
+    return min(
+        near_predictions,
+        key=lambda prediction: (
+            prediction.candidate.checkpoint != "none",
+            prediction.memory,
+            prediction.staleness,
+        ),
+    )
 
 
 def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
     """Return the fastest candidates with late weights that nothing fresher comes near."""
-    late = [
-        p
-        for p in done
-        if p.fits
-        and p.schedule.n_stages * p.schedule.n_microbatches <= _SEARCHED
-        and options_of(p.candidate.choice.schedule).get("delay") == 1
+    late_predictions = [
+        prediction
+        for prediction in done
+        if prediction.fits
+        and prediction.schedule.n_stages * prediction.schedule.n_microbatches <= _SEARCHED
+        and options_of(prediction.candidate.choice.schedule).get("delay") == 1
         and not any(
-            q.fits and q.staleness < p.staleness and q.seconds <= (1 + WITHIN) * p.seconds
-            for q in done
+            fresher.fits
+            and fresher.staleness < prediction.staleness
+            and fresher.seconds <= (1 + WITHIN) * prediction.seconds
+            for fresher in done
         )
     ]
-    return [p.candidate for p in sorted(late, key=attrgetter("seconds"))[:_SETTLED]]
+    return [
+        prediction.candidate
+        for prediction in sorted(late_predictions, key=attrgetter("seconds"))[:_SETTLED]
+    ]
 
 
 def _traced(key: tuple[int, int, str]) -> tuple[int, str]:
-    """What is traced together: enough parts for several processes."""
+    """Return the key of candidates that share a trace: enough groups for several processes."""
     return key[1], key[2]
 
 
 def _key(candidate: Candidate) -> tuple[int, int, str]:
-    """What the costs of a candidate's stages depend on."""
+    """Return what the costs of a candidate's stages depend on."""
     return candidate.schedule.n_stages, candidate.batch, candidate.partition

@@ -66,7 +66,9 @@ class Analysis:
     @cached_property
     def activations(self) -> tuple[float, ...]:
         """All ranks' activations in each drawn slot, in micro-batches."""
-        return tuple(x / self.schedule.n_stages for x in self.drawn.total_activations())
+        return tuple(
+            live_stages / self.schedule.n_stages for live_stages in self.drawn.total_activations()
+        )
 
     @cached_property
     def traffic(self) -> tuple[float, ...]:
@@ -86,37 +88,39 @@ class Analysis:
     @cached_property
     def late(self) -> float:
         """Share of the ops that read late weights."""
-        found = [late > 0 for row in self.schedule.staleness for late in row]
-        return sum(found) / len(found)
+        reads_late_weights = [staleness > 0 for row in self.schedule.staleness for staleness in row]
+        return sum(reads_late_weights) / len(reads_late_weights)
 
     def numbers(self, timeline: Timeline, *, in_slots: bool) -> list[Number]:
-        """The key numbers; times are in slots, or else in seconds."""
-        schedule, steady, n = self.schedule, self.steady, self.schedule.n_stages
+        """Return the key numbers; times are in slots, or else in seconds."""
+        schedule = self.schedule
+        steady = self.steady
+        n_stages = self.schedule.n_stages
         time, unit = duration(timeline.step_time)
         if in_slots:
             time = f"{timeline.step_time:.4g}"
             unit = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
-        fullest = max(map(max, steady.activations)) / n
-        weights = max(steady.weights) / n
-        sent = float(sum(steady.units_by_slot)) / len(steady.units_by_slot)
-        held = "models", "held at once: all versions, and what is predicted from them"
-        late = "steps", "training steps by which the weights read are late"
+        fullest = max(map(max, steady.activations)) / n_stages
+        weight_models = max(steady.weights) / n_stages
+        mean_sent = float(sum(steady.units_by_slot)) / len(steady.units_by_slot)
+        weight_texts = "models", "held at once: all versions, and what is predicted from them"
+        staleness_texts = "steps", "training steps by which the weights read are late"
         idle = f"{100 * timeline.idle_share:z.1f}"
         memory = []
         if not in_slots:
-            for of, peak in (("all ranks", timeline.peak_memory()),
+            for holder, peak in (("all ranks", timeline.peak_memory()),
                              ("the fullest rank", fullest_rank(timeline))):  # fmt: skip
-                value, in_unit = size(peak).split()
-                memory.append(Number(f"memory of {of}", value, in_unit, _HELD))
+                value, memory_unit = size(peak).split()
+                memory.append(Number(f"memory of {holder}", value, memory_unit, _HELD))
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", f"{self.peak:.4g}", *_ALIVE),
             Number("of the fullest rank", f"{fullest:.4g}", *_ALIVE),
             *memory,
-            Number("weights of the fullest rank", f"{weights:.4g}", *held),
-            Number("mean staleness", f"{schedule.mean_staleness:.3g}", *late),
-            Number("largest staleness", str(schedule.max_staleness), *late),
-            Number("mean sent in a slot", f"{sent:.4g}", *_SENT),
+            Number("weights of the fullest rank", f"{weight_models:.4g}", *weight_texts),
+            Number("mean staleness", f"{schedule.mean_staleness:.3g}", *staleness_texts),
+            Number("largest staleness", str(schedule.max_staleness), *staleness_texts),
+            Number("mean sent in a slot", f"{mean_sent:.4g}", *_SENT),
             Number("most sent in a slot", f"{self.most_sent:.4g}", *_SENT),
             Number("step time", time, unit, "of the simulated timeline"),
             Number("idle", idle, "%", "of all ranks' time, simulated"),
@@ -124,59 +128,75 @@ class Analysis:
 
 
 def fullest_rank(timeline: Timeline) -> float:
-    """Peak bytes of the rank that holds the most."""
+    """Return the peak bytes of the rank that holds the most."""
     return max(map(timeline.peak_memory, range(timeline.n_ranks)))
 
 
 def verdict(
     first: tuple[Analysis, Timeline], second: tuple[Analysis, Timeline], *, in_slots: bool
 ) -> str:
-    """What the first schedule gains and costs beside the second, as one sentence."""
-    (a, of_a), (b, of_b) = first, second
-    ratio = of_a.step_time / of_b.step_time
-    found = ["a step takes as long" if 0.995 < ratio < 1.005 else f"a step takes {ratio:.3g} times"
-             " as long"]  # fmt: skip
-    if a.schedule.n_ranks != b.schedule.n_ranks:
-        found.append(f"{a.schedule.n_ranks} ranks instead of {b.schedule.n_ranks}")
+    """Return what the first schedule gains and costs compared with the second, as a sentence."""
+    (first_analysis, first_timeline), (second_analysis, second_timeline) = first, second
+    ratio = first_timeline.step_time / second_timeline.step_time
+    # Ratios within 0.5 % count as equal.
+    statements = [
+        "a step takes as long"
+        if 0.995 < ratio < 1.005
+        else f"a step takes {ratio:.3g} times as long"
+    ]
+    if first_analysis.schedule.n_ranks != second_analysis.schedule.n_ranks:
+        statements.append(
+            f"{first_analysis.schedule.n_ranks} ranks instead of {second_analysis.schedule.n_ranks}"
+        )
     if in_slots:
-        found.append(f"{a.peak:.4g} micro-batches' activations instead of {b.peak:.4g}")
+        statements.append(
+            f"{first_analysis.peak:.4g} micro-batches' activations instead of"
+            f" {second_analysis.peak:.4g}"
+        )
     else:
-        for saved, where in (
-            (fullest_rank(of_b) - fullest_rank(of_a), "on the fullest rank"),
-            (of_b.peak_memory() - of_a.peak_memory(), "on all ranks together"),
+        for saved_bytes, place in (
+            (fullest_rank(second_timeline) - fullest_rank(first_timeline), "on the fullest rank"),
+            (second_timeline.peak_memory() - first_timeline.peak_memory(), "on all ranks together"),
         ):
-            words = f"{size(abs(saved))} {'saved' if saved > 0 else 'more'}"
-            found.append(f"{words if abs(saved) >= _NOTHING else 'no memory saved'} {where}")
-    most = a.schedule.max_staleness
-    late = f"{a.late:.0%} of ops read weights up to {count(most, 'step')} late"
-    found.append(late if most else "all weights are fresh")
-    return f"{a.schedule.name} beside {b.schedule.name}: {'; '.join(found)}."
+            saving = f"{size(abs(saved_bytes))} {'saved' if saved_bytes > 0 else 'more'}"
+            statements.append(
+                f"{saving if abs(saved_bytes) >= _NOTHING else 'no memory saved'} {place}"
+            )
+    max_staleness = first_analysis.schedule.max_staleness
+    staleness = (
+        f"{first_analysis.late:.0%} of ops read weights up to {count(max_staleness, 'step')} late"
+    )
+    statements.append(staleness if max_staleness else "all weights are fresh")
+    return (
+        f"{first_analysis.schedule.name} beside {second_analysis.schedule.name}:"
+        f" {'; '.join(statements)}."
+    )
 
 
 @lru_cache(maxsize=64)
 def costs_of(model: str, n_stages: int) -> Costs:
-    """Costs of a model of the zoo, on micro-batches of 32 images of 224 x 224 pixels."""
+    """Return the costs of a model of the zoo, on micro-batches of 32 images of 224 x 224 pixels."""
     images = Images(3, 224, 224, 1000)
     with torch.device("meta"):
-        net = build(model, **images.arguments)
+        model_on_meta = build(model, **images.arguments)
     example = images.example(_BATCH, "meta")
-    return profile(partition(net, n_stages, example, by="flops"), example)
+    return profile(partition(model_on_meta, n_stages, example, by="flops"), example)
 
 
 def drawable(choice: Choice) -> Schedule:
     """Build ``choice``; raise UserError if it is impossible, or too large to draw."""
     check_sizes(choice.stages, choice.microbatches, choice.accumulate)
-    built = choice.build()
-    check_sizes(built.n_stages, built.n_workers, built.accumulate)
-    return built
+    schedule = choice.build()
+    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
+    return schedule
 
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
     """Raise UserError unless stages, and the micro-batches of all rounds, are from 1 to 32."""
-    total = whole(microbatches, "microbatches", 1)
+    total_microbatches = whole(microbatches, "microbatches", 1)
     if accumulate is not None:
-        total *= whole(accumulate, "accumulate", 1)
-    sizes = {"stages": whole(stages, "stages", 1), "microbatches x accumulate": total}
+        total_microbatches *= whole(accumulate, "accumulate", 1)
+    sizes = {"stages": whole(stages, "stages", 1), "microbatches x accumulate": total_microbatches}
     for name, value in sizes.items():
         if value > LARGEST:
             raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
@@ -191,13 +211,13 @@ def analyse(choice: Choice, n_steps: int) -> Analysis:
 
 def settle(choice: Choice, costs: Costs, hardware: Hardware) -> Choice:
     """Return ``choice`` with its affordable delay, as a matrix."""
-    if (size := choice.stages * choice.microbatches) > _SEARCHED:
+    if (n_pairs := choice.stages * choice.microbatches) > _SEARCHED:
         raise UserError(
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
-            f" micro-batches: got {size}; toolkit.cost.affordable_delay has no limit"
+            f" micro-batches: got {n_pairs}; toolkit.cost.affordable_delay has no limit"
         )
-    late = drawable(replace(choice, delay=1))
-    return replace(choice, delay=affordable_delay(late, costs, hardware))
+    late_schedule = drawable(replace(choice, delay=1))
+    return replace(choice, delay=affordable_delay(late_schedule, costs, hardware))
 
 
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
@@ -211,62 +231,84 @@ def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
 
 
 def waits(program: Program) -> dict[Instruction, list[Instruction]]:
-    """By op of ``program`` the ops that it waits for: on its rank, for its input and weights."""
-    ops = [[i for i in rank if i.action.computes] for rank in program.ranks]
-    found = {(i.op, i.step): i for rank in ops for i in rank}
-    named = {op for op, _ in found}
-    last: dict[tuple[int, int | None], Instruction] = {}  # backward of a stage in a step
-    for i in sorted(found.values(), key=lambda i: i.tick):
-        last[i.stage, i.step] = i
-    n_stages, alone = program.schedule.n_stages, not program.schedule.layout.one_device
-    waited: dict[Instruction, list[Instruction]] = {}
+    """Return the ops that each op of ``program`` waits for.
+
+    These are the op before it on its rank, those that make its input, and the last backward before
+    the update that makes its weights.
+    """
+    ops = [
+        [instruction for instruction in rank if instruction.action.computes]
+        for rank in program.ranks
+    ]
+    instruction_of_op = {
+        (instruction.op, instruction.step): instruction for rank in ops for instruction in rank
+    }
+    ops_of_program = {op for op, _ in instruction_of_op}
+    last_backward: dict[tuple[int, int | None], Instruction] = {}  # backward of a stage in a step
+    for instruction in sorted(instruction_of_op.values(), key=lambda instruction: instruction.tick):
+        last_backward[instruction.stage, instruction.step] = instruction
+    n_stages, has_own_rank = program.schedule.n_stages, not program.schedule.layout.one_device
+    awaited: dict[Instruction, list[Instruction]] = {}
     for rank in ops:
-        for before, i in zip([None, *rank], rank, strict=False):
-            inputs = [found.get((op, i.step)) for op in dependencies(i.op, named, n_stages)]
-            updated = last.get((i.stage, (i.version or 0) - 1))
-            several = (*inputs, updated, before if alone else None)
-            waited[i] = [*dict.fromkeys(other for other in several if other)]
-    return waited
+        for previous, instruction in zip([None, *rank], rank, strict=False):
+            inputs = [
+                instruction_of_op.get((op, instruction.step))
+                for op in dependencies(instruction.op, ops_of_program, n_stages)
+            ]
+            updated = last_backward.get((instruction.stage, (instruction.version or 0) - 1))
+            predecessors = (*inputs, updated, previous if has_own_rank else None)
+            awaited[instruction] = [
+                *dict.fromkeys(predecessor for predecessor in predecessors if predecessor)
+            ]
+    return awaited
 
 
 def texts(program: Program) -> dict[Instruction, str]:
-    """By op of ``program`` a text: the op, what it waits for, and what it frees."""
-    found: dict[Instruction, str] = {}
+    """Return a text for each op of ``program``: the op, what it waits for, and what it frees."""
+    text_of_op: dict[Instruction, str] = {}
     slot = program.schedule.timing.ticks_per_slot
     for rank, instructions in enumerate(program.ranks):
-        needed = needs(instructions, rank)
+        needed_positions = needs(instructions, rank)
         users: list[list[Instruction]] = [[] for _ in instructions]
-        for user, positions in zip(instructions, needed, strict=True):
-            for p in positions:
-                users[p].append(user)
-        before = ""
-        for k, i in enumerate(instructions):
-            if not i.action.computes:
+        for user, positions in zip(instructions, needed_positions, strict=True):
+            for position in positions:
+                users[position].append(user)
+        previous = ""
+        for index, instruction in enumerate(instructions):
+            if not instruction.action.computes:
                 continue
-            late = (i.step or 0) - (i.version or 0)
-            fresh = f"{late} step{'s' * (late > 1)} late" if late else "the newest"
-            waits = dict.fromkeys(_words(instructions[p]) for p in needed[k])
-            if before and not program.schedule.layout.one_device:
-                waits[before] = None
-            freed = [user for user in users[k] if user.action == Action.FREE]
-            now = [_words(user) for user in freed if user.tick == i.tick + slot]
-            kept = [user.tick / slot for user in freed if user.buffer == Buffer.ACTIVATION]
-            before = _words(i)
-            lines = [
-                f"{before}: {i.action.label} of stage {i.stage} on micro-batch {i.microbatch}; rank"
-                f" {rank}, slot {i.tick / slot:.4g}; weights {i.version} ({fresh})",
-                f"waits for: {'; '.join(waits) or 'nothing'}",
-                f"frees: {'; '.join(now) or 'nothing'}",
+            staleness = (instruction.step or 0) - (instruction.version or 0)
+            version_text = (
+                f"{staleness} step{'s' * (staleness > 1)} late" if staleness else "the newest"
+            )
+            awaited = dict.fromkeys(
+                _words(instructions[position]) for position in needed_positions[index]
+            )
+            if previous and not program.schedule.layout.one_device:
+                awaited[previous] = None
+            releases = [user for user in users[index] if user.action == Action.FREE]
+            freed_here = [_words(user) for user in releases if user.tick == instruction.tick + slot]
+            activation_ends = [
+                user.tick / slot for user in releases if user.buffer == Buffer.ACTIVATION
             ]
-            if i.action == Action.FORWARD:
-                lines += [f"keeps its activations until slot {end:.4g}" for end in kept]
-            found[i] = "\n".join(lines)
-    return found
+            previous = _words(instruction)
+            lines = [
+                f"{previous}: {instruction.action.label} of stage {instruction.stage}"
+                f" on micro-batch {instruction.microbatch}; rank {rank},"
+                f" slot {instruction.tick / slot:.4g};"
+                f" weights {instruction.version} ({version_text})",
+                f"waits for: {'; '.join(awaited) or 'nothing'}",
+                f"frees: {'; '.join(freed_here) or 'nothing'}",
+            ]
+            if instruction.action == Action.FORWARD:
+                lines += [f"keeps its activations until slot {end:.4g}" for end in activation_ends]
+            text_of_op[instruction] = "\n".join(lines)
+    return text_of_op
 
 
-def _words(i: Instruction) -> str:
-    """An instruction as its program prints it, without the verb of a message or a release."""
-    if i.action.computes:
-        return f"{i.op} of step {i.step}"
-    plain = i.action in (Action.SEND, Action.RECV, Action.FREE)
-    return str(i).partition(" ")[2] if plain else str(i).lower()
+def _words(instruction: Instruction) -> str:
+    """Return an instruction as its program prints it, without a message's or release's verb."""
+    if instruction.action.computes:
+        return f"{instruction.op} of step {instruction.step}"
+    has_verb = instruction.action in (Action.SEND, Action.RECV, Action.FREE)
+    return str(instruction).partition(" ")[2] if has_verb else str(instruction).lower()

@@ -43,40 +43,45 @@ class Frame(NamedTuple):
 
 
 def frame_of(shown: Sequence[Picture]) -> Frame:
-    """The frame of drawings that stand side by side, if there are any."""
+    """Return the common frame of drawings side by side; an empty frame without drawings."""
     if not shown:
         return Frame(0.0, 1.0, 1.0, 0, 0.0, 0.0)
     end = max(picture.end for picture in shown)
-    room = _WIDE if len(shown) == 1 else _NARROW
+    width = _WIDE if len(shown) == 1 else _NARROW
     two_digits = max(picture.analysis.schedule.n_stages for picture in shown) > 10
-    least = _TWO_DIGITS if two_digits else _ONE_DIGIT
-    cell = min(median(c.end - c.start for c in picture.cells) for picture in shown)
-    slots = shown[0].in_slots
-    scale = room / (end + 1) if slots else room / end
-    most = _LARGEST if slots else 3 * room / end * cell
-    cell_width = min(most, max(least, scale * cell))
-    tops = [
-        max(max(chart.level, *(value for _, value in chart.curve)) for chart in of_kind)
-        for of_kind in zip(*(picture.charts for picture in shown), strict=True)
+    min_cell = _TWO_DIGITS if two_digits else _ONE_DIGIT
+    cell_length = min(
+        median(placed.end - placed.start for placed in picture.cells) for picture in shown
+    )
+    is_in_slots = shown[0].in_slots
+    scale = width / (end + 1) if is_in_slots else width / end
+    max_cell = _LARGEST if is_in_slots else 3 * width / end * cell_length
+    cell_width = min(max_cell, max(min_cell, scale * cell_length))
+    chart_tops = [
+        max(max(chart.level, *(value for _, value in chart.curve)) for chart in charts_of_kind)
+        for charts_of_kind in zip(*(picture.charts for picture in shown), strict=True)
     ]
     n_rows = max(picture.n_rows for picture in shown)
-    return Frame(end, cell_width / cell, cell_width, n_rows, tops[0], tops[1])
+    return Frame(end, cell_width / cell_length, cell_width, n_rows, chart_tops[0], chart_tops[1])
 
 
 def pictures_of(shown: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool) -> list[Picture]:
-    """The pictures of schedules, over slots or over seconds."""
-    return [in_slots(a) if by_slots else in_seconds(a, timeline) for a, timeline in shown]
+    """Return the pictures of schedules, over slots or over seconds."""
+    return [
+        in_slots(analysis) if by_slots else in_seconds(analysis, timeline)
+        for analysis, timeline in shown
+    ]
 
 
 def pane(analysis: Analysis, timeline: Timeline, picture: Picture, frame: Frame) -> str:
-    """A schedule's name, key numbers, staleness and drawing."""
+    """Return a schedule's name, key numbers, staleness and drawing as HTML."""
     numbers = analysis.numbers(timeline, in_slots=picture.in_slots)
     return HTML.pane(analysis, numbers, draw(picture, frame))
 
 
 @lru_cache(maxsize=32)
 def draw(picture: Picture, frame: Frame) -> str:
-    """A program as SVG: its grid, and below it over the same time its memory and traffic."""
+    """Return a program as SVG: its grid, and below it over the same time its memory and traffic."""
     schedule = picture.analysis.schedule
     row_name, n_rows = rows(schedule.layout)
     by_row: list[list[Placed]] = [[] for _ in range(n_rows)]
@@ -84,28 +89,37 @@ def draw(picture: Picture, frame: Frame) -> str:
     for cell in sorted(picture.cells, key=lambda cell: cell.start):
         by_row[cell.row].append(cell)
         numbers[cell.instruction] = len(numbers)
-    before = {
-        i: " ".join(str(numbers[other]) for other in others if other in numbers)
-        for i, others in waits(picture.program).items()
+    awaited_numbers = {
+        instruction: " ".join(
+            str(numbers[awaited]) for awaited in awaited_ops if awaited in numbers
+        )
+        for instruction, awaited_ops in waits(picture.program).items()
     }
     height = 22.0 if frame.rows <= 12 else 16.0 if frame.rows <= 32 else 12.0
-    digit = 0.85 if schedule.n_stages <= 10 else 0.66  # of a cell
-    font = min(12.0, height - 4, frame.cell * digit)
+    digit_width = 0.85 if schedule.n_stages <= 10 else 0.66  # of a cell
+    font_size = min(12.0, height - 4, frame.cell * digit_width)
     charts = []
     for chart, top in zip(picture.charts, (frame.memory, frame.sent), strict=True):
         scale = _CURVE / (top or 1.0)
         path = steps(chart.curve, picture.end, frame.scale, scale)
         charts.append({**chart._asdict(), "level": chart.level * scale, "path": path})
     hover = texts(picture.program)
-    given = picture, frame, row_name, by_row, numbers, before
-    return HTML.drawing(*given, hover, height, font, charts)
+    drawing_arguments = picture, frame, row_name, by_row, numbers, awaited_numbers
+    return HTML.drawing(*drawing_arguments, hover, height, font_size, charts)
 
 
 def steps(curve: Curve, end: float, width: float, scale: float) -> str:
-    """Path of a step function until ``end``, closed at zero; ``width`` is pixels of its unit."""
-    ends = [when for when, _ in curve[1:]] + [end]
-    parts = (
-        f"V{-value * scale:.5g}H{until * width:.5g}"
-        for (_, value), until in zip(curve, ends, strict=True)
+    """Return the SVG path of a step function until ``end``, closed at zero.
+
+    Args:
+        curve: times, and the values from then on.
+        end: when the last value ends, in the unit of the times.
+        width: pixels of a unit of time.
+        scale: pixels of a unit of the values.
+    """
+    end_times = [time for time, _ in curve[1:]] + [end]
+    segments = (
+        f"V{-value * scale:.5g}H{end_time * width:.5g}"
+        for (_, value), end_time in zip(curve, end_times, strict=True)
     )
-    return f"M0 0{''.join(parts)}V0Z"
+    return f"M0 0{''.join(segments)}V0Z"

@@ -60,26 +60,34 @@ class Picture:
         return (1.0, "slot") if self.in_slots else unit_for(self.end, TIMES)
 
     def step_starts(self) -> list[float]:
-        """When each drawn training step but the first begins on the first rank."""
+        """Return when each drawn training step except the first begins on the first rank."""
         n_steps = len(self.analysis.drawn.steps)
-        step = self.analysis.schedule.period if self.in_slots else self.end / n_steps
-        return [k * float(step) for k in range(1, n_steps)]
+        step_length = self.analysis.schedule.period if self.in_slots else self.end / n_steps
+        return [index * float(step_length) for index in range(1, n_steps)]
 
     def ticks(self, scale: float) -> Iterator[tuple[float, str]]:
         """Yield places and labels of the time axis; ``scale`` is pixels per slot or second."""
         unit, _ = self.axis
-        room = (26 if self.in_slots else 50) / scale / unit
-        steps = (k * 10.0**n for n in range(int(log10(room)) - 2, 99) for k in (1, 2, 5))
-        step = next(s for s in steps if s >= room and (s >= 1 or not self.in_slots))
-        middle = 0.5 if self.in_slots else 0.0  # of a slot
-        for k in range(int(self.end / unit / step + 0.999)):
-            yield (k * step + middle) * unit, f"{k * step:g}"
+        min_spacing = (26 if self.in_slots else 50) / scale / unit
+        spacings = (
+            multiple * 10.0**exponent
+            for exponent in range(int(log10(min_spacing)) - 2, 99)
+            for multiple in (1, 2, 5)
+        )
+        tick_spacing = next(
+            spacing
+            for spacing in spacings
+            if spacing >= min_spacing and (spacing >= 1 or not self.in_slots)
+        )
+        offset = 0.5 if self.in_slots else 0.0  # of a slot
+        for multiple in range(int(self.end / unit / tick_spacing + 0.999)):
+            yield (multiple * tick_spacing + offset) * unit, f"{multiple * tick_spacing:g}"
 
 
 @lru_cache(maxsize=16)
 def in_slots(analysis: Analysis) -> Picture:
-    """The picture of a program by slots, its memory in micro-batches."""
-    placed = [Placed(c.slot, c.slot + 1, *c[1:]) for c in cells(analysis.drawn)]
+    """Return the picture of a program by slots, its memory in micro-batches."""
+    placed_ops = [Placed(cell.slot, cell.slot + 1, *cell[1:]) for cell in cells(analysis.drawn)]
     charts = (
         Chart("memory", "activations", [*enumerate(analysis.activations)], analysis.peak,
               f"peak {analysis.peak:.4g} micro-batches"),
@@ -87,54 +95,73 @@ def in_slots(analysis: Analysis) -> Picture:
               f"most {analysis.most_sent:.4g} stage-parameters a slot"),
     )  # fmt: skip
     drawn = analysis.drawn
-    return Picture(analysis, drawn, placed, charts, drawn.n_slots, in_slots=True)
+    return Picture(analysis, drawn, placed_ops, charts, drawn.n_slots, in_slots=True)
 
 
 def in_seconds(analysis: Analysis, timeline: Timeline) -> Picture:
-    """The picture of some steady steps of a timeline: when ops run, and bytes held and sent."""
+    """Return the picture of some steady steps of a timeline: ops, and bytes held and sent.
+
+    The window begins with the first op of a steady step. Ops that reach beyond it are cut.
+    """
     n_steps = len(analysis.drawn.steps)
     program = analysis.schedule.lower(len(timeline.step_ends))
-    ran = {(s.rank, s.name, s.step): s for s in timeline.spans if s.lane == COMPUTE}
-    first = timeline.steady.start if timeline.steady else 0
-    begin = min(span.start for span in ran.values() if span.step == first)
-    length = n_steps * timeline.step_time
-    of = {cell.instruction: cell for cell in cells(program)}
-    placed = []
+    span_of_op = {
+        (span.rank, span.name, span.step): span for span in timeline.spans if span.lane == COMPUTE
+    }
+    first_step = timeline.steady.start if timeline.steady else 0
+    window_start = min(span.start for span in span_of_op.values() if span.step == first_step)
+    window_length = n_steps * timeline.step_time
+    cell_of_instruction = {cell.instruction: cell for cell in cells(program)}
+    placed_ops = []
     for rank, instructions in enumerate(program.ranks):
-        for i in instructions:
-            if i.action.computes:
-                span = ran[rank, str(i.op), i.step]
-                start, end = max(0.0, span.start - begin), min(length, span.end - begin)
+        for instruction in instructions:
+            if instruction.action.computes:
+                span = span_of_op[rank, str(instruction.op), instruction.step]
+                start, end = (
+                    max(0.0, span.start - window_start),
+                    min(window_length, span.end - window_start),
+                )
                 if start < end:
-                    placed.append(Placed(start, end, of[i].row, of[i].stale, i))
-    held, sent = timeline.memory(), _rates(timeline)
-    peak, most = max(value for _, value in held), max(value for _, value in sent)
-    unit, name = unit_for(most, RATES, at_least=1)
+                    placed_ops.append(
+                        Placed(
+                            start,
+                            end,
+                            cell_of_instruction[instruction].row,
+                            cell_of_instruction[instruction].stale,
+                            instruction,
+                        )
+                    )
+    held_bytes, sent_rates = timeline.memory(), _rates(timeline)
+    peak_bytes, peak_rate = (
+        max(value for _, value in held_bytes),
+        max(value for _, value in sent_rates),
+    )
+    unit, unit_name = unit_for(peak_rate, RATES, at_least=1)
     charts = (
-        Chart("memory", "memory", _within(held, begin, length), peak,
-              f"peak {size(peak)}, all ranks"),
-        Chart("traffic", "sent", _within(sent, begin, length), most,
-              f"most {digits(most / unit)} {name}, all ranks"),
+        Chart("memory", "memory", _within(held_bytes, window_start, window_length), peak_bytes,
+              f"peak {size(peak_bytes)}, all ranks"),
+        Chart("traffic", "sent", _within(sent_rates, window_start, window_length), peak_rate,
+              f"most {digits(peak_rate / unit)} {unit_name}, all ranks"),
     )  # fmt: skip
-    return Picture(analysis, program, placed, charts, length, in_slots=False)
+    return Picture(analysis, program, placed_ops, charts, window_length, in_slots=False)
 
 
 def _rates(timeline: Timeline) -> Curve:
-    """Bytes a second that all ranks send, over time."""
+    """Return the bytes a second that all ranks send, over time."""
     changes: list[tuple[float, float]] = []
     for span in timeline.spans:
         if span.lane == SEND and span.end > span.start:
             rate = span.bytes / (span.end - span.start)
             changes += [(span.start, rate), (span.end, -rate)]
-    now, found = 0.0, [(0.0, 0.0)]
-    for when, change in sorted(changes):
-        now += change
-        found.append((when, max(now, 0.0)))  # rounding may go below
-    return found
+    rate_now, curve = 0.0, [(0.0, 0.0)]
+    for time, change in sorted(changes):
+        rate_now += change
+        curve.append((time, max(rate_now, 0.0)))  # rounding may go below
+    return curve
 
 
 def _within(curve: Curve, begin: float, length: float) -> Curve:
-    """A curve from ``begin`` on, which becomes 0, for ``length``."""
-    before = [value for when, value in curve if when <= begin]
-    later = [(when - begin, value) for when, value in curve if begin < when < begin + length]
-    return [(0.0, before[-1]), *later]
+    """Cut a curve to the window of ``length`` from ``begin`` on, which becomes time 0."""
+    earlier_values = [value for time, value in curve if time <= begin]
+    later_points = [(time - begin, value) for time, value in curve if begin < time < begin + length]
+    return [(0.0, earlier_values[-1]), *later_points]

@@ -25,7 +25,7 @@ def site_page(sizes: Sequence[int] = SIZES, settings: Sequence[str] = SETTINGS) 
         sizes: stages, and as many micro-batches.
         settings: ``"uniform"``, or a model and a machine such as ``"resnet50 on ethernet_10"``.
     """
-    packed = {
+    compressed = {
         f"{size}/{setting}": _packed(dict(_group(size, setting)))
         for size in sizes
         for setting in settings
@@ -37,34 +37,41 @@ def site_page(sizes: Sequence[int] = SIZES, settings: Sequence[str] = SETTINGS) 
         "costs": [*settings],
     }
     return HTML.document(
-        "Explorer", HTML.site(fields, json.dumps(packed), HTML.side_by_side(["", ""], ""))
+        "Explorer", HTML.site(fields, json.dumps(compressed), HTML.side_by_side(["", ""], ""))
     )
 
 
 def _group(size: int, setting: str) -> Iterator[tuple[str, str]]:
     """Yield panes by schedule, on one scale, and verdicts by two schedules."""
-    uniform, (model, _, machine) = setting == "uniform", setting.partition(" on ")
-    hardware = UNIT if uniform else Hardware.preset(machine)
-    found: dict[str, tuple[Analysis, Timeline]] = {}
+    is_uniform, (model, _, machine) = setting == "uniform", setting.partition(" on ")
+    hardware = UNIT if is_uniform else Hardware.preset(machine)
+    results: dict[str, tuple[Analysis, Timeline]] = {}
     for name in METHODS:
         try:
             analysis = analyse(choice := Choice(name, size, size), _STEPS)
             stages = analysis.schedule.n_stages
-            costs: Costs = unit_costs(stages) if uniform else costs_of(model, stages)
-            found[name] = analysis, predict(analysis, costs, hardware)
+            costs: Costs = unit_costs(stages) if is_uniform else costs_of(model, stages)
+            results[name] = analysis, predict(analysis, costs, hardware)
         except UserError as error:
             yield name, HTML.impossible(error, "")
-    pictures = dict(zip(found, pictures_of([*found.values()], by_slots=uniform), strict=True))
-    of_all, scale = frame_of([*pictures.values()]), frame_of([pictures["dp"], pictures["cdp_v2"]])
-    for name, (analysis, timeline) in found.items():
+    pictures = dict(
+        zip(results, pictures_of([*results.values()], by_slots=is_uniform), strict=True)
+    )
+    common_frame, default_frame = (
+        frame_of([*pictures.values()]),
+        frame_of([pictures["dp"], pictures["cdp_v2"]]),
+    )
+    for name, (analysis, timeline) in results.items():
         picture = pictures[name]
-        frame = of_all._replace(end=picture.end, scale=scale.scale, cell=scale.cell)
+        frame = common_frame._replace(
+            end=picture.end, scale=default_frame.scale, cell=default_frame.cell
+        )
         choice = Choice(name, size, size)
         yield name, pane(analysis, timeline, picture, frame) + HTML.lines(choice)
-        for other in BESIDE:
-            if other in found and other != name:
-                said = verdict(found[name], found[other], in_slots=uniform)
-                yield f"{name} {other}", said
+        for other_name in BESIDE:
+            if other_name in results and other_name != name:
+                sentence = verdict(results[name], results[other_name], in_slots=is_uniform)
+                yield f"{name} {other_name}", sentence
 
 
 def _packed(group: dict[str, str]) -> dict[str, str]:

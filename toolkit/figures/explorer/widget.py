@@ -111,8 +111,8 @@ class Explorer(ui.VBox):
         self._machines = {"unit": UNIT}
         try:
             self._machines |= presets()
-        except UserError as missing:
-            warnings.warn(f"the explorer offers no other machines: {missing}", stacklevel=2)
+        except UserError as presets_error:
+            warnings.warn(f"the explorer offers no other machines: {presets_error}", stacklevel=2)
         if costs is not None:
             self._costs["given"] = costs
         if hardware is not None:
@@ -121,26 +121,32 @@ class Explorer(ui.VBox):
         self._afforded: dict[tuple[Choice, str, str], Choice] = {}
         self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
-        later: dict[str, Any] = {"continuous_update": False}
+        update_options: dict[str, Any] = {"continuous_update": False}
         self.stages, self.microbatches, self.n_steps = (
-            _field(ui.IntSlider, name, value=value, min=1, max=max(most, value), **later)
-            for name, value, most in (
+            _field(
+                ui.IntSlider, name, value=value, min=1, max=max(maximum, value), **update_options
+            )
+            for name, value, maximum in (
                 ("stages", first.stages, _STAGES),
                 ("micro-batches", first.microbatches, _STAGES),
                 ("steps drawn", n_steps, _MOST_STEPS),
             )
         )
-        tip = "uniform: a forward and a whole backward take a slot each; or those of a model"
-        self.costs = _field(ui.Dropdown, "stage costs", tip, options=[*self._costs])
+        tooltip = "uniform: a forward and a whole backward take a slot each; or those of a model"
+        self.costs = _field(ui.Dropdown, "stage costs", tooltip, options=[*self._costs])
         self.costs.value = UNIFORM if costs is None else "given"
         self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines])
         self.hardware.value = hardware.name if hardware else "unit"
-        look = {"width": "auto", "margin": "2px 2px 2px 100px"}
-        toggle: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
+        toggle_layout = {"width": "auto", "margin": "2px 2px 2px 100px"}
+        toggle: dict[str, Any] = {
+            "description": "compare",
+            "icon": "columns",
+            "layout": toggle_layout,
+        }
         self.compare = ui.ToggleButton(value=compare is not None, **toggle)
-        self.folder = _field(ui.Text, "export to", value=str(folder), **later)
+        self.folder = _field(ui.Text, "export to", value=str(folder), **update_options)
         self.view, self.status = ui.HTML(), ui.HTML()
-        self.buttons = [ui.Button(description=x, icon="download") for x in EXPORTS.values()]
+        self.buttons = [ui.Button(description=label, icon="download") for label in EXPORTS.values()]
         for kind, button in zip(EXPORTS, self.buttons, strict=True):
             button.on_click(lambda _, kind=kind: self._export(kind))
         self.columns = [Column(choice) for choice in (first, second)]
@@ -162,12 +168,14 @@ class Explorer(ui.VBox):
 
     @property
     def choices(self) -> list[Choice]:
-        """What is shown, as values."""
-        shown = self.columns[: 1 + self.compare.value]
-        return [column.choice(self.stages.value, self.microbatches.value) for column in shown]
+        """The choices that are shown, as plain values."""
+        shown_columns = self.columns[: 1 + self.compare.value]
+        return [
+            column.choice(self.stages.value, self.microbatches.value) for column in shown_columns
+        ]
 
     def to_html(self) -> str:
-        """A page of its own with what is shown: no network, no server, no kernel.
+        """Return a page with what is shown; it needs no network, server or kernel.
 
         Raises:
             UserError: the last choice is impossible.
@@ -180,9 +188,9 @@ class Explorer(ui.VBox):
             raise UserError("nothing is exported while a schedule is impossible: change it first")
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The widget, and the page for where widgets cannot be shown."""
-        shown = HTML.document("Schedules", self.view.value)
-        return {**super()._repr_mimebundle_(**kwargs), "text/html": shown}
+        """Return the widget, and a page for viewers that cannot show widgets."""
+        page = HTML.document("Schedules", self.view.value)
+        return {**super()._repr_mimebundle_(**kwargs), "text/html": page}
 
     def export(self, kind: str) -> list[Path]:
         """Write what is shown, and return the paths.
@@ -201,11 +209,13 @@ class Explorer(ui.VBox):
         folder.mkdir(parents=True, exist_ok=True)
         names = [_file_name(analysis) for analysis, _ in self._good]
         if kind == "png":
-            figure = schedules([a.schedule for a, _ in self._good], self.n_steps.value)
+            figure = schedules(
+                [analysis.schedule for analysis, _ in self._good], self.n_steps.value
+            )
             return [save(figure, folder / "_and_".join(names))[0]]
         if len({*names}) < len(names):
-            names = [f"{name}_{k}" for k, name in enumerate(names, 1)]
-        paths = [folder / (n + {"csv": ".csv", "trace": ".trace.json"}[kind]) for n in names]
+            names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
+        paths = [folder / (name + {"csv": ".csv", "trace": ".trace.json"}[kind]) for name in names]
         for path, (analysis, timeline) in zip(paths, self._good, strict=True):
             if kind == "trace":
                 timeline.to_chrome_trace(path)
@@ -218,13 +228,14 @@ class Explorer(ui.VBox):
 
     def _export(self, kind: str) -> None:
         try:
-            said = "written: " + ", ".join(str(path.resolve()) for path in self.export(kind))
+            message = "written: " + ", ".join(str(path.resolve()) for path in self.export(kind))
         except (ValueError, OSError) as error:
-            said = str(error)
-        self.status.value = f'<span role="status">{escape(said)}</span>'
+            message = str(error)
+        self.status.value = f'<span role="status">{escape(message)}</span>'
 
     def _switch(self, column: "Column") -> None:
         """Offer another schedule's options, and redraw once afterwards."""
+        # Each option that changes calls _redraw, which would draw half-changed choices.
         self._quiet = True
         column.offer(Choice(column.schedule.value))
         self._quiet = False
@@ -234,35 +245,37 @@ class Explorer(ui.VBox):
         """Analyse what is shown, and draw all that is possible on the same scales."""
         if self._quiet:
             return
-        uniform = self.costs.value == UNIFORM
-        real = next((name for name in self._machines if name != "unit"), "unit")
-        if not uniform and self.hardware.value == "unit" != real:
-            self.hardware.value = real  # a model's times mean nothing on the unit machine
-            return  # the change has redrawn
+        is_uniform = self.costs.value == UNIFORM
+        real_machine = next((name for name in self._machines if name != "unit"), "unit")
+        if not is_uniform and self.hardware.value == "unit" != real_machine:
+            # A model's times mean nothing on the unit machine. Setting the value calls _redraw
+            # again, so this call has nothing left to draw.
+            self.hardware.value = real_machine
+            return
         _show(self.columns[1], self.compare.value)
         choices, machine = self.choices, self._machines[self.hardware.value]
-        good: dict[int, tuple[Analysis, Timeline]] = {}
-        shown = [""] * len(choices)
+        possible: dict[int, tuple[Analysis, Timeline]] = {}
+        panes = [""] * len(choices)
         if self.costs.value in ANALYSED:  # seconds, at first: no figure of other costs meanwhile
-            said = f"analysing {self.costs.value} in {self.stages.value} stages ..."
-            self.view.value = HTML.working(said, self.view.value)
+            sentence = f"analysing {self.costs.value} in {self.stages.value} stages ..."
+            self.view.value = HTML.working(sentence, self.view.value)
         with collector_paused():
-            for k, choice in enumerate(choices):
+            for index, choice in enumerate(choices):
                 try:
-                    choices[k] = choice = self._settled(choice)
+                    choices[index] = choice = self._settled(choice)
                     analysis = analyse(choice, self.n_steps.value)
                     costs = self._costs_of(analysis.schedule.n_stages)
-                    good[k] = analysis, predict(analysis, costs, machine)
+                    possible[index] = analysis, predict(analysis, costs, machine)
                 except ValueError as error:
-                    shown[k] = HTML.impossible(error, self._drawn[k])
-            self._good = [*good.values()]
-            pictures = pictures_of(self._good, by_slots=uniform)
+                    panes[index] = HTML.impossible(error, self._drawn[index])
+            self._good = [*possible.values()]
+            pictures = pictures_of(self._good, by_slots=is_uniform)
             frame = frame_of(pictures)
-            for (k, found), picture in zip(good.items(), pictures, strict=True):
-                self._drawn[k] = pane(*found, picture, frame)
-                shown[k] = self._drawn[k] + HTML.lines(choices[k])
-        said = verdict(*self._good, in_slots=uniform) if len(good) == 2 else ""
-        self.view.value = HTML.side_by_side(shown, said)
+            for (index, result), picture in zip(possible.items(), pictures, strict=True):
+                self._drawn[index] = pane(*result, picture, frame)
+                panes[index] = self._drawn[index] + HTML.lines(choices[index])
+        sentence = verdict(*self._good, in_slots=is_uniform) if len(possible) == 2 else ""
+        self.view.value = HTML.side_by_side(panes, sentence)
 
     def _costs_of(self, n_stages: int) -> Costs:
         costs = self._costs[self.costs.value]
@@ -272,24 +285,28 @@ class Explorer(ui.VBox):
         """``choice``, with a delay that these costs and this machine afford, if it asks for one."""
         if choice.delay != AFFORDABLE:
             return choice
-        key = choice, self.costs.value, self.hardware.value
-        if key not in self._afforded:
+        cache_key = choice, self.costs.value, self.hardware.value
+        if cache_key not in self._afforded:
             machine = self._machines[self.hardware.value]
-            self._afforded[key] = settle(choice, self._costs_of(choice.stages), machine)
-        return self._afforded[key]
+            self._afforded[cache_key] = settle(choice, self._costs_of(choice.stages), machine)
+        return self._afforded[cache_key]
 
 
 class Column(ui.VBox):
     """Controls of one schedule: its name, its options by name, and rank orders."""
 
     def __init__(self, choice: Choice) -> None:
-        tip = "a choice of conf/schedule, or rank orders of your own"
-        names = {"options": [*SCHEDULES], "value": choice.schedule}
-        self.schedule = _field(ui.Dropdown, "schedule", tip, **names)
-        self.options = {name: _field(ui.Dropdown, name, tip) for name, (tip, _) in _OPTIONS.items()}
-        tip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
-        lines: dict[str, Any] = {"value": "\n".join(choice.orders) or _EXAMPLE, "rows": 4}
-        self.orders = _field(ui.Textarea, "rank orders", tip, continuous_update=False, **lines)
+        tooltip = "a choice of conf/schedule, or rank orders of your own"
+        dropdown_options = {"options": [*SCHEDULES], "value": choice.schedule}
+        self.schedule = _field(ui.Dropdown, "schedule", tooltip, **dropdown_options)
+        self.options = {
+            name: _field(ui.Dropdown, name, tooltip) for name, (tooltip, _) in _OPTIONS.items()
+        }
+        tooltip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
+        text_options: dict[str, Any] = {"value": "\n".join(choice.orders) or _EXAMPLE, "rows": 4}
+        self.orders = _field(
+            ui.Textarea, "rank orders", tooltip, continuous_update=False, **text_options
+        )
         grid = _in_columns(self.schedule, *self.options.values(), least="260px")
         super().__init__([grid, self.orders], layout={"flex": "1 1 0", "min_width": "0"})
         self.add_class("cdp-column")
@@ -297,36 +314,38 @@ class Column(ui.VBox):
 
     def offer(self, choice: Choice) -> None:
         """Offer the options that the schedule takes, with the values of ``choice``."""
-        usual = options_of(choice.schedule)
+        defaults = options_of(choice.schedule)
         for name, control in self.options.items():
-            values, given = _OPTIONS[name][1], getattr(choice, name)
-            value = usual.get(name) if given is None else given
+            values, chosen_value = _OPTIONS[name][1], getattr(choice, name)
+            value = defaults.get(name) if chosen_value is None else chosen_value
             value = values[0] if value is None else value
-            control.options = [(str(v), v) for v in dict.fromkeys((*values, value))]
+            control.options = [
+                (str(offered), offered) for offered in dict.fromkeys((*values, value))
+            ]
             control.value = value
-            _show(control, name in usual)
+            _show(control, name in defaults)
         _show(self.orders, choice.schedule == OWN)
 
     def choice(self, stages: int, microbatches: int) -> Choice:
-        """The choice that the controls hold."""
+        """Return the choice that the controls hold."""
         name = self.schedule.value
-        held = {option: self.options[option].value for option in options_of(name)}
+        control_values = {option: self.options[option].value for option in options_of(name)}
         options: dict[str, Any] = {
-            option: None if value == _EACH else value for option, value in held.items()
+            option: None if value == _EACH else value for option, value in control_values.items()
         }
         if name == OWN:
             return Choice(OWN, orders=_lines_of(self.orders.value), **options)
         return Choice(name, stages, microbatches, **options)
 
 
-def _field(kind: Callable[..., Any], name: str, tip: str | None = None, **options: Any) -> Any:
-    """A labelled control as wide as its place."""
-    look = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
-    return kind(description=name, tooltip=tip, **look, **options)
+def _field(kind: Callable[..., Any], name: str, tooltip: str | None = None, **options: Any) -> Any:
+    """Return a labelled control as wide as its place."""
+    appearance = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
+    return kind(description=name, tooltip=tooltip, **appearance, **options)
 
 
 def _in_columns(*widgets: ui.Widget, least: str) -> ui.GridBox:
-    """As many equal columns as there is room for."""
+    """Return a grid with as many equal columns as fit, each at least ``least`` wide."""
     columns = f"repeat(auto-fit, minmax({least}, 1fr))"
     return ui.GridBox(widgets, layout={"grid_template_columns": columns, "width": "100%"})
 
@@ -336,14 +355,14 @@ def _show(widget: ui.DOMWidget, visible: bool) -> None:
 
 
 def _lines_of(text: str) -> tuple[str, ...]:
-    """Lines of ``text`` that are not blank."""
+    """Return the lines of ``text`` that are not blank."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _chosen(
     schedule: str | Schedule, stages: int, microbatches: int, options: dict[str, Any]
 ) -> Choice:
-    """The choice by name and options, or the one that makes a schedule."""
+    """Return the choice by name and options, or the one that makes a schedule."""
     if isinstance(schedule, str):
         orders = options.get("orders", ())
         orders = _lines_of(orders) if isinstance(orders, str) else tuple(orders)
@@ -359,6 +378,7 @@ def _chosen(
 
 
 def _file_name(analysis: Analysis) -> str:
-    schedule, name = analysis.schedule, analysis.choice.schedule
-    sizes = f"{schedule.n_stages}x{schedule.n_microbatches}"
-    return Path(ORDERS_FILE).stem if name == OWN else f"{name}_{sizes}"
+    schedule = analysis.schedule
+    name = analysis.choice.schedule
+    size_text = f"{schedule.n_stages}x{schedule.n_microbatches}"
+    return Path(ORDERS_FILE).stem if name == OWN else f"{name}_{size_text}"
