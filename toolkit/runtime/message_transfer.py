@@ -49,9 +49,9 @@ class Transfer:
 
     def begin(self) -> None:
         """Begin the first phase."""
-        first, *later = self._phases
-        begun = first()
-        self._phases = (lambda: begun, *later)
+        first_phase, *later_phases = self._phases
+        works = first_phase()
+        self._phases = (lambda: works, *later_phases)
 
     def wait(self) -> None:
         """Wait, once, until it has ended; on a GPU only the current stream waits."""
@@ -87,13 +87,13 @@ class Turns:
         return self._next()
 
     def _next(self) -> list[tuple[int, Transfer]]:
-        taken = []
+        messages = []
         while self._waiting and (
-            self._together or all(self._waiting[0][0] < p for p in self._under_way)
+            self._together or all(self._waiting[0][0] < position for position in self._under_way)
         ):
-            taken.append(heappop(self._waiting))
-            self._under_way.add(taken[-1][0])
-        return taken
+            messages.append(heappop(self._waiting))
+            self._under_way.add(messages[-1][0])
+        return messages
 
 
 class Messages:
@@ -108,9 +108,11 @@ class Messages:
         paced: bool,
         per_machine: int = 0,
     ) -> None:
-        self.world, self.layouts = world, layouts
+        self.world = world
+        self.layouts = layouts
         self.pacer = Pacer(world.message_device) if paced else None
-        self._chunk_bytes, self._per_machine = chunk_bytes, per_machine
+        self._chunk_bytes = chunk_bytes
+        self._per_machine = per_machine
 
     def __enter__(self) -> "Messages":
         return self
@@ -141,8 +143,8 @@ class Messages:
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
         """Take part in a collective; ``payload`` is what this rank gives to it."""
         flat = self._pack(i, payload)
-        whole = i.action == Action.BROADCAST
-        pieces = [flat] if whole else self.layouts.of(i).by_dtype(flat)
+        is_broadcast = i.action == Action.BROADCAST
+        pieces = [flat] if is_broadcast else self.layouts.of(i).by_dtype(flat)
         tiers = self._per_machine if i.action == Action.ALL_REDUCE else 0
         phases: list[Phase] = []  # each begins when the one before has ended
         for name, members in all_reduce_groups(sorted(i.peers), tiers):
@@ -151,9 +153,9 @@ class Messages:
                 root = i.peers[0] if name == ALL else members[0]
                 group = self.world.group_of((name, members))
                 phases.append(partial(_each, do, pieces, root, group))
-        first, *later = phases
-        begun = first()
-        return Transfer(flat, lambda: begun, *later)
+        first_phase, *later_phases = phases
+        works = first_phase()
+        return Transfer(flat, lambda: works, *later_phases)
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
         """Return what ``i`` has left on this rank; its ``transfer`` has ended."""
@@ -184,10 +186,10 @@ class Messages:
 
 
 def _each(
-    do: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
+    collective: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
 ) -> Works:
-    rooted = () if do is dist.all_reduce else (root,)
-    return [do(piece, *rooted, group=group, async_op=True) for piece in pieces]
+    rooted = () if collective is dist.all_reduce else (root,)
+    return [collective(piece, *rooted, group=group, async_op=True) for piece in pieces]
 
 
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:

@@ -133,8 +133,8 @@ class Updater:
         if not masters:
             return None, None
         make_optimizer, make_scheduler = self.makers
-        given = masters.items() if takes_names(make_optimizer) else masters.values()
-        optimizer = make_optimizer([*given])
+        parameters = masters.items() if takes_names(make_optimizer) else masters.values()
+        optimizer = make_optimizer([*parameters])
         _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
         if make_scheduler is None:
             return optimizer, None
@@ -155,9 +155,9 @@ class Updater:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        for name, part in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
-            if part is not None and state[name] is not None:
-                part.load_state_dict(copy.deepcopy(state[name]))
+        for name, component in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
+            if component is not None and state[name] is not None:
+                component.load_state_dict(copy.deepcopy(state[name]))
         if self.options.ema is not None and (average := state["average"]) is not None:
             device = next((master.device for master in self.masters.values()), None)
             place = partial(torch.Tensor.to, device=device, copy=True)
@@ -188,7 +188,9 @@ class Updater:
             self._following = self._follow_rates()
         while len(self._rates) <= update:
             self._rates.append(next(self._following))
-        return {name: self._rates[update][k] for name, k in self._group_of.items()}
+        return {
+            name: self._rates[update][group_index] for name, group_index in self._group_of.items()
+        }
 
     def _follow_rates(self) -> Iterator[list[tuple[float, float]]]:
         """Yield the learning rate and decay of each parameter group, update by update."""
@@ -196,8 +198,8 @@ class Updater:
         optimizer, scheduler = self._make(masters)
         assert optimizer is not None  # since a weight is predicted
         groups = optimizer.param_groups
-        places = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
-        self._group_of = {name: places[id(p)] for name, p in masters.items()}
+        group_indices = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+        self._group_of = {name: group_indices[id(p)] for name, p in masters.items()}
         for group in groups:
             group["params"] = []  # free the memory
         vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
@@ -283,7 +285,9 @@ class Updater:
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
         running, buffers = ("running_mean", "running_var"), self.stage.named_buffers()
-        return self.newest() | {k: x for k, x in buffers if k.rpartition(".")[2] in running}
+        return self.newest() | {
+            name: tensor for name, tensor in buffers if name.rpartition(".")[2] in running
+        }
 
     def renew(self) -> list[tuple[Tensor, Tensor]]:
         """Give the newest weights memory of their own; readers of the old version keep theirs.
@@ -345,21 +349,23 @@ def gradient_norms(
     """
     options = updaters[0].options
     squares: dict[int, Tensor] = {}
-    for k, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
+    for index, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
         total.divide_by_count(updater.masters)
         grads = [total.tensors[name] for name in updater.masters if name in total.tensors]
         if grads and options.needs_norm:
             squared = torch.stack(torch._foreach_norm(grads)).square().sum()
-            squares[k] = squared / options.scale**2
+            squares[index] = squared / options.scale**2
     if not squares:
         return [None] * len(updaters)
     if options.clip is not None and options.clip_by == "model":
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
     # One question for all norms, once all are computed: reading a value waits for the device.
-    asks, all_squares = options.scale != 1, [*squares.values()]
-    finite = torch.stack(all_squares).isfinite().tolist() if asks else [True] * len(squares)
+    checks_finite, all_squares = options.scale != 1, [*squares.values()]
+    finite = (
+        torch.stack(all_squares).isfinite().tolist() if checks_finite else [True] * len(squares)
+    )
     norms = dict(zip(squares, map(GradientNorm, all_squares, finite), strict=True))
-    return [norms.get(k) for k in range(len(updaters))]
+    return [norms.get(index) for index in range(len(updaters))]
 
 
 @torch.no_grad()
@@ -384,12 +390,12 @@ def advance_statistics(
         advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
 
 
-def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
+def _check_step(stepper: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Raise UserError if ``step`` is missing or needs an argument, as LBFGS needs a closure."""
     try:
-        inspect.signature(made.step).bind()
+        inspect.signature(stepper.step).bind()
     except (AttributeError, TypeError) as error:
-        kind = type(made).__name__
+        kind = type(stepper).__name__
         raise UserError(
             f"{name}: got {kind}, whose step is {error}; return one {way_out}"
         ) from error
