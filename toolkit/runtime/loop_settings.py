@@ -46,9 +46,11 @@ class LoopSettings:
     def changed_options(self) -> frozenset[tuple[int, str]]:
         """Return the options that the loop has ever changed, as (parameter group, name)."""
         options = self._options()
-        for group, (now, before) in enumerate(zip(options, self._base, strict=True)):
-            for name, value in now.items():
-                if name not in before or _differ(before[name], value):
+        for group, (group_options, previous_options) in enumerate(
+            zip(options, self._base, strict=True)
+        ):
+            for name, value in group_options.items():
+                if name not in previous_options or _differ(previous_options[name], value):
                     self._followed.add((group, name))
         self._base = options
         return frozenset(self._followed)
@@ -64,12 +66,12 @@ class LoopSettings:
         """
         followed = self.changed_options()
         options = [
-            {name: value for name, value in of_group.items() if (group, name) in followed}
-            for group, of_group in enumerate(self._base)
+            {name: value for name, value in group_options.items() if (group, name) in followed}
+            for group, group_options in enumerate(self._base)
         ]
         self.of_steps[step] = Settings(options, self._clip if clips_as_before else None)
         self._clip = None
-        for earlier in [known for known in self.of_steps if known < oldest]:
+        for earlier in [noted_step for noted_step in self.of_steps if noted_step < oldest]:
             del self.of_steps[earlier]
 
     def note_clip(self, clip: Clip) -> None:

@@ -120,8 +120,8 @@ class StepOptions(StepSettings):
         """
         check_checkpoint(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"
-        for name, asked in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
-            if asked and not whole_step:
+        for name, is_set in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
+            if is_set and not whole_step:
                 raise UserError(
                     f"{name}={getattr(self, name)} takes all gradients of a step before its first"
                     f" update: leave {name} out, or use runtime=single_process with order=grouped"
@@ -147,8 +147,8 @@ class StepOptions(StepSettings):
 def allows_whole_steps(schedule: Schedule) -> bool:
     """Whether no op reads an update of a step before the step's last gradient is there."""
     sizes = (schedule.n_stages, schedule.n_microbatches)
-    needed = chain(*freshest(schedule.timing, *sizes, together=True))
-    return not any(map(lt, chain(*schedule.least_staleness), needed))
+    needed_staleness = chain(*freshest(schedule.timing, *sizes, together=True))
+    return not any(map(lt, chain(*schedule.least_staleness), needed_staleness))
 
 
 PLAIN = StepOptions()

@@ -72,11 +72,11 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
             return load() if owner is None else owner.load_weights(load)
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            def own() -> Iterator[tuple[str, nn.Parameter]]:
+            def own_parameters() -> Iterator[tuple[str, nn.Parameter]]:
                 return kind.named_parameters(self, *args, **kwargs)
 
             owner = _owners.get(self)
-            return own() if owner is None else owner.parameters_by_name(own)
+            return own_parameters() if owner is None else owner.parameters_by_name(own_parameters)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Copy and pickle as an instance of the model's own class."""

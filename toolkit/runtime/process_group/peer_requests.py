@@ -115,7 +115,7 @@ class PeerRequests:
                     key = f"{self._world.rank}/{n_read}"
                 # In the order in which they can be answered: one about an earlier step, asked
                 # later, may have to be answered before this rank gets to the later step.
-                for question in [q for q in waiting if self._is_ready(q.step)]:
+                for question in [question for question in waiting if self._is_ready(question.step)]:
                     waiting.remove(question)
                     self._reply(question)
         except RuntimeError:
