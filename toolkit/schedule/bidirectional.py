@@ -29,12 +29,12 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
     s, half = n_stages, _half(n_stages)
     starts: dict[Op, int] = {}
     orders: list[list[Op]] = [[] for _ in range(s)]
-    for m in range(n_microbatches):
-        begun, turn = divmod(m // 2, half)
-        begin = 2 * (begun * s + turn)
-        for j in range(s):
-            for kind, slot in ((Kind.FORWARD, j), (Kind.BACKWARD, 2 * s - 1 - j)):
-                starts[Op(kind, j, m)] = begin + slot
+    for microbatch in range(n_microbatches):
+        round_index, turn = divmod(microbatch // 2, half)
+        begin = 2 * (round_index * s + turn)
+        for stage in range(s):
+            for kind, slot in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * s - 1 - stage)):
+                starts[Op(kind, stage, microbatch)] = begin + slot
     for op in sorted(starts, key=starts.__getitem__):
         orders[_rank(op, s)].append(op)
     return orders

@@ -41,8 +41,8 @@ class Program:
     @cached_property
     def n_slots(self) -> int:
         """Slots until the last rank has finished."""
-        last = max(i.tick for rank in self.ranks for i in rank)
-        return -(-last // self.schedule.timing.ticks_per_slot)
+        last_tick = max(i.tick for rank in self.ranks for i in rank)
+        return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
     def verify(self) -> "Program":
         """Replay the program and return it.
@@ -62,12 +62,12 @@ class Program:
 
         The first from the tick ``since`` on, in ticks from there.
         """
-        found = {}
-        for rank, own in enumerate(self.ranks):
-            forwards = (i for i in own if i.action == Action.FORWARD and i.tick >= since)
+        starts = {}
+        for rank, instructions in enumerate(self.ranks):
+            forwards = (i for i in instructions if i.action == Action.FORWARD and i.tick >= since)
             if (first := next(forwards, None)) is not None and first.stage == 0:
-                found[rank] = first.tick - since
-        return found
+                starts[rank] = first.tick - since
+        return starts
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
@@ -95,13 +95,17 @@ class Program:
         In the program's order. With overlap see
         :func:`toolkit.schedule.overlapped_weights.most_weights`.
         """
-        held = [0] * len(self.ranks)
-        for j in range(self.schedule.n_stages):
-            n_versions = len(self.schedule.versions(j, self.first_step))
-            for rank in self.schedule.first_holders(j, self.first_step):
-                held[rank] += n_versions
+        first_weights = [0] * len(self.ranks)
+        for stage in range(self.schedule.n_stages):
+            n_versions = len(self.schedule.versions(stage, self.first_step))
+            for rank in self.schedule.first_holders(stage, self.first_step):
+                first_weights[rank] += n_versions
         return tuple(
-            max(accumulate((_weights_gained(i, rank) for i in instructions), initial=held[rank]))
+            max(
+                accumulate(
+                    (_weights_gained(i, rank) for i in instructions), initial=first_weights[rank]
+                )
+            )
             for rank, instructions in enumerate(self.ranks)
         )
 
@@ -116,12 +120,12 @@ class Program:
         slots = range(self.n_slots + 1) if slots is None else slots
         total = [[NOTHING] * len(self.ranks) for _ in slots]
         for rank, instructions in enumerate(self.ranks):
-            sent: defaultdict[int, list[Traffic]] = defaultdict(list)
+            sent_by_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
                 if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
-                    sent[self.slot(i)].append(traffic_of(i, rank))
-            for slot, found in sent.items():
-                total[slots.index(slot)][rank] = together(found)
+                    sent_by_slot[self.slot(i)].append(traffic_of(i, rank))
+            for slot, messages in sent_by_slot.items():
+                total[slots.index(slot)][rank] = together(messages)
         return tuple(map(tuple, total))
 
 
@@ -188,15 +192,15 @@ def most_by_slot(
 
     What is released exactly at a slot's start does not count in that slot.
     """
-    coming = [*changes]
-    level = at = 0
+    pending = [*changes]
+    level = index = 0
     for slot in range(n_slots):
-        most = level
-        while at < len(coming) and coming[at][0] < (slot + 1) * ticks_per_slot:
-            when, level = coming[at]
-            most = level if when == slot * ticks_per_slot else max(most, level)
-            at += 1
-        yield most
+        peak = level
+        while index < len(pending) and pending[index][0] < (slot + 1) * ticks_per_slot:
+            tick, level = pending[index]
+            peak = level if tick == slot * ticks_per_slot else max(peak, level)
+            index += 1
+        yield peak
 
 
 def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:

@@ -113,10 +113,12 @@ def steady_state(schedule: Schedule) -> SteadyState:
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
-    held = zip(*(of_rank[slots] for of_rank in program.activations()), strict=True)
+    activations = zip(
+        *(rank_activations[slots] for rank_activations in program.activations()), strict=True
+    )
     traffic = program.traffic(range(slots.start, slots.stop))
     total = program.total_activations()[slots]
-    return SteadyState(tuple(held), total, traffic, program.peak_weights())
+    return SteadyState(tuple(activations), total, traffic, program.peak_weights())
 
 
 def footprint(schedule: Schedule) -> Footprint:
@@ -125,20 +127,26 @@ def footprint(schedule: Schedule) -> Footprint:
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)
-    stage = Fraction(1, schedule.n_stages)
-    kept = [rank for j in range(schedule.n_stages) for rank in schedule.first_holders(j)]
+    stage_share = Fraction(1, schedule.n_stages)
+    holders = [rank for stage in range(schedule.n_stages) for rank in schedule.first_holders(stage)]
     traffic = program.traffic()[slots]
-    own = ((i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions)
-    sent = together([traffic_of(i, rank) for i, rank in own if belongs_to(i, settled)])
+    ranked_instructions = (
+        (i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions
+    )
+    sent = together(
+        [traffic_of(i, rank) for i, rank in ranked_instructions if belongs_to(i, settled)]
+    )
     return Footprint(
         ranks=schedule.n_ranks,
-        activations=max(max(held[slots]) for held in program.activations()) * stage,
-        total_activations=max(program.total_activations()[slots]) * stage,
-        parameters=max(map(kept.count, kept)) * stage,
-        weights=max(program.peak_weights()) * stage,
-        traffic=sent.units * stage / schedule.n_ranks,
+        activations=max(max(rank_activations[slots]) for rank_activations in program.activations())
+        * stage_share,
+        total_activations=max(program.total_activations()[slots]) * stage_share,
+        parameters=max(map(holders.count, holders)) * stage_share,
+        weights=max(program.peak_weights()) * stage_share,
+        traffic=sent.units * stage_share / schedule.n_ranks,
         messages=Fraction(sent.messages, schedule.n_ranks),
-        traffic_in_slot=max(of_rank.units for slot in traffic for of_rank in slot) * stage,
+        traffic_in_slot=max(rank_traffic.units for slot in traffic for rank_traffic in slot)
+        * stage_share,
         rounds=_rounds(program),
     )
 
@@ -153,19 +161,19 @@ def belongs_to(i: Instruction, step: int) -> bool:
 def _rounds(program: Program) -> int:
     """Messages of one stage that wait for each other at the same tick."""
     depth: defaultdict[tuple[int, int], int] = defaultdict(int)
-    now = most = 0
+    tick = longest = 0
     for rank, i in replay(program.ranks):
-        if i.tick != now:
-            now = i.tick
+        if i.tick != tick:
+            tick = i.tick
             depth.clear()
         if not i.moves_parameters:
             continue
-        at = (rank, i.stage)
+        key = (rank, i.stage)
         if i.action == Action.RECV:
-            depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
+            depth[key] = max(depth[key], depth[i.peers[0], i.stage] + 1)
         elif i.action != Action.SEND and rank == i.peers[0]:
-            before = max(depth[peer, i.stage] for peer in i.peers)
-            reached = before + rounds(i.action, len(i.peers))
-            depth.update({(peer, i.stage): reached for peer in i.peers})
-        most = max(most, depth[at])
-    return most
+            depth_before = max(depth[peer, i.stage] for peer in i.peers)
+            depth_after = depth_before + rounds(i.action, len(i.peers))
+            depth.update({(peer, i.stage): depth_after for peer in i.peers})
+        longest = max(longest, depth[key])
+    return longest
