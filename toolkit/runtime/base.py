@@ -288,7 +288,7 @@ class Runtime(ABC):
             )
 
     def _reads(self, step: int) -> Sequence[int]:
-        """The micro-batches that this rank reads at ``step``, ascending; by default all."""
+        """Return the micro-batches that this rank reads at ``step``, ascending; by default all."""
         return range(self.schedule.n_microbatches)
 
     def module(self) -> nn.Module:
@@ -331,6 +331,7 @@ class Runtime(ABC):
                     versions[self.steps_done - 1],
                     versions[self.steps_done],
                 )
+                # At 2.0: previous + 2 (newest - previous).
                 weights |= {
                     name: torch.lerp(previous[name], tensor, 2.0) for name, tensor in newest.items()
                 }
@@ -349,6 +350,7 @@ class Runtime(ABC):
         counts = torch.zeros(len(self.stages), 2, dtype=torch.int64)
         for stage in self.own:
             counts[stage] = torch.tensor([self._updaters[stage].n_skipped, 1])
+        # Several ranks may update a stage, and count alike: divide the sum by their number.
         skipped, ranks = self.total(counts).unbind(1)
         return (skipped // ranks.clamp(min=1)).tolist()
 

@@ -313,6 +313,7 @@ class Controlled(Runtime):
         """Train in stretches of ``keep_every`` steps; repeat one in which a rank is lost."""
         assert source.n_steps is not None  # known, since steps overlap
         end, every = self.steps_done + source.n_steps, self._keep_every
+        # The first stretch, too, needs a state to repeat it from.
         if every and (self.kept is None or self.kept["steps_done"] != self.steps_done):
             self.kept = self._state()
         while self.steps_done < end:
@@ -341,6 +342,7 @@ class Controlled(Runtime):
             for step in (first, *self.course.changes(range(first, first + length)))
         )
         self._processes.begin(controlled_rank.train, length, self._keep_every is not None)
+        # New ranks do not have this training: the caller restores it.
         if self._processes.starts != self._start:
             raise JobFailedError("a rank died while it waited")
         losses_of_step: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
@@ -352,7 +354,7 @@ class Controlled(Runtime):
                         shares.append(next(source))
                     self._send(shares[n_sent], first + n_sent)
                     if self._keep_every is None:
-                        shares[n_sent] = None
+                        shares[n_sent] = None  # nothing is repeated: free its memory
                     n_sent += 1
                 try:
                     _, (step, losses) = next(reports)
@@ -362,6 +364,7 @@ class Controlled(Runtime):
                 while len(losses_of_step[next_step]) == self.schedule.n_microbatches:
                     losses = losses_of_step.pop(next_step)
                     next_step += 1
+                    # A repeated step yields no second result.
                     if next_step > self.steps_done:
                         self.steps_done = next_step
                         yield step_result(next_step - 1, losses, torch.empty(0))
@@ -373,15 +376,17 @@ class Controlled(Runtime):
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""
         assert share is not None
-        *inputs, targets = (x.chunk(self.schedule.n_microbatches) for x in (*share[0], share[1]))
+        *inputs, targets = (
+            tensor.chunk(self.schedule.n_microbatches) for tensor in (*share[0], share[1])
+        )
         receivers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self._processes.n_ranks):
             receivers[tuple(microbatches_read(self.course, rank, step))].append(rank)
         for microbatches, ranks in receivers.items():
             if microbatches:
                 *rank_inputs, rank_targets = (
-                    _packed([x[microbatch] for microbatch in microbatches])
-                    for x in (*inputs, targets)
+                    _packed([tensor[microbatch] for microbatch in microbatches])
+                    for tensor in (*inputs, targets)
                 )
                 self._processes.send((tuple(rank_inputs), rank_targets), ranks)
 
@@ -432,7 +437,7 @@ class Controlled(Runtime):
 
 
 def _packed(chunks: list[Tensor]) -> Any:
-    """One array of the ``parts``: those pickle faster than tensors, and no more than the parts."""
+    """Join ``chunks`` into one array: arrays pickle faster, and a view would pickle its whole."""
     tensor = torch.cat([chunk.cpu() for chunk in chunks])
     try:
         return tensor.numpy()

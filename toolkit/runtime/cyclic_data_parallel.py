@@ -547,7 +547,7 @@ class CyclicDataParallel(nn.Module):
             self.synchronize()
 
     def before_calling(self) -> None:
-        """Likewise, before the script calls the model itself."""
+        """Bring the newest weights to the model if the script is about to call it."""
         if self._is_asked and self._runtime is not None:
             if self.module.training and torch.is_grad_enabled():
                 raise UserError(
@@ -643,7 +643,7 @@ class CyclicDataParallel(nn.Module):
         return result
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights."""
+        """Return what the next steps depend on besides the newest weights."""
         state = self._training_state()
         as_torch = self._optimizers.as_torch(state.optimizer)
         return as_torch | {"cyclic": state.beside_optimizer()}

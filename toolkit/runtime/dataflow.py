@@ -16,7 +16,7 @@ def in_background(i: Instruction) -> bool:
 
 
 def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
-    """The queue of an instruction, whose members begin in order."""
+    """Return the queue of an instruction, whose members begin in order."""
     if i.action == Action.SEND:
         return ("send", *i.peers) if ordered else None
     if i.action == Action.RECV:
@@ -27,7 +27,7 @@ def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
 
 
 def last_step(i: Instruction) -> int:
-    """The last training step whose gradients, or whose forward, an instruction follows from."""
+    """Return the last step whose gradients, or whose forward, an instruction follows from."""
     if i.step is not None:
         return i.step
     assert i.version is not None
@@ -71,6 +71,8 @@ class Dataflow:
         for position, dependencies in enumerate(self.needs):
             for dependency in dependencies:
                 self._users[dependency].append(position)
+        # With a limit, queues follow the training steps: a message of an earlier step must not wait
+        # behind one of a later step that the limit holds.
         positions = range(len(instructions))
         for position in positions if limit == inf else sorted(positions, key=self._step):
             i = instructions[position]
@@ -182,7 +184,7 @@ class Dataflow:
         return self._lacking[position] == 0
 
     def held_up_by(self, position: int) -> int:
-        """The first instruction of the chain that ``position`` waits for; else itself."""
+        """Return the first instruction of the chain that ``position`` waits for; else itself."""
         while unfinished := [p for p in self.needs[position] if not self.ended[p]]:
             position = unfinished[0]
         return position

@@ -319,7 +319,7 @@ class Distributed(OnRanks):
         return Messages(*message_arguments, paced=self.pacing, per_machine=self.per_machine)
 
     def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
-        """This rank's memory as ``program`` begins."""
+        """Return this rank's buffers at the start of ``program``."""
         self.world.make_groups(*groups_and_pairs(program, self.per_machine))
         first_weights = self._weight_store.share(messages, program.first_step)
         runners, updaters = (
@@ -415,10 +415,11 @@ class Distributed(OnRanks):
         return microbatches_read(self.course, self.rank, step)
 
     def _find_layouts(self, shape: Shape | None, source: BatchReader | None = None) -> Layouts:
-        """The layouts for micro-batches of ``shape``, which not every rank has seen.
+        """Return the layouts for micro-batches of ``shape``, which not every rank has seen.
 
         ``source`` has batches on which the loss can be tried.
         """
+        # Ranks that read no micro-batch learn the shape from the others.
         input_shape = next(
             rank_shape
             for rank_shape in self.world.gather(shape, "shapes of inputs")
@@ -461,7 +462,7 @@ class Distributed(OnRanks):
 
 
 def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:
-    """The micro-batches whose inputs or targets the first or last stage of ``rank`` takes."""
+    """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
     end_stages, microbatches = (0, course.n_stages - 1), range(course.n_microbatches)
     readers = (
         {course.rank(stage, microbatch, step) for stage in end_stages}
@@ -471,7 +472,7 @@ def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:
 
 
 def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:
-    """Positions of the last forward and of the last backward of each micro-batch at each step."""
+    """Return the positions of each micro-batch's last forward and last backward in each step."""
     last_positions: dict[tuple, int] = {}
     for position, i in enumerate(order):
         if i.action.computes:
@@ -499,20 +500,22 @@ def warm_up(
             passed_on = None
             continue
         if stage == 0:
-            stage_inputs = tuple(torch.zeros_like(x, device=device) for x in inputs)
+            stage_inputs = tuple(torch.zeros_like(tensor, device=device) for tensor in inputs)
         else:
             activations = passed_on or _zeros(layouts.activations[stage - 1], device).values()
-            stage_inputs = tuple(x.detach().requires_grad_(differentiable(x)) for x in activations)
+            stage_inputs = tuple(
+                tensor.detach().requires_grad_(differentiable(tensor)) for tensor in activations
+            )
         weights = runner.newest() if stage in updated else _zeros(layouts.weights[stage], device)
         passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
-        roots = [x for x in passed_on if x.requires_grad]
-        torch.autograd.backward(roots, [torch.zeros_like(x) for x in roots])
+        roots = [tensor for tensor in passed_on if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
         runner.take_statistics()
         if stage in updated:
             runner.form(updated=True, unused=())
 
 
 def _zeros(layout: Layout, device: torch.device) -> dict[Any, Tensor]:
-    """A received message of zeros, in the order of its places."""
+    """Return a received message of zeros, in the order of its places."""
     tensors = layout.unpack(torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device))
     return {place: tensors[place] for place in sorted(tensors)}

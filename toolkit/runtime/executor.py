@@ -65,11 +65,12 @@ class Executor:
         if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
-        # NCCL has no tags: messages between two ranks match by order alone.
+        # With ``stepwise`` no step begins before its first op: the caller may end here first.
         limit = program.first_step - 1 if stepwise else limit
         self._flow = Dataflow(
             self._order,
             self._world.rank,
+            # NCCL has no tags: messages between two ranks match by order alone.
             ordered=messages.ordered,
             limit=limit,
             # Without overlap the main thread makes updates before it returns to the caller.
@@ -132,7 +133,7 @@ class Executor:
         return bool(self._flow.ended[position])
 
     def end_here(self) -> None:
-        """Let :meth:`run`, when it goes on, end with the training steps that have begun."""
+        """Let :meth:`run`, when it continues, end with the training steps that have begun."""
         self._ending = True
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
@@ -149,7 +150,9 @@ class Executor:
                 if self._messages.pacer is not None and position in self.ends:
                     self._messages.pacer.end_step()
                 if position in pauses:
-                    if self._stepwise:  # the caller may be at work for long
+                    if self._stepwise:
+                        # The caller may work for long before the next op. What that op needs must
+                        # travel meanwhile, so the background goes on without this thread.
                         self._open_until(self._next_op(position).tick)
                     yield i
             self._finish()
@@ -196,7 +199,7 @@ class Executor:
                 self._changed.notify_all()
 
     def _next_op(self, position: int) -> Instruction:
-        """The op after ``position``, or the last instruction."""
+        """Return the op after ``position``, or the last instruction."""
         later_instructions = islice(self._order, position + 1, None)
         return next((i for i in later_instructions if i.action.computes), self._order[-1])
 
@@ -255,6 +258,7 @@ class Executor:
 
     def _fail(self, position: int, error: BaseException) -> None:
         with self._changed:
+            # The first failure is the cause; later ones follow from it.
             if self._failure is None:
                 self._failure = position, error
             self._changed.notify_all()
@@ -272,7 +276,7 @@ class Executor:
             self._fail(position, error)
 
     def _take(self) -> int | None:
-        """The next instruction to begin; None at the end."""
+        """Return the next instruction to begin; None at the end."""
         with self._changed:
             while not self._closed and self._failure is None:
                 if (position := self._flow.next()) is not None:

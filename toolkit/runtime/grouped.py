@@ -295,7 +295,7 @@ class Grouped:
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
     ) -> Weights:
-        """The weights that a stage reads at ``step``: a version, or a prediction made from it."""
+        """Return what a stage reads at ``step``: a weight version, or a prediction from it."""
         if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
         pair = versions[version - 1], versions[version]
@@ -325,12 +325,15 @@ class Grouped:
                 if step - 1 in stage_versions
                 else newest * nan
             )
-            pair = gradient, fresh_gradient = [
+            gradient_pair = gradient, fresh_gradient = [
                 _flat(x.tensors, masters) / scale for x in (delayed_total, fresh_total)
             ]
-            lengths = [float(x.norm()) for x in pair]
+            lengths = [float(x.norm()) for x in gradient_pair]
             cosine = float(gradient @ fresh_gradient) / prod(lengths) if all(lengths) else nan
-            staleness = [step - self.schedule.version(stage, m, step) for m in self.microbatches]
+            staleness = [
+                step - self.schedule.version(stage, microbatch, step)
+                for microbatch in self.microbatches
+            ]
             norms = *lengths, float(newest.norm()), float((newest - previous).norm())
             stage_delays.append(
                 StageDelay(step, stage, sum(staleness) / len(staleness), cosine, *norms)
@@ -346,7 +349,7 @@ def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
 
 
 def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
-    """The named tensors as one, in double precision; missing ones count as 0."""
+    """Return the named tensors as one, in double precision; missing ones count as 0."""
     flat_tensors = [
         tensors.get(name, torch.zeros_like(model_tensor)).flatten()
         for name, model_tensor in names.items()

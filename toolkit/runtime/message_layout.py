@@ -156,10 +156,14 @@ class Layouts:
     def _check_count(self, i: Instruction, named: Mapping[Any, Any]) -> None:
         """Raise UserError if a count of the loss would be left out of a message."""
         if i.buffer == Buffer.GRADIENT:
-            lost = COUNT in named and all(x.place != COUNT for x in self.gradients[i.stage].parts)
+            loses_count = COUNT in named and all(
+                entry.place != COUNT for entry in self.gradients[i.stage].parts
+            )
         else:
-            lost = i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
-        if lost:
+            loses_count = (
+                i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
+            )
+        if loses_count:
             raise UserError(
                 "loss: got a sum with a count, but an error for outputs of zeros; expected a sum"
                 " with a count for any outputs"

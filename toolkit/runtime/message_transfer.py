@@ -143,6 +143,7 @@ class Messages:
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
         """Take part in a collective; ``payload`` is what this rank gives to it."""
         flat = self._pack(i, payload)
+        # A sum needs one tensor a type; a broadcast moves plain bytes.
         is_broadcast = i.action == Action.BROADCAST
         pieces = [flat] if is_broadcast else self.layouts.of(i).by_dtype(flat)
         tiers = self._per_machine if i.action == Action.ALL_REDUCE else 0
@@ -153,6 +154,7 @@ class Messages:
                 root = i.peers[0] if name == ALL else members[0]
                 group = self.world.group_of((name, members))
                 phases.append(partial(_each, do, pieces, root, group))
+        # The first phase begins now. A waiter begins each later one when the one before has ended.
         first_phase, *later_phases = phases
         works = first_phase()
         return Transfer(flat, lambda: works, *later_phases)
@@ -178,7 +180,7 @@ class Messages:
         return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
 
     def _pack(self, i: Instruction, payload: Payload | None) -> Tensor:
-        """The bytes of a message, or memory for them."""
+        """Return the bytes of a message, or memory for them."""
         device = self.world.message_device
         if payload is not None:
             return self.layouts.pack(i, payload, device)
@@ -193,7 +195,7 @@ def _each(
 
 
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
-    """The groups of an all-reduce, in turn; ``per_machine`` of the ascending ranks are together.
+    """Return the groups of an all-reduce, in turn; ``per_machine`` ranks share a machine.
 
     Sums cross between machines once a machine, not once a rank. Gather and spread have separate
     groups: a machine may gather the next sum while one of its ranks still awaits the last one.
@@ -211,7 +213,7 @@ def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
 
 
 def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], list[Pair]]:
-    """The groups of every collective; and (sender, receiver) of every message."""
+    """Return the groups of every collective; and (sender, receiver) of every message."""
     groups: set[Group] = set()
     pairs: set[Pair] = set()
     for rank, i in ((rank, i) for rank, order in enumerate(program.ranks) for i in order):
@@ -224,7 +226,7 @@ def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], l
 
 
 def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int | None:
-    """The bytes of a message that are sent at once; None: all of them."""
+    """Return the bytes of a message that are sent at once; None: all of them."""
     # Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
     # message is.
     if chunk_mb is None and backend == "nccl" and not paced:
@@ -233,7 +235,7 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
 
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:
-    """A tag for each of a rank's messages, the same at both ends; 0 for other instructions."""
+    """Return a tag for each message, the same at both ends; 0 for other instructions."""
     # The k-th send to a peer matches its k-th receive from here; both ends count alike.
     numbers: defaultdict[tuple, count[int]] = defaultdict(partial(count, 1))
     return [

@@ -130,7 +130,7 @@ def _text(shape: Shape) -> str:
 def _taken(
     tensor: Tensor, n_parts: int, microbatches: Sequence[int], device: torch.device | None
 ) -> Tensor:
-    """Some of the ``n_parts`` equal parts, on ``device``; views unless they are several."""
+    """Return the chosen ones of ``n_parts`` equal parts, joined, on ``device``."""
     if len(microbatches) < n_parts:
         chunks = tensor.chunk(n_parts)
         tensor = (
@@ -198,8 +198,8 @@ class MicrobatchQueue:
         """Return the results of ``step``, and drop everything kept for it."""
         self._steps.pop(step, None)
         results = self._results.pop(step, {})
-        losses = {m: loss for m, (loss, _) in results.items()}
-        outputs = [results[m][1] for m in sorted(results)] or [torch.empty(0)]
+        losses = {microbatch: loss for microbatch, (loss, _) in results.items()}
+        outputs = [results[microbatch][1] for microbatch in sorted(results)] or [torch.empty(0)]
         return step_result(step, losses, torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:

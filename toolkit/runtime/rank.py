@@ -149,7 +149,9 @@ class Rank:
         else:
             activations = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, microbatch, step))
             inputs = tuple(
-                x.detach().requires_grad_(differentiable(x)) for x in activations if x is not None
+                tensor.detach().requires_grad_(differentiable(tensor))
+                for tensor in activations
+                if tensor is not None
             )
         # Own leaves per micro-batch: its backward uses this version even after later updates.
         weights = leaves(self.weights[i.weights])
@@ -169,7 +171,7 @@ class Rank:
         else:
             detached_outputs = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = detached_outputs
-        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
         saved = SavedForward(weights, inputs, edges, statistics, gradients, count)
         self.kept[i.stage, microbatch, step] = saved
 
@@ -215,6 +217,8 @@ class Rank:
         if i.buffer == Buffer.COMPENSATED:
             stale_weights, newest_weights = (self.weights[key] for key in i.reads)
             scale = self.runners[i.stage].options.scale
+            # The correction is quadratic in the gradient of the mean loss, of which these gradients
+            # are ``factor`` times as large.
             factor = loss_factor(kept.count, self.schedule.n_microbatches, scale)
             gradients = compensated(
                 gradients, stale_weights, newest_weights, self.schedule.corrected.c / factor

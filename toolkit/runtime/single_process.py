@@ -190,7 +190,7 @@ class Scheduled:
     def _ranks(
         self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> list[Rank]:
-        """Every rank, with the weights that it holds before the program."""
+        """Return every rank, with the weights that it holds before the program."""
         ranks = []
         for rank in range(len(program.ranks)):
             updated = program.updated(rank)

@@ -75,7 +75,7 @@ def first_half(
 def _find_segments(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[BackwardSegment]:
-    """From each joint to the weights that join only there; without gradients yet."""
+    """Return a segment for each joint, with the weights that join only there."""
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
     entered: defaultdict[Node, set[int]] = defaultdict(set)
@@ -103,7 +103,7 @@ def _find_segments(
 
 
 def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:
-    """Every node of the graph after those that follow it."""
+    """Yield every node of the graph after those that follow it."""
     visited: set[Node] = set()
     stack = [(edge.node, False) for edge in outputs]
     while stack:

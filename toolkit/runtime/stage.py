@@ -233,7 +233,7 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same values; images and the weights of convolutions in that memory format."""
+    """Return the same values, with four-dimensional tensors in the format channels_last."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
@@ -249,7 +249,7 @@ def compensated(
 
 
 def leaves(weights: Weights) -> Weights:
-    """The same memory as leaves of a new graph, to gather gradients apart from the parameters."""
+    """Return leaves of a new graph in the same memory, with gradients of their own."""
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
 
 

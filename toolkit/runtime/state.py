@@ -129,9 +129,16 @@ def load_model(
     state: Mapping[str, Any], stages: Stages, updaters: Sequence[Updater], own: Collection[int]
 ) -> None:
     """Copy the model's tensors from ``state``, except trained weights of stages not ``own``."""
-    skipped_names = {name for j, u in enumerate(updaters) if j not in own for name in u.masters}
+    skipped_names = {
+        name
+        for stage, updater in enumerate(updaters)
+        if stage not in own
+        for name in updater.masters
+    }
     # A tied weight is loaded once, by the name that its stage has for it.
-    skipped_names |= {*names_of_tied(stages, {name for u in updaters for name in u.masters})}
+    skipped_names |= {
+        *names_of_tied(stages, {name for updater in updaters for name in updater.masters})
+    }
     for name, tensor in stages.model.state_dict().items():
         if name not in skipped_names:
             tensor.copy_(state["model"][name])
@@ -171,14 +178,17 @@ def check_state(
             f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
             " partition the model as it was when the state was taken"
         )
-    for j, versions in enumerate(state["versions"]):
-        if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
+    for stage, versions in enumerate(state["versions"]):
+        if lacking := sorted({*schedule.versions(stage, steps_done)} - versions.keys()):
             raise UserError(
-                f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
-                " the state lacks: continue with the schedule (delays, correction) that saved it"
+                f"the schedule reads version {lacking[0]} of stage {stage} at step {steps_done},"
+                " which the state lacks: continue with the schedule (delays, correction) that"
+                " saved it"
             )
-    forms = {"model": state["model"]} | {j: _of_stage(state, j) for j in own}
-    expected_forms = {"model": model} | {j: _expected(state, j, updaters[j]) for j in own}
+    forms = {"model": state["model"]} | {stage: _of_stage(state, stage) for stage in own}
+    expected_forms = {"model": model} | {
+        stage: _expected(state, stage, updaters[stage]) for stage in own
+    }
     if fault := difference(forms, expected_forms, "state"):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
@@ -207,7 +217,7 @@ def _of_stage(state: Mapping[str, Any], stage: int) -> dict[str, Any]:
 
 
 def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[str, Any]:
-    """What :func:`_of_stage` has to be, by the kinds of its values."""
+    """Return a template of :func:`_of_stage`: its values have the kinds that the state needs."""
     stage_state, versions = state["stages"][stage], state["versions"][stage]
     unused, n_skipped, average = (
         stage_state.get(key) for key in ("unused", "n_skipped", "average")
@@ -241,7 +251,7 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
 
 
 def _kinds(tree: Any) -> dict[str, str]:
-    """The kind of each value in nested mappings and sequences, by its place."""
+    """Return the kind of each value in nested mappings and sequences, by its place."""
     leaves, _ = tree_flatten_with_path(tree, is_leaf=_is_empty)
     return {keystr(path): _kind(value) for path, value in leaves}
 

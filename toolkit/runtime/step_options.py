@@ -96,7 +96,7 @@ class StepOptions(StepSettings):
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def least_fused(self, device: torch.device) -> int | None:
-        """Number of micro-batches from which their norms are one operation; None: never."""
+        """Return from how many micro-batches on their norms are one operation; None: never."""
         if self.norms == "fused":
             return 1
         # torch's own norm of one micro-batch is one operation, too.

@@ -69,7 +69,7 @@ def choose(
     threshold: float = 0.05,
     staleness_price: float = 0.0,
 ) -> int:
-    """Return which schedule to go on with.
+    """Return the position of the schedule to continue with.
 
     Of those within 1 % of the fastest it is the freshest, if that gains more than ``threshold`` or
     is fresher than the present one.
@@ -93,7 +93,7 @@ def choose(
 
 
 class Switching:
-    """Chooses, at each look, the schedule by which a runtime goes on.
+    """Chooses, at each look, the schedule by which a runtime continues.
 
     On costs, if the runtime knows them: the candidate that is fastest by :func:`choose`. On the
     loss, with ``options.loss_factor``: the freshest candidate while the loss is above that multiple

@@ -116,7 +116,11 @@ class Updater:
         self.stage = stage
         self.options = options
         self.makers = (make_optimizer, make_scheduler)
-        self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: parameter
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
         self.averages: Weights = {}  # with options.ema; empty before the first update
         self.n_averaged = 0
         self.n_skipped = 0  # updates whose gradient was not finite
@@ -171,7 +175,10 @@ class Updater:
         ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
         twin = copy.copy(self)
-        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        masters = {
+            name: nn.Parameter(torch.zeros_like(parameter))
+            for name, parameter in self.masters.items()
+        }
         twin.optimizer, twin.scheduler = self._make(masters)
         if updated and twin.optimizer:
             for name in masters.keys() - unused:
@@ -194,12 +201,18 @@ class Updater:
 
     def _follow_rates(self) -> Iterator[list[tuple[float, float]]]:
         """Yield the learning rate and decay of each parameter group, update by update."""
-        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        masters = {
+            k: nn.Parameter(torch.zeros_like(parameter)) for k, parameter in self.masters.items()
+        }
         optimizer, scheduler = self._make(masters)
         assert optimizer is not None  # since a weight is predicted
         groups = optimizer.param_groups
-        group_indices = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
-        self._group_of = {name: group_indices[id(p)] for name, p in masters.items()}
+        group_indices = {
+            id(parameter): index
+            for index, group in enumerate(groups)
+            for parameter in group["params"]
+        }
+        self._group_of = {name: group_indices[id(parameter)] for name, parameter in masters.items()}
         for group in groups:
             group["params"] = []  # free the memory
         vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
@@ -220,7 +233,7 @@ class Updater:
         keep_old: bool,
         norm: GradientNorm | None = None,
     ) -> None:
-        """One optimizer step on the newest weights; then the learning rate of the next.
+        """Make one optimizer step on the newest weights; then set the next learning rate.
 
         ``total`` sums over all micro-batches the gradients of (options.scale * loss /
         n_microbatches), and norms' statistics; see :meth:`LossValue.root` for losses with a count.
@@ -314,7 +327,7 @@ class Updater:
             self._spare.append(weights)
 
     def apply(self) -> None:
-        """One optimizer step with the gradients that the parameters have."""
+        """Make one optimizer step with the gradients that the parameters have."""
         self.unused = [name for name in self.unused if self.masters[name].grad is None]
         if self.optimizer is not None:
             self.optimizer.step()
@@ -333,7 +346,7 @@ class Updater:
 
 
 def _decoupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """The weight decay that is applied apart from the gradient's step, as AdamW does."""
+    """Return the weight decay that is applied apart from the gradient's step, as AdamW does."""
     decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Muon)
     if decoupled or group.get("decoupled_weight_decay"):
         return float(group["weight_decay"])

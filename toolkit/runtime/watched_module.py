@@ -19,7 +19,7 @@ class Owner(Protocol):
         """Bring the newest weights to the model, if the script calls and not a runtime."""
 
     def before_calling(self) -> None:
-        """Likewise, before the model's own forward."""
+        """Bring the newest weights to the model before the script calls its forward."""
 
     def parameters_by_name(self, own: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
         """Return ``own()``, the model's named parameters, as the script may have them now."""

@@ -91,6 +91,7 @@ class WeightStore:
                 if chain_index + 1 < len(chain):
                     send = Instruction(0, Action.SEND, *message, (chain[chain_index + 1],))
                     sends.append((send, messages.send(send, held_weights[stage, version])))
+                    # Begin now and wait at the end: the next rank of the chain waits for it.
                     sends[-1][1].begin()
         for send, transfer in sends:
             self._await(send, step, transfer)
@@ -104,7 +105,7 @@ class WeightStore:
         """Bring the newest weights and running statistics to every rank's stages."""
         for stage, runner in enumerate(self.runners):
             if len(self._updaters[stage]) == self.world.size:
-                continue
+                continue  # every rank has updated it
             tensors = self._state(stage) if stage in self.versions else {}
             received = self._broadcast(self._layouts[stage], self.schedule.owners[stage], tensors)
             if stage not in self.versions:
@@ -155,6 +156,7 @@ class WeightStore:
         """
         state, step = part, part["steps_done"]
         next_updaters, stages_of = _updaters(course.at(step)), defaultdict(list)
+        # Stages with the same chain of ranks travel together, so each chain is one relay.
         for stage, owner in enumerate(self.schedule.owners):
             stages_of[handed_on(owner, next_updaters[stage] - self._updaters[stage])].append(stage)
         for chain, stages in stages_of.items():
@@ -176,11 +178,11 @@ class WeightStore:
         """Take over the updated stages of ``state``, and what is frozen of the others."""
         self.forget()
         load_model(state, self.stages, self.runners, self.updated)
-        for j in self.updated:
-            self.versions[j] = loaded(state, j, self.runners[j])
+        for stage in self.updated:
+            self.versions[stage] = loaded(state, stage, self.runners[stage])
 
     def _state(self, j: int) -> dict[str, Tensor]:
-        """The newest weights of a stage, its frozen weights, and its buffers."""
+        """Return the newest weights of a stage, its frozen weights, and its buffers."""
         stage = self.runners[j].stage
         return {name: parameter.data for name, parameter in stage.named_parameters()} | dict(
             stage.named_buffers()
@@ -203,7 +205,7 @@ class WeightStore:
 
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
-    """The ranks that update each stage."""
+    """Return the ranks that update each stage."""
     program, ranks = schedule.lower(1), range(schedule.n_ranks)
     updated_stages = [program.updated(rank) for rank in ranks]
     return [
@@ -213,6 +215,6 @@ def _updaters(schedule: Schedule) -> list[set[int]]:
 
 
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
-    """The ranks by which the ``owner`` of weights reaches those ``lacking`` them, in turn."""
+    """Return the chain of ranks from the ``owner`` of weights through those ``lacking`` them."""
     receivers = sorted(lacking, key=lambda rank: (rank < owner, rank))
     return (owner, *receivers) if receivers else ()

@@ -81,7 +81,7 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> list[list[Item]]:
 
 
 def _dual(turn: int, half: int, stages: tuple[int, int], ways: list[range]) -> list[Item]:
-    """The ops of a rank ``turn`` ranks from the end at which its first stage's data enter.
+    """Return the ops of a rank; its first stage's data enter ``turn`` ranks away.
 
     Args:
         turn: 0 to half - 1; the last is beside the other half, or the turn of the V.

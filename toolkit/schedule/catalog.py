@@ -143,7 +143,7 @@ def weipipe(
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
-    """One device, one micro-batch after another, one update; arguments as :func:`gpipe`."""
+    """Accumulate gradients on one device, with one update a step; arguments as :func:`gpipe`."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule(_ACCUMULATION, s, m, timing.simultaneous(s, 1, m), "one")
 
@@ -327,7 +327,7 @@ def _name(
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
-    """The part of a name that describes the delay; empty for the freshest."""
+    """Return the part of a name that describes the delay; empty for the freshest."""
     if isinstance(delay, str):
         return ""
     if isinstance(delay, RandomDelay):
@@ -341,7 +341,7 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
 
 
 def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
-    """Number of stages (that of workers unless given), workers, and micro-batches of a worker."""
+    """Return the numbers of stages (by default of workers), workers, and micro-batches of each."""
     n = whole(n_workers, "the number of micro-batches", 1)
     s = n if n_stages is None else whole(n_stages, "the number of stages", 1)
     k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)

@@ -72,7 +72,7 @@ class Choice:
         return {name: value for name, value in chosen.items() if value != defaults[name]}
 
     def build(self) -> Schedule:
-        """The schedule.
+        """Build the schedule.
 
         Raises:
             UserError: an option or a size is refused, or the schedule is impossible; the message
@@ -87,7 +87,7 @@ class Choice:
         return SCHEDULES[self.schedule].factory(**arguments)
 
     def python(self) -> str:
-        """One line that makes the schedule from the names of ``toolkit.schedule``."""
+        """Return a line of Python that makes the schedule by names of ``toolkit.schedule``."""
         factory = SCHEDULES[self.schedule].factory.__qualname__
         owner = "" if self.schedule == OWN else "catalog."
         arguments = ", ".join(f"{key}={value!r}" for key, value in self._arguments().items())
@@ -118,7 +118,7 @@ class Choice:
 
 
 def choice_of(schedule: Schedule) -> Choice:
-    """The choice that makes ``schedule``, under the same name if possible.
+    """Return the choice that makes ``schedule``, under the same name if possible.
 
     Raises:
         UserError: no choice makes it.
@@ -176,7 +176,7 @@ def _candidates(schedule: Schedule) -> Iterator[Choice]:
 
 
 def _in_hydra(value: Any) -> str:
-    """``value`` in Hydra's grammar, without blanks."""
+    """Return ``value`` in Hydra's grammar, without blanks."""
     if isinstance(value, RandomDelay | Correction):
         fields = {key: entry for key, entry in asdict(value).items() if entry is not None}
         return "{" + ",".join(f"{key}:{entry}" for key, entry in fields.items()) + "}"

@@ -42,7 +42,7 @@ _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d{1,9})")
 
 
 def parse_order(order: str | Sequence[Item | str], rank: int) -> list[Item]:
-    """One rank's ops and pairs, from ops or text."""
+    """Return one rank's ops and pairs, from ops or text."""
     if not isinstance(order, Sequence) or isinstance(order, bytes | bytearray | Op):
         raise UserError(
             f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {shortened(repr(order))}"
@@ -137,7 +137,7 @@ class RankOrders:
 
 
 def read_csv(source: str | Path) -> RankOrders:
-    """Rank orders from a CSV file or its text.
+    """Read rank orders from a CSV file or its text.
 
     Raises:
         UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
@@ -175,7 +175,7 @@ def read_csv(source: str | Path) -> RankOrders:
 
 
 def _content(source: str | Path) -> str:
-    """The text of a file; a string that looks like text, and names no file, is the text itself."""
+    """Return the text of a file; a string that looks like text and names no file is the text."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise UserError(f"rank orders are a file's path, or its text: got {source!r}")
     text = str(source).removeprefix("\ufeff")  # a mark with which spreadsheets begin
@@ -192,7 +192,7 @@ def _content(source: str | Path) -> str:
 
 
 def write_csv(name: str, timing: Timing, layout: Placement) -> str:
-    """One training step as CSV; see :meth:`Schedule.to_csv`."""
+    """Return one training step as CSV; see :meth:`Schedule.to_csv`."""
     most_ranks = max(len(set(ranks)) for ranks in layout.cycles)
     dealt_out = isinstance(layout, Assigned)  # as rank orders are, also in two directions
     if (most_ranks > 1 and not dealt_out) or layout.one_device or timing.ticks_per_slot != 1:

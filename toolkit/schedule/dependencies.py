@@ -28,7 +28,7 @@ from toolkit.schedule.instruction import (
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
-    """The ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
+    """Yield the ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
     kind, stage, microbatch = op
     if kind == Kind.FORWARD:
         if stage > 0:
@@ -137,6 +137,6 @@ class _Needs:
         return [self.made[key]] if key in self.made else []
 
     def _take(self, key: tuple) -> list[int]:
-        """The position that made a buffer; empty if it existed before the program."""
+        """Return the position that made a buffer; empty if it existed before the program."""
         maker = self.made.pop(key, None)
         return [] if maker is None else [maker]

@@ -21,14 +21,14 @@ def rows(layout: Placement) -> tuple[str, int]:
 
 
 def row_of(layout: Placement, rank: int, microbatch: int) -> int:
-    """The row that shows ``rank`` at work on ``microbatch``."""
+    """Return the row that shows ``rank`` at work on ``microbatch``."""
     return microbatch if layout.one_device else rank
 
 
 def render(
     timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
 ) -> str:
-    """The grid of ``n_steps`` training steps (1 or more).
+    """Return the grid of ``n_steps`` training steps (1 or more).
 
     Columns are ticks if starts fall between slots, and an op covers its further ticks with ``-``.
     Primes distinguish steps that overlap. ``mark`` = (op, step) is put in brackets; a large grid

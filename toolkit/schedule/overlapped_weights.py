@@ -71,7 +71,7 @@ class _PartialOrder:
                 self.until[earlier] = [*map(min, self.until[earlier], self.until[g])]
 
     def opens(self, rank: int, i: Instruction) -> int:
-        """The gap in which a message may begin, if it has what it needs."""
+        """Return the gap in which a message may begin, if it has what it needs."""
         before = i.tick - self.program.schedule.lookahead
         return sum(tick < before for tick in self.op_ticks[rank])
 
@@ -119,7 +119,7 @@ class _PartialOrder:
 
 
 def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
-    """The numbers, each after those that it waits for."""
+    """Return the numbers, each after those that it waits for."""
     lacking = [len(awaited) for awaited in waits]
     users: list[list[int]] = [[] for _ in waits]
     for g, awaited in enumerate(waits):
@@ -135,7 +135,7 @@ def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
-    """The most weights of one rank."""
+    """Return the most weights of one rank."""
     instructions, first_number = order.program.ranks[rank], order.first[rank]
     last_gap = len(order.op_ticks[rank])
     weight_changes = [0.0] * (last_gap + 2)  # changes of the weights held, by gap

@@ -80,7 +80,7 @@ class PhasedSchedule(Schedule):
         self._set(timing=_finer(self.timing, ticks))
 
     def in_steps(self, steps_per_epoch: int) -> "PhasedSchedule":
-        """The same with the length of each phase in training steps, rounded to 1 or more."""
+        """Return the same with each phase's length in training steps, rounded to 1 or more."""
         phases = tuple(
             phase
             if phase.epochs is None
@@ -120,11 +120,11 @@ class PhasedSchedule(Schedule):
         return Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
 
     def at(self, step: int) -> Schedule:
-        """The schedule of a training step."""
+        """Return the schedule of a training step."""
         return next(schedule for start, schedule in reversed(self._starts) if start <= step)
 
     def next_change(self, step: int) -> int | None:
-        """The first step after ``step`` that another schedule trains; None if none follows."""
+        """Return the first step after ``step`` of another schedule; None if none follows."""
         return next((start for start, _ in self._starts if start > step), None)
 
     def oldest_version(self, stage: int, step: int) -> int:
@@ -216,19 +216,19 @@ def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:
 
 
 def _own(kind: type) -> Iterator[Any]:
-    """The arguments of a dataclass."""
+    """Return the arguments of a dataclass."""
     return (f for f in fields(kind) if f.init)
 
 
 def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
-    """The same timing in shorter ticks."""
+    """Return the same timing in shorter ticks."""
     factor = ticks_per_slot // timing.ticks_per_slot
     starts = {op: factor * start for op, start in timing.starts.items()}
     return timing if factor == 1 else Timing(starts, factor * timing.period, ticks_per_slot)
 
 
 def _end(program: Program) -> int:
-    """The tick after which every rank has finished, at the start of a slot."""
+    """Return the tick after which every rank has finished, at the start of a slot."""
     return (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
 
 

@@ -24,7 +24,7 @@ Item = Op | tuple[Op, Op]
 
 
 def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op, Op]]:
-    """The ops of each rank in order, and the backward that each overlapped forward has."""
+    """Return the ops of each rank in order, and the backward that each overlapped forward has."""
     pairs = dict(item for order in orders for item in order if not isinstance(item, Op))
     ops = [
         [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
@@ -34,7 +34,7 @@ def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op,
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
-    """All forwards, then all backwards. Source: arXiv 1811.06965."""
+    """Run all forwards, then all backwards. Source: arXiv 1811.06965."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [
         [Op(kind, stage, microbatch) for kind in kinds for microbatch in range(n_microbatches)]
@@ -43,7 +43,7 @@ def gpipe(n_stages: int, n_microbatches: int) -> Orders:
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
-    """One forward, one backward, as soon as the first backward can start.
+    """Alternate forwards and backwards as soon as the first backward can start.
 
     Source: PipeDream-Flush, arXiv 2006.09503, section 2.2.
     """
@@ -123,7 +123,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
 
 
 def _per_rank(n_stages: int, n_ranks: int) -> int:
-    """Stages of a rank."""
+    """Return the number of stages of a rank."""
     if n_stages % n_ranks:
         raise UserError(
             f"{n_stages} stages cannot be dealt out evenly to {n_ranks} ranks: make them a multiple"
@@ -201,7 +201,7 @@ def as_early_as_possible(
     not_before: Mapping[Op, int] | None = None,
     pairs: Mapping[Op, Op] | None = None,
 ) -> Timing:
-    """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
+    """Time each rank's ops in order, as soon as the rank is free and what the op needs has ended.
 
     With a period, a rank is not free in a slot in which it is busy with another step. A pair of
     ops, forward first, takes one slot. Arguments and errors are those of
@@ -259,7 +259,7 @@ def as_early_as_possible(
 
 
 def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
-    """The least period at which no rank has two steps at once, and late weights are ready."""
+    """Return the least period in which no rank has two steps at once, and weights are ready."""
     longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
     if isinstance(delay, str):
         return longest

@@ -82,12 +82,12 @@ class Placement:
         return length // gcd(self.n_microbatches, length)
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
+        """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""
         cycle = self.cycles[stage]
         return cycle[(step * self.n_microbatches + microbatch) % len(cycle)]
 
     def ranks(self, stage: int) -> Sequence[int]:
-        """The ranks that run ``stage``."""
+        """Return the ranks that run ``stage``."""
         return sorted(set(self.cycles[stage]))
 
 
@@ -107,7 +107,7 @@ class Assigned(Placement):
 def place(
     name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int
 ) -> Placement:
-    """The placement called ``name`` for ops timed by ``timing``."""
+    """Return the placement called ``name`` for ops timed by ``timing``."""
     check_choice("placement", name, PLACEMENTS)
     first_ranks, replicas = [0] * n_stages, [1] * n_stages
     if name == "per_microbatch":
@@ -125,7 +125,7 @@ def place(
 
 
 def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
-    """The tick at which each rank's share of a stage's gradient is complete."""
+    """Return the tick at which each rank's share of a stage's gradient is complete."""
     ends: dict[int, int] = {}
     for microbatch in range(layout.n_microbatches):
         rank = layout.rank(stage, microbatch)
@@ -134,7 +134,7 @@ def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
 
 
 def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a rotated chain, from the first to give its gradient to the one that updates.
+    """Return the ranks of a rotated chain, from the first that gives to the one that updates.
 
     Those that finish together are a group: the chain passes through one after another.
     """
@@ -152,7 +152,7 @@ def _turned(items: Sequence[_T], by: int) -> tuple[_T, ...]:
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
-    """Micro-batches whose activations at ``stage`` are alive at once, in the steady state."""
+    """Return the most micro-batches in flight at ``stage`` at once, in the steady state."""
     spans = [
         (timing.starts[Op(Kind.FORWARD, stage, microbatch)], timing.gradient_end(stage, microbatch))
         for microbatch in range(n_microbatches)

@@ -29,7 +29,7 @@ def build(name: str, **options: Any) -> Schedule:
 
 
 def with_phases(schedule: Schedule, phases: Sequence[Mapping[str, Any]]) -> Schedule:
-    """``schedule`` after others, described by plain values.
+    """Return ``schedule`` after others, which plain values describe.
 
     Args:
         schedule: the last.
@@ -89,7 +89,7 @@ DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}
 
 
 def from_mappings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of :data:`DESCRIBED` that are given, as schedules take them."""
+    """Return the options of :data:`DESCRIBED` that are given, as schedules take them."""
     return {
         name: make(**options[name]) if isinstance(options[name], Mapping) else options[name]
         for name, make in DESCRIBED.items()

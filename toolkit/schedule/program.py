@@ -35,7 +35,7 @@ class Program:
         return range(self.first_step, self.first_step + self.n_steps)
 
     def slot(self, instruction: Instruction) -> int:
-        """The slot in which ``instruction`` starts, counted from the program's start."""
+        """Return the slot in which ``instruction`` starts, counted from the program's start."""
         return instruction.tick // self.schedule.timing.ticks_per_slot
 
     @cached_property
@@ -54,11 +54,11 @@ class Program:
         return self
 
     def updated(self, rank: int) -> frozenset[int]:
-        """The stages that a rank updates."""
+        """Return the stages that a rank updates."""
         return frozenset(i.stage for i in self.ranks[rank] if i.action == Action.UPDATE)
 
     def first_forwards(self, since: int = 0) -> dict[int, int]:
-        """The first forward of each rank that begins with the model's first stage.
+        """Return the first forward of each rank that begins with the model's first stage.
 
         The first from the tick ``since`` on, in ticks from there.
         """
@@ -75,7 +75,7 @@ class Program:
         return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
 
     def total_activations(self) -> tuple[int, ...]:
-        """The most activations that all ranks hold at one moment of each slot: ``[slot]``."""
+        """Return the most activations of all ranks at one moment of each slot, ``[slot]``."""
         gained: Counter[int] = Counter()
         for instructions in self.ranks:
             levels = [(0, 0), *_alive(instructions)]
@@ -86,11 +86,11 @@ class Program:
         return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, ``[rank]``, in stage-activations."""
+        """Return the most stage-activations that each rank holds at once, ``[rank]``."""
         return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """``[rank]``, the most stage-parameters held at once: all versions, and predictions.
+        """Return the most stage-parameters held at once, ``[rank]``: all versions, and predictions.
 
         In the program's order. With overlap see
         :func:`toolkit.schedule.overlapped_weights.most_weights`.
@@ -140,22 +140,22 @@ NOTHING = Traffic(0, Fraction(0))
 
 
 def together(found: Sequence[Traffic]) -> Traffic:
-    """The sum of all."""
+    """Return the sum of all messages and units."""
     return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
 
 
 def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
-    """What all ranks together send in each slot, in stage-parameters: of ``[slot][rank]``."""
+    """Return what all ranks send in each slot, in stage-parameters, from ``[slot][rank]``."""
     return tuple(sum((sent.units for sent in slot if sent.units), Fraction()) for slot in traffic)
 
 
 def rounds(action: Action, n_ranks: int) -> int:
-    """Messages of a collective that wait for each other: a ring's, or a binomial tree's."""
+    """Return how many messages of a collective, a ring or a binomial tree, wait for each other."""
     return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
 
 
 def traffic_of(i: Instruction, rank: int) -> Traffic:
-    """What ``rank`` sends by an instruction that moves weights or gradients."""
+    """Return what ``rank`` sends by an instruction that moves weights or gradients."""
     if i.action == Action.ALL_REDUCE:
         messages = rounds(i.action, len(i.peers))
         return Traffic(messages, Fraction(messages, len(i.peers)))
@@ -169,7 +169,7 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
 
 
 def received_of(i: Instruction, rank: int) -> Traffic:
-    """What ``rank`` receives by an instruction that moves something."""
+    """Return what ``rank`` receives by an instruction that moves something."""
     if i.action == Action.ALL_REDUCE:
         return traffic_of(i, rank)
     if i.action == Action.REDUCE:
@@ -180,7 +180,7 @@ def received_of(i: Instruction, rank: int) -> Traffic:
 
 
 def _tree_children(position: int, n: int) -> int:
-    """Children of ``position`` in the binomial tree over 0 .. n-1 whose root is 0."""
+    """Return how many children ``position`` has in the binomial tree over 0 .. n-1 with root 0."""
     bits = range(position.bit_length(), n.bit_length())
     return sum(position + (1 << bit) < n for bit in bits)
 
@@ -188,7 +188,7 @@ def _tree_children(position: int, n: int) -> int:
 def most_by_slot(
     changes: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
 ) -> Iterator[int]:
-    """The highest level in each slot, from ``changes`` = (tick, level from then on), in order.
+    """Yield the highest level in each slot, from ordered ``changes`` = (tick, level from then on).
 
     What is released exactly at a slot's start does not count in that slot.
     """
@@ -217,7 +217,7 @@ def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
 
 
 def _weights_gained(i: Instruction, rank: int) -> int:
-    """The stages' weights that ``rank`` holds more, or less, after an instruction."""
+    """Return by how many stages' weights ``rank`` holds more, or less, after an instruction."""
     if i.action == Action.FREE:
         return -int(i.buffer != Buffer.ACTIVATION)
     if i.buffer == Buffer.WEIGHTS:

@@ -50,7 +50,7 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     n_ranks = len(ranks)
 
     def head(instruction: Instruction, rank: int) -> int:
-        """Its place among the ready, as one number: by tick, phase and rank."""
+        """Return its place among the ready as one number: by tick, phase and rank."""
         return (instruction.tick * 3 + _PHASES[instruction.action]) * n_ranks + rank
 
     ready = [head(order[0], rank) for rank, order in enumerate(ranks) if order]

@@ -217,21 +217,21 @@ class Schedule:
         return tuple(ring_of(self.timing, self.layout, stage) for stage in range(self.n_stages))
 
     def oldest_version(self, stage: int, step: int) -> int:
-        """The oldest weight version of ``stage`` that is used at ``step`` or later."""
+        """Return the oldest weight version of ``stage`` that is used at ``step`` or later."""
         most_stale = max(self.staleness[stage])
         oldest = step - most_stale - (self.corrected.predicts and most_stale > 0)
         return max(self.first_version(stage), oldest)
 
     def first_version(self, stage: int) -> int:
-        """The oldest weight version of ``stage`` that exists."""
+        """Return the oldest weight version of ``stage`` that exists."""
         return self.first_versions[stage] if self.first_versions else 0
 
     def at(self, step: int) -> "Schedule":
-        """The schedule of a training step; another one only if schedules follow one another."""
+        """Return the schedule of a training step: this one, unless it has phases."""
         return self
 
     def next_change(self, step: int) -> int | None:
-        """The first step after ``step`` that another schedule trains; None if none follows."""
+        """Return the first step after ``step`` of another schedule; None if none follows."""
         return None
 
     @property
@@ -240,34 +240,34 @@ class Schedule:
         return self
 
     def changes(self, steps: range) -> list[int]:
-        """The training steps, after the first of ``steps``, that begin with another schedule."""
+        """Return the steps, after the first of ``steps``, that begin with another schedule."""
         starts = [steps.start]
         while (change := self.next_change(starts[-1])) is not None and change < steps.stop:
             starts.append(change)
         return starts[1:]
 
     def in_steps(self, steps_per_epoch: int) -> "Schedule":
-        """The same, with all lengths in training steps."""
+        """Return the same with all lengths in training steps."""
         return self
 
     def versions(self, stage: int, step: int) -> range:
-        """The weight versions of ``stage`` that are held as ``step`` begins."""
+        """Return the weight versions of ``stage`` that are held as ``step`` begins."""
         return range(self.oldest_version(stage, step), step + 1)
 
     def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
-        """The ranks that hold the weights of ``stage`` as a program begins with ``step``."""
+        """Return the ranks that hold the weights of ``stage`` as a program begins with ``step``."""
         if self.state != "replicated":
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
 
     def delays(self, step: int) -> Staleness:
-        """``[stage][microbatch]``, the steps by which the weights read at ``step`` are late."""
+        """Return the staleness of the weights read at ``step``: ``[stage][microbatch]``."""
         if isinstance(self.delay, RandomDelay):
             return draws(self.delay, self.n_stages, self.n_microbatches, step)
         return self.staleness
 
     def version(self, stage: int, microbatch: int, step: int) -> int:
-        """The weight version that ``stage`` reads for ``microbatch`` at ``step``."""
+        """Return the weight version that ``stage`` reads for ``microbatch`` at ``step``."""
         return max(self.first_version(stage), step - self.delays(step)[stage][microbatch])
 
     def predicts(self, stage: int, version: int, step: int) -> bool:
@@ -279,14 +279,14 @@ class Schedule:
         return self.corrected.kind == "compensate" and version < step
 
     def read_by(self, op: Op, version: int, step: int) -> Buffer | None:
-        """What ``op`` at ``step`` reads in place of ``version``, or besides it; None: only that."""
+        """Return what ``op`` reads in place of ``version``, or besides it; None: only that."""
         if self.predicts(op.stage, version, step):
             return Buffer.PREDICTION
         last = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         return Buffer.COMPENSATED if last and self.compensates(version, step) else None
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
+        """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""
         return self.layout.rank(stage, microbatch, step)
 
     @classmethod
@@ -302,7 +302,7 @@ class Schedule:
         not_before: Mapping[Op, int] | None = None,
         unfold: bool = False,
     ) -> "Schedule":
-        """A schedule from the order of each rank's ops, each as early as it can start.
+        """Make a schedule from the order of each rank's ops, each as early as it can start.
 
         Args:
             orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``; a forward and a
@@ -362,7 +362,7 @@ class Schedule:
         return schedule
 
     def to_csv(self) -> str:
-        """One training step in the compute format of torch.distributed.pipelining.
+        """Return one training step in the compute format of torch.distributed.pipelining.
 
         It has timing and placement only: delay, state and correction are options of
         :meth:`from_csv`. Raises UserError if the schedule is not a pipeline.
@@ -370,11 +370,11 @@ class Schedule:
         return csv_format.write_csv(self.name, self.timing, self.layout)
 
     def grid(self, n_steps: int = 1) -> str:
-        """``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
+        """Return ``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
         return _grid.render(self.timing, self.layout, n_steps)
 
     def lower(self, n_steps: int, first_step: int = 0) -> "Program":
-        """Each rank's instructions, all communication inferred.
+        """Return each rank's instructions; all communication is inferred.
 
         Args:
             n_steps: training steps, 1 or more.
@@ -384,7 +384,7 @@ class Schedule:
 
 
 def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
-    """The rank of each stage and micro-batch: ``[stage][microbatch]``."""
+    """Return the rank of each stage and micro-batch: ``[stage][microbatch]``."""
     if not orders or not all(orders):
         idle = [rank for rank, order in enumerate(orders) if not order]
         raise UserError(f"every rank has something to do: got {len(orders)} ranks, idle: {idle}")

@@ -124,7 +124,7 @@ class RandomDelay:
         return tuple((below << _BITS) // total for below in accumulate(self._weights))
 
     def draw(self, stage: int, microbatch: int, step: int) -> int:
-        """The steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
+        """Return the steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
         shared_key = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
         key = " ".join(map(str, (self.seed, *shared_key))).encode()
         bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")
@@ -133,7 +133,7 @@ class RandomDelay:
 
 @lru_cache(maxsize=256)
 def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Staleness:
-    """What ``delay`` draws for a training step: ``[stage][microbatch]``."""
+    """Return what ``delay`` draws for a training step: ``[stage][microbatch]``."""
     if delay.per == "microbatch":
         microbatches = range(n_microbatches)
         return tuple(
@@ -148,7 +148,7 @@ Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
 
 
 def plain(delay: Delay, depth: int = 2) -> Any:
-    """``delay`` with arrays and lists as tuples of numbers, ``depth`` of them within each other."""
+    """Return ``delay`` with arrays and lists as tuples of numbers, at most ``depth`` deep."""
     if hasattr(delay, "tolist"):
         delay = delay.tolist()
     if isinstance(delay, Sequence) and not isinstance(delay, str) and depth:
@@ -159,7 +159,10 @@ def plain(delay: Delay, depth: int = 2) -> Any:
 def freshest(
     timing: Timing, n_stages: int, n_microbatches: int, *, together: bool = False
 ) -> Staleness:
-    """``[stage][microbatch]``, the least staleness; ``together``: updates wait for all stages."""
+    """Return the least staleness, ``[stage][microbatch]``.
+
+    ``together``: the updates of a step wait for the gradients of all stages.
+    """
     ends = [timing.update_ready(stage, n_microbatches) for stage in range(n_stages)]
     rows = []
     for stage in range(n_stages):
@@ -173,7 +176,7 @@ def freshest(
 
 
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
-    """The least and the largest staleness of a delay in steps; equal unless it is random."""
+    """Return the least and the largest staleness of a delay in steps; equal unless it is random."""
     if isinstance(delay, RandomDelay):
         smallest, _ = in_steps(delay.least, n_stages, n_microbatches)
         largest, _ = in_steps(delay.most, n_stages, n_microbatches)

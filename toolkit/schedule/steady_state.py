@@ -52,19 +52,19 @@ class Footprint:
 
 
 def settled_steps(schedule: Schedule) -> int:
-    """Training steps until the steady state, at a step that starts with a slot."""
+    """Return the training steps until the steady state, at a step that starts with a slot."""
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
     return -(-steps // _whole(schedule)) * _whole(schedule)
 
 
 def _whole(schedule: Schedule) -> int:
-    """The fewest periods that make a whole number of slots: usually one."""
+    """Return the fewest periods that make a whole number of slots: usually one."""
     timing = schedule.timing
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
 def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range:
-    """The training steps, of ``n_steps`` from ``first_step`` on, that are in the steady state.
+    """Return which of ``n_steps`` training steps from ``first_step`` on are in the steady state.
 
     They count from ``first_step``. Where schedules follow one another, those of the last.
 
@@ -88,7 +88,7 @@ def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
-    """The fewest training steps with ``timed`` steady ones, rounded up as in steady_steps."""
+    """Return the fewest training steps of which ``timed`` are steady, as steady_steps counts."""
     begin = [0, *schedule.changes(range(sys.maxsize))][-1]
     schedule = schedule.final
     threads = schedule.max_staleness + 1
@@ -97,18 +97,18 @@ def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
 
 
 def _unsteady_end(schedule: Schedule) -> int:
-    """Training steps at a program's end that overlap too few, or whose weights nobody reads."""
+    """Return how many last steps overlap too few others, or make weights that nobody reads."""
     return max(schedule.timing.steps_under_way - 1, schedule.max_staleness)
 
 
 def steady_slots(schedule: Schedule, step: int) -> slice:
-    """The slots from the start of ``step``, a settled one, to the next step that starts a slot."""
+    """Return the slots from a settled ``step`` to the next step that starts with a slot."""
     timing, end = schedule.timing, step + _whole(schedule)
     return slice(*(at * timing.period // timing.ticks_per_slot for at in (step, end)))
 
 
 def steady_state(schedule: Schedule) -> SteadyState:
-    """One period of ``schedule``, after older steps have ended; random delays are one draw."""
+    """Return one period of ``schedule`` in the steady state; random delays are one draw."""
     schedule = schedule.final
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
@@ -159,7 +159,7 @@ def belongs_to(i: Instruction, step: int) -> bool:
 
 
 def _rounds(program: Program) -> int:
-    """Messages of one stage that wait for each other at the same tick."""
+    """Return the most messages of one stage that wait for each other at one tick."""
     depth: defaultdict[tuple[int, int], int] = defaultdict(int)
     tick = longest = 0
     for rank, i in replay(program.ranks):

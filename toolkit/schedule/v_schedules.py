@@ -51,7 +51,7 @@ class _Block:
     bound: int  # stage-activations that a rank holds at most
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
-        """The rank's ops, without the backwards of the weights."""
+        """Return the rank's ops, without the backwards of the weights."""
         first_stage, second_stage, last_rank = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
         way_down, way_up = self.down * rank, self.up * (last_rank - rank)
         turn_1 = self.down * last_rank + self.turns[0]
@@ -98,7 +98,7 @@ def _n_ranks(n_stages: int) -> int:
 
 
 def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
-    """Each rank's ops in order, each as early as it can start."""
+    """Return each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
     scarce = 2 * n_microbatches > block.bound  # not all micro-batches fit
@@ -113,7 +113,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
         return all(ends.get(needed_op, slot + 1) <= slot for needed_op in needed_ops)
 
     def choose(rank: int) -> Op | None:
-        """The planned op that runs next, or None if a backward of the weights goes before it."""
+        """Return the planned op that runs next; None: a backward of the weights goes first."""
         level = peak = n_held[rank]
         # No later op of a kind and stage may run first: their micro-batches keep their order.
         kinds_and_stages: set[tuple[int, ...]] = set()

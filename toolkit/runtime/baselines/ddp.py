@@ -156,7 +156,7 @@ class Synchronous(Baseline):
         loss.backward()
 
     def _update(self) -> None:
-        """One step of every stage's optimizer."""
+        """Step every stage's optimizer."""
         for updater in self._updaters:
             updater.apply()
 

@@ -226,7 +226,7 @@ class Processes:
         return kind, rank, status, message
 
     def _messages(self, seconds: float) -> Iterator[tuple[str, int, int, bytes]]:
-        """What machines send, for as long as they do; wait a little for them."""
+        """Yield what the machines send; wait at most ``seconds`` for the first message."""
         while ready := wait([machine.connection for machine in self._machines], seconds):
             seconds = 0.0
             for machine in [m for m in self._machines if m.connection in ready]:
