@@ -1,4 +1,4 @@
-"""The base class of all runtimes, and what each of them refuses."""
+"""The base class of all runtimes, and the checks of their arguments."""
 
 import copy
 import sys

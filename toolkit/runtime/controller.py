@@ -53,7 +53,7 @@ _GONE = "the ranks no longer have this training, since they ended or train anoth
 
 
 class Controller:
-    """Ranks that train what this process says.
+    """Ranks that train under the control of this process.
 
     A training, in a script or a notebook's cell::
 

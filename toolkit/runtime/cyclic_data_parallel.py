@@ -1,4 +1,4 @@
-"""A wrapper for training loops of the user's own, in place of DistributedDataParallel.
+"""A wrapper for custom training loops, in place of DistributedDataParallel.
 
 A pass of the loop carries out ops of the schedule's program: ``model(x)`` the forwards of this
 rank's micro-batch, ``loss.backward()`` its backwards. The executor runs messages and updates

@@ -1,4 +1,4 @@
-"""One rank of a schedule's program, on torch.distributed: a process for each."""
+"""One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -267,13 +267,13 @@ class Distributed(OnRanks):
         return newest
 
     def show_own(self, *, averaged: bool) -> None:
-        """Let the model have the newest weights of the stages that this rank updates."""
+        """Put the newest weights of the stages that this rank updates into the model."""
         for stage, tensors in self.newest_of(self.own, averaged=averaged).items():
             for name, master in self._runners[stage].masters.items():
                 master.data = tensors[name]
 
     def take_newest(self, newest: Mapping[int, Weights]) -> None:
-        """Let the model have these weights and buffers, of stages that others update."""
+        """Put weights and buffers of stages that other ranks update into the model."""
         for stage, tensors in newest.items():
             self._weight_store.take(stage, tensors)
 
@@ -305,7 +305,7 @@ class Distributed(OnRanks):
         }
 
     def keep_buffers(self) -> None:
-        """Let other ranks have the buffers of now, whatever the script does with them here."""
+        """Copy the buffers: other ranks get the copies, whatever the script changes here."""
         if not self._kept_buffers:
             buffers = {
                 name: buffer

@@ -1,4 +1,4 @@
-"""What each message consists of, known to its receiver before it comes.
+"""The layout of each message, which its receiver knows in advance.
 
 A message is one flat tensor of bytes, without padding, whatever tensors it carries.
 """
@@ -60,7 +60,7 @@ class Layout:
     ) -> "Layout":
         """Return the layout of ``tensors`` by place, without those that are None.
 
-        Larger types than ``wire`` travel as it, except at ``exact`` places.
+        Types larger than ``wire`` are sent as ``wire``, except at ``exact`` places.
         """
 
         def part(place: str | int, tensor: Tensor) -> Part:

@@ -66,7 +66,7 @@ class SavedForward:
 
 
 class Feed(Protocol):
-    """Micro-batches, and who takes their results."""
+    """Supplies micro-batches, and takes their results."""
 
     def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""

@@ -1,4 +1,4 @@
-"""The optimizer of a training loop of the user's own, in front of those of the stages."""
+"""The optimizer of a custom training loop, in front of the optimizers of the stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

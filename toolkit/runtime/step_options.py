@@ -114,9 +114,11 @@ class StepOptions(StepSettings):
         return recomputes(self.checkpoint, stage)
 
     def check(self, schedule: Schedule, *, whole_step: bool) -> None:
-        """Refuse what ``schedule`` or its runtime cannot do.
+        """Raise UserError if ``schedule`` or its runtime cannot honour the options.
 
-        ``whole_step``: whether the runtime has all gradients of a step before its first update.
+        Args:
+            schedule: schedule of the training.
+            whole_step: whether the runtime has all gradients of a step before its first update.
         """
         check_checkpoint(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"

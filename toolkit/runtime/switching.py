@@ -1,4 +1,4 @@
-"""Go over to another schedule while training, on measured costs and on the loss.
+"""Switch to another schedule during training, by measured costs and by the loss.
 
 At a look the pipeline has drained: rank 0 simulates each candidate with the costs that ranks
 measured meanwhile, and its choice is that of all. A look costs the time to fill the pipeline again,
@@ -40,7 +40,7 @@ COSTS, LOSS_ROSE, LOSS_CALM = "costs", "loss rose", "loss calm"
 
 @dataclass(frozen=True)
 class Look:
-    """A decision, of which all ranks have the same.
+    """A decision about the schedule, the same on all ranks.
 
     Attributes:
         step: training steps done; the schedule is that of the steps from there on.
@@ -152,6 +152,10 @@ class Switching:
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """Train as :meth:`Runtime.run` does, in parts, with a look after each.
+
+        Args:
+            batches: ``(inputs, targets)``, as in :meth:`Runtime.run`.
+            n_steps: number of batches to take; all by default.
 
         Raises:
             UserError: the number of batches is unknown.

@@ -84,12 +84,12 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
                 owner.before_reading()
             self.__class__ = kind  # type: ignore[assignment]
             try:
-                make, arguments, *rest = self.__reduce_ex__(protocol)
+                make, arguments, *further_values = self.__reduce_ex__(protocol)
             finally:
                 self.__class__ = Watched
             if make.__name__ == "__newobj__":
                 make = object.__new__  # pickle demands that an instance of Watched is made by it
-            return make, arguments, *rest
+            return make, arguments, *further_values
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Watched, name, getattr(kind, name))

@@ -1,4 +1,4 @@
-"""Which weights a rank holds between programs, and how the newest come together."""
+"""The weights that a rank holds between programs, and their transfer between ranks."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -21,9 +21,14 @@ from toolkit.schedule import Action, Buffer, Instruction, Schedule
 class WeightStore:
     """The weights of one rank.
 
-    A rank keeps, in ``versions[stage]``, the versions that are still read of the stages that it
-    has ``updated``. It receives what it reads first of the others as a program begins, and the rest
-    by the program. With ``loads`` a state is loaded next, and ranks agree on no first weights.
+    Attributes:
+        updated: stages that this rank updates.
+        versions: ``[stage][version]``, the weights of those stages that are still read.
+
+    Weights of the other stages come from other ranks: the versions that are read first as a program
+    begins (:meth:`share`), later ones by messages of the program.
+
+    With ``loads`` a state is loaded next, so the ranks need not agree on first weights.
     """
 
     def __init__(
@@ -63,8 +68,8 @@ class WeightStore:
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
         """Return the weights by (stage, version) held as a program begins at ``step``.
 
-        Every rank calls it. Ranks that lack a version hand it on from one to the next, so that the
-        owner sends it once.
+        Every rank calls it. Ranks that lack a version pass it on from one to the next, so the owner
+        sends it only once.
         """
         self.forget()
         rank = self.world.rank

@@ -84,7 +84,7 @@ def _dual(turn: int, half: int, stages: tuple[int, int], ways: list[range]) -> l
     """Return the ops of a rank; its first stage's data enter ``turn`` ranks away.
 
     Args:
-        turn: 0 to half - 1; the last is beside the other half, or the turn of the V.
+        turn: 0 to half - 1; the last is next to the other half, or at the turn of the V.
         half: ranks from an end to the middle.
         stages: the nearer to the start of its way, and the nearer to the end.
         ways: micro-batches of either stage.

@@ -57,7 +57,7 @@ class Phase:
 
 @dataclass(frozen=True, repr=False)
 class PhasedSchedule(Schedule):
-    """A schedule that trains after others; its own fields are those of the last, which goes on.
+    """A schedule that trains after others; its own fields are those of the last one.
 
     Make it by :func:`after`.
     """
@@ -188,8 +188,8 @@ def after(
     """
     earlier_phases = tuple(phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases)
     if not earlier_phases or any(
-        isinstance(part, PhasedSchedule)
-        for part in (schedule, *(phase.schedule for phase in earlier_phases))
+        isinstance(each, PhasedSchedule)
+        for each in (schedule, *(phase.schedule for phase in earlier_phases))
     ):
         raise UserError("phases: give one or more, of schedules that have no phases themselves")
     field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}

@@ -411,6 +411,10 @@ def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
 
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Label schedules, given by key, by their names; a shared name is followed by the key."""
+    """Return labels of schedules, by key: their names, followed by the key if the name is shared.
+
+    Args:
+        names: name of each schedule, by any unique key.
+    """
     count = Counter(names.values())
     return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}

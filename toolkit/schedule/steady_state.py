@@ -108,7 +108,11 @@ def steady_slots(schedule: Schedule, step: int) -> slice:
 
 
 def steady_state(schedule: Schedule) -> SteadyState:
-    """Return one period of ``schedule`` in the steady state; random delays are one draw."""
+    """Return one period of ``schedule`` in the steady state.
+
+    Args:
+        schedule: any schedule; of phases, the last counts. A random delay is one draw of it.
+    """
     schedule = schedule.final
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))

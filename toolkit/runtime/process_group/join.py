@@ -151,9 +151,13 @@ class World:
         return first_moment[1] if first_moment[0] == own_moment[0] else time.perf_counter()
 
     def use(self, user: Any, end: Callable[[], None]) -> None:
-        """Let ``user`` send messages, after ``end`` of who did before. Every rank calls it.
+        """Let ``user`` send messages, once the user before has ended its own. Every rank calls it.
 
-        Messages of two programs would be taken for each other's.
+        Otherwise a rank could take a message of one program for a message of the other.
+
+        Args:
+            user: object whose messages may be under way from now on.
+            end: function that completes them; the next other user's call of this method calls it.
         """
         previous_user, end_previous = self._user, self._end_use
         self._user = user
@@ -196,9 +200,13 @@ class World:
         return [gathered_value for _, gathered_value in gathered]
 
     def relay(self, value: Any, ranks: Sequence[int]) -> Any:
-        """Hand ``value`` of the first of ``ranks`` on from each to the next; return it on all.
+        """Pass the first rank's ``value`` along ``ranks``; return it on each of them.
 
-        They alone call it. A large value travels in chunks: all their links carry it at once.
+        Only these ranks call it. A large value travels in chunks, so all their links are busy.
+
+        Args:
+            value: an object that can be pickled; ignored on all but the first of ``ranks``.
+            ranks: numbers of ranks, in the order of the chain.
         """
         index, sends = ranks.index(self.rank), list[dist.Work]()
         senders, receivers = ranks[:index][-1:], ranks[index + 1 :][:1]
@@ -445,13 +453,13 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
 
 
 @contextmanager
-def _meeting(rank: int, where: str) -> Iterator[None]:
+def _meeting(rank: int, meeting_place: str) -> Iterator[None]:
     """End this rank with one sentence if the store of the ranks cannot be reached within."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
         watching.announce(
-            f"rank {rank} cannot meet the others at {where}: {first_line(error)}; is rank 0"
+            f"rank {rank} cannot meet the others at {meeting_place}: {first_line(error)}; is rank 0"
             " running, and the port open?"
         )
         raise SystemExit(watching.EXIT_FAILED) from error

@@ -1,4 +1,4 @@
-"""Questions that one rank asks another, which answers in a thread while its script goes on.
+"""Questions that one rank asks another, which answers in a thread while its script runs.
 
 Unlike a collective, a question involves two ranks only. So rank 0 alone can ask for the newest
 weights, while the others are in their next training step.

@@ -126,7 +126,7 @@ class Processes:
             if self._failure is not None:
                 _, error, cause = self._failure
                 raise error from cause
-        except BaseException:  # also if the caller leaves: ranks are in the midst of the call
+        except BaseException:  # also if the caller leaves, since ranks still run the call
             self.kill()
             raise
 

@@ -118,7 +118,7 @@ def diagnose(
                 finding = f"rank {rank}{on_host} {fault}, {ranks[rank].position}"
                 return Diagnosis(rank, f"{finding}; rank {waiter} {waits} {ranks[waiter].position}")
     jammed = all(ranks[r].peers and ranks[r].seconds >= timeout for r in queue)
-    # In one place they wait for a sum of all, or compute beside it, as torch's wrappers do.
+    # At one place they wait for a sum of all, or compute meanwhile, as torch's wrappers do.
     places_differ = len({(str(ranks[r].what), ranks[r].step) for r in queue}) > 1
     if jammed and places_differ and not is_lost:
         positions = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(queue))
