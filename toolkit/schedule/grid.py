@@ -75,6 +75,6 @@ def render(
 
 
 def _around(values: Sequence[int], index: int, limit: int) -> Sequence[int]:
-    """At most ``most`` of ``shown``, around the index ``at``."""
+    """Return at most ``limit`` of ``values``, around the ``index``."""
     first = max(0, min(index - limit // 2, len(values) - limit))
     return values[first : first + limit]

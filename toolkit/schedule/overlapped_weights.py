@@ -76,7 +76,7 @@ class _PartialOrder:
         return sum(tick < before for tick in self.op_ticks[rank])
 
     def _ops(self) -> dict[int, tuple[int, int]]:
-        """Rank, and place among its ops, of each op."""
+        """Return each op's rank, and its place among the ops of the rank."""
         op_places: dict[int, tuple[int, int]] = {}
         for rank, order in enumerate(self.program.ranks):
             ops = [position for position, i in enumerate(order) if i.action.computes]
@@ -145,7 +145,7 @@ def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
         weight_changes[since] += sizes[stage]
         weight_changes[until + 1] -= sizes[stage]
 
-    arrivals = dict.fromkeys(_first_weights(order.program, rank), 0)  # since when each can be there
+    arrivals = dict.fromkeys(_first_weights(order.program, rank), 0)  # first gap of each version
     for position, i in enumerate(instructions):
         if i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
             since = until = arrivals.pop(i.weights)

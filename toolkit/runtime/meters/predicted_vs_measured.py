@@ -119,8 +119,8 @@ def _footprint(
 ) -> dict[str, Fraction]:
     """Return the measurable part of a footprint in the steady state.
 
-    ``stage`` is the bytes of a stage's parameters; ``activation``, those that it keeps of a
-    micro-batch.
+    ``stage_bytes`` are the bytes of a stage's parameters; ``activation_bytes``, those that it keeps
+    of a micro-batch.
     """
     schedule, ranks = measurements.schedule, len(measurements.records)
     settled = settled_steps(schedule)
