@@ -16,6 +16,7 @@ CONTENTS = """
 
 ```{toctree}
 :hidden:
+docs/from_scratch
 docs/explorer
 experiments/README
 experiments/results/README
@@ -60,6 +61,7 @@ include_patterns = [
     "conf/**.md",
     "notebooks/*",
     "docs/explorer.md",
+    "docs/from_scratch.md",
     "docs/python/*",
 ]
 exclude_patterns = ["**/.ipynb_checkpoints"]

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,20 @@ def test_what_an_op_waits_for_goes_before_a_reduction():
     passed_on = {(s.start, s.end) for s in timeline.spans if s.name == "activation gradient"}
     assert passed_on == {(1.5, 2.5), (3, 4)}
     assert reduced == 4
+
+
+@pytest.mark.parametrize("state", ["sharded", "circulating"])
+def test_a_message_waits_for_ops_before_its_lookahead_alone(state):
+    """Rank 0 begins late. Its weights of slot 3 leave while its op of slot 1 still runs."""
+    schedule = catalog.cyclic(2, 1, state=state)
+    costs = [replace(cost, parameter_bytes=1) for cost in unit_costs(2)]
+    timeline = simulate(schedule.lower(2).verify(), costs, replace(UNIT, link_bandwidth=1))
+    (op,) = (s for s in timeline.spans if (s.name, s.step) == ("1F0", 0))
+    (message,) = (s for s in timeline.spans if (s.rank, s.lane, s.stage, s.slot) == (0, SEND, 1, 3))
+    assert message.name == "weights"
+    assert message.slot - schedule.lookahead == op.slot == 1
+    assert (message.start, message.end) == (op.start, op.end) == (2, 3)
+    assert max(s.end for s in timeline.spans) == 10
 
 
 LANES = {Action.SEND: "send", Action.RECV: "receive"}

@@ -15,6 +15,7 @@ MISSING = [name for name in ("playwright", "sphinx", "furo", "myst_nb") if find_
 SHOWN = [
     "index.html",
     "docs/explorer.html",
+    "docs/from_scratch.html",
     "experiments/README.html",
     "experiments/results/README.html",
     "conf/README.html",

@@ -170,6 +170,19 @@ def test_limits_hold(found, limits, kept):
     assert not all(map(kept, found.front))
 
 
+def test_the_hardware_limits_memory_where_the_limit_is_above_it():
+    """Rank 0 has less memory than the limit, and rank 1 has more."""
+    costs = unit_costs(2)
+    dp = Candidate(Choice("dp", 2, 2), 1)
+    free = Machines(UNIT, Limits(), 1.0)
+    (needed,) = (prediction.memory for prediction in free.predict([dp], [costs]))
+    for memory, fits in ((needed, True), (0.9 * needed, False)):
+        hardware = replace(UNIT, memories=(memory, 4 * needed))
+        machines = Machines(hardware, Limits(memory=2 * needed), 1.0)
+        assert [machines.memory_of(rank) for rank in range(2)] == [memory, 2 * needed]
+        assert [prediction.fits for prediction in machines.predict([dp], [costs])] == [fits]
+
+
 def test_nothing_within_the_limits():
     found = plan(net(), IMAGES, SLOW, 2, batch=8, jobs=1, limits=Limits(memory=1e3))
     assert (found.best, found.front) == (None, ())

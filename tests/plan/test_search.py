@@ -263,6 +263,58 @@ def test_recomputing_stages_hold_less_and_take_longer():
     assert max(found.memory) <= 3.0
 
 
+class Measured:
+    """A timeline whose ranks take ``peaks`` bytes."""
+
+    step_time = 12.0
+
+    def __init__(self, peaks):
+        self.peaks = peaks
+
+    def peak_memory(self, rank):
+        return self.peaks[rank]
+
+
+def search_with_peaks(monkeypatch, peaks):
+    """Search in 2 and 4 bytes, where the orders of attempt k take ``peaks[k][rank]`` bytes.
+
+    Returns the rooms that are tried, and what is found or why nothing is.
+    """
+    rooms = []
+    timelines = map(Measured, peaks)
+
+    def make_problem(costs, m, where, hardware, split_backward, room, optimizer_bytes):
+        if [*room] not in rooms[-1:]:
+            rooms.append([*room])
+        return order_problem(costs, m, where, hardware, split_backward, room, optimizer_bytes)
+
+    # The package's own ``search`` is the function, which hides the module of that name.
+    monkeypatch.setitem(search.__globals__, "order_problem", make_problem)
+    monkeypatch.setitem(search.__globals__, "simulated", lambda *_: next(timelines))
+    options = {"split_backward": False, "exact": False, "seconds": 0.2, "placement": (0, 1)}
+    try:
+        found = search(stages(1.0, 1.0), 4, memory=[2.0, 4.0], **options)
+    except UserError as error:
+        return rooms, str(error)
+    return rooms, found
+
+
+def test_orders_that_take_more_memory_than_foreseen_are_sought_in_less_room(monkeypatch):
+    """Less by the excess over the limit, then by twice the excess that is left."""
+    peaks = [(2.25, 4.0), (2.125, 3.0), (2.0, 3.0)]
+    rooms, found = search_with_peaks(monkeypatch, peaks)
+    assert rooms == [[2.0, 4.0], [1.75, 4.0], [1.5, 4.0]]
+    assert found.memory == (2.0, 3.0)
+
+
+def test_orders_that_keep_taking_too_much_memory_end_the_search(monkeypatch):
+    rooms, error = search_with_peaks(monkeypatch, [(2.0, 4.0625)] * 5)
+    assert [room for _, room in rooms] == [4.0, 3.9375, 3.8125, 3.5625, 3.0625]
+    assert error == (
+        "no orders were found in a memory of [2.0, 4.0] bytes: give more, or more seconds"
+    )
+
+
 def test_mistakes():
     costs = stages(1.0, 1.0)
     with pytest.raises(

@@ -288,10 +288,11 @@ def test_torch_runs_the_ops_of_the_schedule(found, name):
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_compression_is_close_and_not_exact(found, name):
+    """Measured: within 0.0012. A delay that is longer by a step changes weights by 0.038."""
     true = expected(name)[-1][0]
     for on_rank, _, _ in found[name]:
         assert differ(on_rank[-1][0], true)
-        assert_same(on_rank[-1][0], true, rtol=0.05, atol=0.02)
+        assert_same(on_rank[-1][0], true, rtol=0, atol=0.006)
 
 
 class Offloaded:

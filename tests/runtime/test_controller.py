@@ -203,6 +203,26 @@ def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, 
     assert_same(runtime.module().state_dict(), expected.module().state_dict())
 
 
+def test_an_older_state_takes_the_place_of_the_kept_one(controller):
+    """Ranks that continued from the later one would not meet the caller's step, and wait."""
+    schedule = catalog.cyclic(2, 1)
+    batches = models.make_batches(2, 12)
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=50)
+    list(runtime.run(batches[:1]))
+    older = copy.deepcopy(runtime.state_dict())
+    list(runtime.run(batches[1:3]))
+    assert runtime.kept["steps_done"] == 3
+    runtime.load_state_dict(older)
+    for result in runtime.run(batches[1:], 11):
+        assert runtime.kept["steps_done"] == 1
+        if result.step == 2:  # the ranks do not have the data of all steps yet
+            processes_of(controller)[1].kill()
+    assert [lost.restart for lost in runtime.recoveries] == [1]
+    expected = SingleProcess(*arguments(schedule))
+    list(expected.run(batches))
+    assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
 def test_a_rank_that_is_lost_again_and_again_ends_the_training(controller):
     def loss(outputs, targets):
         os.kill(os.getpid(), signal.SIGKILL)

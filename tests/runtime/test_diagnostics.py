@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.runtime import conform
 from tests.runtime.models import assert_same, cut, make_batches, residual
 from toolkit.errors import UserError
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog
 
 
@@ -78,6 +78,39 @@ def test_follows_its_definition():
         assert cosine < 0.9999
         assert astuple(delay) == pytest.approx((step, stage, 1, cosine, *norms), rel=1e-9)
     assert all(isnan(delay.moved) for delay in found[0])
+
+
+def test_the_scale_of_the_loss_is_not_in_the_gradients():
+    schedule = catalog.cyclic(3, 1)
+
+    def delays(scale):
+        options = StepOptions(precision="fp16", loss_scale=scale)
+        stages = cut(residual().float(), schedule)
+        runtime = SingleProcess(
+            stages, schedule, conform.sgd, F.cross_entropy, options=options, diagnostics=1
+        )
+        batches = [(x.float(), y) for x, y in make_batches(3, 3)]
+        return [[*map(astuple, result.delays)] for result in runtime.run(batches)]
+
+    for found, expected in zip(delays(16)[1:], delays(128)[1:], strict=True):
+        assert found == [pytest.approx(of_stage, rel=1e-3) for of_stage in expected]
+
+
+@pytest.mark.parametrize("delay", [2, 3])
+def test_moved_is_the_last_update_whatever_the_delay(delay):
+    """The versions before it are read, too."""
+    schedule = catalog.cyclic(3, delay)
+    runtime, found = looked_into(schedule, steps=5, every=1)
+    plain = make(schedule)
+    past = []
+    for batch in make_batches(3, 5):
+        past.append({k: p.detach().clone() for k, p in plain.module().named_parameters()})
+        plain.step(*batch)
+    for stage, measured in enumerate(found[4]):
+        names = [name for name, _ in runtime.stages[stage].named_parameters()]
+        moves = [(past[4][name] - past[3][name]).flatten() for name in names]
+        assert (measured.stage, measured.delay) == (stage, delay)
+        assert measured.moved == pytest.approx(float(torch.cat(moves).norm()), rel=1e-9)
 
 
 def test_takes_order_grouped():

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess
+from toolkit.runtime.updater import Updater
 from toolkit.schedule import Correction, RandomDelay, Schedule, catalog
 
 
@@ -140,6 +142,28 @@ def test_predicts_by_the_optimizers_step_at_the_rate_of_the_step(model, decouple
     for batch, state in zip(batches, trajectory(*given, schedule.corrected), strict=True):
         runtime.step(*batch)
         assert_same(runtime.module().state_dict(), state)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_is_decoupled_as_the_option_says(optimizer, decoupled):
+    layer = nn.Linear(2, 2, bias=False)
+    options = {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": decoupled}
+    updater = Updater(layer, lambda parameters: optimizer(parameters, **options))
+    assert updater.rates(0) == {"weight": (0.01, 0.1 if decoupled else 0.0)}
+
+
+def test_decoupled_adam_is_predicted_as_adamw():
+    schedule = catalog.cyclic(3, 1, correction="optimizer_step")
+    decoupled_adam = partial(torch.optim.Adam, decoupled_weight_decay=True)
+    states = []
+    for make in (decoupled_adam, torch.optim.AdamW):
+        stages = cut(residual(), schedule)
+        optimizer = partial(make, lr=0.01, weight_decay=0.5)
+        runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy)
+        list(runtime.run(make_batches(3)))
+        states.append(runtime.module().state_dict())
+    assert_same(*states)
 
 
 @pytest.mark.parametrize("order", ORDERS)

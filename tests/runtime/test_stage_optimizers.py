@@ -115,6 +115,8 @@ def test_only_what_the_loop_changes_is_handed_over():
     settings.note(1, oldest=0, clips_as_before=False)
     assert float(settings.of_steps[1].options[0]["lr"]) == pytest.approx(0.05)
     assert settings.of_steps[1].options[0].keys() == {"lr"}
+    # Optimizers that are made from now on begin with the new rate, and may need the one before.
+    assert float(settings.of_steps[0].options[0]["lr"]) == pytest.approx(0.1)
     settings.note(2, oldest=1, clips_as_before=False)
     assert sorted(settings.of_steps) == [1, 2]
     assert settings.of_steps[2].options[0].keys() == {"lr"}

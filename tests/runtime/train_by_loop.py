@@ -65,7 +65,10 @@ def all_methods():
 
 
 def odd_jobs():
-    return {job.__name__: job() for job in (changing_rates, clipped, resumed, evaluated, autocast)}
+    return {
+        job.__name__: job()
+        for job in (changing_rates, clipped, resumed, resumed_rates, evaluated, autocast)
+    }
 
 
 def changing_rates():
@@ -92,6 +95,21 @@ def resumed():
     net.load_state_dict(saved[0])
     net.optimizer.load_state_dict(saved[1])
     return again, state(train(net, batches[3:]))
+
+
+def resumed_rates():
+    """As :func:`changing_rates`, with a break where the rate of the last update was another."""
+    batches = models.make_batches(4, STEPS)
+    schedule = catalog.cyclic(4, 1, correction="optimizer_step")
+    net = wrap(schedule)
+    scheduler = StepLR(net.optimizer, 2, 0.5)
+    train(net, batches[:2], scheduler)
+    saved = copy.deepcopy((net.state_dict(), net.optimizer.state_dict(), scheduler.state_dict()))
+    other = wrap(schedule)
+    scheduler = StepLR(other.optimizer, 2, 0.5)
+    for part, state_dict in zip((other, other.optimizer, scheduler), saved, strict=True):
+        part.load_state_dict(state_dict)
+    return state(train(other, batches[2:], scheduler))
 
 
 def evaluated():

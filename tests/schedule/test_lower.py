@@ -1,6 +1,6 @@
 """Lowering: every program is complete, and what is inferred is what the rules say."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
@@ -77,6 +77,66 @@ def test_literal_program(schedule, n_steps, expected):
     ranks = schedule.lower(n_steps).ranks
     text = "\n\n".join("\n".join(f"{i.tick:2} {i}" for i in rank) for rank in ranks)
     assert text == expected.strip("\n")
+
+
+# By buffer, stage, and version or step: the tick and ranks of each message; of weights' frees.
+SHARDED = {
+    (Buffer.WEIGHTS, 0, 0): (
+        "0 2>0, 1 0>1, 5 2>0, 7 0>1, 10 2>0, 12 0>1", "1 0, 3 1, 7 0, 9 1, 10 2, 12 0, 14 1",
+    ),
+    (Buffer.WEIGHTS, 0, 1): ("", "16 2"),
+    (Buffer.WEIGHTS, 1, 0): ("2 3>4, 6 3>4, 9 3>4", "4 4, 8 4, 9 3, 11 4"),
+    (Buffer.WEIGHTS, 1, 1): ("10 3>4, 13 3>4", "12 4, 15 3, 15 4"),
+    (Buffer.WEIGHTS, 2, 0): ("", "8 5"),
+    (Buffer.WEIGHTS, 2, 1): ("", "14 5"),
+    (Buffer.GRADIENT, 0, 0): ("6 0>1, 8 1>2", ""),
+    (Buffer.GRADIENT, 0, 1): ("12 0>1, 14 1>2", ""),
+    (Buffer.GRADIENT, 1, 0): ("7 4>3", ""),
+    (Buffer.GRADIENT, 1, 1): ("15 4>3", ""),
+}  # fmt: skip
+
+CIRCULATING = {
+    (Buffer.WEIGHTS, 0, 0): ("0 2>0, 5 0>1, 19 2>0, 26 0>1", "5 0, 11 1, 26 0, 32 1, 40 2"),
+    (Buffer.WEIGHTS, 1, 0): ("0 2>0, 8 0>1, 15 2>0, 23 0>1", "8 0, 14 1, 23 0, 29 1, 37 2"),
+    (Buffer.WEIGHTS, 2, 0): ("3 1>0, 15 1>0, 19 1>2, 28 1>2", "9 0, 18 0, 25 2, 34 1, 34 2"),
+    (Buffer.WEIGHTS, 3, 0): ("15 0>1, 23 1>2", "23 1, 31 0, 31 2"),
+    (Buffer.GRADIENT, 0, 0): ("24 0>1, 32 1>2", ""),
+    (Buffer.GRADIENT, 1, 0): ("21 0>1, 29 1>2", ""),
+    (Buffer.GRADIENT, 2, 0): ("18 0>2, 34 2>1", ""),
+    (Buffer.GRADIENT, 3, 0): ("23 1>2, 31 2>0", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_steps", "expected"),
+    [
+        # The owners are ranks 2, 3 and 5. Stage 1 has two ranks, which take turns; stage 2 has one.
+        pytest.param(
+            catalog.cyclic(3, placement="per_stage_and_microbatch", state="sharded"),
+            2,
+            SHARDED,
+            id="sharded",
+        ),
+        # Forwards and backwards hand on copies of their own.
+        pytest.param(
+            catalog.cyclic(3, n_stages=4, state="circulating"), 1, CIRCULATING, id="circulating"
+        ),
+    ],
+)
+def test_literal_handovers(schedule, n_steps, expected):
+    messages, frees = defaultdict(list), defaultdict(list)
+    for rank, own in enumerate(schedule.lower(n_steps).ranks):
+        for i in own:
+            key = i.buffer, i.stage, i.step if i.buffer == Buffer.GRADIENT else i.version
+            if i.action == Action.SEND and i.microbatch is None:
+                messages[key].append((i.tick, f"{rank}>{i.peers[0]}"))
+            elif i.action == Action.FREE and i.microbatch is None:
+                frees[key].append((i.tick, f"{rank}"))
+    found = {}
+    for key in messages.keys() | frees.keys():
+        moments = sorted(messages[key]), sorted(frees[key])
+        found[key] = tuple(", ".join(f"{tick} {who}" for tick, who in own) for own in moments)
+    assert found == expected
 
 
 @given(schedules(), st.integers(1, 4), st.integers(0, 4))

@@ -8,6 +8,7 @@ from hypothesis import given
 from tests.schedule.strategies import quick, schedules, split
 from toolkit.errors import UserError
 from toolkit.schedule import PLACEMENTS, Assigned, Schedule, catalog, timing
+from toolkit.schedule.placement import share_ends
 
 TIMINGS = {
     "simultaneous": timing.simultaneous,
@@ -25,6 +26,20 @@ def test_cyclic_stage_j_has_n_minus_j_replicas(n):
         assert layout.ranks(j) == of_stage
         assert [layout.rank(j, m) for m in range(n)] == [of_stage[m % (n - j)] for m in range(n)]
     assert layout.n_ranks == n * (n + 1) // 2
+
+
+def test_ranks_take_turns_from_step_to_step():
+    """Stage 1 has two ranks for three micro-batches. An owner ends its stage's last gradient."""
+    schedule = catalog.cyclic(3, placement="per_stage_and_microbatch", state="sharded")
+    tables = [
+        [[schedule.rank(j, m, step) for m in range(3)] for j in range(3)] for step in range(3)
+    ]
+    even, odd = [[0, 1, 2], [3, 4, 3], [5, 5, 5]], [[0, 1, 2], [4, 3, 4], [5, 5, 5]]
+    assert tables == [even, odd, even]
+    assert [schedule.layout.turns(j) for j in range(3)] == [1, 2, 1]
+    assert schedule.owners == (2, 3, 5)
+    ends = [share_ends(schedule.timing, schedule.layout, j) for j in range(3)]
+    assert ends == [{0: 6, 1: 8, 2: 10}, {3: 9, 4: 7}, {5: 8}]
 
 
 def collide(when, rank_of, n_steps):

@@ -230,6 +230,19 @@ def test_a_collective_of_sharded_state_done_twice_by_all(action):
     refusal(reduced_twice(program, *find(program, of(action)), None)[0])
 
 
+def test_a_sum_that_is_reduced_after_each_micro_batch():
+    """Sums that share some micro-batches, and differ in others, do not add up either."""
+    program = catalog.data_parallel(2, n_stages=1, accumulate=2).lower(1).verify()
+    _, last = find(program, of(Action.ALL_REDUCE))
+    mutant = program
+    early = last._replace(tick=2)
+    for rank in last.peers:
+        assert [str(i)[:8] for i in program.ranks[rank][:2]] == ["FORWARD ", "BACKWARD"]
+        mutant = edit(mutant, rank, lambda own: own.insert(2, early))
+    why = "a micro-batch's gradient is counted twice"
+    assert refusal(mutant).startswith(at(program, 0, last) + why)
+
+
 def test_newest_weights_that_are_freed():
     """The result of training must be there at the end."""
     program = catalog.cyclic(2).lower(1)

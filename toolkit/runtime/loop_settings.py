@@ -50,10 +50,27 @@ class LoopSettings:
             zip(options, self._base, strict=True)
         ):
             for name, value in group_options.items():
-                if name not in previous_options or _differ(previous_options[name], value):
+                if name not in previous_options:
+                    self._followed.add((group, name))
+                elif _differ(previous_options[name], value):
+                    if (group, name) not in self._followed:
+                        self._complete_settings(group, name, previous_options[name])
                     self._followed.add((group, name))
         self._base = options
         return frozenset(self._followed)
+
+    def _complete_settings(self, group: int, name: str, value: Any) -> None:
+        """Let the steps so far have the ``value`` of an option that the loop changes only now.
+
+        Optimizers of stages that are made from now on begin with the new value, and predictions
+        from late weights still use the old one.
+        """
+        for step, settings in [*self.of_steps.items()]:
+            if group < len(settings.options):  # the group may have been added after that step
+                options = [*settings.options]
+                options[group] = {name: value, **options[group]}
+                # A new object: updates of other threads may be reading the one before.
+                self.of_steps[step] = replace(settings, options=options)
 
     def note(self, step: int, *, oldest: int, clips_as_before: bool) -> None:
         """Note the settings of ``step``, which begins; forget those before ``oldest``.
