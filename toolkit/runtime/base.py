@@ -1,4 +1,4 @@
-"""The base class of all runtimes, and what each of them refuses."""
+"""The base class of all runtimes, and the checks of their arguments."""
 
 import copy
 import sys
@@ -107,8 +107,10 @@ class Runtime(ABC):
         self.options.check(schedule, whole_step=self._whole_step)
 
     def _make_runners(self) -> list[StageRunner]:
-        given = self.optimizer, self.lr_scheduler, self.seed, self.options
-        return [StageRunner(stage, j, *given) for j, stage in enumerate(self.stages)]
+        runner_arguments = self.optimizer, self.lr_scheduler, self.seed, self.options
+        return [
+            StageRunner(stage, index, *runner_arguments) for index, stage in enumerate(self.stages)
+        ]
 
     @classmethod
     def can_run(cls, schedule: Schedule) -> bool:
@@ -206,9 +208,16 @@ class Runtime(ABC):
                 raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
         n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
-        n = self.schedule.n_microbatches
-        given = batches, n, self._reads, self.steps_done, self._device, n_steps
-        source = BatchReader(*given, alike=self._alike)
+        n_microbatches = self.schedule.n_microbatches
+        reader_arguments = (
+            batches,
+            n_microbatches,
+            self._reads,
+            self.steps_done,
+            self._device,
+            n_steps,
+        )
+        source = BatchReader(*reader_arguments, alike=self._alike)
         if not self._overlaps:
             yield from self._phases(source)
         elif n_steps:
@@ -279,7 +288,7 @@ class Runtime(ABC):
             )
 
     def _reads(self, step: int) -> Sequence[int]:
-        """The micro-batches that this rank reads at ``step``, ascending; by default all."""
+        """Return the micro-batches that this rank reads at ``step``, ascending; by default all."""
         return range(self.schedule.n_microbatches)
 
     def module(self) -> nn.Module:
@@ -302,7 +311,9 @@ class Runtime(ABC):
         return self._averages()
 
     def _averages(self) -> Weights:
-        return {k: x for updater in self._updaters for k, x in updater.averages.items()}
+        return {
+            name: tensor for updater in self._updaters for name, tensor in updater.averages.items()
+        }
 
     @torch.no_grad()
     def extrapolated(self) -> Weights:
@@ -313,23 +324,34 @@ class Runtime(ABC):
         (arXiv 2606.30634), whose gradients are those of x_{t-1}. Every rank calls it.
         """
         self._check_ended()
-        found: Weights = {}
-        for j, known in self._part()["versions"].items():
-            if self.steps_done - 1 in known and any(self.schedule.staleness[j]):
-                before, newest = known[self.steps_done - 1], known[self.steps_done]
-                found |= {k: torch.lerp(before[k], x, 2.0) for k, x in newest.items()}
+        weights: Weights = {}
+        for stage, versions in self._part()["versions"].items():
+            if self.steps_done - 1 in versions and any(self.schedule.staleness[stage]):
+                previous, newest = (
+                    versions[self.steps_done - 1],
+                    versions[self.steps_done],
+                )
+                # At 2.0: previous + 2 (newest - previous).
+                weights |= {
+                    name: torch.lerp(previous[name], tensor, 2.0) for name, tensor in newest.items()
+                }
         if self.world:
-            for part in self.world.gather({k: x.cpu() for k, x in found.items()}, "weights"):
-                found = {k: x.to(self._device) for k, x in part.items()} | found
-        return found
+            for rank_weights in self.world.gather(
+                {name: tensor.cpu() for name, tensor in weights.items()}, "weights"
+            ):
+                weights = {
+                    name: tensor.to(self._device) for name, tensor in rank_weights.items()
+                } | weights
+        return weights
 
     def skipped(self) -> list[int]:
         """Return each stage's number of updates skipped as not finite. Every rank calls it."""
         self._check_ended()
-        counted = torch.zeros(len(self.stages), 2, dtype=torch.int64)
-        for j in self.own:
-            counted[j] = torch.tensor([self._updaters[j].n_skipped, 1])
-        skipped, ranks = self.total(counted).unbind(1)
+        counts = torch.zeros(len(self.stages), 2, dtype=torch.int64)
+        for stage in self.own:
+            counts[stage] = torch.tensor([self._updaters[stage].n_skipped, 1])
+        # Several ranks may update a stage, and count alike: divide the sum by their number.
+        skipped, ranks = self.total(counts).unbind(1)
         return (skipped // ranks.clamp(min=1)).tolist()
 
     def part(self) -> dict[str, Any]:
@@ -353,10 +375,10 @@ class Runtime(ABC):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        part = self._part()
+        local_state = self._part()
         if not self.world:
-            return joined([copy.deepcopy(part)])
-        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part), "states"))
+            return joined([copy.deepcopy(local_state)])
+        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, local_state), "states"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, taken by any runtime. Every rank calls it.
@@ -405,20 +427,21 @@ class OnRanks(Runtime):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        on = {tensor.device for tensor in self.stages.model.parameters()}
+        devices = {tensor.device for tensor in self.stages.model.parameters()}
         n_ranks = self.schedule.n_ranks
         if self.world is None:
-            on_cpu = all(device.type == "cpu" for device in on)
+            on_cpu = all(device.type == "cpu" for device in devices)
             self.world = join(n_ranks, device="cpu" if on_cpu else "auto")
         if self.world.size != n_ranks:
             raise UserError(
                 f"the schedule has {n_ranks} ranks and the world {self.world.size}: give"
                 f" world.part({n_ranks}), or a schedule for {self.world.size}"
             )
-        if others := sorted(str(device) for device in on - {self.world.device}):
+        if other_devices := sorted(str(device) for device in devices - {self.world.device}):
             raise UserError(
                 f"rank {self.rank} computes on {self.world.device} and the model is on"
-                f" {', '.join(others)}: move it with model.to(world.device) before partition()"
+                f" {', '.join(other_devices)}: move it with model.to(world.device) before"
+                " partition()"
             )
 
 
@@ -426,13 +449,13 @@ def _check_arguments(
     stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, loss: Loss, options: StepOptions
 ) -> None:
     check_stages(stages)
-    for name, value, fits, example in (
+    for name, value, is_valid, example in (
         ("schedule", schedule, isinstance(schedule, Schedule), "catalog.cyclic(4)"),
         ("options", options, isinstance(options, StepOptions), "StepOptions(clip=1.0)"),
         ("optimizer", optimizer, callable(optimizer), "lambda p: torch.optim.SGD(p, lr=0.1)"),
         ("loss", loss, callable(loss), "torch.nn.functional.cross_entropy"),
     ):
-        if not fits:
+        if not is_valid:
             kind = value if isinstance(value, str | None) else type(value)
             raise UserError(f"{name}: got {kind!r}; try {example}")
     if len(stages) != schedule.n_stages:

@@ -22,10 +22,10 @@ class _Received:
     """The batches that the controller sends, as far as this rank reads them."""
 
     def parts(self, n_parts: int, wanted: Callable[[int], Any]) -> Iterator[Batch]:
-        for k in count():
-            if wanted(k):
+        for index in count():
+            if wanted(index):
                 inputs, targets = receive()
-                yield tuple(torch.as_tensor(x) for x in inputs), torch.as_tensor(targets)
+                yield tuple(torch.as_tensor(tensor) for tensor in inputs), torch.as_tensor(targets)
 
 
 def build(given: tuple[Any, ...], reach: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ _GONE = "the ranks no longer have this training, since they ended or train anoth
 
 
 class Controller:
-    """Ranks that train what this process says.
+    """Ranks that train under the control of this process.
 
     A training, in a script or a notebook's cell::
 
@@ -117,8 +117,8 @@ class Controller:
             RankError: a rank raised an exception; the message names the rank and its instruction.
             JobFailedError: a rank died or stalled.
         """
-        made = Controlled(stages, schedule, optimizer, loss, controller=self, **options)
-        return made.run(batches, n_steps)
+        runtime = Controlled(stages, schedule, optimizer, loss, controller=self, **options)
+        return runtime.run(batches, n_steps)
 
     def module(self) -> nn.Module:
         """Return the model of the latest training, with its newest weights."""
@@ -140,14 +140,16 @@ class Controller:
     def status(self) -> list[dict[str, Any]]:
         """Return a row a rank: its number, its process, whether that runs, and where it is now."""
         processes = self.processes.process_ids
-        at = records(self.processes.store, len(processes)) if self.processes.store else {}
+        status_of_rank = (
+            records(self.processes.store, len(processes)) if self.processes.store else {}
+        )
         return [
             {
                 "rank": rank,
                 "process": process,
                 "alive": rank in self.processes.alive
                 and (self.processes.elsewhere or not Process(process).gone),
-                "at": at[rank].position if rank in at else "start",
+                "at": status_of_rank[rank].position if rank in status_of_rank else "start",
             }
             for rank, process in sorted(processes.items())
         ]
@@ -244,8 +246,12 @@ class Controlled(Runtime):
         keep_every: int | None = None,
         **on_ranks: Any,
     ) -> None:
-        own: dict[str, Any] = {"lr_scheduler": lr_scheduler, "seed": seed, "options": options}
-        super().__init__(stages, schedule, optimizer, loss, **own)
+        runtime_options: dict[str, Any] = {
+            "lr_scheduler": lr_scheduler,
+            "seed": seed,
+            "options": options,
+        }
+        super().__init__(stages, schedule, optimizer, loss, **runtime_options)
         if controller is None:
             reach = {"backend": backend, "timeout": timeout, "interface": interface}
             controller = shared(schedule.n_ranks, **reach)
@@ -258,8 +264,9 @@ class Controlled(Runtime):
         on_cpu = self._device is not None and self._device.type == "cpu"
         reach = controller.reach | {"device": "cpu" if on_cpu else "auto"}
         self._device = None  # batches are cut where they are
-        self._given = reach, own | on_ranks
-        self._controller, self._measures = controller, False
+        self._given = reach, runtime_options | on_ranks
+        self._controller = controller
+        self._measures = False
         self._keep_every = None if keep_every is None else whole(keep_every, "keep_every", 1)
         self.kept: dict[str, Any] | None = None
         self.recoveries: list[Recovery] = []
@@ -267,9 +274,10 @@ class Controlled(Runtime):
 
     def _begin(self) -> None:
         """Have the ranks make what they train."""
-        given = self.stages, self.course, self.optimizer, self.loss
-        self._processes.call(controlled_rank.build, given, *self._given)
-        self._controller.runtime, self._start = self, self._processes.starts
+        training = self.stages, self.course, self.optimizer, self.loss
+        self._processes.call(controlled_rank.build, training, *self._given)
+        self._controller.runtime = self
+        self._start = self._processes.starts
 
     def _holding(self) -> bool:
         """Whether the ranks have what this runtime trains."""
@@ -305,6 +313,7 @@ class Controlled(Runtime):
         """Train in stretches of ``keep_every`` steps; repeat one in which a rank is lost."""
         assert source.n_steps is not None  # known, since steps overlap
         end, every = self.steps_done + source.n_steps, self._keep_every
+        # The first stretch, too, needs a state to repeat it from.
         if every and (self.kept is None or self.kept["steps_done"] != self.steps_done):
             self.kept = self._state()
         while self.steps_done < end:
@@ -333,46 +342,53 @@ class Controlled(Runtime):
             for step in (first, *self.course.changes(range(first, first + length)))
         )
         self._processes.begin(controlled_rank.train, length, self._keep_every is not None)
+        # New ranks do not have this training: the caller restores it.
         if self._processes.starts != self._start:
             raise JobFailedError("a rank died while it waited")
-        found: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
-        done, sent = first, 0
+        losses_of_step: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
+        next_step, n_sent = first, 0
         with contextlib.closing(self._processes.reports()) as reports:
             while True:
-                while sent < min(length, done - first + ahead):
-                    if sent == len(shares):
+                while n_sent < min(length, next_step - first + ahead):
+                    if n_sent == len(shares):
                         shares.append(next(source))
-                    self._send(shares[sent], first + sent)
+                    self._send(shares[n_sent], first + n_sent)
                     if self._keep_every is None:
-                        shares[sent] = None
-                    sent += 1
+                        shares[n_sent] = None  # nothing is repeated: free its memory
+                    n_sent += 1
                 try:
                     _, (step, losses) = next(reports)
                 except StopIteration:
                     break
-                found[step] |= losses
-                while len(found[done]) == self.schedule.n_microbatches:
-                    losses = found.pop(done)
-                    done += 1
-                    if done > self.steps_done:
-                        self.steps_done = done
-                        yield step_result(done - 1, losses, torch.empty(0))
-        measured, parts = zip(*self._processes.results(), strict=True)
+                losses_of_step[step] |= losses
+                while len(losses_of_step[next_step]) == self.schedule.n_microbatches:
+                    losses = losses_of_step.pop(next_step)
+                    next_step += 1
+                    # A repeated step yields no second result.
+                    if next_step > self.steps_done:
+                        self.steps_done = next_step
+                        yield step_result(next_step - 1, losses, torch.empty(0))
+        measured, rank_states = zip(*self._processes.results(), strict=True)
         self._measures = any(measured)
         if self._keep_every is not None:
-            self.kept = joined(parts)
+            self.kept = joined(rank_states)
 
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""
         assert share is not None
-        *inputs, targets = (x.chunk(self.schedule.n_microbatches) for x in (*share[0], share[1]))
+        *inputs, targets = (
+            tensor.chunk(self.schedule.n_microbatches) for tensor in (*share[0], share[1])
+        )
         receivers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self._processes.n_ranks):
             receivers[tuple(microbatches_read(self.course, rank, step))].append(rank)
-        for parts, ranks in receivers.items():
-            if parts:
-                *own, answers = (_packed([x[m] for m in parts]) for x in (*inputs, targets))
-                self._processes.send((tuple(own), answers), ranks)
+        for microbatches, ranks in receivers.items():
+            if microbatches:
+                *rank_inputs, rank_targets = (
+                    _packed([tensor[microbatch] for microbatch in microbatches])
+                    for tensor in (*inputs, targets)
+                )
+                self._processes.send((tuple(rank_inputs), rank_targets), ranks)
 
     def _module(self) -> nn.Module:
         state, *_ = self._ask("module")
@@ -420,9 +436,9 @@ class Controlled(Runtime):
         raise AssertionError("the ranks load states")
 
 
-def _packed(parts: list[Tensor]) -> Any:
-    """One array of the ``parts``: those pickle faster than tensors, and no more than the parts."""
-    tensor = torch.cat([x.cpu() for x in parts])
+def _packed(chunks: list[Tensor]) -> Any:
+    """Join ``chunks`` into one array: arrays pickle faster, and a view would pickle its whole."""
+    tensor = torch.cat([chunk.cpu() for chunk in chunks])
     try:
         return tensor.numpy()
     except TypeError:  # a type that numpy lacks

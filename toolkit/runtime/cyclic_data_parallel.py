@@ -1,4 +1,4 @@
-"""A wrapper for training loops of the user's own, in place of DistributedDataParallel.
+"""A wrapper for custom training loops, in place of DistributedDataParallel.
 
 A pass of the loop carries out ops of the schedule's program: ``model(x)`` the forwards of this
 rank's micro-batch, ``loss.backward()`` its backwards. The executor runs messages and updates
@@ -143,13 +143,17 @@ class CyclicDataParallel(nn.Module):
         self._n_inside = 0  # calls of this class that the script is in
         self._warned: set[str] = set()
         self.register_state_dict_pre_hook(lambda *_: self.synchronize())
-        if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
+        if isinstance(model, list | tuple) and all(
+            isinstance(module, nn.Module) for module in model
+        ):
             model, stages = Chain(*model), len(model)
         if isinstance(model, CyclicDataParallel) or not isinstance(model, nn.Module):
             raise UserError(f"model: got a {type(model).__name__}; expected a module to train")
         take_arguments_of_ddp(options, model)
-        on = {parameter.device.type for parameter in model.parameters()}
-        self.world = world or join(device="cpu" if on <= {"cpu"} else "auto", timeout=_TIMEOUT)
+        device_types = {parameter.device.type for parameter in model.parameters()}
+        self.world = world or join(
+            device="cpu" if device_types <= {"cpu"} else "auto", timeout=_TIMEOUT
+        )
         self.module = model
         finished = finished_optimizer(optimizer, model)
         self._optimizers = StageOptimizers(finished, model)
@@ -159,9 +163,17 @@ class CyclicDataParallel(nn.Module):
                 f"{type(finished).__name__} sets its steps by all parameters together, so the model"
                 " stays one stage; with stages= each stage gets steps of its own"
             )
-        taken = {k: options.pop(k) for k in [*options] if k not in Distributed.__dataclass_fields__}
-        self.schedule = schedule_of_rule(rule, stages, self.world.size, accumulate, taken)
-        self._stages, self._options, self._counted = stages, options, counted
+        schedule_options = {
+            name: options.pop(name)
+            for name in [*options]
+            if name not in Distributed.__dataclass_fields__
+        }
+        self.schedule = schedule_of_rule(
+            rule, stages, self.world.size, accumulate, schedule_options
+        )
+        self._stages = stages
+        self._options = options
+        self._counted = counted
         # Whether an op of another rank may read an update before this rank's step ends.
         self._updates_follow_sums = not allows_whole_steps(self.schedule)
         self.optimizer = StepOptimizer(self, finished)
@@ -176,7 +188,8 @@ class CyclicDataParallel(nn.Module):
         self._inputs: Values = ()
         self._form: Any = None  # of the first arguments
         self._count: Tensor | None = None  # of the loss whose backward runs
-        self._n_passes, self._awaited = 0, "forward"
+        self._n_passes = 0
+        self._awaited = "forward"
         self._shown: tuple[int, bool] | None = None  # steps and averages that the model shows
         self._averaged = False  # whether evaluation uses the optimizer's averages
         self._uneven: UnevenInputs | None = None
@@ -198,16 +211,16 @@ class CyclicDataParallel(nn.Module):
             with self._inside():
                 return self.module(*args, **kwargs)
         self._check("forward", "model(x)")
-        given = arguments_by_name(self.module.forward, *args, **kwargs) if kwargs else args
-        inputs = tensors_of(given)
+        arguments = arguments_by_name(self.module.forward, *args, **kwargs) if kwargs else args
+        inputs = tensors_of(arguments)
         if any(tensor.requires_grad for tensor in inputs):
             raise UserError("an input requires a gradient: make what computes it part of the model")
-        form = filled(given, repeat(Tensor))
+        form = filled(arguments, repeat(Tensor))
         if self._runtime is not None and form != self._form:
             raise UserError(f"model(x): got {form}; expected {self._form}, as in the first call")
         with self._inside():
             if not self._n_passes:
-                self._begin_step(given, form)
+                self._begin_step(arguments, form)
             self._inputs = tuple(tensor.to(self.world.device) for tensor in inputs)
             pause = self._go_on()
             self._awaited = "backward"
@@ -239,9 +252,9 @@ class CyclicDataParallel(nn.Module):
         stages, model = self._stages, self.module
         if not isinstance(stages, Stages):
             by = "flops" if isinstance(stages, int | None) else stages
-            parts = [*model] if isinstance(model, Chain) else model
+            modules = [*model] if isinstance(model, Chain) else model
             # Ranks run each micro-batch by itself, so the model may mix its samples.
-            stages = partition(parts, self.schedule.n_stages, example, by=by, check=False)
+            stages = partition(modules, self.schedule.n_stages, example, by=by, check=False)
         if self._saved is None:
             self._settings.note_base()
         self._optimizers.note_options()
@@ -250,7 +263,9 @@ class CyclicDataParallel(nn.Module):
             self.schedule,
             self._optimizers.make,
             _not_called,
-            lr_scheduler=lambda made: cast(Any, FollowsSettings(made, self._settings.of_steps)),
+            lr_scheduler=lambda stage_optimizer: cast(
+                Any, FollowsSettings(stage_optimizer, self._settings.of_steps)
+            ),
             world=self.world,
             **self._options,
         )
@@ -258,7 +273,9 @@ class CyclicDataParallel(nn.Module):
         runtime.updates_wait = True
         if self._saved is not None:
             runtime.module()  # all weights, on every rank
-            weights = {k: x.detach().clone() for k, x in self.module.state_dict().items()}
+            weights = {
+                name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()
+            }
             runtime.load_state_dict(self._saved.of_runtime(runtime, self._optimizers, weights))
             runtime.module()
             self._saved = None
@@ -280,7 +297,7 @@ class CyclicDataParallel(nn.Module):
         """Carry out the program to the end of a pass's forward, or of its backward."""
         assert self._runtime is not None
         if self._pauses is None:
-            shape = tuple((tuple(x.shape), x.dtype) for x in self._inputs)
+            shape = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._inputs)
             self._pauses = self._runtime.stepwise(self, shape, counted=self._counted)
         pause = next(self._pauses)
         self.world.watch.at("the training script", pause.op.step)
@@ -328,7 +345,7 @@ class CyclicDataParallel(nn.Module):
             )
         assert self._runtime is not None
         factor = self._runtime.options.scale * (SUM_SCALE if self._counted else 1 / self.world.size)
-        scaled = tuple(None if x is None else x * factor for x in gradients)
+        scaled = tuple(None if gradient is None else gradient * factor for gradient in gradients)
         pause.rank.give_gradients(pause.op, scaled, self._count)
         self._go_on()
         self._n_passes += 1
@@ -344,7 +361,8 @@ class CyclicDataParallel(nn.Module):
         if self._updates_follow_sums:
             self._runtime.updates_wait = False
         self._runtime.allow_updates(step)
-        self._n_passes, self._awaited = 0, "forward"
+        self._n_passes = 0
+        self._awaited = "forward"
         self.steps_done += 1
 
     def _check(self, awaited: str, what: str, *, between_steps: bool = False) -> None:
@@ -422,7 +440,9 @@ class CyclicDataParallel(nn.Module):
             self._awaited = "backward"
             if self._counted:
                 self._count = torch.zeros((), dtype=torch.float64, device=self.world.device)
-            zeros = [torch.zeros_like(x) if differentiable(x) else None for x in outputs]
+            zeros = [
+                torch.zeros_like(output) if differentiable(output) else None for output in outputs
+            ]
             self.run_backward(pause, zeros)
             self._count = None
         if self._awaited == "step":
@@ -527,7 +547,7 @@ class CyclicDataParallel(nn.Module):
             self.synchronize()
 
     def before_calling(self) -> None:
-        """Likewise, before the script calls the model itself."""
+        """Bring the newest weights to the model if the script is about to call it."""
         if self._is_asked and self._runtime is not None:
             if self.module.training and torch.is_grad_enabled():
                 raise UserError(
@@ -557,14 +577,14 @@ class CyclicDataParallel(nn.Module):
         """Return the newest weights of the stages that other ranks update."""
         assert self._requests is not None
         stages_of: dict[int, list[int]] = {}
-        for j, owner in enumerate(self.schedule.owners):
-            if j not in runtime.own:
-                stages_of.setdefault(owner, []).append(j)
+        for stage, owner in enumerate(self.schedule.owners):
+            if stage not in runtime.own:
+                stages_of.setdefault(owner, []).append(stage)
         newest: dict[int, dict[str, Tensor]] = {}
         subject = "averages" if self._averaged else "weights"
         for owner, stages in stages_of.items():
-            words = " ".join([subject, *map(str, stages)])
-            newest |= self._requests.ask(owner, words, self.steps_done)
+            question = " ".join([subject, *map(str, stages)])
+            newest |= self._requests.ask(owner, question, self.steps_done)
         return newest
 
     def _show_training(self) -> None:
@@ -623,7 +643,7 @@ class CyclicDataParallel(nn.Module):
         return result
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights."""
+        """Return what the next steps depend on besides the newest weights."""
         state = self._training_state()
         as_torch = self._optimizers.as_torch(state.optimizer)
         return as_torch | {"cyclic": state.beside_optimizer()}
@@ -633,17 +653,17 @@ class CyclicDataParallel(nn.Module):
 
         Also from the state of an optimizer under torch's own DDP: that is a new beginning.
         """
-        of_parameters, options = self._optimizers.from_torch(state)
+        parameter_states, options = self._optimizers.from_torch(state)
         self._stop()
         self._settings.of_steps.clear()
         if "cyclic" in state:
-            self._saved = TrainingState.of_saved(of_parameters, state["cyclic"])
+            self._saved = TrainingState.of_saved(parameter_states, state["cyclic"])
             self._settings.of_steps.update(self._saved.settings)
             self.steps_done = self._saved.steps_done
         else:
             self._saved = None
             self.steps_done = 0
-            self._optimizers.adopt(of_parameters, options)
+            self._optimizers.adopt(parameter_states, options)
 
     def options_loaded(self) -> None:
         """Follow the options that the saved loop had changed; stages have the others."""
@@ -660,18 +680,18 @@ class CyclicDataParallel(nn.Module):
     def _training_state(self) -> TrainingState:
         """Return the state of all ranks after the last step. A rank may call it alone."""
         if self._runtime is None:
-            fresh = TrainingState(self.steps_done, self._optimizers.state())
-            return self._saved or fresh
+            initial_state = TrainingState(self.steps_done, self._optimizers.state())
+            return self._saved or initial_state
         assert self._requests is not None
         self._check("forward", "the end of training", between_steps=True)
         self._runtime.await_updates(self.steps_done)
         with self._inside():
-            parts = [self._runtime.part_after(self.steps_done)]
+            rank_states = [self._runtime.part_after(self.steps_done)]
             for owner in sorted({*self.schedule.owners, 0} - {self.world.rank}):
-                parts.append(self._requests.ask(owner, "state", self.steps_done))
-        of_stages = joined(on_cpu(parts))
+                rank_states.append(self._requests.ask(owner, "state", self.steps_done))
+        stage_states = joined(on_cpu(rank_states))
         return TrainingState.of_stages(
-            of_stages,
+            stage_states,
             self._runtime.trained,
             self._optimizers,
             self._settings.of_steps,
@@ -713,9 +733,10 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, model: CyclicDataParallel, pause: Pause, *tensors: Tensor) -> Any:
-        ctx.model, ctx.pause = model, pause
-        outputs = tuple(x.detach() for x in tensors[1:])
-        ctx.mark_non_differentiable(*(x for x in outputs if not differentiable(x)))
+        ctx.model = model
+        ctx.pause = pause
+        outputs = tuple(output.detach() for output in tensors[1:])
+        ctx.mark_non_differentiable(*(output for output in outputs if not differentiable(output)))
         return outputs
 
     @staticmethod

@@ -16,7 +16,7 @@ def in_background(i: Instruction) -> bool:
 
 
 def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
-    """The queue of an instruction, whose members begin in order."""
+    """Return the queue of an instruction, whose members begin in order."""
     if i.action == Action.SEND:
         return ("send", *i.peers) if ordered else None
     if i.action == Action.RECV:
@@ -27,7 +27,7 @@ def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
 
 
 def last_step(i: Instruction) -> int:
-    """The last training step whose gradients, or whose forward, an instruction follows from."""
+    """Return the last step whose gradients, or whose forward, an instruction follows from."""
     if i.step is not None:
         return i.step
     assert i.version is not None
@@ -68,11 +68,13 @@ class Dataflow:
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
         self._queue_of: dict[int, deque[int]] = {}
-        for position, needed in enumerate(self.needs):
-            for p in needed:
-                self._users[p].append(position)
-        order = range(len(instructions))
-        for position in order if limit == inf else sorted(order, key=self._step):
+        for position, dependencies in enumerate(self.needs):
+            for dependency in dependencies:
+                self._users[dependency].append(position)
+        # With a limit, queues follow the training steps: a message of an earlier step must not wait
+        # behind one of a later step that the limit holds.
+        positions = range(len(instructions))
+        for position in positions if limit == inf else sorted(positions, key=self._step):
             i = instructions[position]
             if (name := queue_of(i, ordered=ordered)) is not None:
                 self._queue_of[position] = queues[name]
@@ -81,15 +83,15 @@ class Dataflow:
     def raise_limit(self, step: float) -> None:
         """Allow what follows from training steps up to ``step`` to begin."""
         self._limit = max(self._limit, step)
-        for held in [step for step in self._held if step <= self._limit]:
-            for position in self._held.pop(held):
+        for admitted_step in [step for step in self._held if step <= self._limit]:
+            for position in self._held.pop(admitted_step):
                 self._admit(position)
 
     def raise_update_limit(self, step: float) -> None:
         """Allow the updates of training steps up to ``step`` to begin."""
         self._update_limit = max(self._update_limit, step)
-        for held in [step for step in self._held_updates if step <= self._update_limit]:
-            for position in self._held_updates.pop(held):
+        for admitted_step in [step for step in self._held_updates if step <= self._update_limit]:
+            for position in self._held_updates.pop(admitted_step):
                 self._admit(position)
 
     def cut(self) -> Collection[int]:
@@ -97,29 +99,29 @@ class Dataflow:
 
         Messages of weights stay: their receiver may not have freed what it received before.
         """
-        left: set[int] = set()
+        remaining: set[int] = set()
         for position, i in enumerate(self.instructions):
-            carries = i.action.communicates and i.buffer == Buffer.WEIGHTS
+            carries_weights = i.action.communicates and i.buffer == Buffer.WEIGHTS
             if self._step(position) <= self._limit and (
-                carries or left.issuperset(self.needs[position])
+                carries_weights or remaining.issuperset(self.needs[position])
             ):
-                left.add(position)
-        others = [p for p in range(len(self.instructions)) if p not in left]
-        for position in others:  # all of them, before what waits for one is looked at
+                remaining.add(position)
+        removed = [p for p in range(len(self.instructions)) if p not in remaining]
+        for position in removed:  # all of them, before what waits for one is looked at
             self.ended[position] = True
-        self.n_left -= len(others)
-        for position in others:
+        self.n_left -= len(removed)
+        for position in removed:
             self._release(position)
-        return left
+        return remaining
 
     def _step(self, position: int) -> int:
         return last_step(self.instructions[position])
 
     def open(self, end: int) -> None:
         """Allow instructions in the background before position ``end`` to begin."""
-        opened = range(self._n_opened, end)
+        newly_open = range(self._n_opened, end)
         self._n_opened = max(self._n_opened, end)
-        for position in opened:
+        for position in newly_open:
             self._consider(position)
 
     def open_sums(self, step: int) -> None:
@@ -130,8 +132,8 @@ class Dataflow:
         end = self._n_opened
         for position in range(self._n_opened, len(self.instructions)):
             i = self.instructions[position]
-            sums = i.action == Action.UPDATE or i.buffer == Buffer.GRADIENT
-            if last_step(i) < step or (sums and last_step(i) == step):
+            uses_sum = i.action == Action.UPDATE or i.buffer == Buffer.GRADIENT
+            if last_step(i) < step or (uses_sum and last_step(i) == step):
                 end = position + 1
         self.open(end)
 
@@ -182,9 +184,9 @@ class Dataflow:
         return self._lacking[position] == 0
 
     def held_up_by(self, position: int) -> int:
-        """The first instruction of the chain that ``position`` waits for; else itself."""
-        while missing := [p for p in self.needs[position] if not self.ended[p]]:
-            position = missing[0]
+        """Return the first instruction of the chain that ``position`` waits for; else itself."""
+        while unfinished := [p for p in self.needs[position] if not self.ended[p]]:
+            position = unfinished[0]
         return position
 
     def _consider(self, position: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a schedule's program, on torch.distributed: a process for each."""
+"""One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -117,8 +117,8 @@ class Distributed(OnRanks):
         end = self.steps_done + source.n_steps
         window = max(1, _WINDOW // len(self.schedule.timing.starts))
         with self._messages(layouts) as messages:
-            while (left := end - self.steps_done) > 0:
-                length = min(window, left, self.record - self.n_recorded or left)
+            while (steps_left := end - self.steps_done) > 0:
+                length = min(window, steps_left, self.record - self.n_recorded or steps_left)
                 program = self.schedule.lower(length, self.steps_done).verify()
                 self.steps_done = yield from self._run(program, feed, messages)
                 if self.steps_done < program.steps.stop:
@@ -196,7 +196,8 @@ class Distributed(OnRanks):
                     stepwise=True,
                     update_limit=program.first_step - 1 if self.updates_wait else inf,
                 )
-                self._stepping, self._stepping_rank = executor, rank
+                self._stepping = executor
+                self._stepping_rank = rank
                 for op in executor.run(_ends_of_passes(program.ranks[self.rank])):
                     if op.action != Action.FORWARD:
                         rank.next_step = cast(int, op.step) + 1
@@ -234,11 +235,13 @@ class Distributed(OnRanks):
         assert self._stepping_rank is not None
         self._stepping.await_sums(step)
         gradients = []
-        for j, runner in enumerate(self._runners):
-            total = self._stepping_rank.sums[j, step]
+        for stage, runner in enumerate(self._runners):
+            total = self._stepping_rank.sums[stage, step]
             total.divide_by_count(runner.masters)
-            of_masters = {k: x for k, x in total.tensors.items() if k in runner.masters}
-            gradients.append((runner.masters, of_masters))
+            gradients_of_masters = {
+                name: gradient for name, gradient in total.tensors.items() if name in runner.masters
+            }
+            gradients.append((runner.masters, gradients_of_masters))
         self.world.finish_computing()
         return gradients
 
@@ -254,23 +257,25 @@ class Distributed(OnRanks):
         """
         self.world.finish_computing()
         newest = {}
-        for j in stages:
-            newest[j] = self._weight_store.newest(j)
-            newest[j] |= {k: x for k, x in self._kept_buffers.items() if k in newest[j]}
+        for stage in stages:
+            newest[stage] = self._weight_store.newest(stage)
+            newest[stage] |= {
+                name: tensor for name, tensor in self._kept_buffers.items() if name in newest[stage]
+            }
             if averaged:
-                newest[j] |= self._runners[j].optimizer_averages(newest[j])
+                newest[stage] |= self._runners[stage].optimizer_averages(newest[stage])
         return newest
 
     def show_own(self, *, averaged: bool) -> None:
-        """Let the model have the newest weights of the stages that this rank updates."""
-        for j, tensors in self.newest_of(self.own, averaged=averaged).items():
-            for name, master in self._runners[j].masters.items():
+        """Put the newest weights of the stages that this rank updates into the model."""
+        for stage, tensors in self.newest_of(self.own, averaged=averaged).items():
+            for name, master in self._runners[stage].masters.items():
                 master.data = tensors[name]
 
     def take_newest(self, newest: Mapping[int, Weights]) -> None:
-        """Let the model have these weights and buffers, of stages that others update."""
-        for j, tensors in newest.items():
-            self._weight_store.take(j, tensors)
+        """Put weights and buffers of stages that other ranks update into the model."""
+        for stage, tensors in newest.items():
+            self._weight_store.take(stage, tensors)
 
     def release_newest(self) -> None:
         """Free the memory of :meth:`take_newest`; buffers stay."""
@@ -281,34 +286,48 @@ class Distributed(OnRanks):
         """Return what this rank alone adds to the state after ``steps_done`` steps."""
         self.world.finish_computing()
         versions = {}
-        for j in self.own:
+        for stage in self.own:
             # A version that is still to be freed, or to be read by a step under way, may be there.
-            oldest = self.schedule.oldest_version(j, steps_done)
-            present = dict(self._weight_store.versions[j])
-            versions[j] = {v: w for v, w in present.items() if oldest <= v <= steps_done}
-        owned = [j for j in self.own if self.schedule.owners[j] == self.rank]
+            oldest = self.schedule.oldest_version(stage, steps_done)
+            stage_versions = dict(self._weight_store.versions[stage])
+            versions[stage] = {
+                version: weights
+                for version, weights in stage_versions.items()
+                if oldest <= version <= steps_done
+            }
+        owned = [stage for stage in self.own if self.schedule.owners[stage] == self.rank]
         leads = self.rank == 0
-        part = part_of(steps_done, self.stages, self._runners, versions, owned, leads=leads)
-        fixed = part["fixed"]
-        return part | {"fixed": fixed | {k: self._kept_buffers.get(k, x) for k, x in fixed.items()}}
+        state = part_of(steps_done, self.stages, self._runners, versions, owned, leads=leads)
+        fixed = state["fixed"]
+        return state | {
+            "fixed": fixed
+            | {name: self._kept_buffers.get(name, tensor) for name, tensor in fixed.items()}
+        }
 
     def keep_buffers(self) -> None:
-        """Let other ranks have the buffers of now, whatever the script does with them here."""
+        """Copy the buffers: other ranks get the copies, whatever the script changes here."""
         if not self._kept_buffers:
-            buffers = {k: x for j in self.own for k, x in self.stages[j].named_buffers()}
-            self._kept_buffers = {k: x.clone() for k, x in buffers.items()}
+            buffers = {
+                name: buffer
+                for stage in self.own
+                for name, buffer in self.stages[stage].named_buffers()
+            }
+            self._kept_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def _messages(self, layouts: Layouts) -> Messages:
-        given = self.world, layouts, self._chunk_bytes
-        return Messages(*given, paced=self.pacing, per_machine=self.per_machine)
+        message_arguments = self.world, layouts, self._chunk_bytes
+        return Messages(*message_arguments, paced=self.pacing, per_machine=self.per_machine)
 
     def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
-        """This rank's memory as ``program`` begins."""
+        """Return this rank's buffers at the start of ``program``."""
         self.world.make_groups(*groups_and_pairs(program, self.per_machine))
-        held = self._weight_store.share(messages, program.first_step)
-        runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
+        first_weights = self._weight_store.share(messages, program.first_step)
+        runners, updaters = (
+            dict(enumerate(self._runners)),
+            {stage: self._runners[stage] for stage in self.own},
+        )
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
-        rank.weights = held
+        rank.weights = first_weights
         return rank
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -319,8 +338,8 @@ class Distributed(OnRanks):
     def _adopt(self, schedule: Schedule) -> None:
         self._weight_store.allocate()
         super()._adopt(schedule)
-        given = self.world, self.stages, schedule, self._runners
-        self._weight_store = WeightStore(*given, loads=True)
+        store_arguments = self.world, self.stages, schedule, self._runners
+        self._weight_store = WeightStore(*store_arguments, loads=True)
 
     def _module(self) -> nn.Module:
         """Until the next :meth:`run` it takes the memory of the whole model."""
@@ -351,13 +370,13 @@ class Distributed(OnRanks):
     def costs(self) -> tuple[Costs, Hardware]:
         """Return costs just measured; see :meth:`Runtime.costs`."""
         self._check_ended()
-        mine = self._stopwatch.medians() if self._stopwatch else {}
-        measured = self.world.gather(mine, "times of ops")
-        if not all(measured):
+        op_seconds = self._stopwatch.medians() if self._stopwatch else {}
+        op_seconds_of_ranks = self.world.gather(op_seconds, "times of ops")
+        if not all(op_seconds_of_ranks):
             raise UserError("no op was timed: call time_costs(n_steps), then train")
-        mean = sum(self._stage_bytes) / len(self._stage_bytes)
-        links = probe_links(self.world, mean)
-        return running_costs(measured, next(reversed(self._layouts.values())), *links)
+        mean_stage_bytes = sum(self._stage_bytes) / len(self._stage_bytes)
+        links = probe_links(self.world, mean_stage_bytes)
+        return running_costs(op_seconds_of_ranks, next(reversed(self._layouts.values())), *links)
 
     @property
     def own(self) -> list[int]:
@@ -374,11 +393,13 @@ class Distributed(OnRanks):
         return [*self._runners[j].averaged()]
 
     def _part(self) -> dict[str, Any]:
-        return self._part_of([j for j in self.own if self.schedule.owners[j] == self.rank])
+        return self._part_of(
+            [stage for stage in self.own if self.schedule.owners[stage] == self.rank]
+        )
 
     def _part_of(self, own: Collection[int]) -> dict[str, Any]:
-        given = self.stages, self._runners, self._weight_store.versions, own
-        return part_of(self.steps_done, *given, leads=self.rank == 0)
+        state_arguments = self.stages, self._runners, self._weight_store.versions, own
+        return part_of(self.steps_done, *state_arguments, leads=self.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
@@ -387,34 +408,39 @@ class Distributed(OnRanks):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._weight_store.load(state)
-        for j in self.own:
-            self._runners[j].load(state["stages"][j])
+        for stage in self.own:
+            self._runners[stage].load(state["stages"][stage])
 
     def _reads(self, step: int) -> list[int]:
         return microbatches_read(self.course, self.rank, step)
 
     def _find_layouts(self, shape: Shape | None, source: BatchReader | None = None) -> Layouts:
-        """The layouts for micro-batches of ``shape``, which not every rank has seen.
+        """Return the layouts for micro-batches of ``shape``, which not every rank has seen.
 
         ``source`` has batches on which the loss can be tried.
         """
-        seen = next(
-            found for found in self.world.gather(shape, "shapes of inputs") if found is not None
+        # Ranks that read no micro-batch learn the shape from the others.
+        input_shape = next(
+            rank_shape
+            for rank_shape in self.world.gather(shape, "shapes of inputs")
+            if rank_shape is not None
         )
-        if seen in self._layouts:
-            return self._layouts[seen]
-        inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
-        device, compressed = self.world.device, COMPRESSIONS[self.compression]
+        if input_shape in self._layouts:
+            return self._layouts[input_shape]
+        inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape)
+        device, wire_dtype = self.world.device, COMPRESSIONS[self.compression]
         with self.options.autocast(device):
-            layouts = find_layouts(self._skeletons, inputs, compressed, device)
+            layouts = find_layouts(self._skeletons, inputs, wire_dtype, device)
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
             ranks = self.schedule.layout.ranks
-            computed = [j for j in range(len(self.stages)) if self.rank in ranks(j)]
-            warm_up(self._runners, layouts, inputs, device, computed, self.own)
+            computed_stages = [
+                stage for stage in range(len(self.stages)) if self.rank in ranks(stage)
+            ]
+            warm_up(self._runners, layouts, inputs, device, computed_stages, self.own)
         if source is not None and self._is_counted(layouts, source):
             layouts = layouts.with_counts()
-        self._layouts[seen] = layouts
+        self._layouts[input_shape] = layouts
         return layouts
 
     def _is_counted(self, layouts: Layouts, source: BatchReader) -> bool:
@@ -436,19 +462,22 @@ class Distributed(OnRanks):
 
 
 def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:
-    """The micro-batches whose inputs or targets the first or last stage of ``rank`` takes."""
-    ends, everything = (0, course.n_stages - 1), range(course.n_microbatches)
-    readers = ({course.rank(j, m, step) for j in ends} for m in everything)
-    return [m for m, ranks in enumerate(readers) if rank in ranks]
+    """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
+    end_stages, microbatches = (0, course.n_stages - 1), range(course.n_microbatches)
+    readers = (
+        {course.rank(stage, microbatch, step) for stage in end_stages}
+        for microbatch in microbatches
+    )
+    return [microbatch for microbatch, ranks in enumerate(readers) if rank in ranks]
 
 
 def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:
-    """Positions of the last forward and of the last backward of each micro-batch at each step."""
-    last: dict[tuple, int] = {}
+    """Return the positions of each micro-batch's last forward and last backward in each step."""
+    last_positions: dict[tuple, int] = {}
     for position, i in enumerate(order):
         if i.action.computes:
-            last[i.action == Action.FORWARD, i.step, i.microbatch] = position
-    return {*last.values()}
+            last_positions[i.action == Action.FORWARD, i.step, i.microbatch] = position
+    return {*last_positions.values()}
 
 
 def warm_up(
@@ -466,25 +495,27 @@ def warm_up(
     deadlock. So every kernel is loaded before the first message.
     """
     passed_on: Values | None = None
-    for j, runner in enumerate(runners):
-        if j not in computed:
+    for stage, runner in enumerate(runners):
+        if stage not in computed:
             passed_on = None
             continue
-        if j == 0:
-            received = tuple(torch.zeros_like(x, device=device) for x in inputs)
+        if stage == 0:
+            stage_inputs = tuple(torch.zeros_like(tensor, device=device) for tensor in inputs)
         else:
-            there = passed_on or _zeros(layouts.activations[j - 1], device).values()
-            received = tuple(x.detach().requires_grad_(differentiable(x)) for x in there)
-        weights = runner.newest() if j in updated else _zeros(layouts.weights[j], device)
-        passed_on = runner.forward(leaves(weights), received, (0,), 0)
-        ends = [x for x in passed_on if x.requires_grad]
-        torch.autograd.backward(ends, [torch.zeros_like(x) for x in ends])
+            activations = passed_on or _zeros(layouts.activations[stage - 1], device).values()
+            stage_inputs = tuple(
+                tensor.detach().requires_grad_(differentiable(tensor)) for tensor in activations
+            )
+        weights = runner.newest() if stage in updated else _zeros(layouts.weights[stage], device)
+        passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
+        roots = [tensor for tensor in passed_on if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
         runner.take_statistics()
-        if j in updated:
+        if stage in updated:
             runner.form(updated=True, unused=())
 
 
 def _zeros(layout: Layout, device: torch.device) -> dict[Any, Tensor]:
-    """A received message of zeros, in the order of its places."""
-    found = layout.unpack(torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device))
-    return {place: found[place] for place in sorted(found)}
+    """Return a received message of zeros, in the order of its places."""
+    tensors = layout.unpack(torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device))
+    return {place: tensors[place] for place in sorted(tensors)}

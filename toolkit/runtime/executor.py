@@ -52,27 +52,32 @@ class Executor:
         limit: float = inf,
         update_limit: float = inf,
     ) -> None:
-        self._rank, self._messages, self._meter = rank, messages, meter
-        self._world, self._watch = messages.world, messages.world.watch
+        self._rank = rank
+        self._messages = messages
+        self._meter = meter
+        self._world = messages.world
+        self._watch = messages.world.watch
         self._turn = StartOffset(program, self._world)
         self._order = program.ranks[self._world.rank]
         self._tags = tags(self._order)
-        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
-        self.ends = frozenset(last.values())  # positions of the last op of each training step
+        last_ops = {i.step: position for position, i in enumerate(self._order) if i.action.computes}
+        self.ends = frozenset(last_ops.values())  # positions of the last op of each training step
         if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
-        # NCCL has no tags: messages between two ranks match by order alone.
+        # With ``stepwise`` no step begins before its first op: the caller may end here first.
         limit = program.first_step - 1 if stepwise else limit
         self._flow = Dataflow(
             self._order,
             self._world.rank,
+            # NCCL has no tags: messages between two ranks match by order alone.
             ordered=messages.ordered,
             limit=limit,
             # Without overlap the main thread makes updates before it returns to the caller.
             update_limit=update_limit if overlap else inf,
         )
-        self._stepwise, self._ending = stepwise, False
+        self._stepwise = stepwise
+        self._ending = False
         self._overlap = overlap
         self._ahead = program.schedule.lookahead
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
@@ -128,24 +133,26 @@ class Executor:
         return bool(self._flow.ended[position])
 
     def end_here(self) -> None:
-        """Let :meth:`run`, when it goes on, end with the training steps that have begun."""
+        """Let :meth:`run`, when it continues, end with the training steps that have begun."""
         self._ending = True
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
         """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
         thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
         thread.start()
-        left: Collection[int] = ()  # if the program is cut
+        remaining: Collection[int] = ()  # if the program is cut
         try:
             for position, i in enumerate(self._order):
-                if self._ending and position not in (left := left or self._cut()):
+                if self._ending and position not in (remaining := remaining or self._cut()):
                     continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
                 if self._messages.pacer is not None and position in self.ends:
                     self._messages.pacer.end_step()
                 if position in pauses:
-                    if self._stepwise:  # the caller may be at work for long
+                    if self._stepwise:
+                        # The caller may work for long before the next op. What that op needs must
+                        # travel meanwhile, so the background goes on without this thread.
                         self._open_until(self._next_op(position).tick)
                     yield i
             self._finish()
@@ -155,8 +162,8 @@ class Executor:
                 self._changed.notify_all()
             # The second thread creates waiters, so it ends before they do.
             thread.join()
-            for coming, _ in [*self._waiters.values()]:
-                coming.put(None)
+            for transfers, _ in [*self._waiters.values()]:
+                transfers.put(None)
         # Not after a failure: a message from a dead rank never ends.
         for _, waiter in self._waiters.values():
             waiter.join()
@@ -192,9 +199,9 @@ class Executor:
                 self._changed.notify_all()
 
     def _next_op(self, position: int) -> Instruction:
-        """The op after ``position``, or the last instruction."""
-        later = islice(self._order, position + 1, None)
-        return next((i for i in later if i.action.computes), self._order[-1])
+        """Return the op after ``position``, or the last instruction."""
+        later_instructions = islice(self._order, position + 1, None)
+        return next((i for i in later_instructions if i.action.computes), self._order[-1])
 
     def _cut(self) -> Collection[int]:
         with self._changed:
@@ -251,6 +258,7 @@ class Executor:
 
     def _fail(self, position: int, error: BaseException) -> None:
         with self._changed:
+            # The first failure is the cause; later ones follow from it.
             if self._failure is None:
                 self._failure = position, error
             self._changed.notify_all()
@@ -261,14 +269,14 @@ class Executor:
         position = 0  # to blame if not even a stream can be made
         try:
             with own_stream(self._device):
-                while (taken := self._take()) is not None:
-                    position = taken
+                while (next_position := self._take()) is not None:
+                    position = next_position
                     self._begin(position)
         except BaseException as error:
             self._fail(position, error)
 
     def _take(self) -> int | None:
-        """The next instruction to begin; None at the end."""
+        """Return the next instruction to begin; None at the end."""
         with self._changed:
             while not self._closed and self._failure is None:
                 if (position := self._flow.next()) is not None:
@@ -280,7 +288,7 @@ class Executor:
         i, tag = self._order[position], self._tags[position]
         key = (i.stage, i.step)
         # Keep inputs alive until the device is done with them: after() ends before this returns.
-        used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
+        kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
         with after(self._device, [self._marks.get(p) for p in self._flow.needs[position]]):
             if i.action == Action.RECV:
@@ -289,11 +297,11 @@ class Executor:
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
                 self._add_received(i)
             if i.action == Action.SEND:
-                used.append(payload := self._rank.give(i))
+                kept_alive.append(payload := self._rank.give(i))
                 self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
-                given = self._rank.give(i) if i.gives(self._world.rank) else None
-                self._put(position, self._messages.collective(i, given))
+                contribution = self._rank.give(i) if i.gives(self._world.rank) else None
+                self._put(position, self._messages.collective(i, contribution))
                 return
             else:
                 self._measured(i, self._compute)
@@ -302,8 +310,8 @@ class Executor:
     def _add_received(self, i: Instruction) -> None:
         """Add the parts that have come to the sum that ``i`` uses."""
         # In the order of the program: messages arrive in any, and floating-point sums depend on it.
-        for position, part in sorted(self._received.pop((i.stage, i.step), ())):
-            self._rank.take(self._order[position], part)
+        for position, gradient_sum in sorted(self._received.pop((i.stage, i.step), ())):
+            self._rank.take(self._order[position], gradient_sum)
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
@@ -311,8 +319,8 @@ class Executor:
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._changed:
             self._unsent.add(position)
-            taken = self._turns[i.peers[0]].add(position, transfer)
-        self._begin_sends(taken)
+            next_sends = self._turns[i.peers[0]].add(position, transfer)
+        self._begin_sends(next_sends)
         return transfer.flat.nbytes
 
     def _begin_sends(self, taken: Sequence[tuple[int, Transfer]]) -> None:
@@ -324,18 +332,18 @@ class Executor:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._order[position]
         # One waiter per peer, stage and kind: a late message must not hold up the others.
-        name = queue_of(i, ordered=False) or ("send", *i.peers, i.buffer, i.stage)
+        queue_name = queue_of(i, ordered=False) or ("send", *i.peers, i.buffer, i.stage)
         with self._changed:
-            if name not in self._waiters:
-                coming = _Coming()
+            if queue_name not in self._waiters:
+                transfers = _Coming()
                 # Daemons: a message from a dead rank never ends, but the process must.
                 waiter = threading.Thread(
-                    target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
+                    target=self._wait_for_all, args=(transfers,), name="waiter", daemon=True
                 )
-                self._waiters[name] = coming, waiter
+                self._waiters[queue_name] = transfers, waiter
                 waiter.start()
         began = 0.0 if self._meter is None else self._meter.now()
-        self._waiters[name][0].put((position, transfer, began))
+        self._waiters[queue_name][0].put((position, transfer, began))
 
     # The waiters' threads.
 
@@ -359,9 +367,9 @@ class Executor:
         if i.action == Action.SEND:
             with self._changed:
                 self._unsent.remove(position)
-                taken = self._turns[i.peers[0]].end(position)
+                next_sends = self._turns[i.peers[0]].end(position)
                 self._changed.notify_all()
-            self._begin_sends(taken)
+            self._begin_sends(next_sends)
             return
         if self._meter is not None:
             self._meter.note(self._rank, i, began, transfer.flat.nbytes)
@@ -393,9 +401,9 @@ class StartOffset:
         self.world, self._name = world, world.next_name()
         ticks = program.first_forwards()
         self._leader = min(ticks, key=lambda rank: (ticks[rank], rank), default=world.rank)
-        later = [(tick, rank) for rank, tick in ticks.items() if tick > ticks[self._leader]]
-        self._waiting = sorted(later) if world.rank == self._leader else []
-        self._my_turn = next((tick for tick, rank in later if rank == world.rank), None)
+        later_starts = [(tick, rank) for rank, tick in ticks.items() if tick > ticks[self._leader]]
+        self._waiting = sorted(later_starts) if world.rank == self._leader else []
+        self._my_turn = next((tick for tick, rank in later_starts if rank == world.rank), None)
 
     def before(self, i: Instruction) -> None:
         """Give the others their turn, or wait for this rank's, as ``i`` is about to begin."""

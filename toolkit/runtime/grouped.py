@@ -132,11 +132,11 @@ class GroupedPass:
 
     def loss_gradients(self, outputs: Values, targets: Tensor) -> LossGradients:
         """Compute the losses, and their gradients with respect to ``outputs``."""
-        n = len(self.microbatches)
+        n_microbatches = len(self.microbatches)
         roots = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
-        losses: LossValue = self.losses(roots, targets, n)
+        losses: LossValue = self.losses(roots, targets, n_microbatches)
         # The gradient of the sum of all roots, without the operations that compute the sum.
-        factor = losses.root_factor(n, self.options.scale)
+        factor = losses.root_factor(n_microbatches, self.options.scale)
         losses.value.backward(torch.full_like(losses.value, factor))
         gradients = tuple(root.grad for root in roots)
         return LossGradients(losses.mean(), losses.count, gradients)
@@ -145,12 +145,14 @@ class GroupedPass:
         self, forward: Forward, reads: StepReads, gradients: LossGradients
     ) -> list[GradientSum]:
         """Return the gradients and statistics of each stage, summed over all micro-batches."""
-        outputs, starts = [], []
-        for output, start in zip(forward.outputs, gradients.output_gradients, strict=True):
-            if start is not None:
+        outputs, output_gradients = [], []
+        for output, output_gradient in zip(
+            forward.outputs, gradients.output_gradients, strict=True
+        ):
+            if output_gradient is not None:
                 outputs.append(output)
-                starts.append(start)
-        torch.autograd.backward(outputs, starts)
+                output_gradients.append(output_gradient)
+        torch.autograd.backward(outputs, output_gradients)
         totals = [GradientSum() for _ in self.runners]
         terms = []
         stages = zip(self.runners, reads.stages, forward.leaves, reads.newest, strict=True)
@@ -165,8 +167,8 @@ class GroupedPass:
             statistics = runner.statistics_of_forwards()
             while len(gradients_of_reads) < len(statistics):
                 gradients_of_reads.append({})
-            for k, of_forward in enumerate(statistics):
-                gradients_of_reads[k] |= of_forward
+            for index, of_forward in enumerate(statistics):
+                gradients_of_reads[index] |= of_forward
             terms.append(gradients_of_reads)
         # The sum over all stages takes one operation for each further version.
         for terms_of_stages in zip_longest(*terms, fillvalue={}):
@@ -209,14 +211,14 @@ class Grouped:
 
         A step's updates are complete before its result is yielded.
         """
-        for t, share in enumerate(source, start=step):
+        for current_step, share in enumerate(source, start=step):
             assert share is not None  # a single process reads every micro-batch
             self.options.begin_step()
             delays: tuple[StageDelay, ...] = ()
-            if self.diagnostics and t % self.diagnostics == 0:
-                delays = self._measure_delays(t, versions, *share)
+            if self.diagnostics and current_step % self.diagnostics == 0:
+                delays = self._measure_delays(current_step, versions, *share)
             # Not kept in a variable: its outputs would live through the next step.
-            yield replace(self._step(t, versions, *share), delays=delays)
+            yield replace(self._step(current_step, versions, *share), delays=delays)
 
     def _step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
         reads = self._reads(step, versions, self.schedule.version)
@@ -226,31 +228,33 @@ class Grouped:
             result, totals = self.capture.gradients(reads, inputs, targets, self._gradients)
         del reads  # it would keep versions that nothing reads any more
         self._end_versions(versions, step)
-        n = self.schedule.n_microbatches
+        n_microbatches = self.schedule.n_microbatches
         norms = gradient_norms(self.runners, totals)
         for runner in self.runners:  # averages begin with the statistics before the first update
             runner.begin_average()
-        advance_statistics(self.runners, totals, n)
-        for runner, known, total, norm in zip(self.runners, versions, totals, norms, strict=True):
-            runner.update(total, n, keep_old=False, norm=norm)
-            known[step + 1] = runner.newest()
+        advance_statistics(self.runners, totals, n_microbatches)
+        for runner, stage_versions, total, norm in zip(
+            self.runners, versions, totals, norms, strict=True
+        ):
+            runner.update(total, n_microbatches, keep_old=False, norm=norm)
+            stage_versions[step + 1] = runner.newest()
         return result
 
     def _end_versions(self, versions: Versions, step: int) -> None:
         """Drop versions that nothing reads after ``step``; keep others from the next update."""
-        kept = []
-        for runner, known in zip(self.runners, versions, strict=True):
+        runners_to_renew = []
+        for runner, stage_versions in zip(self.runners, versions, strict=True):
             oldest = self.schedule.oldest_version(runner.index, step + 1)
             if self.diagnostics:
                 oldest = min(oldest, step)  # they measure how far the last update moved
             if oldest <= step:
-                kept.append(runner)
-            for version in [version for version in known if version < oldest]:
-                weights = known.pop(version)
+                runners_to_renew.append(runner)
+            for version in [version for version in stage_versions if version < oldest]:
+                weights = stage_versions.pop(version)
                 if self.capture is not None:
                     runner.recycle(weights)
         # After that, so that the next versions take the memory of those that have ended.
-        renew(kept)
+        renew(runners_to_renew)
 
     def _gradients(
         self, reads: StepReads, inputs: Values, targets: Tensor
@@ -261,36 +265,37 @@ class Grouped:
         gradients = self.grouped_pass.loss_gradients(forward.outputs, targets)
         totals = self.grouped_pass.backward(forward, reads, gradients)
         add_counts(totals, gradients.counts)
-        first = forward.outputs[0].detach()
+        first_output = forward.outputs[0].detach()
         if self.options.in_cuda_graphs:
-            first = first.clone()  # the next replay of the graph overwrites this memory
+            # The next replay of the graph overwrites this memory.
+            first_output = first_output.clone()
         result = StepResult(
-            reads.step, self.microbatches, gradients.losses, first, counts=gradients.counts
+            reads.step, self.microbatches, gradients.losses, first_output, counts=gradients.counts
         )
         return result, totals
 
     def _reads(self, step: int, versions: Versions, version_of: VersionOf) -> StepReads:
         """Return what ``step`` reads: at each stage, ``version_of(stage, microbatch, step)``."""
         stages = []
-        for runner, known in zip(self.runners, versions, strict=True):
+        for runner, stage_versions in zip(self.runners, versions, strict=True):
             groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for microbatch in self.microbatches:
                 version = version_of(runner.index, microbatch, step)
                 # A gradient is compensated before it is summed, so such micro-batches run apart.
-                apart = self.schedule.compensates(version, step)
-                groups[(version, microbatch) if apart else (version,)].append(microbatch)
+                runs_alone = self.schedule.compensates(version, step)
+                groups[(version, microbatch) if runs_alone else (version,)].append(microbatch)
             stage_reads = []
             for (version, *_), group in groups.items():
-                weights = self._read(runner, known, version, step)
-                late = self.schedule.compensates(version, step)
-                stage_reads.append(VersionRead(version, tuple(group), weights, late))
+                weights = self._read(runner, stage_versions, version, step)
+                is_compensated = self.schedule.compensates(version, step)
+                stage_reads.append(VersionRead(version, tuple(group), weights, is_compensated))
             stages.append(stage_reads)
-        return StepReads(step, stages, [known[step] for known in versions])
+        return StepReads(step, stages, [stage_versions[step] for stage_versions in versions])
 
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
     ) -> Weights:
-        """The weights that a stage reads at ``step``: a version, or a prediction made from it."""
+        """Return what a stage reads at ``step``: a weight version, or a prediction from it."""
         if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
         pair = versions[version - 1], versions[version]
@@ -303,26 +308,37 @@ class Grouped:
         self, step: int, versions: Versions, inputs: Values, targets: Tensor
     ) -> tuple[StageDelay, ...]:
         """Compare each stage's delayed gradient with that of the newest weights; update nothing."""
-        late_reads = self._reads(step, versions, self.schedule.version)
-        fresh_reads = self._reads(step, versions, lambda j, m, t: t)
-        _, delayed = self._gradients(late_reads, inputs, targets)
-        _, fresh = self._gradients(fresh_reads, inputs, targets)
-        found = []
-        for runner, known, used, new in zip(self.runners, versions, delayed, fresh, strict=True):
-            for total in (used, new):
+        delayed_reads = self._reads(step, versions, self.schedule.version)
+        fresh_reads = self._reads(step, versions, lambda stage, m, t: t)
+        _, delayed_totals = self._gradients(delayed_reads, inputs, targets)
+        _, fresh_totals = self._gradients(fresh_reads, inputs, targets)
+        stage_delays = []
+        for runner, stage_versions, delayed_total, fresh_total in zip(
+            self.runners, versions, delayed_totals, fresh_totals, strict=True
+        ):
+            for total in (delayed_total, fresh_total):
                 total.divide_by_count(runner.masters)
-            j, masters, scale = runner.index, runner.masters, self.options.scale
-            newest = _flat(known[step], masters)
-            before = _flat(known[step - 1], masters) if step - 1 in known else newest * nan
-            pair = gradient, fresh_gradient = [
-                _flat(x.tensors, masters) / scale for x in (used, new)
+            stage, masters, scale = runner.index, runner.masters, self.options.scale
+            newest = _flat(stage_versions[step], masters)
+            previous = (
+                _flat(stage_versions[step - 1], masters)
+                if step - 1 in stage_versions
+                else newest * nan
+            )
+            gradient_pair = gradient, fresh_gradient = [
+                _flat(x.tensors, masters) / scale for x in (delayed_total, fresh_total)
             ]
-            lengths = [float(x.norm()) for x in pair]
+            lengths = [float(x.norm()) for x in gradient_pair]
             cosine = float(gradient @ fresh_gradient) / prod(lengths) if all(lengths) else nan
-            late = [step - self.schedule.version(j, m, step) for m in self.microbatches]
-            norms = *lengths, float(newest.norm()), float((newest - before).norm())
-            found.append(StageDelay(step, j, sum(late) / len(late), cosine, *norms))
-        return tuple(found)
+            staleness = [
+                step - self.schedule.version(stage, microbatch, step)
+                for microbatch in self.microbatches
+            ]
+            norms = *lengths, float(newest.norm()), float((newest - previous).norm())
+            stage_delays.append(
+                StageDelay(step, stage, sum(staleness) / len(staleness), cosine, *norms)
+            )
+        return tuple(stage_delays)
 
 
 def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
@@ -333,24 +349,29 @@ def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
 
 
 def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
-    """The named tensors as one, in double precision; missing ones count as 0."""
-    parts = [tensors.get(name, torch.zeros_like(like)).flatten() for name, like in names.items()]
-    return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
+    """Return the named tensors as one, in double precision; missing ones count as 0."""
+    flat_tensors = [
+        tensors.get(name, torch.zeros_like(model_tensor)).flatten()
+        for name, model_tensor in names.items()
+    ]
+    return torch.cat(flat_tensors).double() if flat_tensors else torch.zeros(1, dtype=torch.float64)
 
 
-def _regroup(batches: list[Values], groups: Groups, wanted: Groups) -> list[Values]:
+def _regroup(batches: list[Values], groups: Groups, next_groups: Groups) -> list[Values]:
     """Return the same micro-batches in other groups; copy only where groups merge."""
-    if groups == wanted:
+    if groups == next_groups:
         return batches
-    order, wanted_order = ([m for group in of for m in group] for of in (groups, wanted))
+    order, next_order = (
+        [m for group in grouping for m in group] for grouping in (groups, next_groups)
+    )
     regrouped: list[list[Tensor]] = []
-    for parts in zip(*batches, strict=True):
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if order != wanted_order:
-            chunks = dict(zip(order, whole.chunk(len(order)), strict=True))
-            whole = torch.cat([chunks[m] for m in wanted_order])
-        size = whole.shape[0] // len(order)
+    for tensors in zip(*batches, strict=True):
+        batch = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        if order != next_order:
+            chunks = dict(zip(order, batch.chunk(len(order)), strict=True))
+            batch = torch.cat([chunks[m] for m in next_order])
+        size = batch.shape[0] // len(order)
         # No split into one piece: its gradient would be copied.
-        sizes = [size * len(group) for group in wanted]
-        regrouped.append([*whole.split(sizes)] if len(sizes) > 1 else [whole])
+        sizes = [size * len(group) for group in next_groups]
+        regrouped.append([*batch.split(sizes)] if len(sizes) > 1 else [batch])
     return [*zip(*regrouped, strict=True)]

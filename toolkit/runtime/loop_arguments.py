@@ -43,8 +43,10 @@ def finished_optimizer(optimizer: MakeOptimizer | Optimizer, model: nn.Module) -
     """Return an optimizer of the whole model."""
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         return optimizer
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return optimizer(trained if takes_names(optimizer) else [p for _, p in trained])
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    return optimizer(trained if takes_names(optimizer) else [parameter for _, parameter in trained])
 
 
 def take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
@@ -71,11 +73,15 @@ def _device(number: Any) -> torch.device:
 
 def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return all arguments of a call by name, as ``partition`` takes them."""
-    found = signature(function).bind(*args, **kwargs)
-    others = [p.name for p in found.signature.parameters.values() if p.kind == p.VAR_KEYWORD]
-    given = dict(found.arguments)
-    rest = given.pop(others[0], {}) if others else {}
-    return given | rest
+    bound = signature(function).bind(*args, **kwargs)
+    variadic_names = [
+        parameter.name
+        for parameter in bound.signature.parameters.values()
+        if parameter.kind == parameter.VAR_KEYWORD
+    ]
+    arguments = dict(bound.arguments)
+    variadic_arguments = arguments.pop(variadic_names[0], {}) if variadic_names else {}
+    return arguments | variadic_arguments
 
 
 def schedule_of_rule(
@@ -114,10 +120,11 @@ def schedule_of_rule(
             f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
         )
     timing, n = schedule.timing, schedule.n_workers
-    for m in range(n, schedule.n_microbatches):
-        if timing.starts[Op(Kind.FORWARD, 0, m)] < timing.gradient_end(0, m - n):
+    for microbatch in range(n, schedule.n_microbatches):
+        if timing.starts[Op(Kind.FORWARD, 0, microbatch)] < timing.gradient_end(0, microbatch - n):
             raise UserError(
-                f"rule: {schedule.name} begins micro-batch {m} before the backward of micro-batch"
-                f" {m - n}; a loop's passes follow one another. Use accumulate=1"
+                f"rule: {schedule.name} begins micro-batch {microbatch} before the backward"
+                f" of micro-batch {microbatch - n}; a loop's passes follow one another. Use"
+                " accumulate=1"
             )
     return schedule

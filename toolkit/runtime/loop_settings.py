@@ -46,13 +46,15 @@ class LoopSettings:
     def changed_options(self) -> frozenset[tuple[int, str]]:
         """Return the options that the loop has ever changed, as (parameter group, name)."""
         options = self._options()
-        for group, (now, before) in enumerate(zip(options, self._base, strict=True)):
-            for name, value in now.items():
-                if name not in before:
+        for group, (group_options, previous_options) in enumerate(
+            zip(options, self._base, strict=True)
+        ):
+            for name, value in group_options.items():
+                if name not in previous_options:
                     self._followed.add((group, name))
-                elif _differ(before[name], value):
+                elif _differ(previous_options[name], value):
                     if (group, name) not in self._followed:
-                        self._complete_settings(group, name, before[name])
+                        self._complete_settings(group, name, previous_options[name])
                     self._followed.add((group, name))
         self._base = options
         return frozenset(self._followed)
@@ -81,12 +83,12 @@ class LoopSettings:
         """
         followed = self.changed_options()
         options = [
-            {name: value for name, value in of_group.items() if (group, name) in followed}
-            for group, of_group in enumerate(self._base)
+            {name: value for name, value in group_options.items() if (group, name) in followed}
+            for group, group_options in enumerate(self._base)
         ]
         self.of_steps[step] = Settings(options, self._clip if clips_as_before else None)
         self._clip = None
-        for earlier in [known for known in self.of_steps if known < oldest]:
+        for earlier in [noted_step for noted_step in self.of_steps if noted_step < oldest]:
             del self.of_steps[earlier]
 
     def note_clip(self, clip: Clip) -> None:

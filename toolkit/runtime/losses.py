@@ -84,7 +84,7 @@ def nonzero(count: Tensor) -> Tensor:
 
 
 def as_count(count: Any, device: torch.device) -> Tensor:
-    """Return a count as a float64 tensor of shape ``[]``; UserError if it is none."""
+    """Return a count as a float64 tensor of shape ``[]``; UserError for anything else."""
     if isinstance(count, Tensor) and count.numel() == 1:
         return count.detach().to(device, torch.float64).reshape(())
     if isinstance(count, Real):

@@ -1,4 +1,4 @@
-"""What each message consists of, known to its receiver before it comes.
+"""The layout of each message, which its receiver knows in advance.
 
 A message is one flat tensor of bytes, without padding, whatever tensors it carries.
 """
@@ -60,15 +60,15 @@ class Layout:
     ) -> "Layout":
         """Return the layout of ``tensors`` by place, without those that are None.
 
-        Larger types than ``wire`` travel as it, except at ``exact`` places.
+        Types larger than ``wire`` are sent as ``wire``, except at ``exact`` places.
         """
 
-        def part(place: str | int, x: Tensor) -> Part:
-            shorter = x.is_floating_point() and wire and wire.itemsize < x.dtype.itemsize
-            sent_as = wire if wire and shorter and place not in exact else x.dtype
-            return Part(place, tuple(x.shape), x.dtype, sent_as)
+        def part(place: str | int, tensor: Tensor) -> Part:
+            shorter = tensor.is_floating_point() and wire and wire.itemsize < tensor.dtype.itemsize
+            sent_as = wire if wire and shorter and place not in exact else tensor.dtype
+            return Part(place, tuple(tensor.shape), tensor.dtype, sent_as)
 
-        parts = [part(place, x) for place, x in tensors.items() if x is not None]
+        parts = [part(place, tensor) for place, tensor in tensors.items() if tensor is not None]
         return cls(_by_size(parts))
 
     def extended(self, tensors: Mapping[Any, Tensor]) -> "Layout":
@@ -82,12 +82,12 @@ class Layout:
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
         """Return one flat tensor of bytes on ``device``, from tensors by place."""
-        given = [tensors[part.place] for part in self.parts]
+        ordered_tensors = [tensors[part.place] for part in self.parts]
         # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
-        here = given[0].device if given else device
-        flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=here)
-        if given:
-            torch._foreach_copy_(self._views(flat), given)
+        packing_device = ordered_tensors[0].device if ordered_tensors else device
+        flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=packing_device)
+        if ordered_tensors:
+            torch._foreach_copy_(self._views(flat), ordered_tensors)
         return flat.to(device)
 
     def unpack(self, flat: Tensor) -> dict:
@@ -125,11 +125,13 @@ class Layouts:
     def with_counts(self) -> "Layouts":
         """Return the layouts for a loss with a count, which travels with the gradients."""
         count = torch.empty((), dtype=torch.float64, device="meta")
-        of_inputs = zip(self.activation_gradients, self.n_inputs, strict=True)
+        input_layouts = zip(self.activation_gradients, self.n_inputs, strict=True)
         return replace(
             self,
-            activation_gradients=tuple(x.extended({n: count}) for x, n in of_inputs),
-            n_inputs=tuple(n + 1 for n in self.n_inputs),
+            activation_gradients=tuple(
+                layout.extended({n_inputs: count}) for layout, n_inputs in input_layouts
+            ),
+            n_inputs=tuple(n_inputs + 1 for n_inputs in self.n_inputs),
             gradients=tuple(layout.extended({COUNT: count}) for layout in self.gradients),
         )
 
@@ -154,10 +156,14 @@ class Layouts:
     def _check_count(self, i: Instruction, named: Mapping[Any, Any]) -> None:
         """Raise UserError if a count of the loss would be left out of a message."""
         if i.buffer == Buffer.GRADIENT:
-            lost = COUNT in named and all(x.place != COUNT for x in self.gradients[i.stage].parts)
+            loses_count = COUNT in named and all(
+                entry.place != COUNT for entry in self.gradients[i.stage].parts
+            )
         else:
-            lost = i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
-        if lost:
+            loses_count = (
+                i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
+            )
+        if loses_count:
             raise UserError(
                 "loss: got a sum with a count, but an error for outputs of zeros; expected a sum"
                 " with a count for any outputs"
@@ -170,8 +176,8 @@ class Layouts:
             return tensors
         if i.buffer == Buffer.GRADIENT:
             return GradientSum(tensors)
-        n = len(tensors) if i.buffer == Buffer.ACTIVATION else self.n_inputs[i.stage]
-        return tuple(tensors.get(k) for k in range(n))
+        n_tensors = len(tensors) if i.buffer == Buffer.ACTIVATION else self.n_inputs[i.stage]
+        return tuple(tensors.get(index) for index in range(n_tensors))
 
 
 def find_layouts(
@@ -186,25 +192,35 @@ def find_layouts(
     """
     activations, activation_gradients, gradients, versions = [], [], [], []
     with FakeTensorMode():
-        inputs = tuple(_fake(x, device) for x in inputs)
+        inputs = tuple(_fake(tensor, device) for tensor in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
         for stage in skeletons:
-            named = chain(stage.named_parameters(), stage.named_buffers())
-            tensors = {k: _fake(x, device).requires_grad_(x.requires_grad) for k, x in named}
+            named_tensors = chain(stage.named_parameters(), stage.named_buffers())
+            tensors = {
+                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
+                for name, tensor in named_tensors
+            }
             outputs: Values = torch.func.functional_call(stage, tensors, inputs)
             runs.append((tensors, inputs, outputs))
             activations.append(Layout.of(dict(enumerate(outputs))))
-            inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
-        given: Sequence[Tensor | None] = [torch.empty_like(x) for x in inputs]
+            inputs = tuple(
+                torch.empty_like(tensor).requires_grad_(differentiable(tensor))
+                for tensor in outputs
+            )
+        output_gradients: Sequence[Tensor | None] = [torch.empty_like(tensor) for tensor in inputs]
         for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
-            weights = {name: x for name, x in tensors.items() if x.requires_grad}
-            found = _gradients(outputs, given, [*received, *weights.values()])
-            given = found[: len(received)]
-            of_weights = dict(zip(weights, found[len(received) :], strict=True))
-            norms = {k: m for k, m in stage.named_modules() if isinstance(m, MicrobatchNorm)}
+            weights = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+            all_gradients = _gradients(outputs, output_gradients, [*received, *weights.values()])
+            output_gradients = all_gradients[: len(received)]
+            weight_gradients = dict(zip(weights, all_gradients[len(received) :], strict=True))
+            norms = {
+                name: norm
+                for name, norm in stage.named_modules()
+                if isinstance(norm, MicrobatchNorm)
+            }
             statistics = take_statistics(norms)
-            activation_gradients.append(Layout.of(dict(enumerate(given))))
-            gradients.append(Layout.of(of_weights | statistics, wire, exact=statistics))
+            activation_gradients.append(Layout.of(dict(enumerate(output_gradients))))
+            gradients.append(Layout.of(weight_gradients | statistics, wire, exact=statistics))
             versions.append(Layout.of(weights, wire))
     return Layouts(
         tuple(activations),
@@ -220,13 +236,15 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _gradients(
-    outputs: Values, given: Sequence[Tensor | None], wanted: list[Tensor]
+    outputs: Values, output_gradients: Sequence[Tensor | None], leaves: list[Tensor]
 ) -> list[Tensor | None]:
-    pairs = zip(outputs, given, strict=True)
+    pairs = zip(outputs, output_gradients, strict=True)
     roots = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
-    trained = [x for x in wanted if x.requires_grad]
-    if not roots or not trained:
-        return [None] * len(wanted)
-    ends, grads = zip(*roots, strict=True)
-    found = iter(torch.autograd.grad(ends, trained, grads, allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in wanted]
+    differentiable_leaves = [x for x in leaves if x.requires_grad]
+    if not roots or not differentiable_leaves:
+        return [None] * len(leaves)
+    root_outputs, root_gradients = zip(*roots, strict=True)
+    gradients = iter(
+        torch.autograd.grad(root_outputs, differentiable_leaves, root_gradients, allow_unused=True)
+    )
+    return [next(gradients) if x.requires_grad else None for x in leaves]

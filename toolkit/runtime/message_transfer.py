@@ -49,9 +49,9 @@ class Transfer:
 
     def begin(self) -> None:
         """Begin the first phase."""
-        first, *later = self._phases
-        begun = first()
-        self._phases = (lambda: begun, *later)
+        first_phase, *later_phases = self._phases
+        works = first_phase()
+        self._phases = (lambda: works, *later_phases)
 
     def wait(self) -> None:
         """Wait, once, until it has ended; on a GPU only the current stream waits."""
@@ -87,13 +87,13 @@ class Turns:
         return self._next()
 
     def _next(self) -> list[tuple[int, Transfer]]:
-        taken = []
+        messages = []
         while self._waiting and (
-            self._together or all(self._waiting[0][0] < p for p in self._under_way)
+            self._together or all(self._waiting[0][0] < position for position in self._under_way)
         ):
-            taken.append(heappop(self._waiting))
-            self._under_way.add(taken[-1][0])
-        return taken
+            messages.append(heappop(self._waiting))
+            self._under_way.add(messages[-1][0])
+        return messages
 
 
 class Messages:
@@ -108,9 +108,11 @@ class Messages:
         paced: bool,
         per_machine: int = 0,
     ) -> None:
-        self.world, self.layouts = world, layouts
+        self.world = world
+        self.layouts = layouts
         self.pacer = Pacer(world.message_device) if paced else None
-        self._chunk_bytes, self._per_machine = chunk_bytes, per_machine
+        self._chunk_bytes = chunk_bytes
+        self._per_machine = per_machine
 
     def __enter__(self) -> "Messages":
         return self
@@ -141,8 +143,9 @@ class Messages:
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
         """Take part in a collective; ``payload`` is what this rank gives to it."""
         flat = self._pack(i, payload)
-        whole = i.action == Action.BROADCAST
-        pieces = [flat] if whole else self.layouts.of(i).by_dtype(flat)
+        # A sum needs one tensor a type; a broadcast moves plain bytes.
+        is_broadcast = i.action == Action.BROADCAST
+        pieces = [flat] if is_broadcast else self.layouts.of(i).by_dtype(flat)
         tiers = self._per_machine if i.action == Action.ALL_REDUCE else 0
         phases: list[Phase] = []  # each begins when the one before has ended
         for name, members in all_reduce_groups(sorted(i.peers), tiers):
@@ -151,9 +154,10 @@ class Messages:
                 root = i.peers[0] if name == ALL else members[0]
                 group = self.world.group_of((name, members))
                 phases.append(partial(_each, do, pieces, root, group))
-        first, *later = phases
-        begun = first()
-        return Transfer(flat, lambda: begun, *later)
+        # The first phase begins now. A waiter begins each later one when the one before has ended.
+        first_phase, *later_phases = phases
+        works = first_phase()
+        return Transfer(flat, lambda: works, *later_phases)
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
         """Return what ``i`` has left on this rank; its ``transfer`` has ended."""
@@ -176,7 +180,7 @@ class Messages:
         return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
 
     def _pack(self, i: Instruction, payload: Payload | None) -> Tensor:
-        """The bytes of a message, or memory for them."""
+        """Return the bytes of a message, or memory for them."""
         device = self.world.message_device
         if payload is not None:
             return self.layouts.pack(i, payload, device)
@@ -184,14 +188,14 @@ class Messages:
 
 
 def _each(
-    do: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
+    collective: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
 ) -> Works:
-    rooted = () if do is dist.all_reduce else (root,)
-    return [do(piece, *rooted, group=group, async_op=True) for piece in pieces]
+    rooted = () if collective is dist.all_reduce else (root,)
+    return [collective(piece, *rooted, group=group, async_op=True) for piece in pieces]
 
 
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
-    """The groups of an all-reduce, in turn; ``per_machine`` of the ascending ranks are together.
+    """Return the groups of an all-reduce, in turn; ``per_machine`` ranks share a machine.
 
     Sums cross between machines once a machine, not once a rank. Gather and spread have separate
     groups: a machine may gather the next sum while one of its ranks still awaits the last one.
@@ -209,7 +213,7 @@ def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
 
 
 def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], list[Pair]]:
-    """The groups of every collective; and (sender, receiver) of every message."""
+    """Return the groups of every collective; and (sender, receiver) of every message."""
     groups: set[Group] = set()
     pairs: set[Pair] = set()
     for rank, i in ((rank, i) for rank, order in enumerate(program.ranks) for i in order):
@@ -222,7 +226,7 @@ def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], l
 
 
 def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int | None:
-    """The bytes of a message that are sent at once; None: all of them."""
+    """Return the bytes of a message that are sent at once; None: all of them."""
     # Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
     # message is.
     if chunk_mb is None and backend == "nccl" and not paced:
@@ -231,7 +235,7 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
 
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:
-    """A tag for each of a rank's messages, the same at both ends; 0 for other instructions."""
+    """Return a tag for each message, the same at both ends; 0 for other instructions."""
     # The k-th send to a peer matches its k-th receive from here; both ends count alike.
     numbers: defaultdict[tuple, count[int]] = defaultdict(partial(count, 1))
     return [

@@ -53,7 +53,8 @@ class MicrobatchNorm(nn.Module):
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         super().__init__()
-        self.weight, self.bias = norm.weight, norm.bias
+        self.weight = norm.weight
+        self.bias = norm.bias
         self.eps = norm.eps
         # The type of the buffers; under autocast images have another.
         self.dtype = getattr(norm.running_mean, "dtype", None)
@@ -67,14 +68,16 @@ class MicrobatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[size * b, channels, ...]``, each micro-batch by its own statistics."""
-        least = self.group.least_fused
+        least_fused = self.group.least_fused
         # A compiler fuses the formula, and would make long code of many batch norms.
-        enough = least is not None and (self.group.size >= least or torch.compiler.is_compiling())
-        if enough and not self.own:
-            y, self.statistics = self._at_once(x)
+        is_fused = least_fused is not None and (
+            self.group.size >= least_fused or torch.compiler.is_compiling()
+        )
+        if is_fused and not self.own:
+            normalised, self.statistics = self._at_once(x)
         else:
-            y, self.statistics = self._in_turn(x)
-        return y
+            normalised, self.statistics = self._in_turn(x)
+        return normalised
 
     def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run torch's own batch norm on one micro-batch after another."""
@@ -86,15 +89,15 @@ class MicrobatchNorm(nn.Module):
         statistics = None
         if self.dtype is not None:
             statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype)
-            means, variances = (of.unbind() for of in statistics.unbind())
+            means, variances = (rows.unbind() for rows in statistics.unbind())
         weights, biases = (
             absent if p is None else p.expand(n, -1).unbind() if n > 1 else [p]
             for p in (self.weight, self.bias)
         )
         # The gradient of a chunk is copied into that of the whole, so no chunk of one part.
-        parts = x.chunk(n) if n > 1 else [x]
-        columns = zip(parts, means, variances, weights, biases, strict=True)
-        normalised = [self._normalised(*of) for of in columns]
+        chunks = x.chunk(n) if n > 1 else [x]
+        columns = zip(chunks, means, variances, weights, biases, strict=True)
+        normalised = [self._normalised(*column) for column in columns]
         y = normalised[0] if n == 1 else torch.cat(normalised)
         if statistics is None:
             return y, None
@@ -112,21 +115,23 @@ class MicrobatchNorm(nn.Module):
         if not self.own:
             # With momentum 1 the running statistics become those of this micro-batch.
             return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
-        given = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
+        tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
         if self.dtype is not None:
-            given["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
-        known = {name: tensor for name, tensor in given.items() if tensor is not None}
-        return cast(Tensor, torch.func.functional_call(self.own[0], known, (x,)))
+            tensors["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
+        present_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return cast(Tensor, torch.func.functional_call(self.own[0], present_tensors, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the formula: as one operation, or inside of a compiled stage."""
-        n = self.group.size
-        check_values(x, n)
+        n_microbatches = self.group.size
+        check_values(x, n_microbatches)
         normalise = forward_formula if torch.compiler.is_compiling() else microbatch_norm
-        y, statistics, _, _ = normalise(x, self.weight, self.bias, n, self.eps)
+        normalised, statistics, _, _ = normalise(
+            x, self.weight, self.bias, n_microbatches, self.eps
+        )
         if self.dtype is None:
-            return y, None
-        return y, statistics.detach().to(self.dtype)
+            return normalised, None
+        return normalised, statistics.detach().to(self.dtype)
 
 
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
@@ -145,11 +150,11 @@ def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
 
 def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
     """Take the statistics of the norms that have some, by the norm's name."""
-    found = {}
+    statistics = {}
     for name, norm in norms.items():
         if norm.statistics is not None:
-            found[name], norm.statistics = norm.statistics, None
-    return found
+            statistics[name], norm.statistics = norm.statistics, None
+    return statistics
 
 
 @torch.no_grad()
@@ -161,11 +166,11 @@ def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence
     torch._foreach_add_([cast(Tensor, norm.num_batches_tracked) for norm in norms], 1)
     # One operation for all norms of a momentum: a GPU would launch one for each buffer.
     pairs: defaultdict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for norm, found in zip(norms, statistics, strict=True):
+    for norm, norm_statistics in zip(norms, statistics, strict=True):
         counter = cast(Tensor, norm.num_batches_tracked)
         momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
         running = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
-        pairs[momentum] += zip(running, found, strict=True)
+        pairs[momentum] += zip(running, norm_statistics, strict=True)
     for momentum, of_momentum in pairs.items():
         buffers, newest = zip(*of_momentum, strict=True)
         torch._foreach_lerp_(buffers, newest, momentum)

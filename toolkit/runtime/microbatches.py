@@ -59,17 +59,19 @@ class BatchReader(Iterator[Share]):
         self.alike = alike
         self.shape: Shape | None = None
         self.n_steps = n_steps
-        self._n, self._wanted, self._device = n_microbatches, wanted, device
+        self._n = n_microbatches
+        self._wanted = wanted
+        self._device = device
         self._shares = self._read(batches, first_step)
 
     def take(self, n_steps: int) -> "BatchReader":
         """Return a reader of the next ``n_steps`` batches, or of those that are left."""
-        part = copy(self)
-        part._shares = islice(self._shares, n_steps)
+        reader = copy(self)
+        reader._shares = islice(self._shares, n_steps)
         if self.n_steps is not None:
-            part.n_steps = min(n_steps, self.n_steps)
-            self.n_steps -= part.n_steps
-        return part
+            reader.n_steps = min(n_steps, self.n_steps)
+            self.n_steps -= reader.n_steps
+        return reader
 
     def look(self) -> Share:
         """Read the first batch now, so that a wrong one is refused before any step begins."""
@@ -83,28 +85,30 @@ class BatchReader(Iterator[Share]):
     def _read(self, batches: Iterable[Batch], first_step: int) -> Iterator[Share]:
         divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
-            batches = batches.parts(self._n, lambda k: self._wanted(first_step + k))
-        left = iter(batches)
+            batches = batches.parts(self._n, lambda index: self._wanted(first_step + index))
+        remaining = iter(batches)
         n_steps = self.n_steps
-        for taken in count() if n_steps is None else range(n_steps):
-            parts = self._wanted(first_step + taken)
-            if divided and not parts:
+        for n_read in count() if n_steps is None else range(n_steps):
+            microbatches = self._wanted(first_step + n_read)
+            if divided and not microbatches:
                 yield None
                 continue
-            n = len(parts) if divided else self._n
+            n_parts = len(microbatches) if divided else self._n
             try:  # in no variable, which would keep the batch until the next one
-                yield self._share(next(left), n, parts, first_step + taken)
+                yield self._share(next(remaining), n_parts, microbatches, first_step + n_read)
             except StopIteration:
                 if n_steps is None:
                     return
                 raise UserError(
-                    f"n_steps: got {n_steps}; expected at most {taken}, the number of batches."
-                    f" Use n_steps={taken}"
+                    f"n_steps: got {n_steps}; expected at most {n_read}, the number of batches."
+                    f" Use n_steps={n_read}"
                 ) from None
 
     def _share(self, batch: Batch, n_parts: int, parts: Sequence[int], step: int) -> Share:
         inputs, targets = divisible(batch, n_parts)
-        shape = tuple(((len(x) // n_parts, *x.shape[1:]), x.dtype) for x in inputs)
+        shape = tuple(
+            ((len(tensor) // n_parts, *tensor.shape[1:]), tensor.dtype) for tensor in inputs
+        )
         self.shape = self.shape or shape
         if self.alike and shape != self.shape:
             raise UserError(
@@ -113,8 +117,10 @@ class BatchReader(Iterator[Share]):
             )
         if not parts:
             return None
-        *chosen, answers = (_taken(x, n_parts, parts, self._device) for x in (*inputs, targets))
-        return tuple(chosen), answers
+        *share_inputs, share_targets = (
+            _taken(tensor, n_parts, parts, self._device) for tensor in (*inputs, targets)
+        )
+        return tuple(share_inputs), share_targets
 
 
 def _text(shape: Shape) -> str:
@@ -122,12 +128,16 @@ def _text(shape: Shape) -> str:
 
 
 def _taken(
-    tensor: Tensor, n_parts: int, parts: Sequence[int], device: torch.device | None
+    tensor: Tensor, n_parts: int, microbatches: Sequence[int], device: torch.device | None
 ) -> Tensor:
-    """Some of the ``n_parts`` equal parts, on ``device``; views unless they are several."""
-    if len(parts) < n_parts:
+    """Return the chosen ones of ``n_parts`` equal parts, joined, on ``device``."""
+    if len(microbatches) < n_parts:
         chunks = tensor.chunk(n_parts)
-        tensor = torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
+        tensor = (
+            torch.cat([chunks[microbatch] for microbatch in microbatches])
+            if len(microbatches) > 1
+            else chunks[microbatches[0]]
+        )
     # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
     return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
@@ -188,8 +198,8 @@ class MicrobatchQueue:
         """Return the results of ``step``, and drop everything kept for it."""
         self._steps.pop(step, None)
         results = self._results.pop(step, {})
-        losses = {m: loss for m, (loss, _) in results.items()}
-        outputs = [results[m][1] for m in sorted(results)] or [torch.empty(0)]
+        losses = {microbatch: loss for microbatch, (loss, _) in results.items()}
+        outputs = [results[microbatch][1] for microbatch in sorted(results)] or [torch.empty(0)]
         return step_result(step, losses, torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:
@@ -197,10 +207,12 @@ class MicrobatchQueue:
         while self._next_step < step:
             share = next(self._source)
             if share is not None:
-                parts = self._parts(self._next_step)
-                *inputs, targets = (x.chunk(len(parts)) for x in (*share[0], share[1]))
+                microbatches = self._parts(self._next_step)
+                *inputs, targets = (
+                    tensor.chunk(len(microbatches)) for tensor in (*share[0], share[1])
+                )
                 pairs = zip(zip(*inputs, strict=True), targets, strict=True)
-                self._steps[self._next_step] = dict(zip(parts, pairs, strict=True))
+                self._steps[self._next_step] = dict(zip(microbatches, pairs, strict=True))
             self._next_step += 1
 
 
@@ -278,6 +290,6 @@ def step_result(step: int, losses: Mapping[int, LossValue], outputs: Tensor) -> 
     order = tuple(sorted(losses))
     if not order:
         return StepResult(step, (), torch.empty(0), outputs)
-    means = torch.stack([losses[m].value for m in order])
+    means = torch.stack([losses[microbatch].value for microbatch in order])
     counts = [loss.count for _, loss in sorted(losses.items()) if loss.count is not None]
     return StepResult(step, order, means, outputs, counts=torch.stack(counts) if counts else None)

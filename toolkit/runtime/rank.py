@@ -50,19 +50,23 @@ class SavedForward:
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Take where the backward begins, and the gradients there."""
         pairs = zip(self.outputs, self.gradients, strict=True)
-        found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
+        roots = [
+            (edge, gradient)
+            for edge, gradient in pairs
+            if edge is not None and gradient is not None
+        ]
         self.gradients = ()
-        return [edge for edge, _ in found], [x for _, x in found]
+        return [edge for edge, _ in roots], [gradient for _, gradient in roots]
 
     def take_weight_gradients(self) -> Weights:
         """Take what a backward has left on the weights; free the rest, with the graph."""
-        found = take_gradients(self.weights)
+        gradients = take_gradients(self.weights)
         self.weights, self.inputs, self.outputs, self.second_half = {}, (), (), ()
-        return found
+        return gradients
 
 
 class Feed(Protocol):
-    """Micro-batches, and who takes their results."""
+    """Supplies micro-batches, and takes their results."""
 
     def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
@@ -95,8 +99,11 @@ class Rank:
         self.schedule = schedule = program.schedule
         self.last_stage = schedule.n_stages - 1
         self.next_step = program.steps.stop
-        self.runners, self.updaters, self.versions = runners, updaters, versions
-        self.loss, self.feed = loss, feed
+        self.runners = runners
+        self.updaters = updaters
+        self.versions = versions
+        self.loss = loss
+        self.feed = feed
         self.watching = watching or (lambda *tensors: nullcontext())
         self.weights: dict[tuple, Weights] = {}
         self.kept: dict[tuple, SavedForward] = {}
@@ -136,82 +143,88 @@ class Rank:
             self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = payload
 
     def _forward(self, i: Instruction) -> None:
-        m, step = _int(i.microbatch), _int(i.step)
+        microbatch, step = _int(i.microbatch), _int(i.step)
         if i.stage == 0:
-            inputs, _ = self.feed.microbatch(step, m)
+            inputs, _ = self.feed.microbatch(step, microbatch)
         else:
-            received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
+            activations = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, microbatch, step))
             inputs = tuple(
-                x.detach().requires_grad_(differentiable(x)) for x in received if x is not None
+                tensor.detach().requires_grad_(differentiable(tensor))
+                for tensor in activations
+                if tensor is not None
             )
         # Own leaves per micro-batch: its backward uses this version even after later updates.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, runner.buffers):
-            outputs = runner.forward(weights, inputs, (m,), step)
+            outputs = runner.forward(weights, inputs, (microbatch,), step)
         statistics = runner.take_statistics()
         gradients: Gradients = ()
         count: Tensor | None = None
         if i.stage == self.last_stage and self.loss is not None:
-            _, targets = self.feed.microbatch(step, m)
+            _, targets = self.feed.microbatch(step, microbatch)
             loss = self.loss(outputs, targets)
             count = loss.count
-            self.feed.finished(step, m, LossValue(loss.mean(), count), outputs[0].detach())
+            self.feed.finished(step, microbatch, LossValue(loss.mean(), count), outputs[0].detach())
             outputs = (loss.root(self.schedule.n_microbatches, runner.options.scale),)
             gradients = (torch.ones_like(outputs[0]),)
         else:
-            sent = tuple(tensor.detach() for tensor in outputs)
-            self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
-        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+            detached_outputs = tuple(tensor.detach() for tensor in outputs)
+            self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = detached_outputs
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
         saved = SavedForward(weights, inputs, edges, statistics, gradients, count)
-        self.kept[i.stage, m, step] = saved
+        self.kept[i.stage, microbatch, step] = saved
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
-        kept = self.kept[i.stage, i.microbatch, i.step]
+        saved = self.kept[i.stage, i.microbatch, i.step]
         if i.stage < self.last_stage or self.loss is None:
-            later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-            gradients = self.boundaries.pop(later)
-            n_outputs = len(kept.outputs)
-            kept.gradients = gradients[:n_outputs]
+            gradient_key = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+            gradients = self.boundaries.pop(gradient_key)
+            n_outputs = len(saved.outputs)
+            saved.gradients = gradients[:n_outputs]
             if len(gradients) > n_outputs:
                 # The count of the loss follows the gradients from stage to stage: each needs it.
-                kept.count = gradients[n_outputs]
-        return kept
+                saved.count = gradients[n_outputs]
+        return saved
 
     def _backward(self, i: Instruction) -> None:
-        kept = self._take_output_gradients(i)
-        torch.autograd.backward(*kept.take_roots())
+        saved = self._take_output_gradients(i)
+        torch.autograd.backward(*saved.take_roots())
         if i.stage > 0:
-            self._give_input_gradients(i, tuple(map(take_gradient, kept.inputs)), kept.count)
-        self._add_gradients(i, kept)
+            self._give_input_gradients(i, tuple(map(take_gradient, saved.inputs)), saved.count)
+        self._add_gradients(i, saved)
 
     def _backward_input(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:
             self._backward(i)
             return
-        kept = self._take_output_gradients(i)
-        weights = list(kept.weights.values())
-        found, kept.second_half = first_half(*kept.take_roots(), kept.inputs, weights)
+        saved = self._take_output_gradients(i)
+        weights = list(saved.weights.values())
+        input_gradients, saved.second_half = first_half(*saved.take_roots(), saved.inputs, weights)
         if i.stage > 0:
-            self._give_input_gradients(i, found, kept.count)
+            self._give_input_gradients(i, input_gradients, saved.count)
 
     def _backward_weight(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:  # the first half has done all
             return
-        kept = self.kept[i.stage, i.microbatch, i.step]
-        for segment in kept.second_half:
+        saved = self.kept[i.stage, i.microbatch, i.step]
+        for segment in saved.second_half:
             segment.run()
-        self._add_gradients(i, kept)
+        self._add_gradients(i, saved)
 
     def _add_gradients(self, i: Instruction, kept: SavedForward) -> None:
-        found = kept.take_weight_gradients()
+        gradients = kept.take_weight_gradients()
         if i.buffer == Buffer.COMPENSATED:
-            late, newest = (self.weights[key] for key in i.reads)
+            stale_weights, newest_weights = (self.weights[key] for key in i.reads)
             scale = self.runners[i.stage].options.scale
+            # The correction is quadratic in the gradient of the mean loss, of which these gradients
+            # are ``factor`` times as large.
             factor = loss_factor(kept.count, self.schedule.n_microbatches, scale)
-            found = compensated(found, late, newest, self.schedule.corrected.c / factor)
+            gradients = compensated(
+                gradients, stale_weights, newest_weights, self.schedule.corrected.c / factor
+            )
         counts = {} if kept.count is None else {COUNT: kept.count.clone()}
-        self.sums[i.stage, i.step].add(found | kept.statistics | counts)
+        self.sums[i.stage, i.step].add(gradients | kept.statistics | counts)
 
     def _give_input_gradients(
         self, i: Instruction, gradients: Gradients, count: Tensor | None = None
@@ -228,10 +241,12 @@ class Rank:
             self.versions[i.stage][_int(i.version)] = updater.newest()
 
     def _predict(self, i: Instruction) -> None:
-        late, before = (self.weights[key] for key in i.reads)
-        span = _int(i.version), _int(i.step)
+        stale_weights, previous_weights = (self.weights[key] for key in i.reads)
+        version_and_step = _int(i.version), _int(i.step)
         correction = self.schedule.corrected
-        self.weights[i.weights] = self.runners[i.stage].predict(before, late, *span, correction)
+        self.weights[i.weights] = self.runners[i.stage].predict(
+            previous_weights, stale_weights, *version_and_step, correction
+        )
 
     def _free(self, i: Instruction) -> None:
         if i.buffer == Buffer.ACTIVATION:
@@ -241,9 +256,9 @@ class Rank:
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
             # The next program may read versions that this one is done with.
             oldest = self.schedule.oldest_version(i.stage, self.next_step)
-            known = self.versions[i.stage]
-            for version in [v for v in [*known] if v < oldest]:  # an update may add one
-                del known[version]
+            versions_of_stage = self.versions[i.stage]
+            for version in [v for v in [*versions_of_stage] if v < oldest]:  # an update may add one
+                del versions_of_stage[version]
 
 
 _DO: dict[Action, Callable[[Rank, Instruction], None]] = {

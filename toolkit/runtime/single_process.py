@@ -117,9 +117,9 @@ class SingleProcess(Runtime):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         load_model(state, self.stages, self._runners, self.own)
-        for j, runner in enumerate(self._runners):
-            self._versions[j] = loaded(state, j, runner)
-            runner.load(state["stages"][j])
+        for stage, runner in enumerate(self._runners):
+            self._versions[stage] = loaded(state, stage, runner)
+            runner.load(state["stages"][stage])
         self._make_engine()  # a new one: order "scheduled" keeps replicas of the weights before
 
 
@@ -138,8 +138,12 @@ class Scheduled:
         watching: Watching | None = None,
     ) -> None:
         self.runners = dict(enumerate(runners))
-        self.schedule, self.loss, self.watching = schedule, loss, watching
-        self.updaters = {(schedule.owners[j], j): runner for j, runner in enumerate(runners)}
+        self.schedule = schedule
+        self.loss = loss
+        self.watching = watching
+        self.updaters = {
+            (schedule.owners[stage], stage): runner for stage, runner in enumerate(runners)
+        }
 
     def run(
         self, source: BatchReader, versions: list[dict[int, Weights]], step: int
@@ -162,54 +166,61 @@ class Scheduled:
         ranks = self._ranks(program, versions, feed)
         message: Payload = ()
         for rank, i in replay(program.ranks):
-            here, is_root = ranks[rank], i.peers[:1] == (rank,)
+            rank_memory, is_root = ranks[rank], i.peers[:1] == (rank,)
             # A replay has each receive right after its send, so one message is under way.
             if i.action == Action.SEND:
-                message = here.give(i)
+                message = rank_memory.give(i)
             elif i.action == Action.RECV:
-                here.take(i, message)
+                rank_memory.take(i, message)
                 message = ()
             elif i.action in (Action.ALL_REDUCE, Action.REDUCE):
                 if is_root:
                     _reduce(ranks, i)
             elif i.action != Action.BROADCAST:
-                here.execute(i)
+                rank_memory.execute(i)
             elif not is_root:
-                here.take(i, ranks[i.peers[0]].give(i))
-            ends = i.step if i.action == Action.FORWARD else None
-            if ends is not None and feed.n_finished(ends) == self.schedule.n_microbatches:
-                yield feed.result(ends)
+                rank_memory.take(i, ranks[i.peers[0]].give(i))
+            forward_step = i.step if i.action == Action.FORWARD else None
+            if (
+                forward_step is not None
+                and feed.n_finished(forward_step) == self.schedule.n_microbatches
+            ):
+                yield feed.result(forward_step)
 
     def _ranks(
         self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> list[Rank]:
-        """Every rank, with the weights that it holds before the program."""
+        """Return every rank, with the weights that it holds before the program."""
         ranks = []
         for rank in range(len(program.ranks)):
             updated = program.updated(rank)
             # Replicas are made now, while all of a stage's updaters have the same weights.
-            for j in updated:
-                if (rank, j) not in self.updaters:
-                    self.updaters[rank, j] = self.runners[j].replica()
-            updaters = {j: self.updaters[rank, j] for j in updated}
-            owned = {j: versions[j] for j in updated if self.schedule.owners[j] == rank}
+            for stage in updated:
+                if (rank, stage) not in self.updaters:
+                    self.updaters[rank, stage] = self.runners[stage].replica()
+            updaters = {stage: self.updaters[rank, stage] for stage in updated}
+            owned_versions = {
+                stage: versions[stage] for stage in updated if self.schedule.owners[stage] == rank
+            }
             tools = (self.loss, feed, self.watching)
-            ranks.append(Rank(program, self.runners, updaters, owned, *tools))
-        for j, known in enumerate(versions):
-            for rank in self.schedule.first_holders(j):
-                ranks[rank].weights |= {(j, version): known[version] for version in known}
+            ranks.append(Rank(program, self.runners, updaters, owned_versions, *tools))
+        for stage, stage_versions in enumerate(versions):
+            for rank in self.schedule.first_holders(stage):
+                ranks[rank].weights |= {
+                    (stage, version): stage_versions[version] for version in stage_versions
+                }
         return ranks
 
 
 def _reduce(ranks: Sequence[Rank], i: Instruction) -> None:
     """Sum what the peers of ``i`` have, in their order: the sum has the same bits in each run."""
-    root, *others = i.peers
+    root, *other_peers = i.peers
     total = GradientSum()
     for peer in i.peers:
-        part = ranks[peer].give(i)
-        assert isinstance(part, GradientSum)
-        total.add(part.tensors)
+        contribution = ranks[peer].give(i)
+        assert isinstance(contribution, GradientSum)
+        total.add(contribution.tensors)
     if i.action == Action.ALL_REDUCE:
-        for peer in others:  # a copy each: optimizers may change gradients in place
+        for peer in other_peers:  # a copy each: optimizers may change gradients in place
             ranks[peer].take(i, copy.deepcopy(total))
     ranks[root].take(i, total)

@@ -26,9 +26,9 @@ class BackwardSegment:
     def run(self) -> None:
         """Leave the gradients on the weights; autograd frees what it saved for them."""
         pairs = zip(self.edges, self.gradients, strict=True)
-        known = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
-        if known and self.weights:
-            edges, gradients = zip(*known, strict=True)
+        roots = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if roots and self.weights:
+            edges, gradients = zip(*roots, strict=True)
             # Not torch.autograd.grad, which may return one tensor for two weights.
             torch.autograd.backward(edges, gradients, inputs=self.weights)
 
@@ -44,38 +44,38 @@ def first_half(
     The backward begins at ``outputs``, with their ``gradients``; ``inputs`` and ``weights`` are
     leaves.
     """
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not wanted or not outputs:
+    inputs_with_gradient = [tensor for tensor in inputs if tensor.requires_grad]
+    if not inputs_with_gradient or not outputs:
         return (None,) * len(inputs), [BackwardSegment(outputs, weights, gradients)]
-    second_half = _find_segments(outputs, wanted, weights)
+    second_half = _find_segments(outputs, inputs_with_gradient, weights)
     # Weights that join at several places, or lie on an output off the path, get their gradients at
     # once: a second half that began at one joint would run on through the others.
-    later = {id(weight) for segment in second_half for weight in segment.weights}
-    at_once = [weight for weight in weights if id(weight) not in later]
+    second_half_ids = {id(weight) for segment in second_half for weight in segment.weights}
+    weights_at_once = [weight for weight in weights if id(weight) not in second_half_ids]
     edges = [edge for segment in second_half for edge in segment.edges]
-    asked: list[Tensor | GradientEdge] = [*wanted, *at_once, *edges]
-    found = iter(
+    sources: list[Tensor | GradientEdge] = [*inputs_with_gradient, *weights_at_once, *edges]
+    computed = iter(
         torch.autograd.grad(
             outputs,
-            asked,  # type: ignore[arg-type]  # of both kinds
+            sources,  # type: ignore[arg-type]  # of both kinds
             gradients,
             retain_graph=True,  # for the second half
             allow_unused=True,
         )
     )
-    of_inputs = tuple(next(found) if tensor.requires_grad else None for tensor in inputs)
-    for weight in at_once:
-        gradient = next(found)
+    input_gradients = tuple(next(computed) if tensor.requires_grad else None for tensor in inputs)
+    for weight in weights_at_once:
+        gradient = next(computed)
         weight.grad = None if gradient is None else gradient.clone()
     for segment in second_half:
-        segment.gradients = list(islice(found, len(segment.edges)))
-    return of_inputs, second_half
+        segment.gradients = list(islice(computed, len(segment.edges)))
+    return input_gradients, second_half
 
 
 def _find_segments(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[BackwardSegment]:
-    """From each joint to the weights that join only there; without gradients yet."""
+    """Return a segment for each joint, with the weights that join only there."""
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
     entered: defaultdict[Node, set[int]] = defaultdict(set)
@@ -87,30 +87,32 @@ def _find_segments(
         followers = [(n, number) for n, number in node.next_functions if n is not None]
         for follower, number in followers:
             entered[follower].add(number)
-        reached = set().union(*(beyond[n] for n, _ in followers if n in beyond))
+        weights_beyond = set().union(*(beyond[n] for n, _ in followers if n in beyond))
         if node in ends or any(n in joining for n, _ in followers):
-            joining[node] = reached
+            joining[node] = weights_beyond
         else:
-            beyond[node] = reached | (leaves.keys() & {node})
-    times = Counter(chain(*joining.values()))
+            beyond[node] = weights_beyond | (leaves.keys() & {node})
+    n_joints = Counter(chain(*joining.values()))
     off_path = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
     segments = []
-    for node, reached in joining.items():
-        if once := [n for n in reached if times[n] == 1 and n not in off_path]:
+    for node, weights_beyond in joining.items():
+        if lone_leaves := [n for n in weights_beyond if n_joints[n] == 1 and n not in off_path]:
             edges = [GradientEdge(node, number) for number in sorted(entered[node])]
-            segments.append(BackwardSegment(edges, [leaves[n] for n in once]))
+            segments.append(BackwardSegment(edges, [leaves[n] for n in lone_leaves]))
     return segments
 
 
 def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:
-    """Every node of the graph after those that follow it."""
-    seen: set[Node] = set()
-    left = [(edge.node, False) for edge in outputs]
-    while left:
-        node, done = left.pop()
-        if done:
+    """Yield every node of the graph after those that follow it."""
+    visited: set[Node] = set()
+    stack = [(edge.node, False) for edge in outputs]
+    while stack:
+        node, is_expanded = stack.pop()
+        if is_expanded:
             yield node
-        elif node not in seen:
-            seen.add(node)
-            left.append((node, True))
-            left += [(n, False) for n, _ in node.next_functions if n is not None]
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [
+                (follower, False) for follower, _ in node.next_functions if follower is not None
+            ]

@@ -56,8 +56,10 @@ class StageRunner(Updater):
                 master.data = channels_last(master.data)
         self.group = Group(least_fused=options.least_fused(device_of(stage)))
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
-        own = {id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())}
-        self.compute = in_training(copy.deepcopy(stage, own))
+        stage_tensors = {
+            id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())
+        }
+        self.compute = in_training(copy.deepcopy(stage, stage_tensors))
         nodes = cast(fx.GraphModule, stage).graph.nodes
         self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
@@ -124,38 +126,46 @@ class StageRunner(Updater):
         with self.options.autocast(inputs[0].device):
             if self.one_by_one:
                 return self._run_one_by_one(weights, inputs, microbatches, step)
-            n = len(microbatches)
-            self.group.size = n
+            n_microbatches = len(microbatches)
+            self.group.size = n_microbatches
             outputs = []
             results = self._call(weights, inputs)
             self._add_statistics()
             for output in results:
                 # Of what has no batch, such as a tied weight, the stage returns one row, and the
                 # next stage takes one a micro-batch. All else has a row or more a micro-batch.
-                alone = output.shape[0] == 1 < n
-                outputs.append(output.expand(n, *output.shape[1:]) if alone else output)
+                lacks_batch = output.shape[0] == 1 < n_microbatches
+                outputs.append(
+                    output.expand(n_microbatches, *output.shape[1:]) if lacks_batch else output
+                )
             return tuple(outputs)
 
     def _run_one_by_one(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
         self.group.size = 1
-        n = len(microbatches)
+        n_microbatches = len(microbatches)
         # No chunk of one part: the gradient of a chunk is copied.
-        parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
+        chunks = (
+            zip(*(tensor.chunk(n_microbatches) for tensor in inputs), strict=True)
+            if n_microbatches > 1
+            else [inputs]
+        )
         outputs = []
-        for microbatch, part in zip(microbatches, parts, strict=True):
-            with drawing(part, self.seed, step, microbatch):
-                outputs.append(self._call(weights, part))
+        for microbatch, chunk in zip(microbatches, chunks, strict=True):
+            with drawing(chunk, self.seed, step, microbatch):
+                outputs.append(self._call(weights, chunk))
             self._add_statistics()
-        if n == 1:
+        if n_microbatches == 1:
             return outputs[0]
-        merged = []
-        for k, of_microbatches in enumerate(zip(*outputs, strict=True)):
+        merged_outputs = []
+        for index, of_microbatches in enumerate(zip(*outputs, strict=True)):
             # An input that is passed on is whole already: a copy of a tied weight is large.
-            whole = inputs[self.passes_on[k]] if k in self.passes_on else None
-            merged.append(torch.cat(of_microbatches) if whole is None else whole)
-        return tuple(merged)
+            passed_input = inputs[self.passes_on[index]] if index in self.passes_on else None
+            merged_outputs.append(
+                torch.cat(of_microbatches) if passed_input is None else passed_input
+            )
+        return tuple(merged_outputs)
 
     @torch.no_grad()
     def predict(
@@ -167,16 +177,20 @@ class StageRunner(Updater):
         """
         if correction.kind == "extrapolate":
             ahead = 1.0 + correction.c * (step - version)
-            return {name: torch.lerp(before[name], x, ahead) for name, x in late.items()}
+            return {name: torch.lerp(before[name], weight, ahead) for name, weight in late.items()}
         predicted = {}
         rates = [self.rates(update) for update in range(version - 1, step)]
-        for name, x in late.items():
-            last, decay = rates[0][name]
+        for name, weight in late.items():
+            last_rate, decay = rates[0][name]
             # At a rate of 0, as at the start of a warm-up, the last update says nothing.
-            ahead = correction.c * sum(rate[name][0] for rate in rates[1:]) / last if last else 0.0
-            predicted[name] = torch.lerp(before[name], x, 1.0 + ahead)
+            ahead = (
+                correction.c * sum(rate[name][0] for rate in rates[1:]) / last_rate
+                if last_rate
+                else 0.0
+            )
+            predicted[name] = torch.lerp(before[name], weight, 1.0 + ahead)
             if ahead and decay:
-                predicted[name].add_(before[name], alpha=ahead * last * decay)
+                predicted[name].add_(before[name], alpha=ahead * last_rate * decay)
         return predicted
 
     def _add_statistics(self) -> None:
@@ -213,13 +227,13 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 
     # torch counts the compilations of a code object, and stops compiling after a few. So each stage
     # gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
-    own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
-    found: Callable[..., Values] = torch.compile(own, mode=mode, dynamic=False)
-    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)(found)
+    run_copy = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    compiled_run: Callable[..., Values] = torch.compile(run_copy, mode=mode, dynamic=False)
+    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)(compiled_run)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same values; images and the weights of convolutions in that memory format."""
+    """Return the same values, with four-dimensional tensors in the format channels_last."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
@@ -228,28 +242,31 @@ def compensated(
     gradients: Weights, late: Weights, newest: Weights, strength: Tensor | float
 ) -> Weights:
     """Add strength * g * g * (newest - late) to gradients g of ``late``; see ``Correction``."""
-    return {k: g + strength * g * g * (newest[k] - late[k]) for k, g in gradients.items()}
+    return {
+        name: gradient + strength * gradient * gradient * (newest[name] - late[name])
+        for name, gradient in gradients.items()
+    }
 
 
 def leaves(weights: Weights) -> Weights:
-    """The same memory as leaves of a new graph, to gather gradients apart from the parameters."""
+    """Return leaves of a new graph in the same memory, with gradients of their own."""
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
 
 
 def take_gradients(weights: Weights) -> dict[str, Tensor]:
     """Take what a backward has left on ``leaves``, each in memory of its own."""
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, leaf in weights.items():
         if (gradient := take_gradient(leaf)) is not None:
-            found[name] = gradient
+            gradients[name] = gradient
             if gradient.layout == torch.strided:
                 # Where several weights are added up, autograd may leave views of one gradient.
                 storage = gradient.untyped_storage()._cdata
                 if storage in storages:
-                    found[name] = gradient.clone()
+                    gradients[name] = gradient.clone()
                 storages.add(storage)
-    return found
+    return gradients
 
 
 def take_gradient(leaf: Tensor) -> Tensor | None:

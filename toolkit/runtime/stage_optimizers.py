@@ -69,12 +69,14 @@ class StageOptimizers:
         self._options = [copy.deepcopy(options_of(group)) for group in groups]
 
     def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        unknown = [p for p in parameters if id(p) not in self._names]
-        if unknown:
+        foreign_parameters = [
+            parameter for parameter in parameters if id(parameter) not in self._names
+        ]
+        if foreign_parameters:
             raise UserError(
-                f"optimizer: got a parameter of shape {list(unknown[0].shape)} that the model does"
-                " not have; expected the model's own. Make the optimizer after the model is moved"
-                " or changed"
+                f"optimizer: got a parameter of shape {list(foreign_parameters[0].shape)} that the"
+                " model does not have; expected the model's own. Make the optimizer after the"
+                " model is moved or changed"
             )
         return [self._names[id(parameter)] for parameter in parameters]
 
@@ -85,14 +87,14 @@ class StageOptimizers:
         parameters = {self._aliases[name]: parameter for name, parameter in pairs}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         param_groups = []
-        for group, names, noted in zip(
+        for group, names, noted_options in zip(
             original.param_groups, self.groups, self._options, strict=True
         ):
-            chosen = [name for name in names if name in parameters]
-            options = copy.deepcopy(noted)
+            stage_names = [name for name in names if name in parameters]
+            options = copy.deepcopy(noted_options)
             if "param_names" in group:
-                options["param_names"] = chosen
-            param_groups.append({**options, "params": [parameters[name] for name in chosen]})
+                options["param_names"] = stage_names
+            param_groups.append({**options, "params": [parameters[name] for name in stage_names]})
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in parameters and parameter in original.state:
                     state[parameters[name]] = copy.deepcopy(original.state[parameter])
@@ -124,12 +126,12 @@ class StageOptimizers:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the state of each parameter that the finished optimizer has."""
-        of_parameters = {}
+        parameter_states = {}
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):
                 if self.optimizer.state.get(parameter):
-                    of_parameters[name] = on_cpu(self.optimizer.state[parameter])
-        return of_parameters
+                    parameter_states[name] = on_cpu(self.optimizer.state[parameter])
+        return parameter_states
 
     def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, Options]) -> None:
         """Let the finished optimizer have this state, from which those of stages begin."""
@@ -151,12 +153,12 @@ class StageOptimizers:
     ) -> tuple[dict[str, Any], dict[str, Options]]:
         """Return the state and the options of each parameter, of a stage optimizer's state_dict."""
         order = self.order(names)
-        flat = [name for group in order for name in group]
-        of_parameters = {flat[index]: values for index, values in state["state"].items()}
+        flat_names = [name for group in order for name in group]
+        parameter_states = {flat_names[index]: values for index, values in state["state"].items()}
         options: dict[str, Options] = {}
-        for group, in_group in zip(state["param_groups"], order, strict=True):
-            options |= dict.fromkeys(in_group, options_of(group))
-        return of_parameters, options
+        for group, group_names in zip(state["param_groups"], order, strict=True):
+            options |= dict.fromkeys(group_names, options_of(group))
+        return parameter_states, options
 
     def state_of_stage(
         self,
@@ -168,32 +170,38 @@ class StageOptimizers:
         state: dict[int, Any] = {}
         param_groups = []
         index = 0
-        for group, in_group in zip(self.optimizer.param_groups, self.order(names), strict=True):
-            first = index
-            for name in in_group:
+        for group, group_names in zip(self.optimizer.param_groups, self.order(names), strict=True):
+            first_index = index
+            for name in group_names:
                 if name in of_parameters:
                     state[index] = of_parameters[name]
                 index += 1
-            saved = options_of(group)
-            for name in in_group[:1]:
+            group_options = options_of(group)
+            for name in group_names[:1]:
                 # Schedulers add entries of their own, which another run may not have.
-                of_name = options.get(name, {})
-                saved |= {key: value for key, value in of_name.items() if key in saved}
+                named_options = options.get(name, {})
+                group_options |= {
+                    key: value for key, value in named_options.items() if key in group_options
+                }
             if "param_names" in group:
-                saved["param_names"] = in_group
-            param_groups.append({**saved, "params": [*range(first, index)]})
+                group_options["param_names"] = group_names
+            param_groups.append({**group_options, "params": [*range(first_index, index)]})
         return {"state": state, "param_groups": param_groups}
 
     def as_torch(self, of_parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state_dict that the whole optimizer would have under torch's own DDP."""
-        flat = [name for group in self.groups for name in group]
-        state = {k: of_parameters[name] for k, name in enumerate(flat) if name in of_parameters}
+        flat_names = [name for group in self.groups for name in group]
+        state = {
+            position: of_parameters[name]
+            for position, name in enumerate(flat_names)
+            if name in of_parameters
+        }
         param_groups = []
         index = 0
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
-            places = [*range(index, index + len(names))]
+            indices = [*range(index, index + len(names))]
             index += len(names)
-            param_groups.append({**options_of(group), "params": places})
+            param_groups.append({**options_of(group), "params": indices})
         return {"state": state, "param_groups": param_groups}
 
     def from_torch(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Options]]:
@@ -209,14 +217,14 @@ class StageOptimizers:
                 f"optimizer state: got groups of {sizes} parameters; expected {expected}. Load it"
                 " into an optimizer with the groups that it was saved with"
             )
-        of_parameters: dict[str, Any] = {}
+        parameter_states: dict[str, Any] = {}
         options: dict[str, Options] = {}
         for group, names in zip(state["param_groups"], self.groups, strict=True):
             for place, name in zip(group["params"], names, strict=True):
                 options[name] = options_of(group)
                 if place in state["state"]:
-                    of_parameters[name] = state["state"][place]
-        return of_parameters, options
+                    parameter_states[name] = state["state"][place]
+        return parameter_states, options
 
 
 def _couples(stage_optimizers: StageOptimizers) -> bool:
@@ -229,8 +237,10 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
     def updated(chosen: Sequence[int]) -> list[Tensor]:
         parameters = [nn.Parameter(values[k].clone()) for k in chosen]
         twin = copy.copy(original)
-        missing = {k: x for k, x in vars(original).items() if k not in vars(twin)}
-        vars(twin).update({k: x for k, x in missing.items() if k not in _OF_THE_ORIGINAL})
+        missing_attributes = {k: x for k, x in vars(original).items() if k not in vars(twin)}
+        vars(twin).update(
+            {k: x for k, x in missing_attributes.items() if k not in _OF_THE_ORIGINAL}
+        )
         twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
         twin.state = defaultdict(dict)
         if callable(train := getattr(twin, "train", None)):
@@ -241,9 +251,9 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
             twin.step()
         return [parameter.detach() for parameter in parameters]
 
-    together = updated([0, 1])
-    apart = [updated([0])[0], updated([1])[0]]
-    return not all(torch.equal(x, y) for x, y in zip(together, apart, strict=True))
+    updated_jointly = updated([0, 1])
+    updated_alone = [updated([0])[0], updated([1])[0]]
+    return not all(torch.equal(x, y) for x, y in zip(updated_jointly, updated_alone, strict=True))
 
 
 def on_cpu(tree: Any) -> Any:

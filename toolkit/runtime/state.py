@@ -32,7 +32,7 @@ def part_of(
     also adds what belongs to no stage.
     """
     trained = {name for updater in updaters for name in updater.masters}
-    home = {name: j for j, stage in enumerate(stages) for name in stage.state_dict()}
+    home = {name: index for index, stage in enumerate(stages) for name in stage.state_dict()}
     other_names = names_of_tied(stages, trained)
     fixed = {
         name: tensor
@@ -40,15 +40,17 @@ def part_of(
         if name not in trained and name not in other_names
         if (home[name] in own if name in home else leads)
     }
-    for j in own:
+    for stage in own:
         # The model's own tensor is empty on ranks without the stage.
-        newest = versions[j][steps_done]
-        fixed |= {k: newest[name] for k, name in other_names.items() if name in newest}
+        newest = versions[stage][steps_done]
+        fixed |= {
+            other_name: newest[name] for other_name, name in other_names.items() if name in newest
+        }
     return {
         "steps_done": steps_done,
         "fixed": fixed,
-        "versions": {j: dict(versions[j]) for j in own},
-        "stages": {j: updaters[j].state() for j in own},
+        "versions": {stage: dict(versions[stage]) for stage in own},
+        "stages": {stage: updaters[stage].state() for stage in own},
     }
 
 
@@ -57,28 +59,32 @@ def names_of_tied(stages: Stages, trained: Collection[str]) -> dict[str, str]:
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in stages.model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    found: dict[str, str] = {}
-    for same in names.values():  # of one weight
-        masters = [name for name in same if name in trained]
+    trained_names: dict[str, str] = {}
+    for names_of_weight in names.values():  # of one weight
+        masters = [name for name in names_of_weight if name in trained]
         if masters:
-            found |= {name: masters[0] for name in same if name not in trained}
-    return found
+            trained_names |= {name: masters[0] for name in names_of_weight if name not in trained}
+    return trained_names
 
 
 def part_of_stages(
     part: Mapping[str, Any], stages: Stages, read: Mapping[int, Collection[int]]
 ) -> dict[str, Any]:
     """Return what of ``part`` belongs to the stages of ``read``, and their versions, on the CPU."""
-    names = {name for j in read for name in stages[j].state_dict()}
-    own = {
+    names = {name for stage in read for name in stages[stage].state_dict()}
+    state_of_read = {
         "fixed": {name: tensor for name, tensor in part["fixed"].items() if name in names},
         "versions": {
-            j: {v: weights for v, weights in part["versions"][j].items() if v in versions}
-            for j, versions in read.items()
+            stage: {
+                version: weights
+                for version, weights in part["versions"][stage].items()
+                if version in versions
+            }
+            for stage, versions in read.items()
         },
-        "stages": {j: part["stages"][j] for j in read},
+        "stages": {stage: part["stages"][stage] for stage in read},
     }
-    return tree_map_only(Tensor, Tensor.cpu, own)
+    return tree_map_only(Tensor, Tensor.cpu, state_of_read)
 
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -88,21 +94,23 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
         weights that are still read; ``stages``, the state of each one's updater.
     """
-    whole = reduce(merged, parts)
-    steps_done, model = whole["steps_done"], whole["fixed"]
-    versions, stages = ([whole[k][j] for j in sorted(whole[k])] for k in ("versions", "stages"))
-    for known in versions:
-        model = model | known[steps_done]
+    state = reduce(merged, parts)
+    steps_done, model = state["steps_done"], state["fixed"]
+    versions, stages = (
+        [state[key][stage] for stage in sorted(state[key])] for key in ("versions", "stages")
+    )
+    for stage_versions in versions:
+        model = model | stage_versions[steps_done]
     return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
 
 
 def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
     """Merge nested dicts; where both have a value, take that of ``second``."""
-    found = dict(first)
+    union = dict(first)
     for key, value in second.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else value
-    return found
+        both_mappings = isinstance(value, dict) and isinstance(union.get(key), dict)
+        union[key] = merged(union[key], value) if both_mappings else value
+    return union
 
 
 def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
@@ -111,7 +119,9 @@ def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weig
     for version, weights in state["versions"][j].items():
         if version != state["steps_done"]:
             devices = {name: updater.masters[name].device for name in weights}
-            versions[version] = {k: x.to(devices[k], copy=True) for k, x in weights.items()}
+            versions[version] = {
+                name: tensor.to(devices[name], copy=True) for name, tensor in weights.items()
+            }
     return versions | {state["steps_done"]: updater.newest()}
 
 
@@ -119,11 +129,18 @@ def load_model(
     state: Mapping[str, Any], stages: Stages, updaters: Sequence[Updater], own: Collection[int]
 ) -> None:
     """Copy the model's tensors from ``state``, except trained weights of stages not ``own``."""
-    away = {name for j, u in enumerate(updaters) if j not in own for name in u.masters}
+    skipped_names = {
+        name
+        for stage, updater in enumerate(updaters)
+        if stage not in own
+        for name in updater.masters
+    }
     # A tied weight is loaded once, by the name that its stage has for it.
-    away |= {*names_of_tied(stages, {name for u in updaters for name in u.masters})}
+    skipped_names |= {
+        *names_of_tied(stages, {name for updater in updaters for name in updater.masters})
+    }
     for name, tensor in stages.model.state_dict().items():
-        if name not in away:
+        if name not in skipped_names:
             tensor.copy_(state["model"][name])
 
 
@@ -153,60 +170,67 @@ def check_state(
         raise UserError("this is not the state of a runtime: it is malformed")
     steps_done = state["steps_done"]
     names = [set(updater.masters) for updater in updaters]
-    theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
-    if set().union(*names) != set().union(*theirs):
+    state_names = [set(next(iter(versions.values()))) for versions in state["versions"]]
+    if set().union(*names) != set().union(*state_names):
         raise UserError("the state is of another model: give the one with which it was taken")
-    if names != theirs:
+    if names != state_names:
         raise UserError(
-            f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}: partition"
-            " the model as it was when the state was taken"
+            f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
+            " partition the model as it was when the state was taken"
         )
-    for j, versions in enumerate(state["versions"]):
-        if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
+    for stage, versions in enumerate(state["versions"]):
+        if lacking := sorted({*schedule.versions(stage, steps_done)} - versions.keys()):
             raise UserError(
-                f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
-                " the state lacks: continue with the schedule (delays, correction) that saved it"
+                f"the schedule reads version {lacking[0]} of stage {stage} at step {steps_done},"
+                " which the state lacks: continue with the schedule (delays, correction) that"
+                " saved it"
             )
-    found = {"model": state["model"]} | {j: _of_stage(state, j) for j in own}
-    expected = {"model": model} | {j: _expected(state, j, updaters[j]) for j in own}
-    if fault := difference(found, expected, "state"):
+    forms = {"model": state["model"]} | {stage: _of_stage(state, stage) for stage in own}
+    expected_forms = {"model": model} | {
+        stage: _expected(state, stage, updaters[stage]) for stage in own
+    }
+    if fault := difference(forms, expected_forms, "state"):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
         )
 
 
-def _well_formed(steps_done: Any, versions: Any, stages: Any, **others: Any) -> bool:
+def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: Any) -> bool:
     """Whether a state has, for each stage, a mapping and weights by the number of the version."""
     return (
         type(steps_done) is int
-        and all(isinstance(parts, list | tuple) for parts in (versions, stages))
+        and all(isinstance(entries, list | tuple) for entries in (versions, stages))
         and len(versions) == len(stages)
-        and all(isinstance(part, dict) for part in (*versions, *stages))
+        and all(isinstance(entry, dict) for entry in (*versions, *stages))
         and all(versions)
         and all(
-            type(v) is int and isinstance(w, dict) for kept in versions for v, w in kept.items()
+            type(version) is int and isinstance(weights, dict)
+            for stage_versions in versions
+            for version, weights in stage_versions.items()
         )
     )
 
 
-def _of_stage(state: Mapping[str, Any], j: int) -> dict[str, Any]:
-    return {"versions": state["versions"][j], "stage": state["stages"][j]}
+def _of_stage(state: Mapping[str, Any], stage: int) -> dict[str, Any]:
+    return {"versions": state["versions"][stage], "stage": state["stages"][stage]}
 
 
-def _expected(state: Mapping[str, Any], j: int, updater: Updater) -> dict[str, Any]:
-    """What :func:`_of_stage` has to be, by the kinds of its values."""
-    found, versions = state["stages"][j], state["versions"][j]
-    unused, n_skipped, average = (found.get(key) for key in ("unused", "n_skipped", "average"))
-    named = isinstance(unused, list) and all(name in updater.masters for name in unused)
+def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[str, Any]:
+    """Return a template of :func:`_of_stage`: its values have the kinds that the state needs."""
+    stage_state, versions = state["stages"][stage], state["versions"][stage]
+    unused, n_skipped, average = (
+        stage_state.get(key) for key in ("unused", "n_skipped", "average")
+    )
+    unused_is_valid = isinstance(unused, list) and all(name in updater.masters for name in unused)
     updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
-    stage = updater.form(updated=updated, unused=unused if named else ())
-    stage["unused"] = unused if named else None
+    form = updater.form(updated=updated, unused=unused if unused_is_valid else ())
+    form["unused"] = unused if unused_is_valid else None
     if updater.options.ema is None:
-        stage["average"] = average  # this run keeps no average, so any will do
+        form["average"] = average  # this run keeps no average, so any will do
     elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
-        stage["average"] = {"weights": updater.averaged(), "n_updates": 0}
-    return {"versions": dict.fromkeys(versions, updater.newest()), "stage": stage}
+        form["average"] = {"weights": updater.averaged(), "n_updates": 0}
+    return {"versions": dict.fromkeys(versions, updater.newest()), "stage": form}
 
 
 def difference(found: Any, expected: Any, where: str) -> str | None:
@@ -215,16 +239,19 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
     Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
     values the same type; an int may stand for a float. ``where`` names ``found`` in the answer.
     """
-    theirs, ours = _kinds(found), _kinds(expected)
-    for place in [*ours, *theirs]:
-        its, own = theirs.get(place, "missing"), ours.get(place, "unknown")
-        if its != own and (its, own) != ("of type int", "of type float"):
-            return f"{where}{place} is {its}, not {own}"
+    found_kinds, expected_kinds = _kinds(found), _kinds(expected)
+    for place in [*expected_kinds, *found_kinds]:
+        kind, expected_kind = (
+            found_kinds.get(place, "missing"),
+            expected_kinds.get(place, "unknown"),
+        )
+        if kind != expected_kind and (kind, expected_kind) != ("of type int", "of type float"):
+            return f"{where}{place} is {kind}, not {expected_kind}"
     return None
 
 
 def _kinds(tree: Any) -> dict[str, str]:
-    """The kind of each value in nested mappings and sequences, by its place."""
+    """Return the kind of each value in nested mappings and sequences, by its place."""
     leaves, _ = tree_flatten_with_path(tree, is_leaf=_is_empty)
     return {keystr(path): _kind(value) for path, value in leaves}
 

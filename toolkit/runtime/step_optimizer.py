@@ -1,4 +1,4 @@
-"""The optimizer of a training loop of the user's own, in front of those of the stages."""
+"""The optimizer of a custom training loop, in front of the optimizers of the stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Settings:
 
 
 class Steps(Protocol):
-    """What ends training steps, and has a state beside the newest weights."""
+    """What ends training steps, and has a state besides the newest weights."""
 
     def end_step(self) -> None:
         """End a training step."""
@@ -117,7 +117,7 @@ class StepOptimizer(Optimizer):
         self._steps.evaluate_averages(True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on beside the newest weights.
+        """Return what the next steps depend on besides the newest weights.
 
         Without its entry ``cyclic`` it is the state of the optimizer under torch's own DDP. A rank
         may call it alone, between training steps.

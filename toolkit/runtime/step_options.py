@@ -96,7 +96,7 @@ class StepOptions(StepSettings):
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def least_fused(self, device: torch.device) -> int | None:
-        """Number of micro-batches from which their norms are one operation; None: never."""
+        """Return from how many micro-batches on their norms are one operation; None: never."""
         if self.norms == "fused":
             return 1
         # torch's own norm of one micro-batch is one operation, too.
@@ -114,14 +114,16 @@ class StepOptions(StepSettings):
         return recomputes(self.checkpoint, stage)
 
     def check(self, schedule: Schedule, *, whole_step: bool) -> None:
-        """Refuse what ``schedule`` or its runtime cannot do.
+        """Raise UserError if ``schedule`` or its runtime cannot honour the options.
 
-        ``whole_step``: whether the runtime has all gradients of a step before its first update.
+        Args:
+            schedule: schedule of the training.
+            whole_step: whether the runtime has all gradients of a step before its first update.
         """
         check_checkpoint(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"
-        for name, asked in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
-            if asked and not whole_step:
+        for name, is_set in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
+            if is_set and not whole_step:
                 raise UserError(
                     f"{name}={getattr(self, name)} takes all gradients of a step before its first"
                     f" update: leave {name} out, or use runtime=single_process with order=grouped"
@@ -147,8 +149,8 @@ class StepOptions(StepSettings):
 def allows_whole_steps(schedule: Schedule) -> bool:
     """Whether no op reads an update of a step before the step's last gradient is there."""
     sizes = (schedule.n_stages, schedule.n_microbatches)
-    needed = chain(*freshest(schedule.timing, *sizes, together=True))
-    return not any(map(lt, chain(*schedule.least_staleness), needed))
+    needed_staleness = chain(*freshest(schedule.timing, *sizes, together=True))
+    return not any(map(lt, chain(*schedule.least_staleness), needed_staleness))
 
 
 PLAIN = StepOptions()

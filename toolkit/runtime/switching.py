@@ -1,4 +1,4 @@
-"""Go over to another schedule while training, on measured costs and on the loss.
+"""Switch to another schedule during training, by measured costs and by the loss.
 
 At a look the pipeline has drained: rank 0 simulates each candidate with the costs that ranks
 measured meanwhile, and its choice is that of all. A look costs the time to fill the pipeline again,
@@ -40,7 +40,7 @@ COSTS, LOSS_ROSE, LOSS_CALM = "costs", "loss rose", "loss calm"
 
 @dataclass(frozen=True)
 class Look:
-    """A decision, of which all ranks have the same.
+    """A decision about the schedule, the same on all ranks.
 
     Attributes:
         step: training steps done; the schedule is that of the steps from there on.
@@ -69,7 +69,7 @@ def choose(
     threshold: float = 0.05,
     staleness_price: float = 0.0,
 ) -> int:
-    """Return which schedule to go on with.
+    """Return the position of the schedule to continue with.
 
     Of those within 1 % of the fastest it is the freshest, if that gains more than ``threshold`` or
     is fresher than the present one.
@@ -81,16 +81,19 @@ def choose(
         threshold: share of the present one's time.
         staleness_price: share of a step's time that is added for each step of mean staleness.
     """
-    late = [schedule.mean_staleness for schedule in schedules]
-    prices = [t * (1 + staleness_price * d) for t, d in zip(seconds, late, strict=True)]
-    tied = [k for k, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)]
-    best = min(tied, key=lambda k: (late[k], prices[k]))
+    staleness = [schedule.mean_staleness for schedule in schedules]
+    prices = [
+        step_seconds * (1 + staleness_price * delay)
+        for step_seconds, delay in zip(seconds, staleness, strict=True)
+    ]
+    tied = [index for index, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)]
+    best = min(tied, key=lambda index: (staleness[index], prices[index]))
     gains = prices[best] < (1 - threshold) * prices[present]
-    return best if gains or late[best] < late[present] else present
+    return best if gains or staleness[best] < staleness[present] else present
 
 
 class Switching:
-    """Chooses, at each look, the schedule by which a runtime goes on.
+    """Chooses, at each look, the schedule by which a runtime continues.
 
     On costs, if the runtime knows them: the candidate that is fastest by :func:`choose`. On the
     loss, with ``options.loss_factor``: the freshest candidate while the loss is above that multiple
@@ -124,16 +127,17 @@ class Switching:
             )
         for schedule in candidates.values():
             runtime.check_course(switched(runtime.course, runtime.steps_done + 1, schedule))
-        self.candidates, own = dict(candidates), runtime.course.final
-        names = [name for name, schedule in candidates.items() if schedule == own]
-        self.present = names[0] if names else own.name
-        self.candidates.setdefault(self.present, own)
+        self.candidates, final_schedule = dict(candidates), runtime.course.final
+        names = [name for name, schedule in candidates.items() if schedule == final_schedule]
+        self.present = names[0] if names else final_schedule.name
+        self.candidates.setdefault(self.present, final_schedule)
         self._first = self.present
         self.looks: list[Look] = []
         self.on_look: Callable[[Look], None] = lambda look: None
         self._window = [0.0] * 3  # steps since the last look, their seconds, and sum of losses
         self._fresh = min(self.candidates, key=lambda name: self.candidates[name].mean_staleness)
-        self._lowest, self._last = inf, inf  # losses
+        self._lowest = inf  # the lowest loss of all looks, and that of the last look
+        self._last = inf
         self._calm: float | None = None  # the loss at which a fall-back ends
         self._before = self.present  # the schedule before a fall-back
         self._programs: dict[str, Program] = {}
@@ -149,33 +153,42 @@ class Switching:
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """Train as :meth:`Runtime.run` does, in parts, with a look after each.
 
+        Args:
+            batches: ``(inputs, targets)``, as in :meth:`Runtime.run`.
+            n_steps: number of batches to take; all by default.
+
         Raises:
             UserError: the number of batches is unknown.
         """
         if n_steps is None and not isinstance(batches, Sized):
             raise UserError("run() ends parts before a look: give n_steps")
-        left, batches = n_steps if n_steps is not None else len(cast(Sized, batches)), iter(batches)
-        while left:
+        steps_left, batches = (
+            n_steps if n_steps is not None else len(cast(Sized, batches)),
+            iter(batches),
+        )
+        while steps_left:
             start, losses = time.perf_counter(), []
-            for result in self.runtime.run(batches, min(left, self.steps_to_look())):
+            for result in self.runtime.run(batches, min(steps_left, self.steps_to_look())):
                 losses.append(result.loss_sum())
                 yield result
                 del result
             seconds = time.perf_counter() - start
             self.trained(len(losses), seconds, mean_loss(self.runtime, losses))
-            left -= len(losses)
+            steps_left -= len(losses)
 
     def steps_to_look(self) -> int:
         """Return the training steps until the next look, unless a run ends early before.
 
         On costs alone they grow with each look since the last change.
         """
-        done, every = self.runtime.steps_done, self.options.every
-        last = self.looks[-1].step if self.looks else 0
-        changes = [k for k, look in enumerate(self.looks) if look.reason]
+        steps_done, every = self.runtime.steps_done, self.options.every
+        last_look = self.looks[-1].step if self.looks else 0
+        changes = [index for index, look in enumerate(self.looks) if look.reason]
         in_row = len(self.looks) - (changes[-1] if changes else 0)
         span = min(_RARER**in_row, _RAREST) if self._by_costs_alone else 1
-        return max(every - done % every, last - last % every + span * every - done)
+        return max(
+            every - steps_done % every, last_look - last_look % every + span * every - steps_done
+        )
 
     def trained(self, n_steps: int, seconds: float, loss: float) -> None:
         """Count steps that have run; look, if it is time to. Every rank calls it.
@@ -186,10 +199,10 @@ class Switching:
             loss: their mean, the same on every rank.
         """
         sums = zip(self._window, (n_steps, seconds, n_steps * loss), strict=True)
-        self._window = n, seconds, loss = [a + b for a, b in sums]
+        self._window = n_timed, seconds, loss = [a + b for a, b in sums]
         if self.runtime.steps_done % self.options.every == 0:
             self._window = [0.0] * 3
-            self.look(seconds / n, loss / n)
+            self.look(seconds / n_timed, loss / n_timed)
 
     def look(self, seconds: float, loss: float) -> Look:
         """Choose the schedule of the next steps, and go over to it. Every rank calls it.
@@ -200,19 +213,19 @@ class Switching:
         """
         runtime, step = self.runtime, self.runtime.steps_done
         name, reason = self._by_loss(loss)
-        found = Look(step, name, reason, seconds, loss)
+        decision = Look(step, name, reason, seconds, loss)
         if runtime.knows_costs:
             costs, hardware = runtime.costs()
             if runtime.rank == 0:
-                found = self._by_costs(found, costs, hardware)
+                decision = self._by_costs(decision, costs, hardware)
             if runtime.world is not None:
-                found = runtime.world.gather(found)[0]
-        self._take(found)
-        if found.reason:
-            runtime.switch(self.candidates[found.schedule])
+                decision = runtime.world.gather(decision)[0]
+        self._take(decision)
+        if decision.reason:
+            runtime.switch(self.candidates[decision.schedule])
         runtime.time_costs(_TIMED)
-        self.on_look(found)
-        return found
+        self.on_look(decision)
+        return decision
 
     def state(self) -> dict[str, Any]:
         """Return the decisions so far, as plain values."""
@@ -238,7 +251,10 @@ class Switching:
 
     def parts(self) -> list[tuple[str, int]]:
         """Return the schedules by which the run has trained, and the steps of each."""
-        starts = [(0, self._first), *((k.step, k.schedule) for k in self.looks if k.reason)]
+        starts = [
+            (0, self._first),
+            *((look.step, look.schedule) for look in self.looks if look.reason),
+        ]
         ends = [*(step for step, _ in starts[1:]), self.runtime.steps_done]
         return [(name, end - begin) for (begin, name), end in zip(starts, ends, strict=True)]
 
@@ -251,7 +267,8 @@ class Switching:
         factor, last = self.options.loss_factor or inf, self._last
         self._lowest, self._last = min(self._lowest, loss), loss
         if self._calm is None and loss > factor * self._lowest:
-            self._calm, self._before = last, self.present
+            self._calm = last
+            self._before = self.present
             return self._fresh, LOSS_ROSE if self.present != self._fresh else ""
         if self._calm is not None and loss <= self._calm:
             self._calm = None
@@ -265,8 +282,8 @@ class Switching:
         if not reason and self._calm is None:
             names = [*self.candidates]
             schedules, seconds = [*self.candidates.values()], [predicted[n] for n in names]
-            given = self.options.threshold, self.options.staleness_price
-            name = names[choose(schedules, seconds, names.index(name), *given)]
+            choice_options = self.options.threshold, self.options.staleness_price
+            name = names[choose(schedules, seconds, names.index(name), *choice_options)]
             reason = COSTS if name != look.schedule else ""
         links = hardware.link_bandwidth, hardware.link_latency
         return Look(look.step, name, reason, look.seconds, look.loss, predicted, *links)
@@ -274,9 +291,12 @@ class Switching:
     def _predict(self, costs: Costs, hardware: Hardware) -> dict[str, float]:
         """Return the simulated seconds of a step by each candidate."""
         compute = sum(map(sum, (cost.seconds(hardware) for cost in costs)))
-        now = [hardware.link_bandwidth, compute / min(hardware.speeds)]
-        before, predicted = self._known
-        if before and all(isclose(x, y, rel_tol=_NEAR) for x, y in zip(now, before, strict=True)):
+        present_costs = [hardware.link_bandwidth, compute / min(hardware.speeds)]
+        previous_costs, predicted = self._known
+        if previous_costs and all(
+            isclose(present, previous, rel_tol=_NEAR)
+            for present, previous in zip(present_costs, previous_costs, strict=True)
+        ):
             return predicted
         for name, schedule in self.candidates.items():
             if name not in self._programs:
@@ -285,18 +305,20 @@ class Switching:
             name: simulate(program, costs, hardware).step_time
             for name, program in self._programs.items()
         }
-        self._known = now, predicted
+        self._known = present_costs, predicted
         return predicted
 
 
 def _drifts(moments: list[float]) -> bool:
     """Whether the last steps of a run take another time than the first ones."""
     seconds = [end - begin for begin, end in pairwise(moments)][_FILLING - 1 :]
-    first, last = seconds[: 2 * _COMPARED], seconds[-_COMPARED:]
-    return len(seconds) > _COMPARED and not isclose(median(first), median(last), rel_tol=_DRIFT)
+    first_seconds, last_seconds = seconds[: 2 * _COMPARED], seconds[-_COMPARED:]
+    return len(seconds) > _COMPARED and not isclose(
+        median(first_seconds), median(last_seconds), rel_tol=_DRIFT
+    )
 
 
 def mean_loss(runtime: Runtime, losses: Sequence[Tensor]) -> float:
     """Return the mean of all ranks' ``losses``, each a sum and a count. Every rank calls it."""
-    total, n = runtime.total(torch.stack([*losses]).sum(0).cpu()).tolist()
-    return float(total / n)
+    total, count = runtime.total(torch.stack([*losses]).sum(0).cpu()).tolist()
+    return float(total / count)

@@ -60,28 +60,28 @@ class TrainingState:
             followed: options that it has changed.
         """
         steps_done = state["steps_done"]
-        of_parameters: dict[str, Any] = {}
+        parameter_states: dict[str, Any] = {}
         options: dict[str, Options] = {}
         versions: dict[int, Weights] = {}
         averages: Weights | None = None
         n_averaged = 0
-        for names, of_stage, of_versions in zip(
+        for names, updater_state, stage_versions in zip(
             trained, state["stages"], state["versions"], strict=True
         ):
-            if of_stage["optimizer"] is not None:
-                stage_state, stage_options = optimizers.named(names, of_stage["optimizer"])
-                of_parameters |= stage_state
+            if updater_state["optimizer"] is not None:
+                stage_state, stage_options = optimizers.named(names, updater_state["optimizer"])
+                parameter_states |= stage_state
                 options |= stage_options
-            if of_stage["average"] is not None:
-                averages = (averages or {}) | of_stage["average"]["weights"]
-                n_averaged = of_stage["average"]["n_updates"]
-            for version, weights in of_versions.items():
+            if updater_state["average"] is not None:
+                averages = (averages or {}) | updater_state["average"]["weights"]
+                n_averaged = updater_state["average"]["n_updates"]
+            for version, weights in stage_versions.items():
                 if version < steps_done:
                     versions.setdefault(version, {}).update(weights)
-        n_skipped = max(of_stage["n_skipped"] for of_stage in state["stages"])
+        n_skipped = max(updater_state["n_skipped"] for updater_state in state["stages"])
         return cls(
             steps_done,
-            of_parameters,
+            parameter_states,
             options,
             versions,
             averages,
@@ -98,15 +98,17 @@ class TrainingState:
         step = self.steps_done
         schedule = runtime.course.at(step)
         versions, stages = [], []
-        for j, names in enumerate(runtime.trained):
+        for stage, names in enumerate(runtime.trained):
             newest = {name: weights[name] for name in names}
-            of_stage = {step: newest}
-            for version in schedule.versions(j, step):
+            stage_versions = {step: newest}
+            for version in schedule.versions(stage, step):
                 # A weight that was frozen until now has been the same all the time.
-                late = self.versions.get(version, {})
-                of_stage[version] = {name: late.get(name, newest[name]) for name in names}
-            versions.append(of_stage | {step: newest})
-            stages.append(self._of_stage(names, runtime, j, optimizers))
+                stale_weights = self.versions.get(version, {})
+                stage_versions[version] = {
+                    name: stale_weights.get(name, newest[name]) for name in names
+                }
+            versions.append(stage_versions | {step: newest})
+            stages.append(self._of_stage(names, runtime, stage, optimizers))
         return {"steps_done": step, "model": weights, "versions": versions, "stages": stages}
 
     def _of_stage(
@@ -115,8 +117,10 @@ class TrainingState:
         average = None
         if runtime.options.ema is not None and self.averages is not None:
             expected = runtime.averaged_names(j)
-            known = {name: self.averages[name] for name in expected if name in self.averages}
-            average = {"weights": known, "n_updates": self.n_averaged}
+            stage_averages = {
+                name: self.averages[name] for name in expected if name in self.averages
+            }
+            average = {"weights": stage_averages, "n_updates": self.n_averaged}
         state = optimizers.state_of_stage(names, self.optimizer, self.options)
         return {
             "optimizer": state if names else None,

@@ -37,15 +37,15 @@ class UnevenInputs:
         Returns:
             What the loop of that rank has set for the step; None if all have ended.
         """
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        with self._world.watch.waiting("the other ranks' inputs", others):
+        other_ranks = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        with self._world.watch.waiting("the other ranks' inputs", other_ranks):
             while True:
                 # Ends first: a rank shows its last step before it shows its end.
-                ended = [self._store.check([f"ended/{rank}"]) for rank in others]
-                for key in [f"begun/{rank}" for rank in others]:
+                ended = [self._store.check([f"ended/{rank}"]) for rank in other_ranks]
+                for key in [f"begun/{rank}" for rank in other_ranks]:
                     if self._store.check([key]):
-                        begun, settings = pickle.loads(self._store.get(key))
-                        if begun >= step:
+                        begun_step, settings = pickle.loads(self._store.get(key))
+                        if begun_step >= step:
                             return settings
                 if all(ended):
                     return None

@@ -116,7 +116,11 @@ class Updater:
         self.stage = stage
         self.options = options
         self.makers = (make_optimizer, make_scheduler)
-        self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: parameter
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
         self.averages: Weights = {}  # with options.ema; empty before the first update
         self.n_averaged = 0
         self.n_skipped = 0  # updates whose gradient was not finite
@@ -133,8 +137,8 @@ class Updater:
         if not masters:
             return None, None
         make_optimizer, make_scheduler = self.makers
-        given = masters.items() if takes_names(make_optimizer) else masters.values()
-        optimizer = make_optimizer([*given])
+        parameters = masters.items() if takes_names(make_optimizer) else masters.values()
+        optimizer = make_optimizer([*parameters])
         _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
         if make_scheduler is None:
             return optimizer, None
@@ -155,9 +159,9 @@ class Updater:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        for name, part in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
-            if part is not None and state[name] is not None:
-                part.load_state_dict(copy.deepcopy(state[name]))
+        for name, component in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
+            if component is not None and state[name] is not None:
+                component.load_state_dict(copy.deepcopy(state[name]))
         if self.options.ema is not None and (average := state["average"]) is not None:
             device = next((master.device for master in self.masters.values()), None)
             place = partial(torch.Tensor.to, device=device, copy=True)
@@ -171,7 +175,10 @@ class Updater:
         ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
         twin = copy.copy(self)
-        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        masters = {
+            name: nn.Parameter(torch.zeros_like(parameter))
+            for name, parameter in self.masters.items()
+        }
         twin.optimizer, twin.scheduler = self._make(masters)
         if updated and twin.optimizer:
             for name in masters.keys() - unused:
@@ -188,16 +195,24 @@ class Updater:
             self._following = self._follow_rates()
         while len(self._rates) <= update:
             self._rates.append(next(self._following))
-        return {name: self._rates[update][k] for name, k in self._group_of.items()}
+        return {
+            name: self._rates[update][group_index] for name, group_index in self._group_of.items()
+        }
 
     def _follow_rates(self) -> Iterator[list[tuple[float, float]]]:
         """Yield the learning rate and decay of each parameter group, update by update."""
-        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        masters = {
+            k: nn.Parameter(torch.zeros_like(parameter)) for k, parameter in self.masters.items()
+        }
         optimizer, scheduler = self._make(masters)
         assert optimizer is not None  # since a weight is predicted
         groups = optimizer.param_groups
-        places = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
-        self._group_of = {name: places[id(p)] for name, p in masters.items()}
+        group_indices = {
+            id(parameter): index
+            for index, group in enumerate(groups)
+            for parameter in group["params"]
+        }
+        self._group_of = {name: group_indices[id(parameter)] for name, parameter in masters.items()}
         for group in groups:
             group["params"] = []  # free the memory
         vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
@@ -218,7 +233,7 @@ class Updater:
         keep_old: bool,
         norm: GradientNorm | None = None,
     ) -> None:
-        """One optimizer step on the newest weights; then the learning rate of the next.
+        """Make one optimizer step on the newest weights; then set the next learning rate.
 
         ``total`` sums over all micro-batches the gradients of (options.scale * loss /
         n_microbatches), and norms' statistics; see :meth:`LossValue.root` for losses with a count.
@@ -283,7 +298,9 @@ class Updater:
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
         running, buffers = ("running_mean", "running_var"), self.stage.named_buffers()
-        return self.newest() | {k: x for k, x in buffers if k.rpartition(".")[2] in running}
+        return self.newest() | {
+            name: tensor for name, tensor in buffers if name.rpartition(".")[2] in running
+        }
 
     def renew(self) -> list[tuple[Tensor, Tensor]]:
         """Give the newest weights memory of their own; readers of the old version keep theirs.
@@ -310,7 +327,7 @@ class Updater:
             self._spare.append(weights)
 
     def apply(self) -> None:
-        """One optimizer step with the gradients that the parameters have."""
+        """Make one optimizer step with the gradients that the parameters have."""
         self.unused = [name for name in self.unused if self.masters[name].grad is None]
         if self.optimizer is not None:
             self.optimizer.step()
@@ -329,7 +346,7 @@ class Updater:
 
 
 def _decoupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """The weight decay that is applied apart from the gradient's step, as AdamW does."""
+    """Return the weight decay that is applied apart from the gradient's step, as AdamW does."""
     decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Muon)
     if decoupled or group.get("decoupled_weight_decay"):
         return float(group["weight_decay"])
@@ -345,21 +362,23 @@ def gradient_norms(
     """
     options = updaters[0].options
     squares: dict[int, Tensor] = {}
-    for k, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
+    for index, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
         total.divide_by_count(updater.masters)
         grads = [total.tensors[name] for name in updater.masters if name in total.tensors]
         if grads and options.needs_norm:
             squared = torch.stack(torch._foreach_norm(grads)).square().sum()
-            squares[k] = squared / options.scale**2
+            squares[index] = squared / options.scale**2
     if not squares:
         return [None] * len(updaters)
     if options.clip is not None and options.clip_by == "model":
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
     # One question for all norms, once all are computed: reading a value waits for the device.
-    asks, all_squares = options.scale != 1, [*squares.values()]
-    finite = torch.stack(all_squares).isfinite().tolist() if asks else [True] * len(squares)
+    checks_finite, all_squares = options.scale != 1, [*squares.values()]
+    finite = (
+        torch.stack(all_squares).isfinite().tolist() if checks_finite else [True] * len(squares)
+    )
     norms = dict(zip(squares, map(GradientNorm, all_squares, finite), strict=True))
-    return [norms.get(k) for k in range(len(updaters))]
+    return [norms.get(index) for index in range(len(updaters))]
 
 
 @torch.no_grad()
@@ -384,12 +403,12 @@ def advance_statistics(
         advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
 
 
-def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
+def _check_step(stepper: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Raise UserError if ``step`` is missing or needs an argument, as LBFGS needs a closure."""
     try:
-        inspect.signature(made.step).bind()
+        inspect.signature(stepper.step).bind()
     except (AttributeError, TypeError) as error:
-        kind = type(made).__name__
+        kind = type(stepper).__name__
         raise UserError(
             f"{name}: got {kind}, whose step is {error}; return one {way_out}"
         ) from error

@@ -19,7 +19,7 @@ class Owner(Protocol):
         """Bring the newest weights to the model, if the script calls and not a runtime."""
 
     def before_calling(self) -> None:
-        """Likewise, before the model's own forward."""
+        """Bring the newest weights to the model before the script calls its forward."""
 
     def parameters_by_name(self, own: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
         """Return ``own()``, the model's named parameters, as the script may have them now."""
@@ -72,11 +72,11 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
             return load() if owner is None else owner.load_weights(load)
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            def own() -> Iterator[tuple[str, nn.Parameter]]:
+            def own_parameters() -> Iterator[tuple[str, nn.Parameter]]:
                 return kind.named_parameters(self, *args, **kwargs)
 
             owner = _owners.get(self)
-            return own() if owner is None else owner.parameters_by_name(own)
+            return own_parameters() if owner is None else owner.parameters_by_name(own_parameters)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Copy and pickle as an instance of the model's own class."""
@@ -84,12 +84,12 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
                 owner.before_reading()
             self.__class__ = kind  # type: ignore[assignment]
             try:
-                make, arguments, *rest = self.__reduce_ex__(protocol)
+                make, arguments, *further_values = self.__reduce_ex__(protocol)
             finally:
                 self.__class__ = Watched
             if make.__name__ == "__newobj__":
                 make = object.__new__  # pickle demands that an instance of Watched is made by it
-            return make, arguments, *rest
+            return make, arguments, *further_values
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Watched, name, getattr(kind, name))

@@ -1,4 +1,4 @@
-"""Which weights a rank holds between programs, and how the newest come together."""
+"""The weights that a rank holds between programs, and their transfer between ranks."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -21,9 +21,14 @@ from toolkit.schedule import Action, Buffer, Instruction, Schedule
 class WeightStore:
     """The weights of one rank.
 
-    A rank keeps, in ``versions[stage]``, the versions that are still read of the stages that it
-    has ``updated``. It receives what it reads first of the others as a program begins, and the rest
-    by the program. With ``loads`` a state is loaded next, and ranks agree on no first weights.
+    Attributes:
+        updated: stages that this rank updates.
+        versions: ``[stage][version]``, the weights of those stages that are still read.
+
+    Weights of the other stages come from other ranks: the versions that are read first as a program
+    begins (:meth:`share`), later ones by messages of the program.
+
+    With ``loads`` a state is loaded next, so the ranks need not agree on first weights.
     """
 
     def __init__(
@@ -35,59 +40,67 @@ class WeightStore:
         *,
         loads: bool = False,
     ) -> None:
-        self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
-        self._updaters, everything = _updaters(schedule), range(len(runners))
-        self._layouts = [Layout.of(self._state(j)) for j in everything]
+        self.world = world
+        self.stages = stages
+        self.schedule = schedule
+        self.runners = runners
+        self._updaters, all_stages = _updaters(schedule), range(len(runners))
+        self._layouts = [Layout.of(self._state(stage)) for stage in all_stages]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         # All ranks start with the weights of rank 0, unless a state is loaded next.
-        for j, layout in enumerate(() if loads else self._layouts):
-            received = self._broadcast(layout, 0, self._state(j))
-            for name, tensor in self._state(j).items():
+        for stage, layout in enumerate(() if loads else self._layouts):
+            received = self._broadcast(layout, 0, self._state(stage))
+            for name, tensor in self._state(stage).items():
                 tensor.copy_(received[name])
-        self.updated = [j for j in everything if world.rank in self._updaters[j]]
-        self.versions = {j: {0: runners[j].newest()} for j in self.updated}
-        for j in self.updated:
-            runners[j].begin_average()
+        self.updated = [stage for stage in all_stages if world.rank in self._updaters[stage]]
+        self.versions = {stage: {0: runners[stage].newest()} for stage in self.updated}
+        for stage in self.updated:
+            runners[stage].begin_average()
         self.forget()
 
     def forget(self) -> None:
         """Free the memory of stages that this rank does not update."""
-        for j, runner in enumerate(self.runners):
-            if j not in self.versions:
+        for stage, runner in enumerate(self.runners):
+            if stage not in self.versions:
                 for master in runner.masters.values():
                     master.data = torch.empty(0, dtype=master.dtype, device=master.device)
 
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
         """Return the weights by (stage, version) held as a program begins at ``step``.
 
-        Every rank calls it. Ranks that lack a version hand it on from one to the next, so that the
-        owner sends it once.
+        Every rank calls it. Ranks that lack a version pass it on from one to the next, so the owner
+        sends it only once.
         """
         self.forget()
         rank = self.world.rank
-        held: dict[tuple, Weights] = {
-            (j, v): weights for j, own in self.versions.items() for v, weights in own.items()
+        held_weights: dict[tuple, Weights] = {
+            (stage, version): weights
+            for stage, versions in self.versions.items()
+            for version, weights in versions.items()
         }
-        sent = []
-        for j, owner in enumerate(self.schedule.owners):
-            chain = handed_on(owner, {*self.schedule.first_holders(j)} - self._updaters[j])
+        sends = []
+        for stage, owner in enumerate(self.schedule.owners):
+            chain = handed_on(owner, {*self.schedule.first_holders(stage)} - self._updaters[stage])
             if rank not in chain:
                 continue
-            place = chain.index(rank)
-            for version in self.schedule.versions(j, step):
-                what = (j, None, None, version, Buffer.WEIGHTS)
+            chain_index = chain.index(rank)
+            for version in self.schedule.versions(stage, step):
+                message = (stage, None, None, version, Buffer.WEIGHTS)
                 # All ranks wait in the order of stages and versions: so none deadlocks.
-                if place > 0:
-                    receive = Instruction(0, Action.RECV, *what, (chain[place - 1],))
-                    self._await(receive, step, coming := messages.receive(receive))
-                    held[j, version] = cast(Weights, messages.received(receive, coming))
-                if place + 1 < len(chain):
-                    send = Instruction(0, Action.SEND, *what, (chain[place + 1],))
-                    sent.append((send, messages.send(send, held[j, version])))
-                    sent[-1][1].begin()
-        for send, transfer in sent:
+                if chain_index > 0:
+                    receive = Instruction(0, Action.RECV, *message, (chain[chain_index - 1],))
+                    self._await(receive, step, incoming := messages.receive(receive))
+                    held_weights[stage, version] = cast(
+                        Weights, messages.received(receive, incoming)
+                    )
+                if chain_index + 1 < len(chain):
+                    send = Instruction(0, Action.SEND, *message, (chain[chain_index + 1],))
+                    sends.append((send, messages.send(send, held_weights[stage, version])))
+                    # Begin now and wait at the end: the next rank of the chain waits for it.
+                    sends[-1][1].begin()
+        for send, transfer in sends:
             self._await(send, step, transfer)
-        return held
+        return held_weights
 
     def _await(self, i: Instruction, step: int, transfer: Transfer) -> None:
         with self.world.watch.waiting(i, i.peers, step):
@@ -95,12 +108,12 @@ class WeightStore:
 
     def collect(self) -> None:
         """Bring the newest weights and running statistics to every rank's stages."""
-        for j, runner in enumerate(self.runners):
-            if len(self._updaters[j]) == self.world.size:
-                continue
-            tensors = self._state(j) if j in self.versions else {}
-            received = self._broadcast(self._layouts[j], self.schedule.owners[j], tensors)
-            if j not in self.versions:
+        for stage, runner in enumerate(self.runners):
+            if len(self._updaters[stage]) == self.world.size:
+                continue  # every rank has updated it
+            tensors = self._state(stage) if stage in self.versions else {}
+            received = self._broadcast(self._layouts[stage], self.schedule.owners[stage], tensors)
+            if stage not in self.versions:
                 for name, master in runner.masters.items():
                     master.data = received[name]
                 for name, buffer in runner.stage.named_buffers():
@@ -122,19 +135,19 @@ class WeightStore:
 
     def allocate(self) -> None:
         """Make memory for the weights of stages that this rank does not update."""
-        for j, runner in enumerate(self.runners):
-            shapes = {part.place: part.shape for part in self._layouts[j].parts}
-            for name, master in runner.masters.items() if j not in self.versions else ():
+        for stage, runner in enumerate(self.runners):
+            shapes = {part.place: part.shape for part in self._layouts[stage].parts}
+            for name, master in runner.masters.items() if stage not in self.versions else ():
                 master.data = torch.empty(shapes[name], dtype=master.dtype, device=master.device)
 
     def averages(self) -> Weights:
         """Return the averages of all stages' weights, from their owners."""
-        found: Weights = {}
-        for j, runner in enumerate(self.runners):
+        averages: Weights = {}
+        for stage, runner in enumerate(self.runners):
             if runner.options.ema is not None:
-                owner = self.schedule.owners[j]
-                found |= self._broadcast(self._averaged[j], owner, runner.averages)
-        return found
+                owner = self.schedule.owners[stage]
+                averages |= self._broadcast(self._averaged[stage], owner, runner.averages)
+        return averages
 
     def handed_over(self, course: Schedule, part: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state from which this rank can go over to the next schedule of ``course``.
@@ -146,32 +159,39 @@ class WeightStore:
             course: schedules of the same ranks.
             part: the state of the stages that this rank updates, as of :func:`part_of`.
         """
-        found, step = part, part["steps_done"]
-        after, stages_of = _updaters(course.at(step)), defaultdict(list)
-        for j, owner in enumerate(self.schedule.owners):
-            stages_of[handed_on(owner, after[j] - self._updaters[j])].append(j)
+        state, step = part, part["steps_done"]
+        next_updaters, stages_of = _updaters(course.at(step)), defaultdict(list)
+        # Stages with the same chain of ranks travel together, so each chain is one relay.
+        for stage, owner in enumerate(self.schedule.owners):
+            stages_of[handed_on(owner, next_updaters[stage] - self._updaters[stage])].append(stage)
         for chain, stages in stages_of.items():
             if self.world.rank in chain:
-                own = None
+                sent_state = None
                 if self.world.rank == chain[0]:
-                    read = {j: course.versions(j, step) for j in stages}
-                    own = part_of_stages(part, self.stages, read)
-                found = merged(found, self.world.relay(own, chain))
-        newest = {k: x for known in found["versions"].values() for k, x in known[step].items()}
-        model = self.stages.model.state_dict() | found["fixed"] | newest
-        return {**found, "model": model}
+                    versions_read = {stage: course.versions(stage, step) for stage in stages}
+                    sent_state = part_of_stages(part, self.stages, versions_read)
+                state = merged(state, self.world.relay(sent_state, chain))
+        newest = {
+            name: tensor
+            for versions in state["versions"].values()
+            for name, tensor in versions[step].items()
+        }
+        model = self.stages.model.state_dict() | state["fixed"] | newest
+        return {**state, "model": model}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the updated stages of ``state``, and what is frozen of the others."""
         self.forget()
         load_model(state, self.stages, self.runners, self.updated)
-        for j in self.updated:
-            self.versions[j] = loaded(state, j, self.runners[j])
+        for stage in self.updated:
+            self.versions[stage] = loaded(state, stage, self.runners[stage])
 
     def _state(self, j: int) -> dict[str, Tensor]:
-        """The newest weights of a stage, its frozen weights, and its buffers."""
+        """Return the newest weights of a stage, its frozen weights, and its buffers."""
         stage = self.runners[j].stage
-        return {name: p.data for name, p in stage.named_parameters()} | dict(stage.named_buffers())
+        return {name: parameter.data for name, parameter in stage.named_parameters()} | dict(
+            stage.named_buffers()
+        )
 
     def _broadcast(self, layout: Layout, root: int, tensors: Mapping) -> dict:
         """Return ``tensors`` of ``root`` on every rank, each in memory of its own.
@@ -190,13 +210,16 @@ class WeightStore:
 
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
-    """The ranks that update each stage."""
+    """Return the ranks that update each stage."""
     program, ranks = schedule.lower(1), range(schedule.n_ranks)
-    updated = [program.updated(rank) for rank in ranks]
-    return [{r for r in ranks if j in updated[r]} for j in range(schedule.n_stages)]
+    updated_stages = [program.updated(rank) for rank in ranks]
+    return [
+        {rank for rank in ranks if stage in updated_stages[rank]}
+        for stage in range(schedule.n_stages)
+    ]
 
 
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
-    """The ranks by which the ``owner`` of weights reaches those ``lacking`` them, in turn."""
-    later = sorted(lacking, key=lambda rank: (rank < owner, rank))
-    return (owner, *later) if later else ()
+    """Return the chain of ranks from the ``owner`` of weights through those ``lacking`` them."""
+    receivers = sorted(lacking, key=lambda rank: (rank < owner, rank))
+    return (owner, *receivers) if receivers else ()

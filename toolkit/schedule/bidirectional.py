@@ -29,12 +29,12 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
     s, half = n_stages, _half(n_stages)
     starts: dict[Op, int] = {}
     orders: list[list[Op]] = [[] for _ in range(s)]
-    for m in range(n_microbatches):
-        begun, turn = divmod(m // 2, half)
-        begin = 2 * (begun * s + turn)
-        for j in range(s):
-            for kind, slot in ((Kind.FORWARD, j), (Kind.BACKWARD, 2 * s - 1 - j)):
-                starts[Op(kind, j, m)] = begin + slot
+    for microbatch in range(n_microbatches):
+        round_index, turn = divmod(microbatch // 2, half)
+        begin = 2 * (round_index * s + turn)
+        for stage in range(s):
+            for kind, slot in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * s - 1 - stage)):
+                starts[Op(kind, stage, microbatch)] = begin + slot
     for op in sorted(starts, key=starts.__getitem__):
         orders[_rank(op, s)].append(op)
     return orders
@@ -81,10 +81,10 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> list[list[Item]]:
 
 
 def _dual(turn: int, half: int, stages: tuple[int, int], ways: list[range]) -> list[Item]:
-    """The ops of a rank ``turn`` ranks from the end at which its first stage's data enter.
+    """Return the ops of a rank; its first stage's data enter ``turn`` ranks away.
 
     Args:
-        turn: 0 to half - 1; the last is beside the other half, or the turn of the V.
+        turn: 0 to half - 1; the last is next to the other half, or at the turn of the V.
         half: ranks from an end to the middle.
         stages: the nearer to the start of its way, and the nearer to the end.
         ways: micro-batches of either stage.

@@ -42,12 +42,12 @@ def data_parallel(
         correction: what is done about late weights; see :class:`Correction`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    late = _late(delay, s, k * n)
-    rule = "" if late == " delay 0" else late
+    delay_label = _late(delay, s, k * n)
+    rule = "" if delay_label == " delay 0" else delay_label
     name = _name("DP" + rule, state, correction if rule else "none", k)
-    when = timing.simultaneous(s, n, k)
+    op_timing = timing.simultaneous(s, n, k)
     return Schedule(
-        name, s, k * n, when, placement, delay, state, accumulate=k, correction=correction
+        name, s, k * n, op_timing, placement, delay, state, accumulate=k, correction=correction
     )
 
 
@@ -84,13 +84,13 @@ def cyclic(
     if groups is not None and (whole(groups, "groups", 1) > n or n % groups):
         divisors = ", ".join(str(g) for g in range(1, n + 1) if n % g == 0)
         raise UserError(f"groups divides the {n} workers: got {groups}; choose one of {divisors}")
-    late = _late(delay, s, k * n)
-    rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
+    delay_label = _late(delay, s, k * n)
+    rule = {"": "-v2", " delay 1": "-v1"}.get(delay_label, delay_label)
     rotated = " rotated" if chains == ROTATED else ""
     grouped = "" if groups in (None, n) else f" {groups} group{'s' * (groups != 1)}"
     name = _name(f"CDP{rule}{rotated}{grouped}", state, correction, k)
-    when = timing.cyclic(s, n, k, groups)
-    return Schedule(name, s, k * n, when, placement, delay, state, chains, k, correction)
+    op_timing = timing.cyclic(s, n, k, groups)
+    return Schedule(name, s, k * n, op_timing, placement, delay, state, chains, k, correction)
 
 
 # The names of conf/schedule
@@ -143,7 +143,7 @@ def weipipe(
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
-    """One device, one micro-batch after another, one update; arguments as :func:`gpipe`."""
+    """Accumulate gradients on one device, with one update a step; arguments as :func:`gpipe`."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule(_ACCUMULATION, s, m, timing.simultaneous(s, 1, m), "one")
 
@@ -327,21 +327,21 @@ def _name(
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
-    """The part of a name that describes the delay; empty for the freshest."""
+    """Return the part of a name that describes the delay; empty for the freshest."""
     if isinstance(delay, str):
         return ""
     if isinstance(delay, RandomDelay):
         return f" {delay}"
     rows, _ = in_steps(delay, n_stages, n_microbatches)
-    least, most = min(map(min, rows)), max(map(max, rows))
-    if least == most:
-        return f" delay {most}"
+    smallest, largest = min(map(min, rows)), max(map(max, rows))
+    if smallest == largest:
+        return f" delay {largest}"
     by = " by stage" if all(len(set(row)) == 1 for row in rows) else ""
-    return f" delay {least}-{most}{by}"
+    return f" delay {smallest}-{largest}{by}"
 
 
 def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
-    """Number of stages (that of workers unless given), workers, and micro-batches of a worker."""
+    """Return the numbers of stages (by default of workers), workers, and micro-batches of each."""
     n = whole(n_workers, "the number of micro-batches", 1)
     s = n if n_stages is None else whole(n_stages, "the number of stages", 1)
     k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)

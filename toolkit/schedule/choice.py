@@ -31,8 +31,12 @@ def options_of(schedule: str) -> dict[str, Any]:
         raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), [*SCHEDULES])}")
     method = SCHEDULES[schedule]
     parameters = signature(method.factory).parameters.items()
-    usual = {k: None if p.default is p.empty else p.default for k, p in parameters if k in OPTIONS}
-    return {**usual, **method.options}
+    defaults = {
+        name: None if parameter.default is parameter.empty else parameter.default
+        for name, parameter in parameters
+        if name in OPTIONS
+    }
+    return {**defaults, **method.options}
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,16 @@ class Choice:
     @property
     def given(self) -> dict[str, Any]:
         """The options that differ from the schedule's defaults; UserError for an unknown one."""
-        usual = options_of(self.schedule)
+        defaults = options_of(self.schedule)
         chosen = {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
         for name, value in chosen.items():
-            if name not in usual:
-                takes = ", ".join(usual) or "only its sizes"
+            if name not in defaults:
+                takes = ", ".join(defaults) or "only its sizes"
                 raise UserError(f"{self.schedule} has no {name}, got {value!r}: it takes {takes}")
-        return {name: value for name, value in chosen.items() if value != usual[name]}
+        return {name: value for name, value in chosen.items() if value != defaults[name]}
 
     def build(self) -> Schedule:
-        """The schedule.
+        """Build the schedule.
 
         Raises:
             UserError: an option or a size is refused, or the schedule is impossible; the message
@@ -83,10 +87,10 @@ class Choice:
         return SCHEDULES[self.schedule].factory(**arguments)
 
     def python(self) -> str:
-        """One line that makes the schedule from the names of ``toolkit.schedule``."""
+        """Return a line of Python that makes the schedule by names of ``toolkit.schedule``."""
         factory = SCHEDULES[self.schedule].factory.__qualname__
         owner = "" if self.schedule == OWN else "catalog."
-        arguments = ", ".join(f"{key}={x!r}" for key, x in self._arguments().items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self._arguments().items())
         return f"{owner}{factory}({arguments})"
 
     def overrides(self) -> str:
@@ -96,37 +100,43 @@ class Choice:
         if self.schedule != OWN:
             words = {"schedule": self.schedule}
             words |= {"stages": self.stages, "microbatches": self.microbatches}
-        return " ".join(quote(f"{k}={_in_hydra(value)}") for k, value in (words | options).items())
+        return " ".join(
+            quote(f"{name}={_in_hydra(value)}") for name, value in (words | options).items()
+        )
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of the factory, without those that equal its own defaults."""
-        wanted: dict[str, Any] = {"n": self.microbatches, "n_microbatches": self.microbatches}
-        wanted |= {"n_stages": self.stages, "orders": list(self.orders)}
-        wanted |= options_of(self.schedule) | self.given
-        taken = signature(SCHEDULES[self.schedule].factory).parameters.items()
-        return {k: wanted[k] for k, p in taken if k in wanted and wanted[k] != p.default}
+        arguments: dict[str, Any] = {"n": self.microbatches, "n_microbatches": self.microbatches}
+        arguments |= {"n_stages": self.stages, "orders": list(self.orders)}
+        arguments |= options_of(self.schedule) | self.given
+        parameters = signature(SCHEDULES[self.schedule].factory).parameters.items()
+        return {
+            name: arguments[name]
+            for name, parameter in parameters
+            if name in arguments and arguments[name] != parameter.default
+        }
 
 
 def choice_of(schedule: Schedule) -> Choice:
-    """The choice that makes ``schedule``, under the same name if possible.
+    """Return the choice that makes ``schedule``, under the same name if possible.
 
     Raises:
         UserError: no choice makes it.
     """
-    alike: list[tuple[Choice, Schedule]] = []
+    matches: list[tuple[Choice, Schedule]] = []
     for choice in _candidates(schedule):
         with suppress(UserError):
             built = choice.build()
             # Rank orders have a placement of their own
             placement = schedule.placement if choice.schedule == OWN else built.placement
             if replace(built, name=schedule.name, placement=placement) == schedule:
-                alike.append((choice, built))
-    if not alike:
+                matches.append((choice, built))
+    if not matches:
         raise UserError(
             f"no choice makes {schedule!r}: choices are schedules of the catalogue, and rank orders"
             " that drain; toolkit.figures.schedules draws any"
         )
-    return min(alike, key=lambda f: (f[1].name != schedule.name, len(f[0].given)))[0]
+    return min(matches, key=lambda match: (match[1].name != schedule.name, len(match[0].given)))[0]
 
 
 def phases_of(parts: Sequence[tuple[Schedule, int]]) -> str:
@@ -140,11 +150,13 @@ def phases_of(parts: Sequence[tuple[Schedule, int]]) -> str:
     """
     choices = [choice_of(schedule) for schedule, _ in parts]
     phases = []
-    for choice, (_, n) in zip(choices[:-1], parts, strict=False):
-        options = {"schedule": choice.schedule, "steps": n} | choice.given
-        phases.append("{" + ",".join(f"{k}:{_in_hydra(v)}" for k, v in options.items()) + "}")
-    given = [quote(f"schedule.phases=[{','.join(phases)}]")] * bool(phases)
-    return " ".join([choices[-1].overrides(), *given])
+    for choice, (_, n_steps) in zip(choices[:-1], parts, strict=False):
+        options = {"schedule": choice.schedule, "steps": n_steps} | choice.given
+        phases.append(
+            "{" + ",".join(f"{name}:{_in_hydra(value)}" for name, value in options.items()) + "}"
+        )
+    phase_words = [quote(f"schedule.phases=[{','.join(phases)}]")] * bool(phases)
+    return " ".join([choices[-1].overrides(), *phase_words])
 
 
 def _candidates(schedule: Schedule) -> Iterator[Choice]:
@@ -153,17 +165,19 @@ def _candidates(schedule: Schedule) -> Iterator[Choice]:
     with suppress(UserError):  # not a pipeline
         orders = tuple(line.replace(",", " ") for line in schedule.to_csv().splitlines())
     for name in SCHEDULES:
-        takes, n = options_of(name), schedule.n_workers
-        options: dict[str, Any] = {k: v for k, v in named.items() if k in takes}
+        takes, n_workers = options_of(name), schedule.n_workers
+        options: dict[str, Any] = {
+            option: value for option, value in named.items() if option in takes
+        }
         options["orders"] = orders if name == OWN else ()
-        yield Choice(name, schedule.n_stages, n, **options)
-        for groups in range(1, n) if "groups" in takes else ():
-            yield Choice(name, schedule.n_stages, n, groups=groups, **options)
+        yield Choice(name, schedule.n_stages, n_workers, **options)
+        for groups in range(1, n_workers) if "groups" in takes else ():
+            yield Choice(name, schedule.n_stages, n_workers, groups=groups, **options)
 
 
 def _in_hydra(value: Any) -> str:
-    """``value`` in Hydra's grammar, without blanks."""
+    """Return ``value`` in Hydra's grammar, without blanks."""
     if isinstance(value, RandomDelay | Correction):
-        drawn = {key: x for key, x in asdict(value).items() if x is not None}
-        return "{" + ",".join(f"{key}:{x}" for key, x in drawn.items()) + "}"
+        fields = {key: entry for key, entry in asdict(value).items() if entry is not None}
+        return "{" + ",".join(f"{key}:{entry}" for key, entry in fields.items()) + "}"
     return f"[{','.join(map(_in_hydra, value))}]" if isinstance(value, tuple) else str(value)

@@ -77,7 +77,7 @@ class Correction:
 
 
 def correction_of(value: "str | Correction") -> Correction:
-    """The correction of a kind's name, or ``value`` itself. Raises UserError for any other."""
+    """Return the correction of a kind's name, or ``value`` itself; UserError for any other."""
     if isinstance(value, Correction):
         return value
     if not isinstance(value, str):

@@ -42,39 +42,39 @@ _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d{1,9})")
 
 
 def parse_order(order: str | Sequence[Item | str], rank: int) -> list[Item]:
-    """One rank's ops and pairs, from ops or text."""
+    """Return one rank's ops and pairs, from ops or text."""
     if not isinstance(order, Sequence) or isinstance(order, bytes | bytearray | Op):
         raise UserError(
             f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {shortened(repr(order))}"
         )
     words = order.split() if isinstance(order, str) else order
-    return [_item(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
+    return [_item(word, f"rank {rank}, op {position}") for position, word in enumerate(words)]
 
 
-def _item(word: Item | str, where: str) -> Item:
+def _item(word: Item | str, location: str) -> Item:
     if isinstance(word, str):
-        text = found[1] if (found := _PAIR.fullmatch(word)) else word
-        ops = [_op(text, where) for text in text.split(";")]
+        text = pair_match[1] if (pair_match := _PAIR.fullmatch(word)) else word
+        ops = [_op(text, location) for text in text.split(";")]
     elif isinstance(word, tuple | list) and len(word) == 2:
-        ops = [_op(op, where) for op in word]
+        ops = [_op(op, location) for op in word]
     else:
-        ops = [_op(word, where)]
+        ops = [_op(word, location)]
     if len(ops) == 1:
         return ops[0]
     if len(ops) > 2:
-        raise UserError(f"{where}: {word!r} has {len(ops)} ops: a rank overlaps two at most")
+        raise UserError(f"{location}: {word!r} has {len(ops)} ops: a rank overlaps two at most")
     check_pair(*ops)
     return ops[0], ops[1]
 
 
-def _op(word: object, where: str) -> Op:
+def _op(word: object, location: str) -> Op:
     text = str(word).strip() if isinstance(word, str) or _has_kind(word) else ""
     match = _OP.fullmatch(text)
     if match is None:
         # Text that says nothing is shown as it is, and so is what is neither text nor an op.
         value = repr(text[:40]) if text else shortened(repr(word), 80)
         raise UserError(
-            f"{where}: {value} is not an op: write stage, kind and micro-batch, such as 0F0,"
+            f"{location}: {value} is not an op: write stage, kind and micro-batch, such as 0F0,"
             " with kind one of F, B, I, W"
         )
     return Op(Kind(LETTERS.index(match[2])), int(match[1]), int(match[3]))
@@ -99,26 +99,37 @@ class RankOrders:
     def check_messages(self, layout: Placement, n_stages: int) -> None:
         """Raise UserError unless the file has no communication, or what is inferred."""
         inferred: set[tuple[int, str]] = set()
-        for j in range(n_stages - 1):
-            for m in range(layout.n_microbatches):
-                here, there = layout.rank(j, m), layout.rank(j + 1, m)
-                if here != there:
-                    inferred |= {(here, f"{j}SEND_F{m}"), (there, f"{j + 1}RECV_F{m}")}
-                    inferred |= {(there, f"{j + 1}SEND_B{m}"), (here, f"{j}RECV_B{m}")}
-        held = {(rank, str(j)) for j in range(n_stages) for rank in layout.ranks(j)}
+        for stage in range(n_stages - 1):
+            for microbatch in range(layout.n_microbatches):
+                stage_rank, next_rank = (
+                    layout.rank(stage, microbatch),
+                    layout.rank(stage + 1, microbatch),
+                )
+                if stage_rank != next_rank:
+                    inferred |= {
+                        (stage_rank, f"{stage}SEND_F{microbatch}"),
+                        (next_rank, f"{stage + 1}RECV_F{microbatch}"),
+                    }
+                    inferred |= {
+                        (next_rank, f"{stage + 1}SEND_B{microbatch}"),
+                        (stage_rank, f"{stage}RECV_B{microbatch}"),
+                    }
+        stages_of_ranks = {
+            (rank, str(stage)) for stage in range(n_stages) for rank in layout.ranks(stage)
+        }
         sent: set[tuple[int, str]] = set()
-        for (rank, text), where in self.messages.items():
+        for (rank, text), location in self.messages.items():
             if text[-1].isdecimal():
-                known, sent = (rank, text) in inferred, sent | {(rank, text)}
+                is_expected, sent = (rank, text) in inferred, sent | {(rank, text)}
             else:  # of weights and gradients: the state says when they travel
-                known = (rank, text.rstrip("ACDEGHINRSU_")) in held
-            if not known:
+                is_expected = (rank, text.rstrip("ACDEGHINRSU_")) in stages_of_ranks
+            if not is_expected:
                 raise UserError(
-                    f"{where}: {text} is no message of these orders, whose communication is"
+                    f"{location}: {text} is no message of these orders, whose communication is"
                     " inferred; leave it out"
                 )
-        if sent and (missing := inferred - sent):
-            rank, text = min(missing)
+        if sent and (missing_messages := inferred - sent):
+            rank, text = min(missing_messages)
             raise UserError(
                 f"row {rank + 1} has no {text}, which these orders need; give all messages or"
                 " none, since communication is inferred"
@@ -126,7 +137,7 @@ class RankOrders:
 
 
 def read_csv(source: str | Path) -> RankOrders:
-    """Rank orders from a CSV file or its text.
+    """Read rank orders from a CSV file or its text.
 
     Raises:
         UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
@@ -145,24 +156,26 @@ def read_csv(source: str | Path) -> RankOrders:
         for slot, cell in enumerate(map(str.strip, cells)):
             if not cell:
                 continue
-            where = f"row {row}, column {slot + 1}"
-            if found := _WITH_PERIOD.fullmatch(cell):
-                cell = found[1]
-                periods[int(found[2])] = where
+            location = f"row {row}, column {slot + 1}"
+            if cell_with_period := _WITH_PERIOD.fullmatch(cell):
+                cell = cell_with_period[1]
+                periods[int(cell_with_period[2])] = location
             if _MESSAGE.fullmatch(cell):
-                messages[len(orders) - 1, cell] = where
+                messages[len(orders) - 1, cell] = location
                 continue
-            item = _item(cell, where)
+            item = _item(cell, location)
             orders[-1].append(item)
             slots |= dict.fromkeys((item,) if isinstance(item, Op) else item, slot)
     if len(periods) > 1:
-        listed = " and ".join(f"period={period} ({where})" for period, where in periods.items())
+        listed = " and ".join(
+            f"period={period} ({location})" for period, location in periods.items()
+        )
         raise UserError(f"a file has one period: got {listed}")
     return RankOrders(orders, slots, next(iter(periods), None), messages)
 
 
 def _content(source: str | Path) -> str:
-    """The text of a file; a string that looks like text, and names no file, is the text itself."""
+    """Return the text of a file; a string that looks like text and names no file is the text."""
     if not isinstance(source, str | Path) or not str(source).strip():
         raise UserError(f"rank orders are a file's path, or its text: got {source!r}")
     text = str(source).removeprefix("\ufeff")  # a mark with which spreadsheets begin
@@ -179,13 +192,13 @@ def _content(source: str | Path) -> str:
 
 
 def write_csv(name: str, timing: Timing, layout: Placement) -> str:
-    """One training step as CSV; see :meth:`Schedule.to_csv`."""
-    most = max(len(set(ranks)) for ranks in layout.cycles)
+    """Return one training step as CSV; see :meth:`Schedule.to_csv`."""
+    most_ranks = max(len(set(ranks)) for ranks in layout.cycles)
     dealt_out = isinstance(layout, Assigned)  # as rank orders are, also in two directions
-    if (most > 1 and not dealt_out) or layout.one_device or timing.ticks_per_slot != 1:
+    if (most_ranks > 1 and not dealt_out) or layout.one_device or timing.ticks_per_slot != 1:
         raise UserError(
             "the CSV format is for pipelines, with one rank a stage and one op a slot and rank:"
-            f" {name} has up to {most} ranks a stage, placement {layout.name!r}, and"
+            f" {name} has up to {most_ranks} ranks a stage, placement {layout.name!r}, and"
             f" {timing.ticks_per_slot} start times in a slot; place it per_stage"
         )
     starts = timing.starts
@@ -206,9 +219,9 @@ def write_csv(name: str, timing: Timing, layout: Placement) -> str:
     if (
         as_early_as_possible(orders, pairs=timing.pairs) != timing
     ):  # the orders alone would be timed differently
-        first = by_time[0]
-        row = rows[layout.rank(first.stage, first.microbatch)]
-        row[starts[first]] += f" period={timing.period}"
+        first_op = by_time[0]
+        row = rows[layout.rank(first_op.stage, first_op.microbatch)]
+        row[starts[first_op]] += f" period={timing.period}"
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

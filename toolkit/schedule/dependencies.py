@@ -28,18 +28,18 @@ from toolkit.schedule.instruction import (
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
-    """The ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
-    kind, j, m = op
+    """Yield the ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
+    kind, stage, microbatch = op
     if kind == Kind.FORWARD:
-        if j > 0:
-            yield Op(Kind.FORWARD, j - 1, m)
+        if stage > 0:
+            yield Op(Kind.FORWARD, stage - 1, microbatch)
     elif kind == Kind.BACKWARD_WEIGHT:
-        yield Op(Kind.BACKWARD_INPUT, j, m)
+        yield Op(Kind.BACKWARD_INPUT, stage, microbatch)
     else:
-        yield Op(Kind.FORWARD, j, m)
-        if j < n_stages - 1:
-            split = Op(Kind.BACKWARD_INPUT, j + 1, m)
-            yield split if split in ops else Op(Kind.BACKWARD, j + 1, m)
+        yield Op(Kind.FORWARD, stage, microbatch)
+        if stage < n_stages - 1:
+            split = Op(Kind.BACKWARD_INPUT, stage + 1, microbatch)
+            yield split if split in ops else Op(Kind.BACKWARD, stage + 1, microbatch)
 
 
 def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:
@@ -49,7 +49,7 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
     the sum is used, and later parts after it was sent. A weight version is freed after its last
     use, and comes again only after that.
     """
-    return [tuple(sorted(found)) for found in unsorted_needs(instructions, rank)]
+    return [tuple(sorted(positions)) for positions in unsorted_needs(instructions, rank)]
 
 
 def unsorted_needs(instructions: Sequence[Instruction], rank: int) -> Iterator[list[int]]:
@@ -79,33 +79,33 @@ class _Needs:
         ]
 
     def op(self, position: int, i: Instruction) -> list[int]:
-        _, action, j, m, step, version, buffer, _ = i
-        kept = self.kept[j, m, step]
-        found = [*kept]
-        kept.append(position)
-        for weights in i.reads if buffer else ((j, version),):
-            found += self._use(position, weights)
+        _, action, stage, microbatch, step, version, buffer, _ = i
+        microbatch_ops = self.kept[stage, microbatch, step]
+        needed = [*microbatch_ops]
+        microbatch_ops.append(position)
+        for weights in i.reads if buffer else ((stage, version),):
+            needed += self._use(position, weights)
         if action == FORWARD:
-            found += self._take((ACTIVATION, j - 1, m, step))
-            self.made[ACTIVATION, j, m, step] = position
+            needed += self._take((ACTIVATION, stage - 1, microbatch, step))
+            self.made[ACTIVATION, stage, microbatch, step] = position
         elif action != BACKWARD_WEIGHT:
-            found += self._take((ACTIVATION_GRADIENT, j + 1, m, step))
-            self.made[ACTIVATION_GRADIENT, j, m, step] = position
+            needed += self._take((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
+            self.made[ACTIVATION_GRADIENT, stage, microbatch, step] = position
         if action in (BACKWARD, BACKWARD_WEIGHT):
-            found += self.handed[j, step]  # or the message could take this part along
-            self.parts[j, step].append(position)
-        return found
+            needed += self.handed[stage, step]  # or the message could take this part along
+            self.parts[stage, step].append(position)
+        return needed
 
     def update(self, position: int, i: Instruction) -> list[int]:
-        found = self.parts.pop((i.stage, i.step), [])
+        needed = self.parts.pop((i.stage, i.step), [])
         if i.step is not None:  # it begins with the version before
-            found += self._use(position, (i.stage, i.step))
+            needed += self._use(position, (i.stage, i.step))
         self.made[i.stage, i.version] = position
-        return found
+        return needed
 
     def predict(self, position: int, i: Instruction) -> list[int]:
         self.made[i.weights] = position
-        return [made for weights in i.reads for made in self._use(position, weights)]
+        return [maker for weights in i.reads for maker in self._use(position, weights)]
 
     def free(self, position: int, i: Instruction) -> list[int]:
         if i.buffer == ACTIVATION:
@@ -114,29 +114,29 @@ class _Needs:
         return self.uses.pop(i.weights, []) + self._take(i.weights)
 
     def communicate(self, position: int, i: Instruction) -> list[int]:
-        _, action, j, m, step, _, buffer, _ = i
-        if m is not None:
+        _, action, stage, microbatch, step, _, buffer, _ = i
+        if microbatch is not None:
             if action == SEND:
-                return self._take((buffer, j, m, step))
-            self.made[buffer, j, m, step] = position
+                return self._take((buffer, stage, microbatch, step))
+            self.made[buffer, stage, microbatch, step] = position
             return []
         if buffer == WEIGHTS:
             if not i.leaves(self.rank):
                 return self._use(position, i.weights)
             self.made[i.weights] = position
             return [self.freed[i.weights]] if i.weights in self.freed else []
-        found = [] if action == RECV else self.parts.pop((j, step), [])
+        needed = [] if action == RECV else self.parts.pop((stage, step), [])
         if i.leaves(self.rank):
-            self.parts[j, step].append(position)
+            self.parts[stage, step].append(position)
         elif action == SEND:
-            self.handed[j, step] = [position]
-        return found
+            self.handed[stage, step] = [position]
+        return needed
 
     def _use(self, position: int, key: tuple) -> list[int]:
         self.uses[key].append(position)
         return [self.made[key]] if key in self.made else []
 
     def _take(self, key: tuple) -> list[int]:
-        """The position that made a buffer; empty if it existed before the program."""
-        made = self.made.pop(key, None)
-        return [] if made is None else [made]
+        """Return the position that made a buffer; empty if it existed before the program."""
+        maker = self.made.pop(key, None)
+        return [] if maker is None else [maker]

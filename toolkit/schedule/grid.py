@@ -21,14 +21,14 @@ def rows(layout: Placement) -> tuple[str, int]:
 
 
 def row_of(layout: Placement, rank: int, microbatch: int) -> int:
-    """The row that shows ``rank`` at work on ``microbatch``."""
+    """Return the row that shows ``rank`` at work on ``microbatch``."""
     return microbatch if layout.one_device else rank
 
 
 def render(
     timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
 ) -> str:
-    """The grid of ``n_steps`` training steps (1 or more).
+    """Return the grid of ``n_steps`` training steps (1 or more).
 
     Columns are ticks if starts fall between slots, and an op covers its further ticks with ``-``.
     Primes distinguish steps that overlap. ``mark`` = (op, step) is put in brackets; a large grid
@@ -41,18 +41,18 @@ def render(
     marked: tuple[int, int] | None = None
     for step in range(whole(n_steps, "n_steps", 1)):
         for op, start in timing.starts.items():
-            at = start + step * timing.period
+            position = start + step * timing.period
             row = row_of(layout, layout.rank(op.stage, op.microbatch, step), op.microbatch)
             text = str(op) + "'" * (step % primes)
             if (op, step) == mark:
                 text = f"[{text}]"
-                marked = row, at
+                marked = row, position
             columns = cells.setdefault(row, {})
             joint = ";" if timing.pairs else "/"
-            columns[at] = f"{columns[at]}{joint}{text}" if at in columns else text
-            for further in range(at + 1, at + tick):
+            columns[position] = f"{columns[position]}{joint}{text}" if position in columns else text
+            for further in range(position + 1, position + tick):
                 columns.setdefault(further, "-")
-            last = max(last, at + tick)
+            last = max(last, position + tick)
 
     numbers: Sequence[int] = sorted(cells)
     ticks: Sequence[int] = range(last)
@@ -61,8 +61,11 @@ def render(
         numbers = _around(numbers, numbers.index(row), _ROWS)
         ticks = _around(ticks, column, _COLUMNS)
     label = "rank 0 mb" if layout.one_device and layout.n_microbatches > 1 else "rank"
-    head = ["slot", *(str(at // tick) if at % tick == 0 else "" for at in ticks)]
-    body = [[f"{label} {row}", *(cells[row].get(at, ".") for at in ticks)] for row in numbers]
+    head = ["slot", *(str(position // tick) if position % tick == 0 else "" for position in ticks)]
+    body = [
+        [f"{label} {row}", *(cells[row].get(position, ".") for position in ticks)]
+        for row in numbers
+    ]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = (
         " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -71,7 +74,7 @@ def render(
     return "\n".join(lines)
 
 
-def _around(shown: Sequence[int], at: int, most: int) -> Sequence[int]:
-    """At most ``most`` of ``shown``, around the index ``at``."""
-    first = max(0, min(at - most // 2, len(shown) - most))
-    return shown[first : first + most]
+def _around(values: Sequence[int], index: int, limit: int) -> Sequence[int]:
+    """Return at most ``limit`` of ``values``, around the ``index``."""
+    first = max(0, min(index - limit // 2, len(values) - limit))
+    return values[first : first + limit]

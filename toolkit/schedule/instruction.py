@@ -187,7 +187,7 @@ class Instruction(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """A context without garbage collection, for code that makes no reference cycles."""
+    """Pause garbage collection in a context, for code that makes no reference cycles."""
     # The collector would search a growing program of a million tuples again and again.
     was_enabled = gc.isenabled()
     gc.disable()

@@ -49,39 +49,41 @@ class _PartialOrder:
         self.needs = [needs(order, rank) for rank, order in enumerate(program.ranks)]
         self.first = [0, *accumulate(map(len, program.ranks))]  # number of a rank's first
         self.op_ticks = [[i.tick for i in o if i.action.computes] for o in program.ranks]
-        waits = [found for rank in range(len(program.ranks)) for found in self._waits(rank)]
+        waits = [awaited for rank in range(len(program.ranks)) for awaited in self._waits(rank)]
         for meeting in self._meetings():
             sends = [g for g, i in meeting if i.action == Action.SEND]
-            found = sends or [p for g, _ in meeting for p in waits[g]]
+            awaited = sends or [earlier for g, _ in meeting for earlier in waits[g]]
             for g, i in meeting:
-                waits[g] = waits[g] if i.action == Action.SEND else [*waits[g], *found]
+                waits[g] = waits[g] if i.action == Action.SEND else [*waits[g], *awaited]
         ops = self._ops()
         self.since = [[0] * len(program.ranks) for _ in waits]
         self.until = [[*map(len, self.op_ticks)] for _ in waits]
         order = _sorted(waits)
         for g in order:
-            for p in waits[g]:
-                rank, gap = ops.get(p, (0, -1))
-                self.since[g] = [*map(max, self.since[g], self.since[p])]
+            for earlier in waits[g]:
+                rank, gap = ops.get(earlier, (0, -1))
+                self.since[g] = [*map(max, self.since[g], self.since[earlier])]
                 self.since[g][rank] = max(self.since[g][rank], gap + 1)
         for g in reversed(order):
             rank, gap = ops.get(g, (0, len(self.op_ticks[0])))
             self.until[g][rank] = min(self.until[g][rank], gap)
-            for p in waits[g]:
-                self.until[p] = [*map(min, self.until[p], self.until[g])]
+            for earlier in waits[g]:
+                self.until[earlier] = [*map(min, self.until[earlier], self.until[g])]
 
     def opens(self, rank: int, i: Instruction) -> int:
-        """The gap in which a message may begin, if it has what it needs."""
+        """Return the gap in which a message may begin, if it has what it needs."""
         before = i.tick - self.program.schedule.lookahead
         return sum(tick < before for tick in self.op_ticks[rank])
 
     def _ops(self) -> dict[int, tuple[int, int]]:
-        """Rank, and place among its ops, of each op."""
-        found: dict[int, tuple[int, int]] = {}
+        """Return each op's rank, and its place among the ops of the rank."""
+        op_places: dict[int, tuple[int, int]] = {}
         for rank, order in enumerate(self.program.ranks):
-            ops = [p for p, i in enumerate(order) if i.action.computes]
-            found |= {self.first[rank] + p: (rank, k) for k, p in enumerate(ops)}
-        return found
+            ops = [position for position, i in enumerate(order) if i.action.computes]
+            op_places |= {
+                self.first[rank] + position: (rank, place) for place, position in enumerate(ops)
+            }
+        return op_places
 
     def _waits(self, rank: int) -> Iterator[list[int]]:
         """Yield what each instruction of a rank waits for on this rank."""
@@ -89,7 +91,9 @@ class _PartialOrder:
         in_order: list[int] = []  # ops and predictions
         collectives: list[int] = []
         for g, i in enumerate(self.program.ranks[rank], self.first[rank]):
-            waits = [self.first[rank] + p for p in self.needs[rank][g - self.first[rank]]]
+            waits = [
+                self.first[rank] + position for position in self.needs[rank][g - self.first[rank]]
+            ]
             if i.action.computes or i.action == Action.PREDICT:
                 waits += in_order[-1:]
                 in_order.append(g)
@@ -103,25 +107,25 @@ class _PartialOrder:
 
     def _meetings(self) -> Iterator[list[tuple[int, Instruction]]]:
         """Yield the instructions of each message and of each collective, by number."""
-        seen: defaultdict[tuple, int] = defaultdict(int)
-        met: defaultdict[tuple, list[tuple[int, Instruction]]] = defaultdict(list)
+        n_seen: defaultdict[tuple, int] = defaultdict(int)
+        meetings: defaultdict[tuple, list[tuple[int, Instruction]]] = defaultdict(list)
         for rank, order in enumerate(self.program.ranks):
             for position, i in enumerate(order):
                 if i.action.communicates:
                     key = i.meeting(rank)
-                    met[key, seen[rank, key]].append((self.first[rank] + position, i))
-                    seen[rank, key] += 1
-        yield from met.values()
+                    meetings[key, n_seen[rank, key]].append((self.first[rank] + position, i))
+                    n_seen[rank, key] += 1
+        yield from meetings.values()
 
 
 def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
-    """The numbers, each after those that it waits for."""
-    lacking = [len(found) for found in waits]
+    """Return the numbers, each after those that it waits for."""
+    lacking = [len(awaited) for awaited in waits]
     users: list[list[int]] = [[] for _ in waits]
-    for g, found in enumerate(waits):
-        for p in found:
-            users[p].append(g)
-    order = [g for g, n in enumerate(lacking) if not n]
+    for g, awaited in enumerate(waits):
+        for earlier in awaited:
+            users[earlier].append(g)
+    order = [g for g, n_lacking in enumerate(lacking) if not n_lacking]
     for g in order:
         for user in users[g]:
             lacking[user] -= 1
@@ -131,22 +135,22 @@ def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
-    """The most weights of one rank."""
-    instructions, first = order.program.ranks[rank], order.first[rank]
-    last = len(order.op_ticks[rank])
-    held = [0.0] * (last + 2)  # changes of the weights held, by gap
-    updating = [0.0] * (last + 1)  # one update at a time holds two versions
+    """Return the most weights of one rank."""
+    instructions, first_number = order.program.ranks[rank], order.first[rank]
+    last_gap = len(order.op_ticks[rank])
+    weight_changes = [0.0] * (last_gap + 2)  # changes of the weights held, by gap
+    updating = [0.0] * (last_gap + 1)  # one update at a time holds two versions
 
     def hold(stage: int, since: int, until: int) -> None:
-        held[since] += sizes[stage]
-        held[until + 1] -= sizes[stage]
+        weight_changes[since] += sizes[stage]
+        weight_changes[until + 1] -= sizes[stage]
 
-    made = dict.fromkeys(_first_weights(order.program, rank), 0)  # since when each can be there
+    arrivals = dict.fromkeys(_first_weights(order.program, rank), 0)  # first gap of each version
     for position, i in enumerate(instructions):
         if i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
-            since = until = made.pop(i.weights)
-            for p in order.needs[rank][position]:
-                user, g = instructions[p], first + p
+            since = until = arrivals.pop(i.weights)
+            for user_position in order.needs[rank][position]:
+                user, g = instructions[user_position], first_number + user_position
                 if user.action == Action.UPDATE and user.weights != i.weights:
                     # The update puts the next version, which counts, into the place of this one.
                     until = max(until, order.since[g][rank] - 1)
@@ -160,10 +164,10 @@ def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
         elif i.action in (Action.UPDATE, Action.PREDICT) or (
             i.action.communicates and i.buffer == Buffer.WEIGHTS and i.leaves(rank)
         ):
-            made[i.weights] = order.since[first + position][rank]
-    for weights, since in made.items():
-        hold(weights[0], since, last)
-    return max(map(sum, zip(accumulate(held[:-1]), updating, strict=True)))
+            arrivals[i.weights] = order.since[first_number + position][rank]
+    for weights, since in arrivals.items():
+        hold(weights[0], since, last_gap)
+    return max(map(sum, zip(accumulate(weight_changes[:-1]), updating, strict=True)))
 
 
 def _first_weights(program: Program, rank: int) -> Iterator[WeightsKey]:

@@ -38,12 +38,12 @@ class Row:
 
 
 def compare(n: int) -> list[Row]:
-    """Every setting under every rule, for ``n`` workers, 2 or more."""
+    """Return every setting under every rule, for ``n`` workers, 2 or more."""
     return [*each_row(n)]
 
 
 def each_row(n: int) -> Iterator[Row]:
-    """The rows of :func:`compare` one after the other: with many workers it takes minutes."""
+    """Yield the rows of :func:`compare` one by one: with many workers it takes minutes."""
     n = whole(n, "the number of workers of a comparison", 2)
     for setting, rule in product(SETTINGS, RULES):
         schedule = SETTINGS[setting](rule, n)
@@ -53,7 +53,7 @@ def each_row(n: int) -> Iterator[Row]:
 def schedule_of(
     rule: str, n: int, placement: str, state: str = "replicated", *, n_stages: int | None = None
 ) -> Schedule:
-    """The schedule of one of :data:`RULES` for ``n`` workers; as a pipeline, DP is GPipe."""
+    """Return the schedule of one of :data:`RULES` for ``n`` workers; as a pipeline, DP is GPipe."""
     if rule == "DP" and placement == "per_stage":
         return catalog.gpipe(n if n_stages is None else n_stages, n)
     return _METHODS[rule](n, placement=placement, state=state, n_stages=n_stages)
@@ -70,7 +70,7 @@ SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
 
 
 def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
-    """The closed form of a footprint, by quantity, for ``n`` workers; it leaves weights out."""
+    """Return the closed form of a footprint without weights, by quantity, for ``n`` workers."""
     s, log = Fraction(1, n), (n - 1).bit_length()
     ring = 2 * (n - 1)  # a sum to n - 1 others and the new weights back; rounds of an all-reduce
     gathered = ring + (n - 1) ** 2 * s  # and weights a second time, but not the last stage's

@@ -57,7 +57,7 @@ class Phase:
 
 @dataclass(frozen=True, repr=False)
 class PhasedSchedule(Schedule):
-    """A schedule that trains after others; its own fields are those of the last, which goes on.
+    """A schedule that trains after others; its own fields are those of the last one.
 
     Make it by :func:`after`.
     """
@@ -68,11 +68,11 @@ class PhasedSchedule(Schedule):
         super().__post_init__()
         for phase in self.phases:
             for name in ("n_stages", "n_microbatches", "n_ranks"):
-                mine, other = getattr(self, name), getattr(phase.schedule, name)
-                if mine != other:
+                own_size, phase_size = getattr(self, name), getattr(phase.schedule, name)
+                if own_size != phase_size:
                     raise UserError(
-                        f"schedules that follow one another have equal {name}: got {other} of"
-                        f" {phase.schedule.name} and {mine} of {self.name}; choose another"
+                        f"schedules that follow one another have equal {name}: got {phase_size} of"
+                        f" {phase.schedule.name} and {own_size} of {self.name}; choose another"
                         " placement, or other sizes"
                     )
         # One length of a slot, so that they make one program.
@@ -80,7 +80,7 @@ class PhasedSchedule(Schedule):
         self._set(timing=_finer(self.timing, ticks))
 
     def in_steps(self, steps_per_epoch: int) -> "PhasedSchedule":
-        """The same with the length of each phase in training steps, rounded to 1 or more."""
+        """Return the same with each phase's length in training steps, rounded to 1 or more."""
         phases = tuple(
             phase
             if phase.epochs is None
@@ -92,20 +92,27 @@ class PhasedSchedule(Schedule):
     @cached_property
     def _starts(self) -> tuple[tuple[int, Schedule], ...]:
         """The first step of each schedule, which reads no versions from before its time."""
-        every = [*(phase.schedule for phase in self.phases), self.final]
+        schedules = [*(phase.schedule for phase in self.phases), self.final]
         ticks = self.timing.ticks_per_slot
-        begin, found = 0, [(0, replace(every[0], timing=_finer(every[0].timing, ticks)))]
-        for phase, schedule in zip(self.phases, every[1:], strict=True):
+        first_step, starts = (
+            0,
+            [(0, replace(schedules[0], timing=_finer(schedules[0].timing, ticks)))],
+        )
+        for phase, schedule in zip(self.phases, schedules[1:], strict=True):
             if phase.steps is None:
                 raise UserError(
                     f"{phase}: its length in steps is unknown; give steps, or call"
                     " in_steps(steps_per_epoch)"
                 )
-            begin, before = begin + phase.steps, found[-1][1]
-            held = tuple(before.oldest_version(j, begin) for j in range(self.n_stages))
+            first_step, previous = first_step + phase.steps, starts[-1][1]
+            first_versions = tuple(
+                previous.oldest_version(stage, first_step) for stage in range(self.n_stages)
+            )
             timing = _finer(schedule.timing, ticks)
-            found.append((begin, replace(schedule, timing=timing, first_versions=held)))
-        return tuple(found)
+            starts.append(
+                (first_step, replace(schedule, timing=timing, first_versions=first_versions))
+            )
+        return tuple(starts)
 
     @property
     def final(self) -> Schedule:
@@ -113,11 +120,11 @@ class PhasedSchedule(Schedule):
         return Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
 
     def at(self, step: int) -> Schedule:
-        """The schedule of a training step."""
+        """Return the schedule of a training step."""
         return next(schedule for start, schedule in reversed(self._starts) if start <= step)
 
     def next_change(self, step: int) -> int | None:
-        """The first step after ``step`` that another schedule trains; None if none follows."""
+        """Return the first step after ``step`` of another schedule; None if none follows."""
         return next((start for start, _ in self._starts if start > step), None)
 
     def oldest_version(self, stage: int, step: int) -> int:
@@ -156,12 +163,12 @@ class PhasedSchedule(Schedule):
         ranks = [[*instructions] for instructions in programs[0].ranks]
         end = _end(programs[0])
         changes = []
-        for before, coming in pairwise(programs):
-            _hand_over(ranks, before.schedule, coming.schedule, coming.first_step, end)
+        for previous, following in pairwise(programs):
+            _hand_over(ranks, previous.schedule, following.schedule, following.first_step, end)
             changes.append(end)
-            for mine, others in zip(ranks, coming.ranks, strict=True):
-                mine += [i._replace(tick=i.tick + end) for i in others]
-            end += _end(coming)
+            for rank_instructions, next_instructions in zip(ranks, following.ranks, strict=True):
+                rank_instructions += [i._replace(tick=i.tick + end) for i in next_instructions]
+            end += _end(following)
         first, n_steps = programs[0].first_step, sum(program.n_steps for program in programs)
         return Program(self, n_steps, tuple(map(tuple, ranks)), first, tuple(changes))
 
@@ -179,14 +186,15 @@ def after(
     Raises:
         UserError: sizes differ, a length is out of range, or a schedule has phases itself.
     """
-    found = tuple(p if isinstance(p, Phase) else Phase(*p) for p in phases)
-    if not found or any(
-        isinstance(s, PhasedSchedule) for s in (schedule, *(p.schedule for p in found))
+    earlier_phases = tuple(phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases)
+    if not earlier_phases or any(
+        isinstance(each, PhasedSchedule)
+        for each in (schedule, *(phase.schedule for phase in earlier_phases))
     ):
         raise UserError("phases: give one or more, of schedules that have no phases themselves")
-    own = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
-    own["name"] = name or f"{schedule.name} after {', '.join(map(str, found))}"
-    return PhasedSchedule(**own, phases=found)
+    field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
+    field_values["name"] = name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
+    return PhasedSchedule(**field_values, phases=earlier_phases)
 
 
 def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:
@@ -208,52 +216,54 @@ def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:
 
 
 def _own(kind: type) -> Iterator[Any]:
-    """The arguments of a dataclass."""
+    """Return the arguments of a dataclass."""
     return (f for f in fields(kind) if f.init)
 
 
 def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
-    """The same timing in shorter ticks."""
-    k = ticks_per_slot // timing.ticks_per_slot
-    starts = {op: k * start for op, start in timing.starts.items()}
-    return timing if k == 1 else Timing(starts, k * timing.period, ticks_per_slot)
+    """Return the same timing in shorter ticks."""
+    factor = ticks_per_slot // timing.ticks_per_slot
+    starts = {op: factor * start for op, start in timing.starts.items()}
+    return timing if factor == 1 else Timing(starts, factor * timing.period, ticks_per_slot)
 
 
 def _end(program: Program) -> int:
-    """The tick after which every rank has finished, at the start of a slot."""
+    """Return the tick after which every rank has finished, at the start of a slot."""
     return (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
 
 
 def _hand_over(
-    ranks: list[list[Instruction]], before: Schedule, coming: Schedule, step: int, tick: int
+    ranks: list[list[Instruction]], previous: Schedule, following: Schedule, step: int, tick: int
 ) -> None:
-    """Let ``ranks`` hold at ``tick`` what ``coming`` reads from ``step`` on, and no more."""
-    made: set[tuple[int, int, int | None]] = set()
-    freed: dict[tuple[int, int, int | None], int] = {}  # places of the last frees
+    """Let ``ranks`` hold at ``tick`` what ``following`` reads from ``step`` on, and no more."""
+    obtained: set[tuple[int, int, int | None]] = set()
+    freed_at: dict[tuple[int, int, int | None], int] = {}  # places of the last frees
     for rank, instructions in enumerate(ranks):
-        for place, i in enumerate(instructions):
+        for position, i in enumerate(instructions):
             key = rank, i.stage, i.version
             if i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
-                made.add(key)
-                freed[key] = place
+                obtained.add(key)
+                freed_at[key] = position
             elif i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and i.leaves(rank)):
-                made.add(key)
-                freed.pop(key, None)
-    dropped: set[tuple[int, int]] = set()
-    for j, owner in enumerate(before.owners):
-        holders = coming.first_holders(j)
-        for version in coming.versions(j, step):
-            what = (j, None, None, version, Buffer.WEIGHTS)
-            missing = [rank for rank in holders if (rank, j, version) not in made]
-            senders = [owner] if missing else []
-            for rank in {*holders, *senders} - {*missing}:
-                if (rank, j, version) in freed:
-                    dropped.add((rank, freed.pop((rank, j, version))))
-            for rank in missing:
-                ranks[owner].append(Instruction(tick, Action.SEND, *what, (rank,)))
-                ranks[rank].append(Instruction(tick, Action.RECV, *what, (owner,)))
+                obtained.add(key)
+                freed_at.pop(key, None)
+    dropped_frees: set[tuple[int, int]] = set()
+    for stage, owner in enumerate(previous.owners):
+        holders = following.first_holders(stage)
+        for version in following.versions(stage, step):
+            message = (stage, None, None, version, Buffer.WEIGHTS)
+            lacking_ranks = [rank for rank in holders if (rank, stage, version) not in obtained]
+            senders = [owner] if lacking_ranks else []
+            for rank in {*holders, *senders} - {*lacking_ranks}:
+                if (rank, stage, version) in freed_at:
+                    dropped_frees.add((rank, freed_at.pop((rank, stage, version))))
+            for rank in lacking_ranks:
+                ranks[owner].append(Instruction(tick, Action.SEND, *message, (rank,)))
+                ranks[rank].append(Instruction(tick, Action.RECV, *message, (owner,)))
             for rank in {*range(len(ranks))} - {*holders}:
-                if (rank, j, version) in made and (rank, j, version) not in freed:
-                    ranks[rank].append(Instruction(tick, Action.FREE, *what))
+                if (rank, stage, version) in obtained and (rank, stage, version) not in freed_at:
+                    ranks[rank].append(Instruction(tick, Action.FREE, *message))
     for rank, instructions in enumerate(ranks):
-        instructions[:] = [i for at, i in enumerate(instructions) if (rank, at) not in dropped]
+        instructions[:] = [
+            i for position, i in enumerate(instructions) if (rank, position) not in dropped_frees
+        ]

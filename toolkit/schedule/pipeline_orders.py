@@ -24,7 +24,7 @@ Item = Op | tuple[Op, Op]
 
 
 def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op, Op]]:
-    """The ops of each rank in order, and the backward that each overlapped forward has."""
+    """Return the ops of each rank in order, and the backward that each overlapped forward has."""
     pairs = dict(item for order in orders for item in order if not isinstance(item, Op))
     ops = [
         [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
@@ -34,15 +34,16 @@ def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op,
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
-    """All forwards, then all backwards. Source: arXiv 1811.06965."""
+    """Run all forwards, then all backwards. Source: arXiv 1811.06965."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [
-        [Op(kind, j, m) for kind in kinds for m in range(n_microbatches)] for j in range(n_stages)
+        [Op(kind, stage, microbatch) for kind in kinds for microbatch in range(n_microbatches)]
+        for stage in range(n_stages)
     ]
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
-    """One forward, one backward, as soon as the first backward can start.
+    """Alternate forwards and backwards as soon as the first backward can start.
 
     Source: PipeDream-Flush, arXiv 2006.09503, section 2.2.
     """
@@ -56,8 +57,8 @@ def eager_1f1b(n_stages: int, n_microbatches: int) -> Orders:
     """
     orders = []
     for rank in range(n_stages):
-        forwards = [Op(Kind.FORWARD, rank, m) for m in range(n_microbatches)]
-        backwards = [Op(Kind.BACKWARD, rank, m) for m in range(n_microbatches)]
+        forwards = [Op(Kind.FORWARD, rank, microbatch) for microbatch in range(n_microbatches)]
+        backwards = [Op(Kind.BACKWARD, rank, microbatch) for microbatch in range(n_microbatches)]
         orders.append(_one_forward_one_backward(forwards, backwards, 2 * (n_stages - 1 - rank)))
     return orders
 
@@ -73,7 +74,11 @@ def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     _per_rank(n_stages, n_ranks)
     orders = []
     for rank in range(n_ranks):
-        turns = [(j, m) for j in range(rank, n_stages, n_ranks) for m in range(n_microbatches)]
+        turns = [
+            (stage, microbatch)
+            for stage in range(rank, n_stages, n_ranks)
+            for microbatch in range(n_microbatches)
+        ]
         forwards = [Op(Kind.FORWARD, *turn) for turn in turns]
         orders.append([*forwards, *(Op(Kind.BACKWARD, *turn) for turn in reversed(turns))])
     return orders
@@ -97,25 +102,28 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
         )
     in_round = n_microbatches // rounds if per_rank > 1 else n_microbatches
     turns = [
-        (block, m)
+        (block, microbatch)
         for start in range(0, n_microbatches, in_round)
         for block in range(per_rank)
-        for m in range(start, min(start + in_round, n_microbatches))
+        for microbatch in range(start, min(start + in_round, n_microbatches))
     ]
     orders = []
     for rank in range(n_ranks):
         ahead = n_ranks - 1 - rank
         warmup = (per_rank - 1) * in_round + 2 * ahead if per_rank > 1 else ahead
-        forwards = [Op(Kind.FORWARD, block * n_ranks + rank, m) for block, m in turns]
+        forwards = [
+            Op(Kind.FORWARD, block * n_ranks + rank, microbatch) for block, microbatch in turns
+        ]
         backwards = [
-            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, m) for block, m in turns
+            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, microbatch)
+            for block, microbatch in turns
         ]
         orders.append(_one_forward_one_backward(forwards, backwards, warmup))
     return orders
 
 
 def _per_rank(n_stages: int, n_ranks: int) -> int:
-    """Stages of a rank."""
+    """Return the number of stages of a rank."""
     if n_stages % n_ranks:
         raise UserError(
             f"{n_stages} stages cannot be dealt out evenly to {n_ranks} ranks: make them a multiple"
@@ -140,9 +148,11 @@ def zero_bubble(n_stages: int, n_microbatches: int, more_forwards: int = 0) -> O
         ranks_after = n_stages - 1 - rank
         lead = ranks_after + min(ranks_after, more_forwards)
         weights_delay = rank + min(rank, more_forwards)
-        forwards = [Op(Kind.FORWARD, rank, m) for m in range(n_microbatches)]
-        inputs = [Op(Kind.BACKWARD_INPUT, rank, m) for m in range(n_microbatches)]
-        weights = (Op(Kind.BACKWARD_WEIGHT, rank, m) for m in range(n_microbatches))
+        forwards = [Op(Kind.FORWARD, rank, microbatch) for microbatch in range(n_microbatches)]
+        inputs = [Op(Kind.BACKWARD_INPUT, rank, microbatch) for microbatch in range(n_microbatches)]
+        weights = (
+            Op(Kind.BACKWARD_WEIGHT, rank, microbatch) for microbatch in range(n_microbatches)
+        )
         order = []
         for op in _one_forward_one_backward(forwards, inputs, lead):
             order.append(op)
@@ -191,7 +201,7 @@ def as_early_as_possible(
     not_before: Mapping[Op, int] | None = None,
     pairs: Mapping[Op, Op] | None = None,
 ) -> Timing:
-    """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
+    """Time each rank's ops in order, as soon as the rank is free and what the op needs has ended.
 
     With a period, a rank is not free in a slot in which it is busy with another step. A pair of
     ops, forward first, takes one slot. Arguments and errors are those of
@@ -199,10 +209,10 @@ def as_early_as_possible(
     """
     pairs = pairs or {}
     slots = [len(order) - sum(op in pairs for op in order) for order in orders]
-    if period is not None and (least := max(slots)) > period:
+    if period is not None and (most_ops := max(slots)) > period:
         raise UserError(
-            f"rank {slots.index(least)} has {least} ops in a training step: give a period of"
-            f" {least} slots or more, not {period}"
+            f"rank {slots.index(most_ops)} has {most_ops} ops in a training step: give a period of"
+            f" {most_ops} slots or more, not {period}"
         )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
@@ -210,32 +220,34 @@ def as_early_as_possible(
     for forward, backward in pairs.items():
         needs[forward] += needs[backward]
     ends: dict[Op, int] = {}
-    free = [0] * len(orders)
+    free_at = [0] * len(orders)
     busy: list[set[int]] = [set() for _ in orders]
-    left = [deque(order) for order in orders]
+    remaining = [deque(order) for order in orders]
     waiting: dict[Op, list[int]] = defaultdict(list)  # ranks, by the op that they wait for
     ready = [*range(len(orders))]
     while ready:
         rank = ready.pop()
-        while left[rank]:
-            op = left[rank][0]
+        while remaining[rank]:
+            op = remaining[rank][0]
             if missing := [needed for needed in needs[op] if needed not in ends]:
                 waiting[missing[0]].append(rank)
                 break
             needed_ends = (ends[needed] for needed in needs[op])
-            start = max(free[rank], (not_before or {}).get(op, 0), *needed_ends)
+            start = max(free_at[rank], (not_before or {}).get(op, 0), *needed_ends)
             if period is not None:
                 while start % period in busy[rank]:
                     start += 1
                 busy[rank].add(start % period)
-            free[rank] = start + 1
+            free_at[rank] = start + 1
             for _ in range(1 + (op in pairs)):
-                ended = left[rank].popleft()
+                ended = remaining[rank].popleft()
                 ends[ended] = start + 1
                 ready += waiting.pop(ended, [])
     if waiting:
         stuck = sorted((rank, op) for op, ranks in waiting.items() for rank in ranks)
-        waits = "; ".join(f"rank {rank} waits at {left[rank][0]} for {op}" for rank, op in stuck)
+        waits = "; ".join(
+            f"rank {rank} waits at {remaining[rank][0]} for {op}" for rank, op in stuck
+        )
         raise UserError(
             f"the orders cannot be carried out: {waits}."
             " On its own rank, each op comes after those that it needs"
@@ -247,16 +259,16 @@ def as_early_as_possible(
 
 
 def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
-    """The least period at which no rank has two steps at once, and late weights are ready."""
+    """Return the least period in which no rank has two steps at once, and weights are ready."""
     longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
     if isinstance(delay, str):
         return longest
-    n_stages, n_microbatches = (max(op[k] for op in starts) + 1 for k in (1, 2))
-    least, _ = in_steps(delay, n_stages, n_microbatches)
+    n_stages, n_microbatches = (max(op[field] for op in starts) + 1 for field in (1, 2))
+    least_staleness, _ = in_steps(delay, n_stages, n_microbatches)
     timing = Timing(starts, longest)
-    for j in range(n_stages):
-        ready = timing.update_ready(j, n_microbatches)
-        for m in range(n_microbatches):
-            start = starts[Op(Kind.FORWARD, j, m)]
-            longest = max(longest, -((start - ready) // (least[j][m] + 1)))
+    for stage in range(n_stages):
+        ready = timing.update_ready(stage, n_microbatches)
+        for microbatch in range(n_microbatches):
+            start = starts[Op(Kind.FORWARD, stage, microbatch)]
+            longest = max(longest, -((start - ready) // (least_staleness[stage][microbatch] + 1)))
     return longest

@@ -70,8 +70,11 @@ class Placement:
     def has_whole_models(self) -> bool:
         """Whether a rank runs every stage of its micro-batches, the same ones at every step."""
         stages = range(len(self.cycles))
-        rows = {tuple(self.rank(j, m) for m in range(self.n_microbatches)) for j in stages}
-        return len(rows) == 1 and all(self.turns(j) == 1 for j in stages)
+        rows = {
+            tuple(self.rank(stage, microbatch) for microbatch in range(self.n_microbatches))
+            for stage in stages
+        }
+        return len(rows) == 1 and all(self.turns(stage) == 1 for stage in stages)
 
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""
@@ -79,12 +82,12 @@ class Placement:
         return length // gcd(self.n_microbatches, length)
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
+        """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""
         cycle = self.cycles[stage]
         return cycle[(step * self.n_microbatches + microbatch) % len(cycle)]
 
     def ranks(self, stage: int) -> Sequence[int]:
-        """The ranks that run ``stage``."""
+        """Return the ranks that run ``stage``."""
         return sorted(set(self.cycles[stage]))
 
 
@@ -92,43 +95,46 @@ class Assigned(Placement):
     """The rank of ``table[stage][microbatch]``, the same at every step."""
 
     def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
-        fits = isinstance(table, Sequence) and not isinstance(table, str)
-        if not fits or not table or not all(isinstance(row, Sequence) and row for row in table):
+        is_table = isinstance(table, Sequence) and not isinstance(table, str)
+        if not is_table or not table or not all(isinstance(row, Sequence) and row for row in table):
             raise UserError(f"a placement has the ranks of every stage: got {table!r}")
         cycles = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in table)
-        if (last := max(map(max, cycles))) >= MOST_RANKS:
-            raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {last}")
+        if (largest_rank := max(map(max, cycles))) >= MOST_RANKS:
+            raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {largest_rank}")
         super().__init__(name, len(cycles[0]), cycles)
 
 
 def place(
     name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int
 ) -> Placement:
-    """The placement called ``name`` for ops timed by ``timing``."""
+    """Return the placement called ``name`` for ops timed by ``timing``."""
     check_choice("placement", name, PLACEMENTS)
-    first, replicas = [0] * n_stages, [1] * n_stages
+    first_ranks, replicas = [0] * n_stages, [1] * n_stages
     if name == "per_microbatch":
         replicas = [n_workers] * n_stages
     elif name == "per_stage":
-        first = list(range(n_stages))
+        first_ranks = list(range(n_stages))
     elif name == "per_stage_and_microbatch":
-        replicas = [_most_in_flight(timing, j, n_microbatches) for j in range(n_stages)]
-        first = [0, *accumulate(replicas[:-1])]
-    cycles = (range(at, at + n) for at, n in zip(first, replicas, strict=True))
+        replicas = [_most_in_flight(timing, stage, n_microbatches) for stage in range(n_stages)]
+        first_ranks = [0, *accumulate(replicas[:-1])]
+    cycles = (
+        range(first_rank, first_rank + n_replicas)
+        for first_rank, n_replicas in zip(first_ranks, replicas, strict=True)
+    )
     return Placement(name, n_microbatches, tuple(cycles))
 
 
 def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
-    """The tick at which each rank's share of a stage's gradient is complete."""
+    """Return the tick at which each rank's share of a stage's gradient is complete."""
     ends: dict[int, int] = {}
-    for m in range(layout.n_microbatches):
-        rank = layout.rank(stage, m)
-        ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, m))
+    for microbatch in range(layout.n_microbatches):
+        rank = layout.rank(stage, microbatch)
+        ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, microbatch))
     return ends
 
 
 def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a rotated chain, from the first to give its gradient to the one that updates.
+    """Return the ranks of a rotated chain, from the first that gives to the one that updates.
 
     Those that finish together are a group: the chain passes through one after another.
     """
@@ -139,17 +145,17 @@ def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, .
     return tuple(_turned(group, laps) for group in _turned(groups, turn))
 
 
-def _turned(found: Sequence[_T], by: int) -> tuple[_T, ...]:
-    """``found``, beginning with another one."""
-    by %= len(found)
-    return (*found[by:], *found[:by])
+def _turned(items: Sequence[_T], by: int) -> tuple[_T, ...]:
+    """Return ``items`` rotated: they begin with the item at ``by``."""
+    by %= len(items)
+    return (*items[by:], *items[:by])
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
-    """Micro-batches whose activations at ``stage`` are alive at once, in the steady state."""
+    """Return the most micro-batches in flight at ``stage`` at once, in the steady state."""
     spans = [
-        (timing.starts[Op(Kind.FORWARD, stage, m)], timing.gradient_end(stage, m))
-        for m in range(n_microbatches)
+        (timing.starts[Op(Kind.FORWARD, stage, microbatch)], timing.gradient_end(stage, microbatch))
+        for microbatch in range(n_microbatches)
     ]
     period = timing.period
     alive = sum((-1 - start) // period - (-1 - end) // period for start, end in spans)

@@ -23,13 +23,13 @@ def build(name: str, **options: Any) -> Schedule:
     phases = options.pop("phases", ())
     make = catalog.METHODS.get(name) or catalog.FACTORIES.get(name)
     if make is None:
-        known = (*catalog.METHODS, *catalog.FACTORIES)
-        raise UserError(f"unknown schedule {name!r}: {suggest(name, known)}")
+        known_names = (*catalog.METHODS, *catalog.FACTORIES)
+        raise UserError(f"unknown schedule {name!r}: {suggest(name, known_names)}")
     return with_phases(make(**{**options, **from_mappings(options)}), phases)
 
 
 def with_phases(schedule: Schedule, phases: Sequence[Mapping[str, Any]]) -> Schedule:
-    """``schedule`` after others, described by plain values.
+    """Return ``schedule`` after others, which plain values describe.
 
     Args:
         schedule: the last.
@@ -43,14 +43,16 @@ def with_phases(schedule: Schedule, phases: Sequence[Mapping[str, Any]]) -> Sche
         raise UserError(
             f"phases: got {phases!r}; expected a list, as [{{schedule: dp, epochs: 1}}]"
         )
-    found = []
-    for given in phases:
-        if not isinstance(given, Mapping):
-            raise UserError(f"phases: got {given!r}; expected {{schedule: NAME, epochs: 1}}, each")
-        lasts = {name: given.get(name) for name in ("steps", "epochs")}
-        own = {name: value for name, value in given.items() if name not in lasts}
-        found.append(Phase(alike(schedule, own, "phases"), **lasts))
-    return after(found, schedule) if found else schedule
+    earlier_phases = []
+    for description in phases:
+        if not isinstance(description, Mapping):
+            raise UserError(
+                f"phases: got {description!r}; expected {{schedule: NAME, epochs: 1}}, each"
+            )
+        lengths = {name: description.get(name) for name in ("steps", "epochs")}
+        method_options = {name: value for name, value in description.items() if name not in lengths}
+        earlier_phases.append(Phase(alike(schedule, method_options, "phases"), **lengths))
+    return after(earlier_phases, schedule) if earlier_phases else schedule
 
 
 def alike(schedule: Schedule, given: Any, what: str = "candidates") -> Schedule:
@@ -61,20 +63,25 @@ def alike(schedule: Schedule, given: Any, what: str = "candidates") -> Schedule:
         given: the name of a method; or a mapping of ``schedule``, its name, and its options.
         what: what it is for, in errors.
     """
-    name, own = given, {}
+    name, method_options = given, {}
     if isinstance(given, Mapping):
-        name, own = given.get("schedule"), {k: v for k, v in given.items() if k != "schedule"}
+        name, method_options = (
+            given.get("schedule"),
+            {key: value for key, value in given.items() if key != "schedule"},
+        )
     if name not in catalog.METHODS:
         raise UserError(
             f"{what}: got {given!r}; expected the name of a method, or {{schedule: NAME}} with"
             f" options: {suggest(str(name), [*catalog.METHODS])}"
         )
     method = catalog.METHODS[name]
-    usual = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
-    usual |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
-    usual |= {"accumulate": schedule.accumulate}
+    defaults = {"n": schedule.n_workers, "placement": schedule.placement, "state": schedule.state}
+    defaults |= {name: getattr(schedule, name) for name in ("n_stages", "n_microbatches")}
+    defaults |= {"accumulate": schedule.accumulate}
     takes = signature(method.factory).parameters.keys() - method.options
-    return build(name, **{k: v for k, v in usual.items() if k in takes} | own)
+    return build(
+        name, **{key: value for key, value in defaults.items() if key in takes} | method_options
+    )
 
 
 DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}
@@ -82,7 +89,7 @@ DESCRIBED: Mapping[str, type] = {"delay": RandomDelay, "correction": Correction}
 
 
 def from_mappings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of :data:`DESCRIBED` that are given, as schedules take them."""
+    """Return the options of :data:`DESCRIBED` that are given, as schedules take them."""
     return {
         name: make(**options[name]) if isinstance(options[name], Mapping) else options[name]
         for name, make in DESCRIBED.items()

@@ -35,14 +35,14 @@ class Program:
         return range(self.first_step, self.first_step + self.n_steps)
 
     def slot(self, instruction: Instruction) -> int:
-        """The slot in which ``instruction`` starts, counted from the program's start."""
+        """Return the slot in which ``instruction`` starts, counted from the program's start."""
         return instruction.tick // self.schedule.timing.ticks_per_slot
 
     @cached_property
     def n_slots(self) -> int:
         """Slots until the last rank has finished."""
-        last = max(i.tick for rank in self.ranks for i in rank)
-        return -(-last // self.schedule.timing.ticks_per_slot)
+        last_tick = max(i.tick for rank in self.ranks for i in rank)
+        return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
     def verify(self) -> "Program":
         """Replay the program and return it.
@@ -54,20 +54,20 @@ class Program:
         return self
 
     def updated(self, rank: int) -> frozenset[int]:
-        """The stages that a rank updates."""
+        """Return the stages that a rank updates."""
         return frozenset(i.stage for i in self.ranks[rank] if i.action == Action.UPDATE)
 
     def first_forwards(self, since: int = 0) -> dict[int, int]:
-        """The first forward of each rank that begins with the model's first stage.
+        """Return the first forward of each rank that begins with the model's first stage.
 
         The first from the tick ``since`` on, in ticks from there.
         """
-        found = {}
-        for rank, own in enumerate(self.ranks):
-            forwards = (i for i in own if i.action == Action.FORWARD and i.tick >= since)
+        starts = {}
+        for rank, instructions in enumerate(self.ranks):
+            forwards = (i for i in instructions if i.action == Action.FORWARD and i.tick >= since)
             if (first := next(forwards, None)) is not None and first.stage == 0:
-                found[rank] = first.tick - since
-        return found
+                starts[rank] = first.tick - since
+        return starts
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
@@ -75,7 +75,7 @@ class Program:
         return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
 
     def total_activations(self) -> tuple[int, ...]:
-        """The most activations that all ranks hold at one moment of each slot: ``[slot]``."""
+        """Return the most activations of all ranks at one moment of each slot, ``[slot]``."""
         gained: Counter[int] = Counter()
         for instructions in self.ranks:
             levels = [(0, 0), *_alive(instructions)]
@@ -86,22 +86,26 @@ class Program:
         return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, ``[rank]``, in stage-activations."""
+        """Return the most stage-activations that each rank holds at once, ``[rank]``."""
         return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """``[rank]``, the most stage-parameters held at once: all versions, and predictions.
+        """Return the most stage-parameters held at once, ``[rank]``: all versions, and predictions.
 
         In the program's order. With overlap see
         :func:`toolkit.schedule.overlapped_weights.most_weights`.
         """
-        held = [0] * len(self.ranks)
-        for j in range(self.schedule.n_stages):
-            n_versions = len(self.schedule.versions(j, self.first_step))
-            for rank in self.schedule.first_holders(j, self.first_step):
-                held[rank] += n_versions
+        first_weights = [0] * len(self.ranks)
+        for stage in range(self.schedule.n_stages):
+            n_versions = len(self.schedule.versions(stage, self.first_step))
+            for rank in self.schedule.first_holders(stage, self.first_step):
+                first_weights[rank] += n_versions
         return tuple(
-            max(accumulate((_weights_gained(i, rank) for i in instructions), initial=held[rank]))
+            max(
+                accumulate(
+                    (_weights_gained(i, rank) for i in instructions), initial=first_weights[rank]
+                )
+            )
             for rank, instructions in enumerate(self.ranks)
         )
 
@@ -116,12 +120,12 @@ class Program:
         slots = range(self.n_slots + 1) if slots is None else slots
         total = [[NOTHING] * len(self.ranks) for _ in slots]
         for rank, instructions in enumerate(self.ranks):
-            sent: defaultdict[int, list[Traffic]] = defaultdict(list)
+            sent_by_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
                 if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
-                    sent[self.slot(i)].append(traffic_of(i, rank))
-            for slot, found in sent.items():
-                total[slots.index(slot)][rank] = together(found)
+                    sent_by_slot[self.slot(i)].append(traffic_of(i, rank))
+            for slot, messages in sent_by_slot.items():
+                total[slots.index(slot)][rank] = together(messages)
         return tuple(map(tuple, total))
 
 
@@ -136,22 +140,22 @@ NOTHING = Traffic(0, Fraction(0))
 
 
 def together(found: Sequence[Traffic]) -> Traffic:
-    """The sum of all."""
+    """Return the sum of all messages and units."""
     return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
 
 
 def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
-    """What all ranks together send in each slot, in stage-parameters: of ``[slot][rank]``."""
+    """Return what all ranks send in each slot, in stage-parameters, from ``[slot][rank]``."""
     return tuple(sum((sent.units for sent in slot if sent.units), Fraction()) for slot in traffic)
 
 
 def rounds(action: Action, n_ranks: int) -> int:
-    """Messages of a collective that wait for each other: a ring's, or a binomial tree's."""
+    """Return how many messages of a collective, a ring or a binomial tree, wait for each other."""
     return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
 
 
 def traffic_of(i: Instruction, rank: int) -> Traffic:
-    """What ``rank`` sends by an instruction that moves weights or gradients."""
+    """Return what ``rank`` sends by an instruction that moves weights or gradients."""
     if i.action == Action.ALL_REDUCE:
         messages = rounds(i.action, len(i.peers))
         return Traffic(messages, Fraction(messages, len(i.peers)))
@@ -165,7 +169,7 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
 
 
 def received_of(i: Instruction, rank: int) -> Traffic:
-    """What ``rank`` receives by an instruction that moves something."""
+    """Return what ``rank`` receives by an instruction that moves something."""
     if i.action == Action.ALL_REDUCE:
         return traffic_of(i, rank)
     if i.action == Action.REDUCE:
@@ -176,7 +180,7 @@ def received_of(i: Instruction, rank: int) -> Traffic:
 
 
 def _tree_children(position: int, n: int) -> int:
-    """Children of ``position`` in the binomial tree over 0 .. n-1 whose root is 0."""
+    """Return how many children ``position`` has in the binomial tree over 0 .. n-1 with root 0."""
     bits = range(position.bit_length(), n.bit_length())
     return sum(position + (1 << bit) < n for bit in bits)
 
@@ -184,19 +188,19 @@ def _tree_children(position: int, n: int) -> int:
 def most_by_slot(
     changes: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
 ) -> Iterator[int]:
-    """The highest level in each slot, from ``changes`` = (tick, level from then on), in order.
+    """Yield the highest level in each slot, from ordered ``changes`` = (tick, level from then on).
 
     What is released exactly at a slot's start does not count in that slot.
     """
-    coming = [*changes]
-    level = at = 0
+    pending = [*changes]
+    level = index = 0
     for slot in range(n_slots):
-        most = level
-        while at < len(coming) and coming[at][0] < (slot + 1) * ticks_per_slot:
-            when, level = coming[at]
-            most = level if when == slot * ticks_per_slot else max(most, level)
-            at += 1
-        yield most
+        peak = level
+        while index < len(pending) and pending[index][0] < (slot + 1) * ticks_per_slot:
+            tick, level = pending[index]
+            peak = level if tick == slot * ticks_per_slot else max(peak, level)
+            index += 1
+        yield peak
 
 
 def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
@@ -213,7 +217,7 @@ def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
 
 
 def _weights_gained(i: Instruction, rank: int) -> int:
-    """The stages' weights that ``rank`` holds more, or less, after an instruction."""
+    """Return by how many stages' weights ``rank`` holds more, or less, after an instruction."""
     if i.action == Action.FREE:
         return -int(i.buffer != Buffer.ACTIVATION)
     if i.buffer == Buffer.WEIGHTS:

@@ -47,11 +47,11 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     position = [0] * len(ranks)
     waiting: dict[int, Instruction] = {}  # ranks at a message or a collective without the others
     collectives: dict[tuple, dict[int, Instruction]] = {}  # ranks that have arrived
-    n = len(ranks)
+    n_ranks = len(ranks)
 
     def head(instruction: Instruction, rank: int) -> int:
-        """Its place among the ready, as one number: by tick, phase and rank."""
-        return (instruction.tick * 3 + _PHASES[instruction.action]) * n + rank
+        """Return its place among the ready as one number: by tick, phase and rank."""
+        return (instruction.tick * 3 + _PHASES[instruction.action]) * n_ranks + rank
 
     ready = [head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
@@ -64,27 +64,27 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
             heappush(ready, head(ranks[rank][position[rank]], rank))
 
     while ready:
-        rank = heappop(ready) % n
-        order, at = ranks[rank], position[rank]
+        rank = heappop(ready) % n_ranks
+        order, index = ranks[rank], position[rank]
         while True:
-            instruction = order[at]
+            instruction = order[index]
             action = instruction.action
             if action in _OTHER_END:
                 (peer,) = instruction.peers
-                other = waiting.get(peer)
+                peer_instruction = waiting.get(peer)
                 if (
-                    other is None
-                    or other.action != _OTHER_END[action]
-                    or other.peers != (rank,)
-                    or other[2:7] != instruction[2:7]
+                    peer_instruction is None
+                    or peer_instruction.action != _OTHER_END[action]
+                    or peer_instruction.peers != (rank,)
+                    or peer_instruction[2:7] != instruction[2:7]
                 ):
                     waiting[rank] = instruction
                     break
                 if action == SEND:
                     yield rank, instruction
-                    yield peer, other
+                    yield peer, peer_instruction
                 else:
-                    yield peer, other
+                    yield peer, peer_instruction
                     yield rank, instruction
                 resume(peer)
             elif action in _COLLECTIVES:
@@ -102,12 +102,12 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                         resume(partner)
             else:
                 yield rank, instruction
-            at += 1
-            if at == len(order):
+            index += 1
+            if index == len(order):
                 break
-            if ready and ready[0] < (place := head(order[at], rank)):
-                heappush(ready, place)
+            if ready and ready[0] < (next_head := head(order[index], rank)):
+                heappush(ready, next_head)
                 break
-        position[rank] = at
+        position[rank] = index
     if waiting:
         raise DeadlockError(waiting)

@@ -90,46 +90,57 @@ class Schedule:
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
         check_choice("chains", self.chains, CHAINS)
-        s = whole(self.n_stages, "the number of stages", 1)
-        m = whole(self.n_microbatches, "the number of micro-batches", 1)
-        k = whole(self.accumulate, "accumulate", 1)
-        if m % k:
-            raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
-        validate.check_forwards(s, m)
+        n_stages = whole(self.n_stages, "the number of stages", 1)
+        n_microbatches = whole(self.n_microbatches, "the number of micro-batches", 1)
+        accumulate = whole(self.accumulate, "accumulate", 1)
+        if n_microbatches % accumulate:
+            raise UserError(
+                f"accumulate divides the {n_microbatches} micro-batches of a step: got {accumulate}"
+            )
+        validate.check_forwards(n_stages, n_microbatches)
         # Python's own numbers and tuples compare and hash; NumPy's do not.
-        self._set(n_stages=s, n_microbatches=m, accumulate=k, delay=plain(self.delay))
+        self._set(
+            n_stages=n_stages,
+            n_microbatches=n_microbatches,
+            accumulate=accumulate,
+            delay=plain(self.delay),
+        )
         if self.corrected == Correction(self.corrected.kind):  # of usual strength: equal by name
             self._set(correction=self.corrected.kind)
-        validate.check_complete(self.timing.starts, s, m)
+        validate.check_complete(self.timing.starts, n_stages, n_microbatches)
         layout = self.placement
         if not isinstance(layout, Placement):
-            layout = place(layout, self.timing, s, m, self.n_workers)
-        elif isinstance(layout, Assigned) and [*map(len, layout.cycles)] != [m] * s:
+            layout = place(layout, self.timing, n_stages, n_microbatches, self.n_workers)
+        elif (
+            isinstance(layout, Assigned)
+            and [*map(len, layout.cycles)] != [n_microbatches] * n_stages
+        ):
             raise UserError(
-                f"a placement is [stage][microbatch], here {s} of {m} each: got {layout.cycles}"
+                f"a placement is [stage][microbatch], here {n_stages} of {n_microbatches} each: got"
+                f" {layout.cycles}"
             )
-        validate.check_dependencies(self.timing, layout, s)
-        validate.check_ranks(self.timing, layout, s)
+        validate.check_dependencies(self.timing, layout, n_stages)
+        validate.check_ranks(self.timing, layout, n_stages)
         if isinstance(self.delay, str) and self.delay == FRESHEST:
-            least = largest = freshest(self.timing, s, m)
+            least_staleness = most_staleness = freshest(self.timing, n_stages, n_microbatches)
         else:
-            least, largest = in_steps(self.delay, s, m)
-        self._set(layout=layout, least_staleness=least, staleness=largest)
-        validate.check_staleness(self.timing, layout, least, self.delay)
+            least_staleness, most_staleness = in_steps(self.delay, n_stages, n_microbatches)
+        self._set(layout=layout, least_staleness=least_staleness, staleness=most_staleness)
+        validate.check_staleness(self.timing, layout, least_staleness, self.delay)
         if self.chains != IN_ORDER:
-            validate.check_rotated(self.timing, layout, least, self.state, self.n_workers)
-        validate.check_correction(self.corrected, self.timing, layout, largest, self.state)
+            validate.check_rotated(self.timing, layout, least_staleness, self.state, self.n_workers)
+        validate.check_correction(self.corrected, self.timing, layout, most_staleness, self.state)
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        late = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
+        delay = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
         return (
             f"Schedule({self.name!r}, stages={self.n_stages}, microbatches={self.n_microbatches},"
             f" ranks={self.n_ranks}, period={self.period:g}, placement={self.layout.name!r},"
-            f" delay={late!r}, state={self.state!r})"
+            f" delay={delay!r}, state={self.state!r})"
         )
 
     @property
@@ -140,8 +151,8 @@ class Schedule:
     @property
     def period(self) -> float:
         """Slots between the starts of consecutive training steps; an int if they are whole."""
-        slots, rest = divmod(self.timing.period, self.timing.ticks_per_slot)
-        return slots + rest / self.timing.ticks_per_slot if rest else slots
+        slots, remainder = divmod(self.timing.period, self.timing.ticks_per_slot)
+        return slots + remainder / self.timing.ticks_per_slot if remainder else slots
 
     @property
     def n_workers(self) -> int:
@@ -186,14 +197,16 @@ class Schedule:
         stages are dealt out evenly, the last to the first rank, which cyclic timing updates first.
         """
         if self.state != "replicated" and self.layout.has_whole_models:
-            last = self.n_ranks - 1
-            return tuple(last - j * self.n_ranks // self.n_stages for j in range(self.n_stages))
+            last_rank = self.n_ranks - 1
+            return tuple(
+                last_rank - stage * self.n_ranks // self.n_stages for stage in range(self.n_stages)
+            )
         if self.rings:
             return tuple(ring[-1][-1] for ring in self.rings)
         microbatches = range(self.n_microbatches)
         return tuple(
-            self.rank(j, max(microbatches, key=partial(self.timing.gradient_end, j)))
-            for j in range(self.n_stages)
+            self.rank(stage, max(microbatches, key=partial(self.timing.gradient_end, stage)))
+            for stage in range(self.n_stages)
         )
 
     @cached_property
@@ -201,24 +214,24 @@ class Schedule:
         """``[stage][group]``, ranks of its rotated chain, the owner last; empty if in order."""
         if self.chains == IN_ORDER:
             return ()
-        return tuple(ring_of(self.timing, self.layout, j) for j in range(self.n_stages))
+        return tuple(ring_of(self.timing, self.layout, stage) for stage in range(self.n_stages))
 
     def oldest_version(self, stage: int, step: int) -> int:
-        """The oldest weight version of ``stage`` that is used at ``step`` or later."""
-        late = max(self.staleness[stage])
-        oldest = step - late - (self.corrected.predicts and late > 0)
+        """Return the oldest weight version of ``stage`` that is used at ``step`` or later."""
+        most_stale = max(self.staleness[stage])
+        oldest = step - most_stale - (self.corrected.predicts and most_stale > 0)
         return max(self.first_version(stage), oldest)
 
     def first_version(self, stage: int) -> int:
-        """The oldest weight version of ``stage`` that exists."""
+        """Return the oldest weight version of ``stage`` that exists."""
         return self.first_versions[stage] if self.first_versions else 0
 
     def at(self, step: int) -> "Schedule":
-        """The schedule of a training step; another one only if schedules follow one another."""
+        """Return the schedule of a training step: this one, unless it has phases."""
         return self
 
     def next_change(self, step: int) -> int | None:
-        """The first step after ``step`` that another schedule trains; None if none follows."""
+        """Return the first step after ``step`` of another schedule; None if none follows."""
         return None
 
     @property
@@ -227,34 +240,34 @@ class Schedule:
         return self
 
     def changes(self, steps: range) -> list[int]:
-        """The training steps, after the first of ``steps``, that begin with another schedule."""
-        found = [steps.start]
-        while (change := self.next_change(found[-1])) is not None and change < steps.stop:
-            found.append(change)
-        return found[1:]
+        """Return the steps, after the first of ``steps``, that begin with another schedule."""
+        starts = [steps.start]
+        while (change := self.next_change(starts[-1])) is not None and change < steps.stop:
+            starts.append(change)
+        return starts[1:]
 
     def in_steps(self, steps_per_epoch: int) -> "Schedule":
-        """The same, with all lengths in training steps."""
+        """Return the same with all lengths in training steps."""
         return self
 
     def versions(self, stage: int, step: int) -> range:
-        """The weight versions of ``stage`` that are held as ``step`` begins."""
+        """Return the weight versions of ``stage`` that are held as ``step`` begins."""
         return range(self.oldest_version(stage, step), step + 1)
 
     def first_holders(self, stage: int, step: int = 0) -> tuple[int, ...]:
-        """The ranks that hold the weights of ``stage`` as a program begins with ``step``."""
+        """Return the ranks that hold the weights of ``stage`` as a program begins with ``step``."""
         if self.state != "replicated":
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
 
     def delays(self, step: int) -> Staleness:
-        """``[stage][microbatch]``, the steps by which the weights read at ``step`` are late."""
+        """Return the staleness of the weights read at ``step``: ``[stage][microbatch]``."""
         if isinstance(self.delay, RandomDelay):
             return draws(self.delay, self.n_stages, self.n_microbatches, step)
         return self.staleness
 
     def version(self, stage: int, microbatch: int, step: int) -> int:
-        """The weight version that ``stage`` reads for ``microbatch`` at ``step``."""
+        """Return the weight version that ``stage`` reads for ``microbatch`` at ``step``."""
         return max(self.first_version(stage), step - self.delays(step)[stage][microbatch])
 
     def predicts(self, stage: int, version: int, step: int) -> bool:
@@ -266,14 +279,14 @@ class Schedule:
         return self.corrected.kind == "compensate" and version < step
 
     def read_by(self, op: Op, version: int, step: int) -> Buffer | None:
-        """What ``op`` at ``step`` reads in place of ``version``, or besides it; None: only that."""
+        """Return what ``op`` reads in place of ``version``, or besides it; None: only that."""
         if self.predicts(op.stage, version, step):
             return Buffer.PREDICTION
         last = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         return Buffer.COMPENSATED if last and self.compensates(version, step) else None
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
+        """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""
         return self.layout.rank(stage, microbatch, step)
 
     @classmethod
@@ -289,7 +302,7 @@ class Schedule:
         not_before: Mapping[Op, int] | None = None,
         unfold: bool = False,
     ) -> "Schedule":
-        """A schedule from the order of each rank's ops, each as early as it can start.
+        """Make a schedule from the order of each rank's ops, each as early as it can start.
 
         Args:
             orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``; a forward and a
@@ -349,7 +362,7 @@ class Schedule:
         return schedule
 
     def to_csv(self) -> str:
-        """One training step in the compute format of torch.distributed.pipelining.
+        """Return one training step in the compute format of torch.distributed.pipelining.
 
         It has timing and placement only: delay, state and correction are options of
         :meth:`from_csv`. Raises UserError if the schedule is not a pipeline.
@@ -357,11 +370,11 @@ class Schedule:
         return csv_format.write_csv(self.name, self.timing, self.layout)
 
     def grid(self, n_steps: int = 1) -> str:
-        """``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
+        """Return ``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
         return _grid.render(self.timing, self.layout, n_steps)
 
     def lower(self, n_steps: int, first_step: int = 0) -> "Program":
-        """Each rank's instructions, all communication inferred.
+        """Return each rank's instructions; all communication is inferred.
 
         Args:
             n_steps: training steps, 1 or more.
@@ -371,30 +384,37 @@ class Schedule:
 
 
 def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
-    """The rank of each stage and micro-batch: ``[stage][microbatch]``."""
+    """Return the rank of each stage and micro-batch: ``[stage][microbatch]``."""
     if not orders or not all(orders):
         idle = [rank for rank, order in enumerate(orders) if not order]
         raise UserError(f"every rank has something to do: got {len(orders)} ranks, idle: {idle}")
-    seen: dict[Op, int] = {}
+    rank_of: dict[Op, int] = {}
     ranks: dict[tuple[int, int], int] = {}
     for rank, order in enumerate(orders):
         for op in order:
-            if op in seen:
-                raise UserError(f"{op} is done twice: on rank {seen[op]} and on rank {rank}")
-            seen[op] = rank
-            first = ranks.setdefault(op[1:], rank)
-            if first != rank:
+            if op in rank_of:
+                raise UserError(f"{op} is done twice: on rank {rank_of[op]} and on rank {rank}")
+            rank_of[op] = rank
+            first_rank = ranks.setdefault(op[1:], rank)
+            if first_rank != rank:
                 raise UserError(
-                    f"{op} is on rank {rank} and its other half on rank {first}: activations stay"
-                    " where they were made"
+                    f"{op} is on rank {rank} and its other half on rank {first_rank}: activations"
+                    " stay where they were made"
                 )
-    n_stages = max(op.stage for op in seen) + 1
-    n_microbatches = max(op.microbatch for op in seen) + 1
-    validate.check_complete(seen, n_stages, n_microbatches)
-    return [[ranks[j, m] for m in range(n_microbatches)] for j in range(n_stages)]
+    n_stages = max(op.stage for op in rank_of) + 1
+    n_microbatches = max(op.microbatch for op in rank_of) + 1
+    validate.check_complete(rank_of, n_stages, n_microbatches)
+    return [
+        [ranks[stage, microbatch] for microbatch in range(n_microbatches)]
+        for stage in range(n_stages)
+    ]
 
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Label schedules, given by key, by their names; a shared name is followed by the key."""
+    """Return labels of schedules, by key: their names, followed by the key if the name is shared.
+
+    Args:
+        names: name of each schedule, by any unique key.
+    """
     count = Counter(names.values())
     return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}

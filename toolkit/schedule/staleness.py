@@ -90,7 +90,7 @@ class RandomDelay:
     @property
     def expected(self) -> float:
         """The mean of the draws, in steps."""
-        further = sum(k * weight for k, weight in enumerate(self._weights))
+        further = sum(steps * weight for steps, weight in enumerate(self._weights))
         return float(self.least + Fraction(further, sum(self._weights)))
 
     @property
@@ -124,20 +124,23 @@ class RandomDelay:
         return tuple((below << _BITS) // total for below in accumulate(self._weights))
 
     def draw(self, stage: int, microbatch: int, step: int) -> int:
-        """The steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
-        what = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
-        key = " ".join(map(str, (self.seed, *what))).encode()
+        """Return the steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
+        shared_key = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
+        key = " ".join(map(str, (self.seed, *shared_key))).encode()
         bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")
         return self.least + bisect_right(self._bounds, bits, hi=self.most - self.least)
 
 
 @lru_cache(maxsize=256)
 def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Staleness:
-    """What ``delay`` draws for a training step: ``[stage][microbatch]``."""
+    """Return what ``delay`` draws for a training step: ``[stage][microbatch]``."""
     if delay.per == "microbatch":
         microbatches = range(n_microbatches)
-        return tuple(tuple(delay.draw(j, m, step) for m in microbatches) for j in range(n_stages))
-    return tuple((delay.draw(j, 0, step),) * n_microbatches for j in range(n_stages))
+        return tuple(
+            tuple(delay.draw(stage, microbatch, step) for microbatch in microbatches)
+            for stage in range(n_stages)
+        )
+    return tuple((delay.draw(stage, 0, step),) * n_microbatches for stage in range(n_stages))
 
 
 Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
@@ -145,7 +148,7 @@ Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
 
 
 def plain(delay: Delay, depth: int = 2) -> Any:
-    """``delay`` with arrays and lists as tuples of numbers, ``depth`` of them within each other."""
+    """Return ``delay`` with arrays and lists as tuples of numbers, at most ``depth`` deep."""
     if hasattr(delay, "tolist"):
         delay = delay.tolist()
     if isinstance(delay, Sequence) and not isinstance(delay, str) and depth:
@@ -156,39 +159,47 @@ def plain(delay: Delay, depth: int = 2) -> Any:
 def freshest(
     timing: Timing, n_stages: int, n_microbatches: int, *, together: bool = False
 ) -> Staleness:
-    """``[stage][microbatch]``, the least staleness; ``together``: updates wait for all stages."""
-    ends = [timing.update_ready(j, n_microbatches) for j in range(n_stages)]
+    """Return the least staleness, ``[stage][microbatch]``.
+
+    ``together``: the updates of a step wait for the gradients of all stages.
+    """
+    ends = [timing.update_ready(stage, n_microbatches) for stage in range(n_stages)]
     rows = []
-    for j in range(n_stages):
-        ready = max(ends) if together else ends[j]
-        starts = (timing.starts[Op(Kind.FORWARD, j, m)] for m in range(n_microbatches))
+    for stage in range(n_stages):
+        ready = max(ends) if together else ends[stage]
+        starts = (
+            timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+            for microbatch in range(n_microbatches)
+        )
         rows.append(tuple(max(0, -((start - ready) // timing.period) - 1) for start in starts))
     return tuple(rows)
 
 
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
-    """The least and the largest staleness of a delay in steps; equal unless it is random."""
+    """Return the least and the largest staleness of a delay in steps; equal unless it is random."""
     if isinstance(delay, RandomDelay):
-        least, _ = in_steps(delay.least, n_stages, n_microbatches)
+        smallest, _ = in_steps(delay.least, n_stages, n_microbatches)
         largest, _ = in_steps(delay.most, n_stages, n_microbatches)
-        return least, largest
-    given = plain(delay)
-    if isinstance(given, str):
+        return smallest, largest
+    delays = plain(delay)
+    if isinstance(delays, str):
         raise UserError(
-            f"unknown delay {given!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
+            f"unknown delay {delays!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
             " or matrix [stage][microbatch] of them, or a RandomDelay"
         )
-    if not isinstance(given, tuple):
-        given = (given,) * n_stages
-    shape = [len(row) if isinstance(row, tuple) else None for row in given]
+    if not isinstance(delays, tuple):
+        delays = (delays,) * n_stages
+    shape = [len(row) if isinstance(row, tuple) else None for row in delays]
     if shape == [None] * n_stages:
-        given = tuple((row,) * n_microbatches for row in given)
+        delays = tuple((row,) * n_microbatches for row in delays)
     elif shape != [n_microbatches] * n_stages:
         raise UserError(
             f"a delay is one number, a list with one for each of {n_stages} stages, or a matrix of"
-            f" {n_stages} x {n_microbatches} [stage][microbatch]: got {given}"
+            f" {n_stages} x {n_microbatches} [stage][microbatch]: got {delays}"
         )
-    found = tuple(tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in given)
-    if (latest := max(map(max, found))) > _MOST:
+    staleness = tuple(
+        tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in delays
+    )
+    if (latest := max(map(max, staleness))) > _MOST:
         raise UserError(f"a delay is at most {_MOST} steps: got {latest}")
-    return found, found
+    return staleness, staleness

@@ -52,19 +52,19 @@ class Footprint:
 
 
 def settled_steps(schedule: Schedule) -> int:
-    """Training steps until the steady state, at a step that starts with a slot."""
+    """Return the training steps until the steady state, at a step that starts with a slot."""
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
     return -(-steps // _whole(schedule)) * _whole(schedule)
 
 
 def _whole(schedule: Schedule) -> int:
-    """The fewest periods that make a whole number of slots: usually one."""
+    """Return the fewest periods that make a whole number of slots: usually one."""
     timing = schedule.timing
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
 def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range:
-    """The training steps, of ``n_steps`` from ``first_step`` on, that are in the steady state.
+    """Return which of ``n_steps`` training steps from ``first_step`` on are in the steady state.
 
     They count from ``first_step``. Where schedules follow one another, those of the last.
 
@@ -88,7 +88,7 @@ def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
-    """The fewest training steps with ``timed`` steady ones, rounded up as in steady_steps."""
+    """Return the fewest training steps of which ``timed`` are steady, as steady_steps counts."""
     begin = [0, *schedule.changes(range(sys.maxsize))][-1]
     schedule = schedule.final
     threads = schedule.max_staleness + 1
@@ -97,26 +97,32 @@ def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
 
 
 def _unsteady_end(schedule: Schedule) -> int:
-    """Training steps at a program's end that overlap too few, or whose weights nobody reads."""
+    """Return how many last steps overlap too few others, or make weights that nobody reads."""
     return max(schedule.timing.steps_under_way - 1, schedule.max_staleness)
 
 
 def steady_slots(schedule: Schedule, step: int) -> slice:
-    """The slots from the start of ``step``, a settled one, to the next step that starts a slot."""
+    """Return the slots from a settled ``step`` to the next step that starts with a slot."""
     timing, end = schedule.timing, step + _whole(schedule)
     return slice(*(at * timing.period // timing.ticks_per_slot for at in (step, end)))
 
 
 def steady_state(schedule: Schedule) -> SteadyState:
-    """One period of ``schedule``, after older steps have ended; random delays are one draw."""
+    """Return one period of ``schedule`` in the steady state.
+
+    Args:
+        schedule: any schedule; of phases, the last counts. A random delay is one draw of it.
+    """
     schedule = schedule.final
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
-    held = zip(*(of_rank[slots] for of_rank in program.activations()), strict=True)
+    activations = zip(
+        *(rank_activations[slots] for rank_activations in program.activations()), strict=True
+    )
     traffic = program.traffic(range(slots.start, slots.stop))
     total = program.total_activations()[slots]
-    return SteadyState(tuple(held), total, traffic, program.peak_weights())
+    return SteadyState(tuple(activations), total, traffic, program.peak_weights())
 
 
 def footprint(schedule: Schedule) -> Footprint:
@@ -125,20 +131,26 @@ def footprint(schedule: Schedule) -> Footprint:
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)
-    stage = Fraction(1, schedule.n_stages)
-    kept = [rank for j in range(schedule.n_stages) for rank in schedule.first_holders(j)]
+    stage_share = Fraction(1, schedule.n_stages)
+    holders = [rank for stage in range(schedule.n_stages) for rank in schedule.first_holders(stage)]
     traffic = program.traffic()[slots]
-    own = ((i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions)
-    sent = together([traffic_of(i, rank) for i, rank in own if belongs_to(i, settled)])
+    ranked_instructions = (
+        (i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions
+    )
+    sent = together(
+        [traffic_of(i, rank) for i, rank in ranked_instructions if belongs_to(i, settled)]
+    )
     return Footprint(
         ranks=schedule.n_ranks,
-        activations=max(max(held[slots]) for held in program.activations()) * stage,
-        total_activations=max(program.total_activations()[slots]) * stage,
-        parameters=max(map(kept.count, kept)) * stage,
-        weights=max(program.peak_weights()) * stage,
-        traffic=sent.units * stage / schedule.n_ranks,
+        activations=max(max(rank_activations[slots]) for rank_activations in program.activations())
+        * stage_share,
+        total_activations=max(program.total_activations()[slots]) * stage_share,
+        parameters=max(map(holders.count, holders)) * stage_share,
+        weights=max(program.peak_weights()) * stage_share,
+        traffic=sent.units * stage_share / schedule.n_ranks,
         messages=Fraction(sent.messages, schedule.n_ranks),
-        traffic_in_slot=max(of_rank.units for slot in traffic for of_rank in slot) * stage,
+        traffic_in_slot=max(rank_traffic.units for slot in traffic for rank_traffic in slot)
+        * stage_share,
         rounds=_rounds(program),
     )
 
@@ -151,21 +163,21 @@ def belongs_to(i: Instruction, step: int) -> bool:
 
 
 def _rounds(program: Program) -> int:
-    """Messages of one stage that wait for each other at the same tick."""
+    """Return the most messages of one stage that wait for each other at one tick."""
     depth: defaultdict[tuple[int, int], int] = defaultdict(int)
-    now = most = 0
+    tick = longest = 0
     for rank, i in replay(program.ranks):
-        if i.tick != now:
-            now = i.tick
+        if i.tick != tick:
+            tick = i.tick
             depth.clear()
         if not i.moves_parameters:
             continue
-        at = (rank, i.stage)
+        key = (rank, i.stage)
         if i.action == Action.RECV:
-            depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
+            depth[key] = max(depth[key], depth[i.peers[0], i.stage] + 1)
         elif i.action != Action.SEND and rank == i.peers[0]:
-            before = max(depth[peer, i.stage] for peer in i.peers)
-            reached = before + rounds(i.action, len(i.peers))
-            depth.update({(peer, i.stage): reached for peer in i.peers})
-        most = max(most, depth[at])
-    return most
+            depth_before = max(depth[peer, i.stage] for peer in i.peers)
+            depth_after = depth_before + rounds(i.action, len(i.peers))
+            depth.update({(peer, i.stage): depth_after for peer in i.peers})
+        longest = max(longest, depth[key])
+    return longest

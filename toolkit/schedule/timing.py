@@ -62,7 +62,7 @@ class Timing:
         return hash((frozenset(self.starts.items()), self.period, self.ticks_per_slot))
 
     def end(self, op: Op) -> int:
-        """The tick at which ``op`` of step 0 has ended."""
+        """Return the tick at which ``op`` of step 0 has ended."""
         return self.starts[op] + self.ticks_per_slot
 
     @property
@@ -71,12 +71,12 @@ class Timing:
         return -(-max(map(self.end, self.starts)) // self.period)
 
     def gradient_end(self, stage: int, microbatch: int) -> int:
-        """The tick at which the gradient of the stage's parameters is complete."""
+        """Return the tick at which the gradient of the stage's parameters is complete."""
         op = Op(Kind.BACKWARD_WEIGHT, stage, microbatch)
         return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
 
     def update_ready(self, stage: int, n_microbatches: int) -> int:
-        """The tick at which all micro-batches' gradients are complete: the stage can be updated."""
+        """Return the tick at which all gradients of a stage are complete: it can be updated."""
         return max(self.gradient_end(stage, m) for m in range(n_microbatches))
 
 
@@ -103,7 +103,7 @@ def _staggered(
 
 
 def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
-    """All workers at once: F(j,m) at slot j, B(j,m) at slot 2S-1-j, period 2S.
+    """Start all workers at once: F(j,m) at slot j, B(j,m) at slot 2S-1-j, period 2S.
 
     With k micro-batches each, micro-batch m is 2S (m div n) slots later, and the period is 2Sk.
     """

@@ -51,22 +51,22 @@ class _Block:
     bound: int  # stage-activations that a rank holds at most
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
-        """The rank's ops, without the backwards of the weights."""
-        first, second, last = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
-        way_down, way_up = self.down * rank, self.up * (last - rank)
-        turn_1 = self.down * last + self.turns[0]
-        turn_2 = turn_1 + self.up * last + self.turns[1]
-        turn_3 = turn_2 + self.down * last + self.turns[2]
+        """Return the rank's ops, without the backwards of the weights."""
+        first_stage, second_stage, last_rank = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
+        way_down, way_up = self.down * rank, self.up * (last_rank - rank)
+        turn_1 = self.down * last_rank + self.turns[0]
+        turn_2 = turn_1 + self.up * last_rank + self.turns[1]
+        turn_3 = turn_2 + self.down * last_rank + self.turns[2]
         block = [
-            (way_down, Kind.FORWARD, first),
-            (turn_1 + way_up, Kind.FORWARD, second),
-            (turn_2 + way_down, Kind.BACKWARD_INPUT, second),
-            (turn_3 + way_up, Kind.BACKWARD_INPUT, first),
+            (way_down, Kind.FORWARD, first_stage),
+            (turn_1 + way_up, Kind.FORWARD, second_stage),
+            (turn_2 + way_down, Kind.BACKWARD_INPUT, second_stage),
+            (turn_3 + way_up, Kind.BACKWARD_INPUT, first_stage),
         ]
         starts = {
-            Op(kind, stage, m): slot + m * _INTERVAL
+            Op(kind, stage, microbatch): slot + microbatch * _INTERVAL
             for slot, kind, stage in block
-            for m in range(n_microbatches)
+            for microbatch in range(n_microbatches)
         }
         return sorted(starts, key=starts.__getitem__)
 
@@ -98,38 +98,39 @@ def _n_ranks(n_stages: int) -> int:
 
 
 def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
-    """Each rank's ops in order, each as early as it can start."""
+    """Return each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
     scarce = 2 * n_microbatches > block.bound  # not all micro-batches fit
     halves: list[list[Op]] = [[] for _ in planned]  # backwards of weights that may run
-    held = [0] * n_ranks
+    n_held = [0] * n_ranks
     orders: list[list[Op]] = [[] for _ in planned]
     ends: dict[Op, int] = {}
     slot = 0
 
     def ready(op: Op) -> bool:
-        needed = dependencies(op, split, 2 * n_ranks)
-        return all(ends.get(other, slot + 1) <= slot for other in needed)
+        needed_ops = dependencies(op, split, 2 * n_ranks)
+        return all(ends.get(needed_op, slot + 1) <= slot for needed_op in needed_ops)
 
     def choose(rank: int) -> Op | None:
-        """The planned op that runs next, or None if a backward of the weights goes before it."""
-        level = most = held[rank]
-        seen: set[tuple[int, ...]] = set()  # kinds and stages: their micro-batches keep their order
+        """Return the planned op that runs next; None: a backward of the weights goes first."""
+        level = peak = n_held[rank]
+        # No later op of a kind and stage may run first: their micro-batches keep their order.
+        kinds_and_stages: set[tuple[int, ...]] = set()
         for op in planned[rank]:
             forward = op.kind == Kind.FORWARD
-            if op[:2] not in seen:
-                if not (forward and most == block.bound) and ready(op):
+            if op[:2] not in kinds_and_stages:
+                if not (forward and peak == block.bound) and ready(op):
                     return op
-                if (scarce and halves[rank]) or len(seen) == 3:
+                if (scarce and halves[rank]) or len(kinds_and_stages) == 3:
                     return None
-                seen.add(op[:2])
+                kinds_and_stages.add(op[:2])
             level += 1 if forward else -1
-            most = max(most, level)
+            peak = max(peak, level)
         return None
 
     while any(planned) or any(halves):
-        before = len(ends)
+        n_ended = len(ends)
         for rank in range(n_ranks):
             if (op := choose(rank)) is not None:
                 planned[rank].remove(op)
@@ -138,14 +139,14 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
             else:
                 continue
             if op.kind == Kind.FORWARD:
-                held[rank] += 1
+                n_held[rank] += 1
             elif op.kind == Kind.BACKWARD_INPUT:
                 halves[rank].append(op._replace(kind=Kind.BACKWARD_WEIGHT))
             else:
-                held[rank] -= 1
+                n_held[rank] -= 1
             ends[op] = slot + 1
             orders[rank].append(op)
-        assert len(ends) > before, "the block's ranks wait for each other"
+        assert len(ends) > n_ended, "the block's ranks wait for each other"
         slot += 1
     return orders
 
@@ -157,45 +158,56 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
     gap of its rank in which it fits, a forward only while the rank then holds no more than before.
     """
     p = _n_ranks(n_stages)
-    block, slot = {Op(Kind.FORWARD, j, 0): j for j in range(2 * p)}, 2 * p + 3 * (p % 3 == 0)
-    for j in reversed(range(2 * p)):
-        block[Op(Kind.BACKWARD, j, 0)] = slot
-        slot += 2 + 3 * ((j - p) % 3 == 1)  # a fourth in a row would take slots of the first
+    block, slot = (
+        {Op(Kind.FORWARD, stage, 0): stage for stage in range(2 * p)},
+        2 * p + 3 * (p % 3 == 0),
+    )
+    for stage in reversed(range(2 * p)):
+        block[Op(Kind.BACKWARD, stage, 0)] = slot
+        slot += 2 + 3 * ((stage - p) % 3 == 1)  # a fourth in a row would take slots of the first
     starts = {
-        op._replace(microbatch=m): at + m * _INTERVAL
-        for op, at in block.items()
-        for m in range(n_microbatches)
+        op._replace(microbatch=microbatch): start + microbatch * _INTERVAL
+        for op, start in block.items()
+        for microbatch in range(n_microbatches)
     }
     lengths = {op: 2 if op.kind == Kind.BACKWARD else 1 for op in starts}
-    place = {op: min(op.stage, 2 * p - 1 - op.stage) for op in starts}
-    taken: list[set[int]] = [set() for _ in range(p)]
-    held: list[Counter[int]] = [Counter() for _ in range(p)]  # stage-activations, by slot
-    for op, at in starts.items():
-        taken[place[op]].update(range(at, at + lengths[op]))
+    rank_of = {op: min(op.stage, 2 * p - 1 - op.stage) for op in starts}
+    busy_slots: list[set[int]] = [set() for _ in range(p)]
+    activations: list[Counter[int]] = [Counter() for _ in range(p)]  # stage-activations, by slot
+    for op, start in starts.items():
+        busy_slots[rank_of[op]].update(range(start, start + lengths[op]))
         if op.kind == Kind.FORWARD:
             end = starts[op._replace(kind=Kind.BACKWARD)] + 2
-            held[place[op]].update(range(at, end))
-    most = max(max(by_slot.values()) for by_slot in held)
-    for op, at in sorted(starts.items(), key=lambda item: item[1]):
-        rank, length = place[op], lengths[op]
-        before = [*dependencies(op, starts, 2 * p)]
+            activations[rank_of[op]].update(range(start, end))
+    most_activations = max(max(by_slot.values()) for by_slot in activations)
+    for op, start in sorted(starts.items(), key=lambda item: item[1]):
+        rank, length = rank_of[op], lengths[op]
+        predecessors = [*dependencies(op, starts, 2 * p)]
         if op.microbatch:
-            before.append(op._replace(microbatch=op.microbatch - 1))
-        first = max((starts[other] + lengths[other] for other in before), default=0)
+            predecessors.append(op._replace(microbatch=op.microbatch - 1))
+        earliest = max(
+            (starts[predecessor] + lengths[predecessor] for predecessor in predecessors), default=0
+        )
         if op.kind == Kind.FORWARD:
-            full = (s for s in reversed(range(first, at)) if held[rank][s] == most)
-            first = next(full, first - 1) + 1
-        taken[rank].difference_update(range(at, at + length))
-        gaps = (s for s in range(first, at) if taken[rank].isdisjoint(range(s, s + length)))
-        starts[op] = new = next(gaps, at)
-        taken[rank].update(range(new, new + length))
+            full = (
+                s
+                for s in reversed(range(earliest, start))
+                if activations[rank][s] == most_activations
+            )
+            earliest = next(full, earliest - 1) + 1
+        busy_slots[rank].difference_update(range(start, start + length))
+        gaps = (
+            s for s in range(earliest, start) if busy_slots[rank].isdisjoint(range(s, s + length))
+        )
+        starts[op] = new_start = next(gaps, start)
+        busy_slots[rank].update(range(new_start, new_start + length))
         if op.kind == Kind.FORWARD:
-            held[rank].update(range(new, at))
+            activations[rank].update(range(new_start, start))
         else:
-            held[rank].subtract(range(new + length, at + length))
+            activations[rank].subtract(range(new_start + length, start + length))
     orders: list[list[Op]] = [[] for _ in range(p)]
     for op in sorted(starts, key=starts.__getitem__):
-        orders[place[op]].append(op)
+        orders[rank_of[op]].append(op)
     return orders
 
 
@@ -214,22 +226,24 @@ def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
             f" of {2 * n_ranks}"
         )
     stages = range(n_stages)
-    way = [(Kind.FORWARD, j) for j in stages] + [(Kind.BACKWARD, j) for j in reversed(stages)]
+    path = [(Kind.FORWARD, stage) for stage in stages] + [
+        (Kind.BACKWARD, stage) for stage in reversed(stages)
+    ]
     orders: list[list[Op]] = [[] for _ in range(n_ranks)]
     # [rank], ops that can start, the next first: whether a forward, micro-batch, - place on the way
     waiting: list[list[tuple[bool, int, int]]] = [[] for _ in orders]
-    waiting[0] = [(True, m, 0) for m in range(min(n_ranks, n_microbatches))]
+    waiting[0] = [(True, microbatch, 0) for microbatch in range(min(n_ranks, n_microbatches))]
     while any(waiting):
         running = [(rank, heappop(queue)) for rank, queue in enumerate(waiting) if queue]
-        for rank, (_, m, negative) in running:
-            kind, j = way[-negative]
-            orders[rank].append(Op(kind, j, m))
-            following = 1 - negative
-            if following == len(way):
-                m, following = m + n_ranks, 0
-            if m < n_microbatches:
-                kind, j = way[following]
-                at = j % (2 * n_ranks)
-                queue = waiting[min(at, 2 * n_ranks - 1 - at)]
-                heappush(queue, (kind == Kind.FORWARD, m, -following))
+        for rank, (_, microbatch, negative_place) in running:
+            kind, stage = path[-negative_place]
+            orders[rank].append(Op(kind, stage, microbatch))
+            next_place = 1 - negative_place
+            if next_place == len(path):
+                microbatch, next_place = microbatch + n_ranks, 0
+            if microbatch < n_microbatches:
+                kind, stage = path[next_place]
+                position = stage % (2 * n_ranks)
+                queue = waiting[min(position, 2 * n_ranks - 1 - position)]
+                heappush(queue, (kind == Kind.FORWARD, microbatch, -next_place))
     return orders

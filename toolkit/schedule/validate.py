@@ -36,14 +36,15 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
             raise UserError(
                 f"op {op} is outside {n_stages} stages and {n_microbatches} micro-batches"
             )
-    for j in range(n_stages):
-        for m in range(n_microbatches):
-            kinds = {kind for kind in Kind if Op(kind, j, m) in ops}
+    for stage in range(n_stages):
+        for microbatch in range(n_microbatches):
+            kinds = {kind for kind in Kind if Op(kind, stage, microbatch) in ops}
             if kinds not in _COMPLETE:
-                found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
+                kind_names = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
                 raise UserError(
-                    f"stage {j} of micro-batch {m} needs a forward and either a backward or both"
-                    f" of its halves: found {found}; stages and micro-batches count from 0"
+                    f"stage {stage} of micro-batch {microbatch} needs a forward and either a"
+                    f" backward or both of its halves: found {kind_names}; stages and micro-batches"
+                    " count from 0"
                 )
 
 
@@ -68,8 +69,8 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     busy: dict[int, list[tuple[int, Op]]] = {}
     laps: dict[int, int] = {}
     turns = [layout.turns(stage) for stage in range(n_stages)]
-    for stage, n in enumerate(turns):
-        if n > 1 and _first_come_first_served(timing, stage, layout.n_microbatches):
+    for stage, n_turns in enumerate(turns):
+        if n_turns > 1 and _first_come_first_served(timing, stage, layout.n_microbatches):
             turns[stage] = 0  # a rank is free again when its turn comes
     for pair in timing.pairs.items():
         if len({layout.rank(op.stage, op.microbatch) for op in pair}) > 1:
@@ -83,43 +84,47 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
             rank = layout.rank(op.stage, op.microbatch, step)
             busy.setdefault(rank, []).append(((start + step * period) % lap, op))
             laps.setdefault(rank, lap)
-    for rank, taken in busy.items():
-        taken.sort()
-        after = [*taken[1:], (taken[0][0] + laps[rank], taken[0][1])]
-        for (start, op), (following, other) in zip(taken, after, strict=True):
-            if following - start < tick:
+    for rank, starts_and_ops in busy.items():
+        starts_and_ops.sort()
+        successors = [
+            *starts_and_ops[1:],
+            (starts_and_ops[0][0] + laps[rank], starts_and_ops[0][1]),
+        ]
+        for (start, op), (next_start, next_op) in zip(starts_and_ops, successors, strict=True):
+            if next_start - start < tick:
                 raise UserError(
-                    f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
+                    f"rank {rank} cannot run {op} and {next_op} in the same slot of the steady"
                     f" state: choose another placement than {layout.name!r}, or other"
                     f" numbers of stages and micro-batches than {n_stages} and"
                     f" {layout.n_microbatches}\n"
-                    + grid.render(timing, layout, laps[rank] // period + 1, mark=(other, 0))
+                    + grid.render(timing, layout, laps[rank] // period + 1, mark=(next_op, 0))
                 )
 
 
 def _first_come_first_served(timing: Timing, stage: int, n_microbatches: int) -> bool:
     """Whether micro-batches enter and leave ``stage`` in order, from step to step."""
     microbatches = range(n_microbatches)
-    enter = [timing.starts[Op(Kind.FORWARD, stage, m)] for m in microbatches]
-    leave = [timing.gradient_end(stage, m) for m in microbatches]
-    both = [[*times, times[0] + timing.period] for times in (enter, leave)]
-    return all(times == sorted(times) for times in both)
+    enter = [timing.starts[Op(Kind.FORWARD, stage, microbatch)] for microbatch in microbatches]
+    leave = [timing.gradient_end(stage, microbatch) for microbatch in microbatches]
+    two_laps = [[*times, times[0] + timing.period] for times in (enter, leave)]
+    return all(times == sorted(times) for times in two_laps)
 
 
 def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, delay: Delay) -> None:
     """Raise UserError if weights are read before they are made."""
     possible = freshest(timing, len(staleness), layout.n_microbatches)
-    for j, row in enumerate(staleness):
-        for m, asked in enumerate(row):
-            least = possible[j][m]
-            if asked < least:
-                remedy = f'ask for delay={least} there, or for delay="{FRESHEST}"'
+    for stage, row in enumerate(staleness):
+        for microbatch, promised in enumerate(row):
+            least_delay = possible[stage][microbatch]
+            if promised < least_delay:
+                remedy = f'ask for delay={least_delay} there, or for delay="{FRESHEST}"'
                 if isinstance(delay, RandomDelay):
                     remedy = f"draw delays of least={max(map(max, possible))} or more"
                 raise UserError(
-                    f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
-                    f" timing makes them available {least} step{'s' * (least > 1)} late;"
-                    f" {remedy}\n" + grid.render(timing, layout, mark=(Op(Kind.FORWARD, j, m), 0))
+                    f"stage {stage} on micro-batch {microbatch} cannot read weights {promised}"
+                    f" steps late: the timing makes them available {least_delay}"
+                    f" step{'s' * (least_delay > 1)} late; {remedy}\n"
+                    + grid.render(timing, layout, mark=(Op(Kind.FORWARD, stage, microbatch), 0))
                 )
 
 
@@ -136,16 +141,18 @@ def check_correction(
         )
     if correction.predicts:
         return
-    for j, row in enumerate(staleness):
-        made = timing.update_ready(j, layout.n_microbatches) - timing.period
-        for m, delay in enumerate(row):
-            ends = timing.gradient_end(j, m) - timing.ticks_per_slot
-            if delay and ends < made:
+    for stage, row in enumerate(staleness):
+        update_tick = timing.update_ready(stage, layout.n_microbatches) - timing.period
+        for microbatch, delay in enumerate(row):
+            read_tick = timing.gradient_end(stage, microbatch) - timing.ticks_per_slot
+            if delay and read_tick < update_tick:
                 kinds = (Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
-                op = next(op for kind in kinds if (op := Op(kind, j, m)) in timing.starts)
+                op = next(
+                    op for kind in kinds if (op := Op(kind, stage, microbatch)) in timing.starts
+                )
                 raise UserError(
                     f"correction=compensate reads the newest weights in {op}, before their update"
-                    f" is complete: start it {made - ends} ticks later, or use"
+                    f" is complete: start it {update_tick - read_tick} ticks later, or use"
                     " correction=extrapolate\n" + grid.render(timing, layout, mark=(op, 0))
                 )
 
@@ -162,21 +169,21 @@ def check_rotated(
             f"{takes} a rank for each micro-batch, the same at every stage: got placement"
             f' {layout.name!r}; choose placement="per_microbatch", or {instead}'
         )
-    for j, row in enumerate(staleness):
-        ends = share_ends(timing, layout, j)
+    for stage, row in enumerate(staleness):
+        ends = share_ends(timing, layout, stage)
         if len(set(ends.values())) == 1 < len(ends):
             raise UserError(
-                f"{takes} micro-batches that end one after another: at stage {j} all {len(ends)}"
-                f" end at once, and their gradients meet in an all-reduce; {instead}"
+                f"{takes} micro-batches that end one after another: at stage {stage} all"
+                f" {len(ends)} end at once, and their gradients meet in an all-reduce; {instead}"
             )
-        made = timing.update_ready(j, layout.n_microbatches)
-        for m, delay in enumerate(row):
-            op = Op(Kind.FORWARD, j, m)
+        update_tick = timing.update_ready(stage, layout.n_microbatches)
+        for microbatch, delay in enumerate(row):
+            op = Op(Kind.FORWARD, stage, microbatch)
             # New weights need time to go round before a rank reads them.
-            if timing.starts[op] + (delay + 1) * timing.period <= made:
+            if timing.starts[op] + (delay + 1) * timing.period <= update_tick:
                 raise UserError(
                     f"{takes} a delay that leaves new weights time to go round the ranks: stage"
-                    f" {j} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
-                    f" for delay={delay + 1} there, or {instead}\n"
+                    f" {stage} on micro-batch {microbatch} reads them as they are made,"
+                    f" {delay} steps late; ask for delay={delay + 1} there, or {instead}\n"
                     + grid.render(timing, layout, mark=(op, 0))
                 )

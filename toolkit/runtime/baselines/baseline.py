@@ -75,9 +75,11 @@ class Baseline(OnRanks):
     def _part(self) -> dict[str, Any]:
         self._settle()
         leads = self.rank == 0
-        saved = self.own if leads or self._all_save else ()
-        versions = {j: self._versions(j) for j in saved}
-        return part_of(self.steps_done, self.stages, self._updaters, versions, saved, leads=leads)
+        saved_stages = self.own if leads or self._all_save else ()
+        versions = {stage: self._versions(stage) for stage in saved_stages}
+        return part_of(
+            self.steps_done, self.stages, self._updaters, versions, saved_stages, leads=leads
+        )
 
     def _versions(self, j: int) -> dict[int, Weights]:
         """Return the weight versions of stage ``j`` that are still read."""
@@ -86,8 +88,8 @@ class Baseline(OnRanks):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._settle()
         load_model(state, self.stages, self._updaters, self.own)
-        for updater, found in zip(self._updaters, state["stages"], strict=True):
-            updater.load(found)
+        for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
+            updater.load(stage_state)
 
     def _reads(self, step: int) -> Sequence[int]:
         return [self.rank]
@@ -150,11 +152,11 @@ def check_data_parallel(
         and schedule.n_ranks == schedule.n_microbatches
         and not isinstance(schedule.delay, RandomDelay)
         and (schedule.corrected.kind == "none" or not staleness)
-        and all(late == staleness for stage in schedule.staleness for late in stage)
+        and all(delay == staleness for stage in schedule.staleness for delay in stage)
         and all(
-            schedule.rank(j, m, step) == m
+            schedule.rank(j, microbatch, step) == microbatch
             for j in range(schedule.n_stages)
-            for m in range(schedule.n_microbatches)
+            for microbatch in range(schedule.n_microbatches)
             for step in range(schedule.layout.turns(j))
         )
     ):

@@ -69,18 +69,23 @@ class Chain(nn.Module):
 
     def statistics(self) -> list[Tensor]:
         """Return the running statistics of batch norms that advance."""
-        norms = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.training]
-        return [x for m in norms for x in (m.running_mean, m.running_var) if x is not None]
+        norms = [norm for norm in self.modules() if isinstance(norm, _BatchNorm) and norm.training]
+        return [
+            statistic
+            for norm in norms
+            for statistic in (norm.running_mean, norm.running_var)
+            if statistic is not None
+        ]
 
 
 def check_weights_stay(stages: Stages, runtime: str, way_out: str) -> None:
     """Raise UserError if a stage sends a weight on; for systems that free it after the forward."""
-    for j, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for name in stage.meta["sends_weights"]:
             raise UserError(
-                f"runtime={runtime} frees the weights of a stage after its forward, and stage {j}"
-                f" sends {name} to a later stage, which uses it, too: {way_out}, cut the model into"
-                " one stage, or use runtime=distributed"
+                f"runtime={runtime} frees the weights of a stage after its forward, and stage"
+                f" {index} sends {name} to a later stage, which uses it, too: {way_out},"
+                " cut the model into one stage, or use runtime=distributed"
             )
 
 
@@ -151,7 +156,7 @@ class Synchronous(Baseline):
         loss.backward()
 
     def _update(self) -> None:
-        """One step of every stage's optimizer."""
+        """Step every stage's optimizer."""
         for updater in self._updaters:
             updater.apply()
 
@@ -160,8 +165,10 @@ class Synchronous(Baseline):
         """Average the ranks' running statistics."""
         if running := self._chain.statistics():
             mean = self.total(torch.cat(running)) / self.n_ranks
-            for tensor, part in zip(running, mean.split([len(t) for t in running]), strict=True):
-                tensor.copy_(part)
+            for tensor, tensor_mean in zip(
+                running, mean.split([len(tensor) for tensor in running]), strict=True
+            ):
+                tensor.copy_(tensor_mean)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

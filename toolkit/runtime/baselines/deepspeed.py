@@ -81,19 +81,29 @@ class DeepSpeed(Synchronous):
                 "runtime=deepspeed sends by torch's first process group, which this script or a"
                 " larger job has made: start as many ranks as the schedule has"
             )
-        whole = Chain(self.stages, self.seed)
+        whole_chain = Chain(self.stages, self.seed)
         # The engine cuts its parameters up. It shares the buffers with the model.
-        self._chain = copy.deepcopy(whole, {id(buffer): buffer for buffer in whole.buffers()})
-        self._twins = dict(zip(whole.parameters(), self._chain.parameters(), strict=True))
+        self._chain = copy.deepcopy(
+            whole_chain, {id(buffer): buffer for buffer in whole_chain.buffers()}
+        )
+        self._twins = dict(zip(whole_chain.parameters(), self._chain.parameters(), strict=True))
         self._released = Released(self._twins)
-        updaters = [Updater(s, self.optimizer, self.lr_scheduler) for s in whole.stages]
-        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
+        updaters = [
+            Updater(stage, self.optimizer, self.lr_scheduler) for stage in whole_chain.stages
+        ]
+        self._optimizers = [
+            updater.optimizer for updater in updaters if updater.optimizer is not None
+        ]
         self._wrapped: Any = self._wrap(self._chain)
         return updaters
 
     def _wrap(self, model: Chain) -> nn.Module:
         joint = _joint(self._optimizers, self._twins)
-        self._group_of = {p: k for k, g in enumerate(joint.param_groups) for p in g["params"]}
+        self._group_of = {
+            parameter: index
+            for index, group in enumerate(joint.param_groups)
+            for parameter in group["params"]
+        }
         with self.world.watch.waiting("DeepSpeed on all ranks", self._everyone):
             engine, *_ = self._deepspeed.initialize(
                 model=model, optimizer=joint, config=self._settings(), dist_init_required=False
@@ -168,17 +178,17 @@ class DeepSpeed(Synchronous):
         self._states.clear()
         for parameter, piece, optimizer in self._pieces():
             piece.cut(piece.share, parameter)
-            kept = self._states[piece.share]
+            share_state = self._states[piece.share]
             for key, value in optimizer.state[parameter].items():
                 if _shaped_like(parameter, value):
-                    piece.cut(kept.setdefault(key, torch.zeros_like(piece.share)), value)
+                    piece.cut(share_state.setdefault(key, torch.zeros_like(piece.share)), value)
                 else:
-                    kept[key] = value
+                    share_state[key] = value
 
     def _copy_weights(self, *, to_engine: bool) -> None:
         """Copy all weights, a stage at a time, from the engine to the model, or back."""
         for stage in self.stages:
-            pairs = {p: self._twins[p] for p in stage.parameters()}
+            pairs = {parameter: self._twins[parameter] for parameter in stage.parameters()}
             with self._deepspeed.zero.GatheredParameters(
                 [*pairs.values()], 0 if to_engine else None
             ):
@@ -206,15 +216,15 @@ class DeepSpeed(Synchronous):
         share = zero.single_partition_of_fp32_groups[self._group_of[twin]]
         if (mapping := cast(Any, twin)._hp_mapping) is None:
             return _Piece(share, 0, 0, 0)
-        inside, of_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Piece(share, inside.start, of_parameter.start, inside.numel)
+        fragment, flat_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Piece(share, fragment.start, flat_parameter.start, fragment.numel)
 
     def _gathered(self, piece: "_Piece", values: Tensor, like: Tensor) -> Tensor:
         """Return the values that belong to a parameter, from the pieces of all ranks."""
-        whole = torch.zeros(like.numel(), dtype=like.dtype)
-        part = whole[piece.start : piece.start + piece.length]
-        part.copy_(values[piece.position :][: len(part)])
-        return self.total(whole).to(like.device).view_as(like)
+        flat = torch.zeros(like.numel(), dtype=like.dtype)
+        own_elements = flat[piece.start : piece.start + piece.length]
+        own_elements.copy_(values[piece.position :][: len(own_elements)])
+        return self.total(flat).to(like.device).view_as(like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +245,8 @@ class _Piece:
 
     def cut(self, values: Tensor, parameter: Tensor) -> None:
         """Copy the piece of ``parameter`` to its place in ``values``, laid out as the share."""
-        part = parameter.flatten()[self.start : self.start + self.length]
-        values[self.position :][: len(part)].copy_(part)
+        elements = parameter.flatten()[self.start : self.start + self.length]
+        values[self.position :][: len(elements)].copy_(elements)
 
 
 def _shaped_like(tensor: Tensor, value: Any) -> bool:
@@ -255,4 +265,9 @@ def _joint(
             f" {', '.join(sorted(kind.__name__ for kind in kinds))}; or use runtime=fsdp"
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return kinds.pop()([g | {"params": [twins[p] for p in g["params"]]} for g in groups])
+    return kinds.pop()(
+        [
+            group | {"params": [twins[parameter] for parameter in group["params"]]}
+            for group in groups
+        ]
+    )

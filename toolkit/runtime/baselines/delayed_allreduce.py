@@ -64,13 +64,15 @@ class DelayedAllReduce(Baseline):
         self._update(keep_old=True)
 
     def _versions(self, j: int) -> dict[int, Weights]:
-        before = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
-        return before | super()._versions(j)
+        previous = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
+        return previous | super()._versions(j)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
         oldest = max(0, state["steps_done"] - 1)
-        self._read = [loaded(state, j, runner)[oldest] for j, runner in enumerate(self._runners)]
+        self._read = [
+            loaded(state, stage, runner)[oldest] for stage, runner in enumerate(self._runners)
+        ]
 
     def _steps(self, source: BatchReader) -> Steps:
         """Run the steps, and apply the last update at their end."""
@@ -79,8 +81,8 @@ class DelayedAllReduce(Baseline):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         values = inputs
-        read = [leaves(weights) for weights in self._read]
-        for runner, weights in zip(self._runners, read, strict=True):
+        weights_read = [leaves(weights) for weights in self._read]
+        for runner, weights in zip(self._runners, weights_read, strict=True):
             values = runner.forward(weights, values, (self.rank,), step)
         loss = self._loss(values[0], targets)
         loss.root(self.n_ranks, self.options.scale).backward()
@@ -88,7 +90,7 @@ class DelayedAllReduce(Baseline):
         wire = COMPRESSIONS[self.compression]
         messages = [
             _Message(take_gradients(weights), runner.take_statistics() | counts, wire, self.world)
-            for runner, weights in zip(self._runners, read, strict=True)
+            for runner, weights in zip(self._runners, weights_read, strict=True)
         ]
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]

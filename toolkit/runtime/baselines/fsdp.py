@@ -72,24 +72,24 @@ class FSDP(Synchronous):
     @torch.no_grad()
     def _module(self) -> nn.Module:
         self._released.restore()
-        for stage, whole in zip(self._chain.stages, self._whole, strict=True):
+        for stage, full_weights in zip(self._chain.stages, self._whole, strict=True):
             assert isinstance(stage, FSDPModule)
             with self.world.watch.waiting("the shares of all ranks", self._everyone):
                 stage.unshard()
             for name, parameter in stage.named_parameters():
-                whole[name].copy_(parameter)
+                full_weights[name].copy_(parameter)
             stage.reshard()
         return super()._module()
 
     def _part(self) -> dict[str, Any]:
-        part = super()._part()
+        state = super()._part()
         frozen = {
             name: parameter.data
             for stage in self._chain.stages
             for name, parameter in stage.named_parameters()
             if not parameter.requires_grad
         }
-        return part | {"fixed": part["fixed"] | frozen}
+        return state | {"fixed": state["fixed"] | frozen}
 
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`Runtime.state_dict`; the ranks gather their shares."""
@@ -103,8 +103,10 @@ class FSDP(Synchronous):
                 parameter.data.copy_(_share(state["model"][name], parameter))
             for name, buffer in stage.named_buffers():
                 buffer.copy_(state["model"][name])
-        for updater, found in zip(self._updaters, state["stages"], strict=True):
-            updater.load(found | {"optimizer": _optimizer_share(found["optimizer"], updater)})
+        for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
+            updater.load(
+                stage_state | {"optimizer": _optimizer_share(stage_state["optimizer"], updater)}
+            )
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._released.release()
@@ -122,19 +124,21 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
     """Return ``tensor`` spread over the ranks like ``parameter``."""
-    like = cast(DTensor, parameter.data)
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    sharded = cast(DTensor, parameter.data)
+    return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str, Any] | None:
     """Return an optimizer's state, each tensor spread like its parameter."""
     if state is None or updater.optimizer is None:
         return None
-    parameters = [p for group in updater.optimizer.param_groups for p in group["params"]]
+    parameters = [
+        parameter for group in updater.optimizer.param_groups for parameter in group["params"]
+    ]
 
-    def share(value: Any, like: Tensor) -> Any:
-        alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
-        return _share(value, like) if alike else value
+    def share(value: Any, parameter: Tensor) -> Any:
+        has_its_shape = isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+        return _share(value, parameter) if has_its_shape else value
 
     shares = {
         index: {key: share(value, parameters[index]) for key, value in values.items()}

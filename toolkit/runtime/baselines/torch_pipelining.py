@@ -69,12 +69,17 @@ class TorchPipelining(Baseline):
         self._check_no_gloo_on_gpus()
         # Other ranks' stages get no gradients here; their learning rates keep in step.
         self._runners = self._make_runners()
-        self._owners = [self.schedule.rank(j, 0) for j in range(len(self.stages))]
-        self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
-        last, split = len(self.stages) - 1, self.schedule.splits_backward
-        self._parts = [_Part(self._runners[j], self.world, j == last, split) for j in self._own]
-        others = [stage for j, stage in enumerate(self.stages) if j not in self._own]
-        self._released = Released(p for stage in others for p in stage.parameters())
+        self._owners = [self.schedule.rank(index, 0) for index in range(len(self.stages))]
+        self._own = [index for index, owner in enumerate(self._owners) if owner == self.rank]
+        last_stage, splits = len(self.stages) - 1, self.schedule.splits_backward
+        self._parts = [
+            _Part(self._runners[index], self.world, index == last_stage, splits)
+            for index in self._own
+        ]
+        other_stages = [stage for index, stage in enumerate(self.stages) if index not in self._own]
+        self._released = Released(
+            parameter for stage in other_stages for parameter in stage.parameters()
+        )
         self._runner: Any = None
         self._size = 0
         return self._runners
@@ -101,59 +106,65 @@ class TorchPipelining(Baseline):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
         load_model(state, self.stages, self._runners, self._own)
-        for j, (runner, found) in enumerate(zip(self._runners, state["stages"], strict=True)):
-            if j not in self._own and found["optimizer"] is not None:
-                found = found | {"optimizer": found["optimizer"] | {"state": {}}}
-            runner.load(found)
+        for index, (runner, stage_state) in enumerate(
+            zip(self._runners, state["stages"], strict=True)
+        ):
+            if index not in self._own and stage_state["optimizer"] is not None:
+                stage_state = stage_state | {"optimizer": stage_state["optimizer"] | {"state": {}}}
+            runner.load(stage_state)
 
     def _reads(self, step: int) -> Sequence[int]:
         return range(self.schedule.n_microbatches)
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
-        n = self.schedule.n_microbatches
+        n_microbatches = self.schedule.n_microbatches
         self._released.release()
-        self._fit_to(len(targets) // n)
-        for part in self._parts:
-            part.begin(step)
-        last = len(self.stages) - 1 in self._own
+        self._fit_to(len(targets) // n_microbatches)
+        for stage_part in self._parts:
+            stage_part.begin(step)
+        has_last_stage = len(self.stages) - 1 in self._own
         losses: list[Tensor] = []
         self._values: list[LossValue] = []
         with self.world.watch.waiting(_MESSAGES, self._everyone):
             outputs = self._runner.step(
                 *(inputs if 0 in self._own else ()),
-                target=targets if last else None,
-                losses=losses if last else None,
+                target=targets if has_last_stage else None,
+                losses=losses if has_last_stage else None,
             )
         counts = [value.count for value in self._values if value.count is not None]
         count = self._total_count(counts)
         for runner in self._runners:
-            found = {name: master.grad for name, master in runner.masters.items()}
+            gradients = {name: master.grad for name, master in runner.masters.items()}
             total = GradientSum()
-            total.add({name: grad for name, grad in found.items() if grad is not None})
+            total.add(
+                {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            )
             total.add(runner.take_statistics())
             if count is not None:
                 total.add({COUNT: count})
-            runner.update(total, n, keep_old=False)
-        if last:
+            runner.update(total, n_microbatches, keep_old=False)
+        if has_last_stage:
             means = torch.stack([value.mean() for value in self._values])
-            counted = torch.stack(counts) if counts else None
-            return StepResult(step, tuple(range(n)), means, outputs.detach(), counts=counted)
+            all_counts = torch.stack(counts) if counts else None
+            return StepResult(
+                step, tuple(range(n_microbatches)), means, outputs.detach(), counts=all_counts
+            )
         output, device = self.stages.output, self.world.device
-        nothing = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=device)
-        return StepResult(step, (), nothing.new_empty(0), nothing)
+        no_samples = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=device)
+        return StepResult(step, (), no_samples.new_empty(0), no_samples)
 
     def _microbatch_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return where torch's backward of a micro-batch begins."""
         value = self._loss(outputs, targets)
         self._values.append(value)
-        n = self.schedule.n_microbatches
-        return value.root(n, 1.0) * n  # torch divides the gradients by n
+        n_microbatches = self.schedule.n_microbatches
+        return value.root(n_microbatches, 1.0) * n_microbatches  # torch divides the gradients by n
 
     def _total_count(self, counts: Sequence[Tensor]) -> Tensor | None:
         """Return the sum of the last stage's counts, on every rank; None if there are none."""
-        last = len(self.stages) - 1 in self._own
+        has_last_stage = len(self.stages) - 1 in self._own
         flags = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        if last and counts:
+        if has_last_stage and counts:
             flags = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
         total, n_counted = self.total(flags)
         return total if n_counted else None
@@ -166,15 +177,15 @@ class TorchPipelining(Baseline):
         edges = [*self.stages.boundaries, (self.stages.output,)]
         stages: Any = [
             PipelineStage(
-                part,
-                j,
+                stage_part,
+                index,
                 len(self.stages),
                 self.world.device,
-                input_args=_like(edges[j], size, trained=j > 0),
-                output_args=_like(edges[j + 1], size, trained=True),
+                input_args=_like(edges[index], size, trained=index > 0),
+                output_args=_like(edges[index + 1], size, trained=True),
                 group=self.world.group,
             )
-            for j, part in zip(self._own, self._parts, strict=True)
+            for index, stage_part in zip(self._own, self._parts, strict=True)
         ]
         make = _torch_schedule(self.schedule)
         if issubclass(make, PipelineScheduleSingle):
@@ -187,11 +198,15 @@ class _Part(nn.Module):
 
     def __init__(self, runner: StageRunner, world: World, last: bool, split: bool) -> None:
         super().__init__()
-        self.world, self.runner, self.last, self.split = world, runner, last, split
+        self.world = world
+        self.runner = runner
+        self.last = last
+        self.split = split
         self.compute = runner.compute
 
     def begin(self, step: int) -> None:
-        self.step, self.next = step, 0
+        self.step = step
+        self.next = 0
 
     def forward(self, *inputs: Tensor) -> Tensor | Values:
         microbatch, self.next = self.next, self.next + 1
@@ -214,27 +229,35 @@ def _own(output: Tensor, inputs: Values) -> Tensor:
 def rank_orders(schedule: Schedule) -> list[list[Op]]:
     """Return the ops of one step on each rank, in order."""
     starts = schedule.timing.starts
-    found: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
+    orders: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
     for op in sorted(starts, key=starts.__getitem__):
-        found[schedule.rank(op.stage, op.microbatch)].append(op)
-    return found
+        orders[schedule.rank(op.stage, op.microbatch)].append(op)
+    return orders
 
 
 def _torch_schedule(schedule: Schedule) -> type:
     """Return torch's schedule with the same orders."""
-    s, m, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
-    equal_rounds = m % max(1, m // n_ranks) == 0
+    n_stages, n_microbatches, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
+    equal_rounds = n_microbatches % max(1, n_microbatches // n_ranks) == 0
     interleaved = partial(pipeline_orders.interleaved_1f1b, n_ranks=n_ranks)
-    own = rank_orders(schedule)
-    for possible, orders, theirs in (
-        (s == n_ranks, pipeline_orders.gpipe, ScheduleGPipe),
-        (s == n_ranks <= m, pipeline_orders.one_f_one_b, Schedule1F1B),
-        (s == n_ranks and equal_rounds, pipeline_orders.zero_bubble, ScheduleInterleavedZeroBubble),
-        (s > n_ranks and s % n_ranks == 0 and equal_rounds, interleaved, ScheduleInterleaved1F1B),
+    own_orders = rank_orders(schedule)
+    for fits, orders, torch_schedule in (
+        (n_stages == n_ranks, pipeline_orders.gpipe, ScheduleGPipe),
+        (n_stages == n_ranks <= n_microbatches, pipeline_orders.one_f_one_b, Schedule1F1B),
+        (
+            n_stages == n_ranks and equal_rounds,
+            pipeline_orders.zero_bubble,
+            ScheduleInterleavedZeroBubble,
+        ),
+        (
+            n_stages > n_ranks and n_stages % n_ranks == 0 and equal_rounds,
+            interleaved,
+            ScheduleInterleaved1F1B,
+        ),
     ):
-        current = possible and schedule.max_staleness == 0 and schedule.state == "replicated"
-        if current and own == [list(ops) for ops in orders(s, m)]:
-            return theirs
+        can_match = fits and schedule.max_staleness == 0 and schedule.state == "replicated"
+        if can_match and own_orders == [list(ops) for ops in orders(n_stages, n_microbatches)]:
+            return torch_schedule
     raise UserError(
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"

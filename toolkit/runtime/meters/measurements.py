@@ -110,17 +110,19 @@ class Meter:
     def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
         """Record an instruction that started at ``start`` and ends now. Any thread may call it."""
         end = self.now()
-        held = (self.activations.bytes, _held(rank.weights), _summed(rank))
-        self.record.events.append(Event(i, self._tick + i.tick, start, end, n_bytes, *held))
+        live_bytes = (self.activations.bytes, _held(rank.weights), _summed(rank))
+        self.record.events.append(Event(i, self._tick + i.tick, start, end, n_bytes, *live_bytes))
         if self.stopwatch is not None:
             self.stopwatch.add(i, end - start)
 
     def finish(self, program: Program) -> None:
         """Finish ``program``, and sort its events into its order."""
         self.record.programs.append((program.n_steps, program.first_step))
-        place = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
-        mine = self.record.events[self._n_before :]
-        self.record.events[self._n_before :] = sorted(mine, key=lambda e: place[e.instruction])
+        position_of = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
+        program_events = self.record.events[self._n_before :]
+        self.record.events[self._n_before :] = sorted(
+            program_events, key=lambda event: position_of[event.instruction]
+        )
         self._tick += (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -141,15 +143,15 @@ class _Saved:
     @contextmanager
     def watch(self, weights: Weights, inputs: Values, buffers: list[Tensor]) -> Iterator[None]:
         """Count what autograd saves within, except these tensors."""
-        known = {_storage(x) for x in (*weights.values(), *inputs, *buffers)}
+        excluded_storages = {_storage(tensor) for tensor in (*weights.values(), *inputs, *buffers)}
 
         def keep(tensor: Tensor) -> "Tensor | _Holder":
             # Detached, or a result kept by its own node would hold on to itself.
-            kept = tensor.detach()
-            return kept if _storage(tensor) in known else _Holder(kept, self)
+            detached = tensor.detach()
+            return detached if _storage(tensor) in excluded_storages else _Holder(detached, self)
 
-        def give(kept: "Tensor | _Holder") -> Tensor:
-            return kept.tensor if isinstance(kept, _Holder) else kept
+        def give(saved: "Tensor | _Holder") -> Tensor:
+            return saved.tensor if isinstance(saved, _Holder) else saved
 
         with torch.autograd.graph.saved_tensors_hooks(keep, give):
             yield
@@ -170,7 +172,8 @@ class _Holder:
     """A tensor that autograd keeps; it counts as long as autograd keeps this object."""
 
     def __init__(self, tensor: Tensor, saved: _Saved) -> None:
-        self.tensor, self.saved = tensor, saved
+        self.tensor = tensor
+        self.saved = saved
         saved.count(tensor, 1)
 
     def __del__(self) -> None:
@@ -183,12 +186,12 @@ def _storage(tensor: Tensor) -> int:
 
 def _held(versions: dict[tuple, Weights]) -> int:
     # Lists, since other threads put in and take out meanwhile.
-    return sum(x.nbytes for weights in list(versions.values()) for x in weights.values())
+    return sum(tensor.nbytes for weights in list(versions.values()) for tensor in weights.values())
 
 
 def _summed(rank: Rank) -> int:
     totals = list(rank.sums.values())
-    return sum(x.nbytes for total in totals for x in list(total.tensors.values()))
+    return sum(tensor.nbytes for total in totals for tensor in list(total.tensors.values()))
 
 
 def count_operations(run: Callable[[], object]) -> Counter[str]:
@@ -239,9 +242,9 @@ class Measurements:
                 if event.instruction.buffer in buffers:
                     slot = total[event.tick // self.schedule.timing.ticks_per_slot]
                     messages, n_bytes = slot[record.rank]
-                    more = traffic_of(event.instruction, record.rank)
-                    moved = n_bytes + more.units * event.bytes
-                    slot[record.rank] = Traffic(messages + more.messages, moved)
+                    traffic = traffic_of(event.instruction, record.rank)
+                    total_bytes = n_bytes + traffic.units * event.bytes
+                    slot[record.rank] = Traffic(messages + traffic.messages, total_bytes)
         return tuple(map(tuple, total))
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
@@ -251,15 +254,20 @@ class Measurements:
         """
         tick = self.schedule.timing.ticks_per_slot
         levels = map(_levels, self.records)
-        return tuple(tuple(most_by_slot(found, self._n_slots, tick)) for found in levels)
+        return tuple(
+            tuple(most_by_slot(rank_levels, self._n_slots, tick)) for rank_levels in levels
+        )
 
     def peak_activations(self) -> tuple[int, ...]:
         """Return the peak bytes of activations, by rank."""
-        return tuple(max(event.activations for event in r.events) for r in self.records)
+        return tuple(max(event.activations for event in record.events) for record in self.records)
 
     def peak_weights(self) -> tuple[int, ...]:
         """Return the peak bytes of weights, all versions, by rank."""
-        return tuple(max(r.first_weights, *(e.weights for e in r.events)) for r in self.records)
+        return tuple(
+            max(record.first_weights, *(event.weights for event in record.events))
+            for record in self.records
+        )
 
     def most_weights(self) -> tuple[float, ...]:
         """Return the most bytes of weights that each rank could hold, whenever messages arrived.
@@ -270,7 +278,10 @@ class Measurements:
             return ()
         programs = [self.schedule.lower(*steps) for steps in self.records[0].programs]
         return tuple(
-            map(max, zip(*(most_weights(p, self.stage_bytes) for p in programs), strict=True))
+            map(
+                max,
+                zip(*(most_weights(p, self.stage_bytes) for p in programs), strict=True),
+            )
         )
 
     def by_rank(self) -> list[dict[str, int | float | None]]:
@@ -281,7 +292,7 @@ class Measurements:
         Collectives count as in :meth:`sent`.
         """
         activations, weights = self.peak_activations(), self.peak_weights()
-        most = self.most_weights()
+        most_weights = self.most_weights()
         rows = []
         for rank, record in enumerate(self.records):
             row: dict[str, int | float | None] = {
@@ -291,11 +302,15 @@ class Measurements:
                 "device_peak": record.device_peak,
             }
             if self.stage_bytes:
-                row["most_weights"] = most[rank]
-            for way, traffic in (("sent", traffic_of), ("received", received_of)):
-                moved = [(traffic(e.instruction, rank), e.bytes) for e in record.events]
-                row[f"messages_{way}"] = sum(found.messages for found, _ in moved)
-                row[f"bytes_{way}"] = float(sum(found.units * n for found, n in moved))
+                row["most_weights"] = most_weights[rank]
+            for direction, traffic in (("sent", traffic_of), ("received", received_of)):
+                event_traffic = [
+                    (traffic(event.instruction, rank), event.bytes) for event in record.events
+                ]
+                row[f"messages_{direction}"] = sum(moved.messages for moved, _ in event_traffic)
+                row[f"bytes_{direction}"] = float(
+                    sum(moved.units * n_bytes for moved, n_bytes in event_traffic)
+                )
             rows.append(row)
         return rows
 
@@ -308,16 +323,21 @@ class Measurements:
         origin = min(record.events[0].start for record in self.records)
         records = [
             replace(
-                r, events=[e._replace(start=e.start - origin, end=e.end - origin) for e in r.events]
+                record,
+                events=[
+                    event._replace(start=event.start - origin, end=event.end - origin)
+                    for event in record.events
+                ],
             )
-            for r in self.records
+            for record in self.records
         ]
         messages = _messages(records)
         spans = [
             span
-            for r in records
-            for position, event in enumerate(r.events)
-            if (span := self._span(r.rank, event, messages.get((r.rank, position)))) is not None
+            for record in records
+            for position, event in enumerate(record.events)
+            if (span := self._span(record.rank, event, messages.get((record.rank, position))))
+            is not None
         ]
         changes = [change for record in records for change in _changes(record)]
         ends: defaultdict[int, float] = defaultdict(float)
@@ -326,7 +346,9 @@ class Measurements:
                 step = event.instruction.step or 0
                 ends[step] = max(ends[step], event.end)
         name = f"{self.schedule.name}, measured"
-        return Timeline(name, len(records), spans, changes, tuple(ends[k] for k in sorted(ends)))
+        return Timeline(
+            name, len(records), spans, changes, tuple(ends[step] for step in sorted(ends))
+        )
 
     def _span(self, rank: int, event: Event, message: tuple[float, float] | None) -> Span | None:
         i = event.instruction
@@ -345,13 +367,13 @@ class Measurements:
             return None
         start, end = message or (event.start, event.end)
         slot = event.tick // self.schedule.timing.ticks_per_slot
-        what = (i.label, i.stage, i.microbatch, i.of_step, n_bytes)
-        return Span(rank, lane, start, end, *what, peer, slot)
+        details = (i.label, i.stage, i.microbatch, i.of_step, n_bytes)
+        return Span(rank, lane, start, end, *details, peer, slot)
 
     @property
     def _n_slots(self) -> int:
-        last = max(event.tick for record in self.records for event in record.events)
-        return -(-last // self.schedule.timing.ticks_per_slot)
+        last_tick = max(event.tick for record in self.records for event in record.events)
+        return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
 
 def _levels(record: Record) -> Iterator[tuple[int, int]]:
@@ -367,35 +389,39 @@ def _messages(records: Sequence[Record]) -> dict[tuple[int, int], tuple[float, f
     """Return the start and end of each message by rank and position of all of its events."""
     meetings: defaultdict[tuple, list[tuple[int, int, Event]]] = defaultdict(list)
     for record in records:
-        seen: Counter[tuple] = Counter()
+        n_seen: Counter[tuple] = Counter()
         for position, event in enumerate(record.events):
             if event.instruction.action.communicates:
                 key = event.instruction.meeting(record.rank)
-                meetings[*key, seen[key]].append((record.rank, position, event))
-                seen[key] += 1
+                meetings[*key, n_seen[key]].append((record.rank, position, event))
+                n_seen[key] += 1
     times = {}
-    free: defaultdict[tuple, float] = defaultdict(float)  # when each way is free again
-    for key, met in sorted(meetings.items(), key=lambda item: max(e.end for *_, e in item[1])):
-        i = met[0][2].instruction
+    free_at: defaultdict[tuple, float] = defaultdict(float)  # when each way is free again
+    for key, participants in sorted(
+        meetings.items(), key=lambda item: max(event.end for *_, event in item[1])
+    ):
+        i = participants[0][2].instruction
         is_message = i.action in (Action.SEND, Action.RECV)
-        way = key[:2] if is_message else ("collective", *i.peers)
-        begin = max(free[way], *(event.start for *_, event in met))
-        received = [e.end for *_, e in met if e.instruction.action == Action.RECV]
-        free[way] = max(begin, *(received or [event.end for *_, event in met]))
-        for rank, position, event in met:
+        channel = key[:2] if is_message else ("collective", *i.peers)
+        begin = max(free_at[channel], *(event.start for *_, event in participants))
+        received = [
+            event.end for *_, event in participants if event.instruction.action == Action.RECV
+        ]
+        free_at[channel] = max(begin, *(received or [event.end for *_, event in participants]))
+        for rank, position, event in participants:
             times[rank, position] = begin, max(begin, *(received or [event.end]))
     return times
 
 
 def _changes(record: Record) -> Iterator[Change]:
-    held = {ACTIVATIONS: 0, WEIGHTS: record.first_weights, GRADIENTS: 0}
+    live_bytes = {ACTIVATIONS: 0, WEIGHTS: record.first_weights, GRADIENTS: 0}
     if record.first_weights:
         yield Change(0.0, record.rank, WEIGHTS, record.first_weights)
     for event in sorted(record.events, key=lambda event: event.end):
-        now = (event.activations, event.weights, event.gradients)
-        for kind, n_bytes in zip(held, now, strict=True):
-            if n_bytes != held[kind]:
-                grows = n_bytes > held[kind] and not event.instruction.action.communicates
-                when = event.start if grows else event.end
-                yield Change(when, record.rank, kind, n_bytes - held[kind])
-                held[kind] = n_bytes
+        new_bytes = (event.activations, event.weights, event.gradients)
+        for kind, n_bytes in zip(live_bytes, new_bytes, strict=True):
+            if n_bytes != live_bytes[kind]:
+                grows = n_bytes > live_bytes[kind] and not event.instruction.action.communicates
+                moment = event.start if grows else event.end
+                yield Change(moment, record.rank, kind, n_bytes - live_bytes[kind])
+                live_bytes[kind] = n_bytes

@@ -56,22 +56,22 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
         for rule in RULES:
             report(f"{setting}, {rule}")
             schedule = make(rule, n)
-            if (part := world.part(schedule.n_ranks)) is not None:
+            if (part_world := world.part(schedule.n_ranks)) is not None:
                 n_steps = 2 * settled_steps(schedule) + 1
                 runtime = Distributed(
                     equal_stages(n, width, batch),
                     schedule,
                     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
                     mse_loss,
-                    world=part,
+                    world=part_world,
                     record=n_steps,
                     overlap=False,
                 )
                 samples = torch.ones(n * batch, width)
                 list(runtime.run([(samples, samples)] * n_steps))
-                found = runtime.measurements()
+                measurements = runtime.measurements()
                 if world.rank == 0:
-                    rows.append(make_row(setting, rule, found, width, batch))
+                    rows.append(make_row(setting, rule, measurements, width, batch))
             world.barrier()
     return rows
 
@@ -88,24 +88,24 @@ def measured_and_predicted(
 
 def equal_stages(n: int, width: int, batch: int) -> Stages:
     """Return ``n`` stages with ``width * width`` parameters each."""
-    layers = [x for _ in range(n) for x in (nn.Linear(width, width, bias=False), nn.Tanh())]
-    names = [str(2 * j) for j in range(1, n)]
+    layers = [layer for _ in range(n) for layer in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    names = [str(2 * stage) for stage in range(1, n)]
     return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names, check=False)
 
 
 def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
     """Compare measurements with the count; see :func:`measure`."""
     schedule = found.schedule
-    item = torch.get_default_dtype().itemsize
-    stage = item * width * width  # bytes of its parameters
-    measured = _footprint(found, stage, item * width * batch)
+    item_bytes = torch.get_default_dtype().itemsize
+    stage_bytes = item_bytes * width * width  # bytes of its parameters
+    measured = _footprint(found, stage_bytes, item_bytes * width * batch)
     counted = asdict(footprint(schedule))
     differences: dict[str, tuple[Any, Any]] = {
         name: (counted[name], value) for name, value in measured.items() if value != counted[name]
     }
     traffic = schedule.lower(2 * settled_steps(schedule) + 1).traffic()
     cells = sum(
-        (expected.messages, expected.units * stage) != sent
+        (expected.messages, expected.units * stage_bytes) != sent
         for slots in zip(traffic, found.sent(*_PARAMETERS), strict=True)
         for expected, sent in zip(*slots, strict=True)
     )
@@ -114,30 +114,39 @@ def make_row(setting: str, rule: str, found: Measurements, width: int, batch: in
     return MeasuredRow(setting, rule, measured, differences, found)
 
 
-def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fraction]:
+def _footprint(
+    measurements: Measurements, stage_bytes: int, activation_bytes: int
+) -> dict[str, Fraction]:
     """Return the measurable part of a footprint in the steady state.
 
-    ``stage`` is the bytes of a stage's parameters; ``activation``, those that it keeps of a
-    micro-batch.
+    ``stage_bytes`` are the bytes of a stage's parameters; ``activation_bytes``, those that it keeps
+    of a micro-batch.
     """
-    schedule, ranks = found.schedule, len(found.records)
+    schedule, ranks = measurements.schedule, len(measurements.records)
     settled = settled_steps(schedule)
     slots = steady_slots(schedule, settled)
-    part = Fraction(1, schedule.n_stages)
-    held = [of_rank[slots] for of_rank in found.activations()]
-    sent = found.sent(*_PARAMETERS)[slots]
-    of_step = [
+    stage_share = Fraction(1, schedule.n_stages)
+    activations = [rank_activations[slots] for rank_activations in measurements.activations()]
+    sent = measurements.sent(*_PARAMETERS)[slots]
+    messages = [
         (traffic_of(event.instruction, record.rank), event.bytes)
-        for record in found.records
+        for record in measurements.records
         for event in record.events
         if belongs_to(event.instruction, settled)
     ]
     return {
         "ranks": Fraction(ranks),
-        "activations": Fraction(max(map(max, held)), activation) * part,
-        "total_activations": Fraction(max(map(sum, zip(*held, strict=True))), activation) * part,
-        "weights": Fraction(max(found.peak_weights()), stage) * part,
-        "traffic": sum(units.units * n for units, n in of_step) / Fraction(stage * ranks) * part,
-        "messages": Fraction(sum(units.messages for units, _ in of_step), ranks),
-        "traffic_in_slot": max(one.units for slot in sent for one in slot) / stage * part,
+        "activations": Fraction(max(map(max, activations)), activation_bytes) * stage_share,
+        "total_activations": Fraction(
+            max(map(sum, zip(*activations, strict=True))), activation_bytes
+        )
+        * stage_share,
+        "weights": Fraction(max(measurements.peak_weights()), stage_bytes) * stage_share,
+        "traffic": sum(traffic.units * n_bytes for traffic, n_bytes in messages)
+        / Fraction(stage_bytes * ranks)
+        * stage_share,
+        "messages": Fraction(sum(traffic.messages for traffic, _ in messages), ranks),
+        "traffic_in_slot": max(cell.units for slot in sent for cell in slot)
+        / stage_bytes
+        * stage_share,
     }

@@ -31,7 +31,8 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, end: int) -> None:
-        self._device, self._end = device, end
+        self._device = device
+        self._end = end
         self._found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
 
     def now(self) -> float:
@@ -62,7 +63,7 @@ class Stopwatch:
 
     def medians(self) -> Seconds:
         """Return the median seconds of what was timed."""
-        return {key: median(taken) for key, taken in self._found.items()}
+        return {key: median(seconds) for key, seconds in self._found.items()}
 
 
 def running_costs(
@@ -77,33 +78,36 @@ def running_costs(
         latency: seconds of a message of no bytes.
         bandwidth: bytes per second of a message.
     """
-    of_ranks: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    for found in measured:
-        for key, seconds in found.items():
-            of_ranks[key].append(seconds)
-    usual = {key: median(seconds) for key, seconds in of_ranks.items()}
+    seconds_of_ranks: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for rank_seconds in measured:
+        for key, seconds in rank_seconds.items():
+            seconds_of_ranks[key].append(seconds)
+    median_seconds = {key: median(seconds) for key, seconds in seconds_of_ranks.items()}
     costs = []
-    for j, weights in enumerate(layouts.weights):
-        inputs = layouts.activation_gradients[j].n_bytes
+    for stage, weights in enumerate(layouts.weights):
+        inputs = layouts.activation_gradients[stage].n_bytes
         cost = StageCost(
             0.0,
             0.0,
             input_bytes=inputs,
-            output_bytes=layouts.activations[j].n_bytes,
+            output_bytes=layouts.activations[stage].n_bytes,
             parameter_bytes=weights.n_bytes,
-            statistics_bytes=max(0, layouts.gradients[j].n_bytes - weights.n_bytes),
-            forward_seconds=usual.get((j, "F"), 0.0),
-            backward_seconds=sum(usual.get((j, letter), 0.0) for letter in "BIW"),
+            statistics_bytes=max(0, layouts.gradients[stage].n_bytes - weights.n_bytes),
+            forward_seconds=median_seconds.get((stage, "F"), 0.0),
+            backward_seconds=sum(median_seconds.get((stage, letter), 0.0) for letter in "BIW"),
         )
         costs.append(cost)
     rates = [
-        costs[j].update_bytes() / seconds
-        for (j, letter), seconds in usual.items()
-        if letter == "U" and seconds > 0 and costs[j].parameter_bytes
+        costs[stage].update_bytes() / seconds
+        for (stage, letter), seconds in median_seconds.items()
+        if letter == "U" and seconds > 0 and costs[stage].parameter_bytes
     ]
     speeds = [
-        median([usual[key] / seconds for key, seconds in found.items() if seconds > 0] or [1.0])
-        for found in measured
+        median(
+            [median_seconds[key] / seconds for key, seconds in rank_seconds.items() if seconds > 0]
+            or [1.0]
+        )
+        for rank_seconds in measured
     ]
     memory = median(rates) if rates else inf
     return tuple(costs), Hardware("measured", inf, memory, bandwidth, latency, speeds=speeds)
@@ -128,12 +132,13 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
     size = round(min(max(n_bytes, _LEAST), _MOST))
     ahead, behind = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
-    def exchange(n: int, times: int) -> float:
-        """Least seconds of messages of ``n`` bytes, without the first."""
+    def exchange(message_bytes: int, times: int) -> float:
+        """Return the least seconds of a message, without the first."""
         sent, received = (
-            torch.zeros(n, dtype=torch.uint8, device=world.message_device) for _ in range(2)
+            torch.zeros(message_bytes, dtype=torch.uint8, device=world.message_device)
+            for _ in range(2)
         )
-        taken = []
+        durations = []
         for _ in range(1 + times):
             start = time.perf_counter()
             works = dist.batch_isend_irecv(
@@ -145,14 +150,14 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
             for work in works:
                 work.wait()
             finish_stream(world.message_device)
-            taken.append(time.perf_counter() - start)
+            durations.append(time.perf_counter() - start)
         # The first brings ranks into step, and uses up what a switch lets pass at once.
-        return min(taken[1:])
+        return min(durations[1:])
 
     with world.watch.waiting("a measurement of links", [ahead, behind]):
         small, large = exchange(1, 3), exchange(size, 2)
-    found = world.gather((small, large))
-    latency = median(small for small, _ in found)
-    slowest = max(large for _, large in found)
+    rank_times = world.gather((small, large))
+    latency = median(small for small, _ in rank_times)
+    slowest = max(large for _, large in rank_times)
     # At least half of it: a rank that waited for a core may have had a long latency.
     return latency, size / max(slowest - latency, slowest / 2)

@@ -51,29 +51,29 @@ def main(parent: int) -> None:
             for ready in wait([connection, *ranks]):
                 if ready is not connection:
                     _pass_on(ready, ranks, connection)
-                elif (ours := _obey(connection, ranks)) is not None:
-                    return rank_process.main(ours)
+                elif (rank_connection := _obey(connection, ranks)) is not None:
+                    return rank_process.main(rank_connection)
     except (EOFError, OSError):  # the parent is gone
         _kill(ranks)
 
 
 def _obey(parent: Connection, ranks: Ranks) -> Connection | None:
     """Do what the parent says; in a process forked thereby, return its connection."""
-    what, about = parent.recv()
-    if what == "start":
-        for rank, variables in about.items():
-            here, there = Pipe()
+    command, subject = parent.recv()
+    if command == "start":
+        for rank, variables in subject.items():
+            server_end, rank_end = Pipe()
             if (process := os.fork()) == 0:
-                for connection in (parent, here, *ranks):
+                for connection in (parent, server_end, *ranks):
                     connection.close()
                 _begin_rank(variables)
-                return there
-            there.close()
-            ranks[here] = rank, process
-    elif what == "send":
+                return rank_end
+            rank_end.close()
+            ranks[server_end] = rank, process
+    elif command == "send":
         message = parent.recv_bytes()
         for connection, (rank, _) in ranks.items():
-            if rank in about:
+            if rank in subject:
                 with contextlib.suppress(OSError):  # its end is reported on its own
                     connection.send_bytes(message)
     else:

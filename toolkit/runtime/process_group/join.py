@@ -87,11 +87,15 @@ class World:
             UserError: this is a part of a job, so the other processes do not call it.
         """
         # The group of a part is that of its collectives over all ranks.
-        known = {g for g in groups if self._part and len(g[1]) == self.size}
-        new_groups = [g for g in dict.fromkeys(groups) if g not in known | self._groups.keys()]
+        existing_groups = {group for group in groups if self._part and len(group[1]) == self.size}
+        new_groups = [
+            group
+            for group in dict.fromkeys(groups)
+            if group not in existing_groups | self._groups.keys()
+        ]
         self._groups |= {group: self._new_group(group[1]) for group in new_groups}
         if self.backend == "nccl":
-            new_pairs = [p for p in dict.fromkeys(pairs) if p not in self._channels]
+            new_pairs = [pair for pair in dict.fromkeys(pairs) if pair not in self._channels]
             self._channels |= {pair: self._new_group(pair) for pair in new_pairs}
             self.connect(new_groups, new_pairs)
 
@@ -142,19 +146,24 @@ class World:
 
         Ranks of one machine share the counter. Between machines the moment is when a gather ends.
         """
-        mine = (machine(), time.perf_counter())
-        first, *_ = self.gather(mine)
-        return first[1] if first[0] == mine[0] else time.perf_counter()
+        own_moment = (machine(), time.perf_counter())
+        first_moment, *_ = self.gather(own_moment)
+        return first_moment[1] if first_moment[0] == own_moment[0] else time.perf_counter()
 
     def use(self, user: Any, end: Callable[[], None]) -> None:
-        """Let ``user`` send messages, after ``end`` of who did before. Every rank calls it.
+        """Let ``user`` send messages, once the user before has ended its own. Every rank calls it.
 
-        Messages of two programs would be taken for each other's.
+        Otherwise a rank could take a message of one program for a message of the other.
+
+        Args:
+            user: object whose messages may be under way from now on.
+            end: function that completes them; the next other user's call of this method calls it.
         """
-        before, end_before = self._user, self._end_use
-        self._user, self._end_use = user, end
-        if before is not user and end_before is not None:
-            end_before()
+        previous_user, end_previous = self._user, self._end_use
+        self._user = user
+        self._end_use = end
+        if previous_user is not user and end_previous is not None:
+            end_previous()
 
     def next_name(self) -> str:
         """Return a new name, the same on every rank that calls as often."""
@@ -181,42 +190,47 @@ class World:
         gathered: list[Any] = [None] * self.size
         with self.watch.waiting(f"{what} of all ranks", range(self.size)):
             dist.all_gather_object(gathered, (what, value), group=self.objects)
-        others = [rank for rank, (theirs, _) in enumerate(gathered) if theirs != what]
-        if others:
+        disagreeing = [rank for rank, (label, _) in enumerate(gathered) if label != what]
+        if disagreeing:
             raise UserError(
-                f"rank {self.rank} exchanges {what} and rank {others[0]} exchanges"
-                f" {gathered[others[0]][0]}: make the same calls on every rank, in the same order"
+                f"rank {self.rank} exchanges {what} and rank {disagreeing[0]} exchanges"
+                f" {gathered[disagreeing[0]][0]}: make the same calls on every rank, in the same"
+                " order"
             )
-        return [theirs for _, theirs in gathered]
+        return [gathered_value for _, gathered_value in gathered]
 
     def relay(self, value: Any, ranks: Sequence[int]) -> Any:
-        """Hand ``value`` of the first of ``ranks`` on from each to the next; return it on all.
+        """Pass the first rank's ``value`` along ``ranks``; return it on each of them.
 
-        They alone call it. A large value travels in chunks: all their links carry it at once.
+        Only these ranks call it. A large value travels in chunks, so all their links are busy.
+
+        Args:
+            value: an object that can be pickled; ignored on all but the first of ``ranks``.
+            ranks: numbers of ranks, in the order of the chain.
         """
-        place, sent = ranks.index(self.rank), list[dist.Work]()
-        before, after = ranks[:place][-1:], ranks[place + 1 :][:1]
+        index, sends = ranks.index(self.rank), list[dist.Work]()
+        senders, receivers = ranks[:index][-1:], ranks[index + 1 :][:1]
         size = torch.zeros(1, dtype=torch.int64)
-        if not before:
+        if not senders:
             torch.save(value, stream := io.BytesIO())
             size[0] = len(stream.getbuffer())
 
-        def hand_on(part: Tensor) -> None:
-            for rank in before:
-                dist.recv(part, rank, group=self.objects)
-            for rank in after:
-                sent.append(cast(dist.Work, dist.isend(part, rank, group=self.objects)))
+        def hand_on(chunk: Tensor) -> None:
+            for rank in senders:
+                dist.recv(chunk, rank, group=self.objects)
+            for rank in receivers:
+                sends.append(cast(dist.Work, dist.isend(chunk, rank, group=self.objects)))
 
         with self.watch.waiting("state of stages", ranks):
             hand_on(size)
             flat = torch.empty(int(size), dtype=torch.uint8)
-            if not before:
+            if not senders:
                 flat = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
             for chunk in flat.split(_RELAYED):
                 hand_on(chunk)
-            for work in sent:
+            for work in sends:
                 work.wait()
-        if before:
+        if senders:
             value = torch.load(io.BytesIO(flat.numpy().tobytes()), weights_only=False)
         return value
 
@@ -309,32 +323,34 @@ def join(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # Loading a kernel at its first use waits for such a receive, too.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    on = _device(device, local_rank)
-    enter_device(on)
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
-    with _meeting(rank, where):
-        store = _meet(rank, size, timeout, _gpu(on))
+    own_device = _device(device, local_rank)
+    enter_device(own_device)
+    meeting_place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
+    with _meeting(rank, meeting_place):
+        store = _meet(rank, size, timeout, _gpu(own_device))
         backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
         watch = Watch(store, rank, size, timeout)
         watch.start()
-    theirs, patience = dist.is_initialized(), backend_timeout(timeout)
+    script_has_group, patience = dist.is_initialized(), backend_timeout(timeout)
     groups: dict[str, Any] = {}
     with watch.waiting("connections to all ranks", range(size)):
-        if not theirs:
+        if not script_has_group:
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=size,
                 timeout=patience,
-                device_id=on if backend == "nccl" else None,
+                device_id=own_device if backend == "nccl" else None,
             )
         else:  # messages start in other threads, and would mix with the script's own
             groups["group"] = dist.new_group(backend=backend, timeout=patience)
-        if theirs or backend == "nccl":
+        if script_has_group or backend == "nccl":
             groups["objects"] = dist.new_group(backend="gloo", timeout=patience)
-    _joined = World(rank, size, on, backend, watch, store, **groups, theirs=theirs)
-    if theirs:
+    _joined = World(
+        rank, size, own_device, backend, watch, store, **groups, theirs=script_has_group
+    )
+    if script_has_group:
         _leave_before_destruction()
     return _joined
 
@@ -390,9 +406,9 @@ def _place(n_ranks: int | None) -> tuple[int, int, int]:
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    if missing := [name for name in _VARIABLES if name not in os.environ]:
+    if unset_variables := [name for name in _VARIABLES if name not in os.environ]:
         raise UserError(
-            f"this process was not started as a rank ({', '.join(missing)} not set):"
+            f"this process was not started as a rank ({', '.join(unset_variables)} not set):"
             f" {_command(n_ranks or 2)}"
         )
     try:
@@ -437,13 +453,13 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
 
 
 @contextmanager
-def _meeting(rank: int, where: str) -> Iterator[None]:
+def _meeting(rank: int, meeting_place: str) -> Iterator[None]:
     """End this rank with one sentence if the store of the ranks cannot be reached within."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
         watching.announce(
-            f"rank {rank} cannot meet the others at {where}: {first_line(error)}; is rank 0"
+            f"rank {rank} cannot meet the others at {meeting_place}: {first_line(error)}; is rank 0"
             " running, and the port open?"
         )
         raise SystemExit(watching.EXIT_FAILED) from error
@@ -466,12 +482,12 @@ def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
     store.set(f"came/{rank}", gpu)
     came = [f"came/{r}" for r in range(size)]
     while not store.check(came):
-        late = [str(r) for r in range(size) if not store.check(came[r : r + 1])]
-        if late and time.monotonic() > end:  # the last may have come since the check above
+        missing_ranks = [str(r) for r in range(size) if not store.check(came[r : r + 1])]
+        if missing_ranks and time.monotonic() > end:  # the last may have come since the check above
             if store.add("missing", 1) == 1:
                 watching.announce(
-                    f"rank {', '.join(late)} did not come to {host}:{port} within {timeout:g} s:"
-                    " look at its log, or start all ranks at the same time"
+                    f"rank {', '.join(missing_ranks)} did not come to {host}:{port} within"
+                    f" {timeout:g} s: look at its log, or start all ranks at the same time"
                 )
             time.sleep(1)  # all have seen the store and the announcement before a rank leaves
             raise SystemExit(watching.EXIT_FAILED)

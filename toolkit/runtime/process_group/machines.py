@@ -37,9 +37,9 @@ class Machine:
 
 def this_machine(n_ranks: int) -> list[Machine]:
     """Start a fork server for all ranks here."""
-    connection, theirs = multiprocessing.Pipe()
-    with theirs:
-        process = _serve(theirs, n_ranks, {"GLOO_SOCKET_IFNAME": "lo"}, sys.path)
+    connection, server_end = multiprocessing.Pipe()
+    with server_end:
+        process = _serve(server_end, n_ranks, {"GLOO_SOCKET_IFNAME": "lo"}, sys.path)
 
     def end() -> None:
         try:
@@ -79,27 +79,33 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
     except ConnectionError as error:
         raise UserError("hosts= needs a Ray cluster: run `ray start` on each machine") from error
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    if missing := [host for host in hosts if host not in nodes]:
-        raise UserError(f"hosts: {missing[0]} is not in the Ray cluster; it has {sorted(nodes)}")
-    here, key, each = ray.util.get_node_ip_address(), secrets.token_bytes(32), n_ranks // len(hosts)
+    if absent_hosts := [host for host in hosts if host not in nodes]:
+        raise UserError(
+            f"hosts: {absent_hosts[0]} is not in the Ray cluster; it has {sorted(nodes)}"
+        )
+    own_address, key, ranks_per_host = (
+        ray.util.get_node_ip_address(),
+        secrets.token_bytes(32),
+        n_ranks // len(hosts),
+    )
     machines = []
-    with create_server((here, 0)) as listening:
+    with create_server((own_address, 0)) as listening:
         listening.settimeout(_ARRIVAL)
         address = listening.getsockname()
-        for k, host in enumerate(hosts):
-            where = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
+        for index, host in enumerate(hosts):
+            on_host = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
             task = ray.remote(_serve_there).options(
-                num_cpus=0, max_retries=0, scheduling_strategy=where
+                num_cpus=0, max_retries=0, scheduling_strategy=on_host
             )
-            task.remote(address, key, each, sys.path)
+            task.remote(address, key, ranks_per_host, sys.path)
             try:
                 connection = Connection(listening.accept()[0].detach())
             except TimeoutError as error:
                 raise UserError(f"hosts: {host} did not answer within {_ARRIVAL:g} s") from error
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
-            ranks = range(k * each, (k + 1) * each)
-            machines.append(Machine(connection, ranks, here, lambda: None))
+            ranks = range(index * ranks_per_host, (index + 1) * ranks_per_host)
+            machines.append(Machine(connection, ranks, own_address, lambda: None))
     return machines
 
 

@@ -1,4 +1,4 @@
-"""Questions that one rank asks another, which answers in a thread while its script goes on.
+"""Questions that one rank asks another, which answers in a thread while its script runs.
 
 Unlike a collective, a question involves two ranks only. So rank 0 alone can ask for the newest
 weights, while the others are in their next training step.
@@ -115,7 +115,7 @@ class PeerRequests:
                     key = f"{self._world.rank}/{n_read}"
                 # In the order in which they can be answered: one about an earlier step, asked
                 # later, may have to be answered before this rank gets to the later step.
-                for question in [q for q in waiting if self._is_ready(q.step)]:
+                for question in [question for question in waiting if self._is_ready(question.step)]:
                     waiting.remove(question)
                     self._reply(question)
         except RuntimeError:

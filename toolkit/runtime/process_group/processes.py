@@ -53,7 +53,8 @@ class Processes:
         self.n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
         if not timeout > 0:
             raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
-        self.timeout, self.starts = timeout, 0
+        self.timeout = timeout
+        self.starts = 0
         self.store: dist.TCPStore | None = None  # in which the ranks meet
         self._open_machines = partial(ray_machines, hosts) if hosts else this_machine
         self._machines: list[Machine] = []
@@ -117,15 +118,15 @@ class Processes:
             while self._open and time.monotonic() < self._decided_at:
                 yield from self._take(_LOOK)
                 if self._missing and self._failure is None and time.monotonic() > end:
-                    late = ", ".join(map(str, sorted(self._missing)))
+                    missing_ranks = ", ".join(map(str, sorted(self._missing)))
                     raise JobFailedError(
-                        f"rank {late} has not started within {self.timeout:g} s: start fewer ranks,"
-                        " or raise timeout"
+                        f"rank {missing_ranks} has not started within {self.timeout:g} s: start"
+                        " fewer ranks, or raise timeout"
                     )
             if self._failure is not None:
                 _, error, cause = self._failure
                 raise error from cause
-        except BaseException:  # also if the caller leaves: ranks are in the midst of the call
+        except BaseException:  # also if the caller leaves, since ranks still run the call
             self.kill()
             raise
 
@@ -177,11 +178,11 @@ class Processes:
         if not self._machines:
             self._machines = self._open_machines(self.n_ranks)
             self._finalizer = weakref.finalize(self, _end, self._machines)
-        here = self._machines[0].parent
-        listening = socket.create_server((here, 0))
+        own_address = self._machines[0].parent
+        listening = socket.create_server((own_address, 0))
         port = listening.getsockname()[1]
         self.store = dist.TCPStore(
-            here,
+            own_address,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -189,7 +190,7 @@ class Processes:
         )
         variables = {
             "WORLD_SIZE": str(self.n_ranks),
-            "MASTER_ADDR": here,
+            "MASTER_ADDR": own_address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -199,15 +200,18 @@ class Processes:
         self._missing, self.alive = {*ranks}, {*ranks}
         for machine in self._machines:
             variables["LOCAL_WORLD_SIZE"] = str(len(machine.ranks))
-            places = enumerate(machine.ranks)
-            own = {r: variables | {"RANK": str(r), "LOCAL_RANK": str(k)} for k, r in places}
-            self._send(machine, "start", own)
+            numbered_ranks = enumerate(machine.ranks)
+            environments = {
+                rank: variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                for local_rank, rank in numbered_ranks
+            }
+            self._send(machine, "start", environments)
         self.starts += 1
 
     def _to_ranks(self, ranks: Collection[int], message: bytes) -> None:
         for machine in self._machines:
-            if own := [rank for rank in ranks if rank in machine.ranks]:
-                self._send(machine, "send", own, message)
+            if machine_ranks := [rank for rank in ranks if rank in machine.ranks]:
+                self._send(machine, "send", machine_ranks, message)
 
     def _send(self, machine: Machine, what: str, about: Any, message: bytes | None = None) -> None:
         with self._whole():
@@ -217,12 +221,12 @@ class Processes:
 
     def _receive(self, machine: Machine) -> tuple[str, int, int, bytes]:
         with self._whole():
-            what, rank, status = machine.connection.recv()
-            message = machine.connection.recv_bytes() if what == "said" else b""
-        return what, rank, status, message
+            kind, rank, status = machine.connection.recv()
+            message = machine.connection.recv_bytes() if kind == "said" else b""
+        return kind, rank, status, message
 
     def _messages(self, seconds: float) -> Iterator[tuple[str, int, int, bytes]]:
-        """What machines send, for as long as they do; wait a little for them."""
+        """Yield what the machines send; wait at most ``seconds`` for the first message."""
         while ready := wait([machine.connection for machine in self._machines], seconds):
             seconds = 0.0
             for machine in [m for m in self._machines if m.connection in ready]:
@@ -241,17 +245,17 @@ class Processes:
 
     def _take(self, seconds: float) -> Iterator[tuple[int, Any]]:
         """Act on what ranks say; yield reports."""
-        for what, rank, status, message in self._messages(seconds):
-            if what == "ended":
+        for kind, rank, status, message in self._messages(seconds):
+            if kind == "ended":
                 self.alive.discard(rank)
                 if rank in self._open:
-                    how = f"ended with status {status} and no result"
+                    ending = f"ended with status {status} and no result"
                     if status < 0:
-                        how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
-                    self._fail(rank, DIED, JobFailedError(f"rank {rank} {how}"))
+                        ending = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+                    self._fail(rank, DIED, JobFailedError(f"rank {rank} {ending}"))
                 continue
-            what, value = pickle.loads(message)
-            match what:
+            kind, value = pickle.loads(message)
+            match kind:
                 case "came":
                     self._missing.discard(rank)
                     self.process_ids[rank] = value

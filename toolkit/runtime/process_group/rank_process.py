@@ -67,14 +67,15 @@ def main(connection: Connection) -> None:
     join.leave()
 
 
-def _send(what: str, value: Any) -> None:
+def _send(kind: str, value: Any) -> None:
     assert _parent is not None
     try:
-        message = cloudpickle.dumps((what, value))
+        message = cloudpickle.dumps((kind, value))
     except Exception as error:
-        rank, kind = os.environ["RANK"], type(value).__name__
+        rank, type_name = os.environ["RANK"], type(value).__name__
         raise UserError(
-            f"rank {rank}: cannot pickle a {kind} that is {what} ({error}); give numbers or tensors"
+            f"rank {rank}: cannot pickle a {type_name} that is {kind} ({error}); give"
+            " numbers or tensors"
         ) from error
     with _sending:
         _parent.send_bytes(message)
@@ -86,20 +87,20 @@ def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
     kinds = UserError, ValueError, JobFailedError
     kind = next((kind for kind in kinds if isinstance(error, kind)), None)
     message = str(error) if kind else f"{type(error).__name__}: {error}"
-    above = error.__traceback__
-    if frames := above and above.tb_next:  # without this module's own
+    full_traceback = error.__traceback__
+    if frames := full_traceback and full_traceback.tb_next:  # without this module's own
         message += "\n\n" + "".join(traceback.format_exception(type(error), error, frames))
     world = join.joined()
     place = (
         f", {world.watch.record.position}" if world and world.watch.record.step is not None else ""
     )
-    there = RankError(f"rank {rank}{place}: {message}")
+    rank_error = RankError(f"rank {rank}{place}: {message}")
     reason = LOST if is_backend_error(error) else RAISED
     if kind is None:
-        return reason, there, None
-    same = kind(str(error))
-    same.add_note(f"It was raised on rank {rank}{place}.")
-    return JOB_FAILED if kind is JobFailedError else reason, same, there
+        return reason, rank_error, None
+    same_error = kind(str(error))
+    same_error.add_note(f"It was raised on rank {rank}{place}.")
+    return JOB_FAILED if kind is JobFailedError else reason, same_error, rank_error
 
 
 def _forget_parent() -> None:

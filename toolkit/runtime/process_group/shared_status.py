@@ -49,8 +49,8 @@ class Record(NamedTuple):
     @classmethod
     def decode(cls, text: str | bytes) -> "Record":
         """Return the record that :meth:`encode` wrote."""
-        what, step, peers, *rest = json.loads(text)
-        return cls(what, step, tuple(peers), *rest)
+        what, step, peers, *further_fields = json.loads(text)
+        return cls(what, step, tuple(peers), *further_fields)
 
     @property
     def seconds(self) -> float:
@@ -98,7 +98,7 @@ class SharedStatus:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        if own := fd is None:
+        if is_new := fd is None:
             fd = os.memfd_create("watch") if hasattr(os, "memfd_create") else -1
             if fd >= 0:
                 os.ftruncate(fd, 1 + 2 * _SLOT)
@@ -106,7 +106,7 @@ class SharedStatus:
         self._memory = mmap.mmap(fd, 1 + 2 * _SLOT)
         if fd >= 0:
             weakref.finalize(self, os.close, fd)
-        if own:
+        if is_new:
             self.write(Record())
 
     @classmethod
@@ -152,22 +152,23 @@ class Peers:
     ) -> None:
         self.store = dist.PrefixStore("watch", store.clone())
         self.listening = False
-        process, here = Process(os.getpid()), machine()
+        process, own_machine = Process(os.getpid()), machine()
         self.local: dict[int, tuple[Process, SharedStatus]] = {rank: (process, own)}
         self.remote: dict[int, Record] = {}
-        self._rank, self._own = rank, own
+        self._rank = rank
+        self._own = own
         self._publish()  # before the process can be found
-        entry = [here, process.pid, process.started, own.fd]
+        entry = [own_machine, process.pid, process.started, own.fd]
         self.store.set(f"process/{rank}", json.dumps(entry))
         keys = [f"process/{r}" for r in range(size)]
         self.store.wait(keys, timedelta(seconds=timeout))
-        for other in (r for r in range(size) if r != rank):
-            where, pid, started, fd = json.loads(self.store.get(keys[other]))
-            shared = SharedStatus.of(pid, fd) if where == here else None
+        for peer in (r for r in range(size) if r != rank):
+            peer_machine, pid, started, fd = json.loads(self.store.get(keys[peer]))
+            shared = SharedStatus.of(pid, fd) if peer_machine == own_machine else None
             if shared is None:
-                self.remote[other] = Record(host="another machine")
+                self.remote[peer] = Record(host="another machine")
             else:
-                self.local[other] = Process(pid, started), shared
+                self.local[peer] = Process(pid, started), shared
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="heartbeat", daemon=True)
         if self.remote:
@@ -175,14 +176,14 @@ class Peers:
 
     def see(self) -> dict[int, Record]:
         """Return the latest record of each rank."""
-        seen = dict(self.remote)
+        latest_records = dict(self.remote)
         for rank, (process, shared) in self.local.items():
-            gone = process.gone  # before its last record is read
+            is_gone = process.gone  # before its last record is read
             record = shared.read()
-            if gone and record.status == RankStatus.RUNNING:
+            if is_gone and record.status == RankStatus.RUNNING:
                 record = record._replace(status=RankStatus.DEAD)
-            seen[rank] = record
-        return seen
+            latest_records[rank] = record
+        return latest_records
 
     def stop(self, seconds: float) -> None:
         """Publish the last record; wait for that at most ``seconds``."""
@@ -196,9 +197,9 @@ class Peers:
 
     def _exchange(self) -> None:
         with contextlib.suppress(RuntimeError):  # without a store, other machines fall silent
-            last = False
-            while not last:
-                last = self._stopping.is_set()
+            is_last = False
+            while not is_last:
+                is_last = self._stopping.is_set()
                 self._publish()
                 if self.listening:
                     beats = self.store.multi_get([f"beat/{rank}" for rank in self.remote])
@@ -208,14 +209,16 @@ class Peers:
 
 def records(store: dist.Store, size: int) -> dict[int, Record]:
     """Return the latest records of the ranks that meet in ``store``, as far as they have come."""
-    store, found = dist.PrefixStore("watch", store), {}
+    store, latest_records = dist.PrefixStore("watch", store), {}
     for rank in range(size):
         if store.check([f"process/{rank}"]):
-            where, pid, started, fd = json.loads(store.get(f"process/{rank}"))
-            shared = SharedStatus.of(pid, fd) if where == machine() else None
+            rank_machine, pid, started, fd = json.loads(store.get(f"process/{rank}"))
+            shared = SharedStatus.of(pid, fd) if rank_machine == machine() else None
             beat = Record.decode(store.get(f"beat/{rank}"))
-            found[rank] = shared.read() if shared and not Process(pid, started).gone else beat
-    return found
+            latest_records[rank] = (
+                shared.read() if shared and not Process(pid, started).gone else beat
+            )
+    return latest_records
 
 
 def machine() -> str:

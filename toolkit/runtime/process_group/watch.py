@@ -83,52 +83,64 @@ def diagnose(
 
     ``patience`` is the time left in which a better reason than a lost connection may appear.
     """
-    mine = ranks[me]
-    late, lost = mine.seconds >= timeout, bool(mine.error) and not patience
+    own_record = ranks[me]
+    is_late, is_lost = own_record.seconds >= timeout, bool(own_record.error) and not patience
     queue = [me]  # then the ranks that it waits for, directly or not; nearest first
     for waiter in queue:
         if ranks[waiter].status == RankStatus.RUNNING:
             queue += (r for r in ranks[waiter].peers if r in ranks and r not in queue)
-    waited = queue[1:]
-    everyone = [*waited, *(r for r in ranks if r not in queue)]
-    stuck = [r for r in waited if not ranks[r].peers and ranks[r].seconds >= timeout]
+    awaited = queue[1:]
+    everyone = [*awaited, *(r for r in ranks if r not in queue)]
+    stuck_ranks = [r for r in awaited if not ranks[r].peers and ranks[r].seconds >= timeout]
     stalled = f"has stalled: for {timeout:g} s it has not"
     # The best reason first: a dead rank explains all that others show.
-    for status, among, enough, how in (
+    for status, candidates, enough, fault in (
         (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
-        (RankStatus.ENDED, waited, late or lost, "has ended (it finished, or by a signal)"),
-        (RankStatus.SILENT, everyone, late, f"{stalled} answered (stopped, or its network hangs)"),
-        (RankStatus.RUNNING, stuck, late, f"{stalled} moved (it runs; if slow, raise timeout)"),
+        (RankStatus.ENDED, awaited, is_late or is_lost, "has ended (it finished, or by a signal)"),
+        (
+            RankStatus.SILENT,
+            everyone,
+            is_late,
+            f"{stalled} answered (stopped, or its network hangs)",
+        ),
+        (
+            RankStatus.RUNNING,
+            stuck_ranks,
+            is_late,
+            f"{stalled} moved (it runs; if slow, raise timeout)",
+        ),
     ):
-        for rank in among if enough else ():
+        for rank in candidates if enough else ():
             if ranks[rank].status == status:
                 waiter = next((r for r in queue if rank in ranks[r].peers), me)
                 waits = "waited for it" if rank in ranks[waiter].peers else "was"
-                on = f" (on {ranks[rank].host})" if ranks[rank].host else ""
-                what = f"rank {rank}{on} {how}, {ranks[rank].position}"
-                return Diagnosis(rank, f"{what}; rank {waiter} {waits} {ranks[waiter].position}")
+                on_host = f" (on {ranks[rank].host})" if ranks[rank].host else ""
+                finding = f"rank {rank}{on_host} {fault}, {ranks[rank].position}"
+                return Diagnosis(rank, f"{finding}; rank {waiter} {waits} {ranks[waiter].position}")
     jammed = all(ranks[r].peers and ranks[r].seconds >= timeout for r in queue)
-    # In one place they wait for a sum of all, or compute beside it, as torch's wrappers do.
-    apart = len({(str(ranks[r].what), ranks[r].step) for r in queue}) > 1
-    if jammed and apart and not lost:
-        where = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(queue))
+    # At one place they wait for a sum of all, or compute meanwhile, as torch's wrappers do.
+    places_differ = len({(str(ranks[r].what), ranks[r].step) for r in queue}) > 1
+    if jammed and places_differ and not is_lost:
+        positions = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(queue))
         return Diagnosis(
             None,
-            f"for {timeout:g} s these ranks have waited for each other: {where}. Make the same"
+            f"for {timeout:g} s these ranks have waited for each other: {positions}. Make the same"
             " calls on every rank, or raise timeout if the links are slow",
         )
-    if not lost:
+    if not is_lost:
         return None
-    peers = [r for r in mine.peers if r != me and r in ranks]
+    peers = [r for r in own_record.peers if r != me and r in ranks]
     ends = [r for r in peers if ranks[r].error and me in ranks[r].peers] or peers
     if not ends:
-        return Diagnosis(None, f"rank {me} cannot continue, {mine.position}: {mine.error}")
-    whom = "rank " if len(ends) == 1 else "one of ranks "
+        return Diagnosis(
+            None, f"rank {me} cannot continue, {own_record.position}: {own_record.error}"
+        )
+    subject = "rank " if len(ends) == 1 else "one of ranks "
     places = "".join(f"; rank {r} was {ranks[r].position}" for r in ends)
     return Diagnosis(
         None,
-        f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost:"
-        f" rank {me} was {mine.position}{places} ({mine.error})",
+        f"the connection between rank {me} and {subject}{', '.join(map(str, ends))} is lost:"
+        f" rank {me} was {own_record.position}{places} ({own_record.error})",
     )
 
 
@@ -144,7 +156,10 @@ class Watch:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
         self.on_failure: Callable[[str], None] = lambda message: None
         self.farewells: list[Callable[[], None]] = []
         self.record = Record()
@@ -153,7 +168,9 @@ class Watch:
         self._clock = 0.0  # seconds for which the watch has run
         self._well_at = 0.0  # when the backend had no error yet
         self._reason = ""  # for which the main thread ends the job
-        self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
+        # The signal that asks this rank to end, if one came, and when.
+        self._signal = 0
+        self._signal_at = 0.0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
         self._watching = False
@@ -253,8 +270,8 @@ class Watch:
         self._write()
         # A killed torchrun takes the store with it, for which another rank would be blamed.
         if self._launcher and os.getppid() != self._launcher:
-            gone = f"torchrun (process {self._launcher}), which started the ranks, is gone"
-            self._end(Diagnosis(None, f"{gone}: start it again; resume= continues a saved run"))
+            reason = f"torchrun (process {self._launcher}), which started the ranks, is gone"
+            self._end(Diagnosis(None, f"{reason}: start it again; resume= continues a saved run"))
         if self._reason:
             self._end(Diagnosis(None, self._reason))
         if not self.record.error:
@@ -271,55 +288,59 @@ class Watch:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until something happens; note a signal that asks this rank to end."""
-        before = time.monotonic()
+        began = time.monotonic()
         ready, _, _ = select.select(self._pipe[:1], [], [], seconds)
         # Bounded, so that a job that is stopped as a whole and continued blames nobody.
-        self._clock += min(time.monotonic() - before, 2 * self._beat)
+        self._clock += min(time.monotonic() - began, 2 * self._beat)
         for number in filter(None, os.read(self._pipe[0], 512) if ready else b""):
             handler = signal.getsignal(number)
             # A user's handler, such as a training's that saves itself, has the signal to itself. So
             # has Python's of Ctrl-C, unless the main thread waits where it cannot run.
             blocked = handler == signal.default_int_handler and self.record.peers
             if handler == _leave_to_watch or blocked:
-                self._signal, self._signal_at = number, self._clock
+                self._signal = number
+                self._signal_at = self._clock
                 self._write(status=RankStatus.ENDED)
 
     def _judge(self) -> None:
         """End the job if what the ranks show is a reason."""
         ranks = self._see()
-        for rank, seen in ranks.items():
-            if seen.now != self._changed.get(rank, (None, 0.0))[0]:
-                self._changed[rank] = seen.now, self._clock
-            silent = self._clock - self._changed[rank][1]
+        for rank, record in ranks.items():
+            if record.now != self._changed.get(rank, (None, 0.0))[0]:
+                self._changed[rank] = record.now, self._clock
+            silent_seconds = self._clock - self._changed[rank][1]
             # This rank stood for a while before it listened.
-            if seen.status == RankStatus.RUNNING and silent >= self.timeout - 3 * self._beat:
-                ranks[rank] = seen._replace(status=RankStatus.SILENT)
+            if (
+                record.status == RankStatus.RUNNING
+                and silent_seconds >= self.timeout - 3 * self._beat
+            ):
+                ranks[rank] = record._replace(status=RankStatus.SILENT)
         ranks[self.rank] = self.record._replace(status=RankStatus.RUNNING)
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
-        if found := diagnose(ranks, self.rank, self.timeout, patience):
-            self._end(found)
+        if diagnosis := diagnose(ranks, self.rank, self.timeout, patience):
+            self._end(diagnosis)
 
     def _see(self) -> dict[int, Record]:
         """Return what the ranks show; leave if one of them has a diagnosis."""
         ranks = self._peers.see()
-        for seen in ranks.values():
-            if seen.status == RankStatus.FAILED:
-                self._leave_failed(seen.error)
+        for record in ranks.values():
+            if record.status == RankStatus.FAILED:
+                self._leave_failed(record.error)
         return ranks
 
     def _end(self, found: Diagnosis) -> NoReturn:
         """Announce the diagnosis, unless another rank does, and leave."""
         # The first to lock a common memory announces; of several machines, the first in the store.
         local, store = self._peers.local, self._peers.store
-        first = local[min(local)][1].lock()
-        if first and self._peers.remote:
-            first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
+        is_first = local[min(local)][1].lock()
+        if is_first and self._peers.remote:
+            is_first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
         self._see()  # a rank that has left has announced, and its lock ends with its process
         end = time.monotonic() + _LINGER
-        while not first and time.monotonic() < end:
+        while not is_first and time.monotonic() < end:
             time.sleep(_HURRY)
             self._see()
-        if first:
+        if is_first:
             with contextlib.suppress(Exception):  # standard error may be closed
                 announce(found.message)
             if found.blamed in local:
