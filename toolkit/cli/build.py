@@ -178,6 +178,9 @@ def load_samples(config: DictConfig) -> "SampleSet":
 def build_schedule(config: DictConfig) -> Schedule:
     """Build a named method, or rank orders from a file, from options of the group ``schedule``.
 
+    Args:
+        config: options of the group; ``file`` names a CSV file of rank orders, or is null.
+
     Raises:
         UserError: an impossible schedule, or a file without rank orders.
     """
@@ -277,6 +280,9 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
 
 def build_schedules(config: DictConfig) -> dict[str, Schedule]:
     """Build the schedule of ``config`` and those of ``also``, by labels that tell them apart.
+
+    Args:
+        config: options of an experiment, with the groups ``schedule`` and ``also``.
 
     Raises:
         UserError: one is impossible, or ``also`` has another ``schedule``.

@@ -51,7 +51,11 @@ Experiment = Callable[[DictConfig], Ended | int | None]
 def entry_point(name: str) -> Callable[[Experiment], Callable[[], None]]:
     """Make a function of ``conf/<name>.yaml`` into the experiment ``name``.
 
-    The function returns the exit status, or an :class:`Ended`.
+    Args:
+        name: stem of the experiment's file in ``conf``, and of its script.
+
+    Returns:
+        a decorator. The function that it takes returns the exit status, or an :class:`Ended`.
     """
 
     def command_line_of(function: Experiment) -> Callable[[], None]:

@@ -45,9 +45,8 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     replaced_options |= {
         synonym for option, synonym in _SAME.items() if option in argument_of_option
     }
-    replaced_options |= {
-        key.partition("@")[2] for key in argument_of_option if "@" in key
-    }  # a rule that was left out
+    # A rule that this command line leaves out.
+    replaced_options |= {key.partition("@")[2] for key in argument_of_option if "@" in key}
     # Options of a choice, such as schedule.delay, go with it when another takes its place.
     changed_groups = {
         group for group, argument in argument_of_option.items() if argument not in earlier_options

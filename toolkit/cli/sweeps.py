@@ -162,8 +162,7 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     if list(earlier_status.options) != list(options):
         raise UserError(
             f"{folder} holds the run of other options ({' '.join(earlier_status.options)}): start"
-            " the"
-            " sweep again as it was with -m resume=FOLDER, or in a folder of its own"
+            " the sweep again as it was with -m resume=FOLDER, or in a folder of its own"
         )
     return earlier_status if earlier_status.state == FINISHED else None
 

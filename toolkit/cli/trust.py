@@ -51,8 +51,7 @@ def check_options(
     if refused_options:
         raise UserError(
             f"resume={folder}: its options have {shortened(refused_options[0])}, which could run"
-            " code of"
-            " whoever wrote the folder: add trust=true if you trust it"
+            " code of whoever wrote the folder: add trust=true if you trust it"
         )
 
 

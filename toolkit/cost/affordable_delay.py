@@ -124,7 +124,13 @@ def affordable_schedule(
     """Return a schedule in nearly the time of late weights; no single weight could be fresher.
 
     It has the chains that are faster: those of the freshest delay if that is fast enough, and of
-    weights one step late otherwise. Arguments as in :func:`affordable_delay`.
+    weights one step late otherwise.
+
+    Args:
+        make: function that builds a schedule from ``delay`` and ``chains``.
+        costs: one entry per stage.
+        hardware: seconds of messages, and of kernels that were not measured.
+        within: share by which a step may take longer than with every weight one step late.
     """
     late_schedule, fresh_schedule = (
         fastest(make, delay, costs, hardware) for delay in (1, FRESHEST)

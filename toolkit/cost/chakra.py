@@ -91,7 +91,13 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
 
 
 def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str | Path) -> None:
-    """Write ``rank.0.et`` and so on to ``folder``; arguments as in :func:`chakra_nodes`.
+    """Write ``rank.0.et`` and so on to ``folder``, a trace per rank.
+
+    Args:
+        program: a verified program.
+        costs: one entry per stage.
+        hardware: seconds of ops that were not measured.
+        folder: folder of the traces; created if missing.
 
     Raises:
         UserError: the package of the format is not installed.

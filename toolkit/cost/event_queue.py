@@ -146,9 +146,7 @@ class EventQueue:
                 for needed_index in needed_indices:
                     if not in_order[needed_index]:
                         waited_indices.append(needed_index)
-                    elif (
-                        needed_index > last_op
-                    ):  # ops of a rank end in order, so the last one is enough
+                    elif needed_index > last_op:  # ops end in order: the last is enough
                         last_op = needed_index
                 if in_order[index_in_rank]:
                     last_op, previous_op = previous_op, index_in_rank

@@ -115,7 +115,12 @@ class Hardware:
         return rank // self.ranks_per_machine
 
     def message(self, n_bytes: float, *, local: bool = False) -> float:
-        """Return the seconds of a message between machines, or within one."""
+        """Return the seconds of a message.
+
+        Args:
+            n_bytes: size of the message.
+            local: whether both ranks are on one machine.
+        """
         if local:
             return self.local_latency + n_bytes / self.local_bandwidth
         return self.link_latency + n_bytes / self.link_bandwidth

@@ -204,6 +204,7 @@ class _Simulation:
         return end
 
     def _compute(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+        """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
         tick, action, stage, microbatch, step, *_ = i
         start = self.computed[rank]
         if ready > start:
@@ -264,6 +265,7 @@ class _Simulation:
         return start, start + seconds, start + seconds
 
     def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+        """Update a stage's weights; the rank's updates follow one another beside its compute."""
         seconds = self._moving(rank, self.moved_by_update[i.stage])
 
         def begin(start: float, end: float) -> None:
@@ -355,6 +357,7 @@ class _Simulation:
         self.events.end(g, end)
 
     def _free(self, g: int, rank: int, i: Instruction, when: float) -> None:
+        """Free a weight version, or the activations and inputs of a micro-batch."""
         if i.buffer != ACTIVATION:
             self._hold(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes)
         else:
@@ -386,6 +389,7 @@ class _Simulation:
             self._hold(end, rank, WORKING, -n_bytes)
 
     def _add_to_sum(self, rank: int, i: Instruction, when: float) -> None:
+        """Note that a gradient becomes part of a sum on ``rank`` at ``when`` seconds."""
         self.parts[rank, i.stage, i.step].append(when)
 
     def _drop_sum(self, rank: int, i: Instruction, start: float, end: float) -> None:

@@ -82,8 +82,8 @@ def assess(situation: Situation) -> dict[str, Any]:
         ``cdp_v2`` and ``affordable``. Within :data:`WITHIN` more than CDP-v1's time, no single
         weight of ``affordable`` could be fresher. Each has the chains that are faster.
     """
-    n_workers, is_one_group = situation.workers, situation.placement != "per_microbatch"
-    n_stages = n_workers if is_one_group else n_workers * -(-_STAGES // n_workers)
+    n_workers, has_stage_per_worker = situation.workers, situation.placement != "per_microbatch"
+    n_stages = n_workers if has_stage_per_worker else n_workers * -(-_STAGES // n_workers)
     costs, hardware = unit_costs(n_stages, backward=_BACKWARD), _hardware(situation)
     dp_schedule = catalog.data_parallel(n_workers, situation.placement, n_stages=n_stages)
     make = partial(
@@ -94,7 +94,7 @@ def assess(situation: Situation) -> dict[str, Any]:
         groups=situation.machines,
     )
     schedule_v1, schedule_v2 = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
-    affordable_delays = affordable_schedule(make, costs, hardware, within=WITHIN)
+    schedule_affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
     dp_seconds = step_seconds(dp_schedule, costs, hardware)
     footprint_v2, footprint_dp = footprint(schedule_v2), footprint(dp_schedule)
     row = {
@@ -109,7 +109,7 @@ def assess(situation: Situation) -> dict[str, Any]:
     for name, schedule in (
         ("cdp_v1", schedule_v1),
         ("cdp_v2", schedule_v2),
-        ("affordable", affordable_delays),
+        ("affordable", schedule_affordable),
     ):
         row[f"{name}_time"] = step_seconds(schedule, costs, hardware) / dp_seconds
         row[f"{name}_staleness"] = schedule.mean_staleness

@@ -137,7 +137,12 @@ def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
-    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte."""
+    """Return equal costs with forwards of 1 s and buffers of 1 byte.
+
+    Args:
+        n_stages: number of stages.
+        backward: seconds of a backward.
+    """
     flops, buffers = (1.0, backward), (1.0, 1.0, 1.0, 1.0)
     stage = StageCost(*flops, *buffers, forward_seconds=1.0, backward_seconds=backward)
     return (stage,) * n_stages

@@ -220,9 +220,8 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
     # Rules that a resumed comparison has left out are only there.
     saved_options = record.read_yaml(folder / COMPARED)
     rule_options = (saved_options.get("rules") or {}) | rules
-    own_options = (config.get("own") or {}) | (
-        saved_options.get("own") or {}
-    )  # there with the tuned rates
+    # The saved ones have the tuned learning rates, so they come second.
+    own_options = (config.get("own") or {}) | (saved_options.get("own") or {})
     schedule_names = {
         row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row
     }

@@ -117,6 +117,10 @@ def binomial_half_width(share: float, n: int) -> float:
     z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
     sqrt(share (1 - share) / n) it is not 0 if all of ``n`` are right.
 
+    Args:
+        share: share of the samples, 0 to 1.
+        n: number of samples.
+
     Source: Agresti and Coull, The American Statistician 52(2), 1998.
     """
     z = 1.96
@@ -204,9 +208,13 @@ def in_a_sentence(
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
     """Average delay diagnostics over training steps, one row per combination of columns ``by``.
 
-    Rows have the fields of :class:`toolkit.runtime.microbatches.StageDelay`, or are means of them,
-    which have no step; what was not measured at a step is left out. So is the first training step,
-    if there are others: nothing is late in it yet.
+    Values that were not measured at a step are left out. So is the first training step, if there
+    are others: its weights are not late yet.
+
+    Args:
+        delays: rows with the fields of :class:`toolkit.runtime.microbatches.StageDelay`, or means
+            of them, which have no step.
+        by: columns to group by, such as ``stage``.
     """
     if not delays:
         return []

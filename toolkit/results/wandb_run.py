@@ -76,7 +76,12 @@ class Tracker:
         self._state: tuple[str, int] | None = None
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers at a training step; or figures as images, and lists of rows as tables."""
+        """Log numbers at a training step; or figures as images, and lists of rows as tables.
+
+        Args:
+            values: values by name.
+            step: training steps that the run has done; None for values of the whole run.
+        """
         step_field = {} if step is None else {STEP: step}
         self._try(
             lambda run: run.log(
@@ -130,7 +135,12 @@ class Tracker:
         self._try(upload)
 
     def end(self, state: str, status: int) -> None:
-        """Set how the run has ended, and its exit status; the first call counts."""
+        """Set how the run has ended; the first call counts.
+
+        Args:
+            state: the end in words, such as finished or ``failed: ...``.
+            status: exit status of the run in W&B.
+        """
         self._state = self._state or (state, status)
 
     def close(self) -> None:
@@ -315,6 +325,10 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 
     By slot, the unit of memory is the activations of one stage and micro-batch. In the summary it
     is a micro-batch. The unit of traffic is the parameters of one stage.
+
+    Args:
+        tracker: tracker of the run.
+        schedule: schedule of the run; only the name if it has over 1024 stages times micro-batches.
     """
     tracker.config({"schedule_label": schedule.name})
     if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
@@ -381,6 +395,13 @@ def track_measured(
     """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
 
     The summary has the step times in seconds, also the predicted one, and the means over ranks.
+
+    Args:
+        tracker: tracker of the run.
+        figure: drawing of ``timeline``.
+        ranks: measurements, a row per rank.
+        timeline: measured timeline.
+        predicted: simulated timeline of the same schedule, or None.
     """
     columns = ["rank", "start", "end", "bytes", "slot"]
     send_spans = [span for span in timeline.spans if span.lane == "send"]

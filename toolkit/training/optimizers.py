@@ -112,10 +112,8 @@ class Muon(AdamW):
             for parameter in group["params"] if group["orthogonal"] else ():
                 if parameter.grad is not None:
                     self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
-                    gradient_of_matrix[parameter], parameter.grad = (
-                        parameter.grad,
-                        None,
-                    )  # AdamW then skips it
+                    # Without a gradient, AdamW skips the matrix.
+                    gradient_of_matrix[parameter], parameter.grad = parameter.grad, None
         super().step()
         for parameter, grad in gradient_of_matrix.items():
             parameter.grad = grad

@@ -38,7 +38,7 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         device = torch.device("cuda", torch.cuda.current_device())
     for copies, end in one_ahead(batches, lambda batch: _begin_copy(batch, device)):
         stream = torch.cuda.current_stream(device)
-        stream.wait_event(end)
+        stream.wait_event(end)  # the stream waits for the copy; this thread does not
         for copy in copies:
             copy.record_stream(stream)  # or its memory could be reused while it is read here
         inputs, targets = copies
