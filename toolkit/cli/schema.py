@@ -100,8 +100,8 @@ def _of_file(path: Path) -> Options:
     options: Options = {}
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
-            base = path.parent / f"{entry}.yaml"
-            options |= _of_file(base) if base.is_file() else {}
+            base_file = path.parent / f"{entry}.yaml"
+            options |= _of_file(base_file) if base_file.is_file() else {}
         elif not (group := next(iter(entry))).startswith("override") and group not in PRESETS:
             package = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
             default = MISSING if entry[group] is not None else None

@@ -115,11 +115,11 @@ class _Rewriter:
 
     def _counts(self, node: fx.Node) -> bool:
         """Return whether a node counts the batches of a batch norm, as its layer does."""
-        first = node.args[0] if node.args else None
+        first_argument = node.args[0] if node.args else None
         return (
-            isinstance(first, fx.Node)
-            and first.op == "get_attr"
-            and str(first.target).endswith("num_batches_tracked")
+            isinstance(first_argument, fx.Node)
+            and first_argument.op == "get_attr"
+            and str(first_argument.target).endswith("num_batches_tracked")
         )
 
     def _norm(self, node: fx.Node) -> fx.Node | None:

@@ -59,8 +59,8 @@ def check_independent(stages: "Stages", example: Any) -> None:
     if n_samples < 2 or device.type == "meta":
         return
     with refused(stages.model, inputs):
-        place = _find_mixing(stages, _first_samples(inputs, device))
-    _refuse(stages, place)
+        mixing_place = _find_mixing(stages, _first_samples(inputs, device))
+    _refuse(stages, mixing_place)
 
 
 def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> None:
@@ -93,10 +93,10 @@ def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> N
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own, about values that nobody gave it
-            place = _find_mixing(stages, _drawn_samples(inputs, device))
+            mixing_place = _find_mixing(stages, _drawn_samples(inputs, device))
     except Exception:  # the model's own code may raise anything on values that nobody gave it
         return
-    _refuse(stages, place)
+    _refuse(stages, mixing_place)
 
 
 def _device_of(stages: "Stages", inputs: Inputs) -> torch.device:
@@ -115,15 +115,15 @@ def _drawn_samples(inputs: Inputs, device: torch.device) -> Inputs:
     """Return samples like ``inputs``, with floating-point values from a generator of its own."""
     generator = torch.Generator("cpu").manual_seed(0)
     samples = []
-    for first, tensor in zip(_first_samples(inputs, device), inputs, strict=True):
+    for first_samples, tensor in zip(_first_samples(inputs, device), inputs, strict=True):
         if tensor.is_complex():
-            values = torch.randn(first.shape, generator=generator, dtype=torch.complex64)
+            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.complex64)
             samples.append(values.to(device, tensor.dtype))
         elif tensor.is_floating_point():
-            values = torch.randn(first.shape, generator=generator, dtype=torch.float32)
+            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.float32)
             samples.append(values.to(device, tensor.dtype))
         else:
-            samples.append(first)
+            samples.append(first_samples)
     return tuple(samples)
 
 
@@ -141,13 +141,13 @@ def _find_mixing(stages: "Stages", inputs: Inputs) -> str | None:
     return places[0] if places else " in its output"
 
 
-def _refuse(stages: "Stages", place: str | None) -> None:
+def _refuse(stages: "Stages", mixing_place: str | None) -> None:
     """Raise UserError if the model mixes samples at ``place``."""
-    if place is None:
+    if mixing_place is None:
         return
     raise UserError(
-        f"{type(stages.model).__name__} mixes the samples of a batch{place}: its training would"
-        " depend on which micro-batches run together. Compute each sample on its own, use"
+        f"{type(stages.model).__name__} mixes the samples of a batch{mixing_place}: its training"
+        " would depend on which micro-batches run together. Compute each sample on its own, use"
         " torch.nn's batch norms, or move this into the loss, which takes one whole micro-batch"
     )
 

@@ -473,6 +473,8 @@ def _commands(runs: Sequence[Run]) -> Iterator[Block]:
     if not folders_of_command:
         yield Text("No run has a command.")
     for (command, origin), folders in folders_of_command.items():
-        first, *other_folders = dict.fromkeys(folders)
+        first_folder, *other_folders = dict.fromkeys(folders)
         others_text = f" and {len(other_folders)} more" if other_folders else ""
-        yield Command(command, f"{count(len(folders), 'run')} in {first}{others_text}; {origin}")
+        yield Command(
+            command, f"{count(len(folders), 'run')} in {first_folder}{others_text}; {origin}"
+        )
