@@ -1,4 +1,4 @@
-"""Errors that are the user's to correct, and their wording."""
+"""Errors that the user can correct, and their wording."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -14,7 +14,7 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """First non-blank line of the error's message; the error's repr if the message is blank."""
+    """Return the first non-blank line of an error's message, or its repr if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
@@ -25,10 +25,12 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 def suggest(choice: str, valid: Sequence[str]) -> str:
-    """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
-    near = get_close_matches(choice, valid, n=1, cutoff=0.4)
-    near = [name for name in valid if choice and name.startswith(choice)][:1] or near
-    return "".join(f"did you mean {name}? " for name in near) + f"choose one of {', '.join(valid)}"
+    """Return advice for an unknown ``choice``: the nearest valid name, and all of them."""
+    matches = get_close_matches(choice, valid, n=1, cutoff=0.4)
+    matches = [name for name in valid if choice and name.startswith(choice)][:1] or matches
+    return (
+        "".join(f"did you mean {name}? " for name in matches) + f"choose one of {', '.join(valid)}"
+    )
 
 
 def whole(value: object, what: str, least: int | None = None) -> int:

@@ -34,12 +34,12 @@ def check_regular(path: Path, most: int | None = _MOST_BYTES) -> None:
 
     A pipe would block its reader, and a device or a sparse file would fill the memory.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if most is not None and found.st_size > most:
-        why = f"it has {found.st_size} bytes; expected at most {most}"
-        raise OSError(errno.EFBIG, why, str(path))
+    if most is not None and status.st_size > most:
+        reason = f"it has {status.st_size} bytes; expected at most {most}"
+        raise OSError(errno.EFBIG, reason, str(path))
 
 
 def read_plain(path: Path) -> Any:
@@ -53,15 +53,16 @@ def read_plain(path: Path) -> Any:
     text = path.read_text(encoding="utf-8")
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # C is ten times as fast
-        found = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     encoder = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=str)
-    for n, part in enumerate(encoder.iterencode(found)):  # lazy, for aliases may expand to 10**9
-        part.encode()
-        if n > _MOST_VALUES:
+    # Encode part by part and stop early: a YAML file's aliases may expand to 10**9 values.
+    for index, text_part in enumerate(encoder.iterencode(content)):
+        text_part.encode()
+        if index > _MOST_VALUES:
             raise ValueError(f"it has more than {_MOST_VALUES} values")
-    return found
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether a run's folder has a checkpoint to resume from."""
+    """Return whether a run's folder has a checkpoint to resume from."""
     return any(run.glob("checkpoints/step_*.ckpt"))
 
 
@@ -87,9 +88,9 @@ def resumable_in(folder: Path) -> str:
     """Return what can be resumed in ``folder``, as text: checkpoints or runs; empty if nothing."""
     if has_checkpoint(folder):
         return "the checkpoints of a run"
-    for place in (folder, folder / TUNING):
-        begun = any(map(has_checkpoint, (place / UNDER_WAY).glob("*")))
-        if begun or (place / ENDED).is_file():
+    for comparison_folder in (folder, folder / TUNING):
+        has_begun = any(map(has_checkpoint, (comparison_folder / UNDER_WAY).glob("*")))
+        if has_begun or (comparison_folder / ENDED).is_file():
             return "the runs of a comparison"
     return ""
 
@@ -104,6 +105,7 @@ def note_write_errors(notes: list[str], folder: Path) -> Iterator[None]:
 
 
 def _finite(content: Any) -> Any:
+    """Return plain values with None in place of numbers that are not finite."""
     if isinstance(content, Mapping):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -153,8 +155,8 @@ def started_by(experiment: str, n_ranks: int = 1, nodes: int = 1, folder: Path =
         folder: working directory of the shell.
     """
     script = Path("experiments", f"{experiment}.py")
-    here = (folder / script).resolve() == EXPERIMENTS / script.name
+    is_at_hand = (folder / script).resolve() == EXPERIMENTS / script.name
     if n_ranks * nodes == 1:
-        return f"python {script}" if here else f"{CONSOLE} {experiment}"
+        return f"python {script}" if is_at_hand else f"{CONSOLE} {experiment}"
     start = f"torchrun {f'--nnodes {nodes} ' * (nodes > 1)}--nproc-per-node {n_ranks}"
-    return f"{start} {script if here else f'-m toolkit {experiment}'}"
+    return f"{start} {script if is_at_hand else f'-m toolkit {experiment}'}"

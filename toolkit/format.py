@@ -53,14 +53,14 @@ def bytes_in(text: str | float) -> float:
     Raises:
         UserError: it is something else, or not above 0.
     """
-    found = re.fullmatch(r"([\d.e+]+) ?([KMGT]?)(i?)B?", str(text))
+    match = re.fullmatch(r"([\d.e+]+) ?([KMGT]?)(i?)B?", str(text))
     try:
-        number = float(found[1]) if found else 0.0
+        number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    if not found or not number > 0:
+    if not match or not number > 0:
         raise UserError(f"memory is a number of bytes above 0, such as 16GiB: got {text}")
-    return number * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " ")
+    return number * (1024.0 if match[3] else 1000.0) ** " KMGT".index(match[2] or " ")
 
 
 def digits(value: float) -> str:
@@ -84,22 +84,28 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
         form: a format of tabulate.
         width: characters of a line, at most; by default the terminal's, if there is one.
     """
-    cells = [[f"{x:g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    cells = [
+        [f"{value:g}" if isinstance(value, float) else value for value in row.values()]
+        for row in rows
+    ]
     headers = list(rows[0])
-    found = _aligned(headers, cells, form)
+    aligned = _aligned(headers, cells, form)
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    if form != "simple" or _width_of(found) <= width:
-        return found
-    split = [header.replace(" ", "\n").replace("_", "_\n") for header in headers]
-    if _width_of(narrow := _aligned(split, cells, form)) <= width:
+    if form != "simple" or _width_of(aligned) <= width:
+        return aligned
+    split_headers = [header.replace(" ", "\n").replace("_", "_\n") for header in headers]
+    if _width_of(narrow := _aligned(split_headers, cells, form)) <= width:
         return narrow
-    turned = [["" if x is None else x for x in row] for row in zip_longest(headers, *cells)]
-    upright = _aligned(turned[0], turned[1:], form)
+    turned_rows = [
+        ["" if value is None else value for value in row] for row in zip_longest(headers, *cells)
+    ]
+    upright = _aligned(turned_rows[0], turned_rows[1:], form)
     return min(upright, narrow, key=_width_of)
 
 
 def _aligned(headers: Sequence[str], cells: Sequence[Sequence[object]], form: str) -> str:
+    """Return a table whose columns of numbers are aligned to the right."""
     columns = zip_longest(*cells, fillvalue="")
     return tabulate(
         cells,
@@ -111,11 +117,12 @@ def _aligned(headers: Sequence[str], cells: Sequence[Sequence[object]], form: st
 
 
 def _width_of(text: str) -> int:
+    """Return the length of the longest line."""
     return max(map(len, text.splitlines()))
 
 
 def _is_number(cell: object) -> bool:
-    """Whether a cell is empty, or a number as value or text."""
+    """Return whether a cell is empty, or a number as value or text."""
     if isinstance(cell, str):
         return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?|nan", cell) is not None
     return cell is None or isinstance(cell, int)
@@ -125,8 +132,8 @@ def plus_minus(value: float | None, width: float | None, sign: str = "", decimal
     """Return ``value ± width``, the value alone without a width, or a dash without a value."""
     if value is None or isnan(value):
         return "-"
-    known = width and not isnan(width)
-    return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if known else "")
+    has_width = width and not isnan(width)
+    return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if has_width else "")
 
 
 def metric_cells(row: Row, by: Metric, first: str) -> Cells:
@@ -163,7 +170,7 @@ def peak_cells(row: Row) -> Cells:
 
 def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
     """Return how far staggered workers reduce the peak of simultaneous ones."""
-    shares = {f"N = {n}": f"{share:.1%}" for n, share in by_workers.items()}
+    shares = {f"N = {n_workers}": f"{share:.1%}" for n_workers, share in by_workers.items()}
     return shares | {"1 - mean/peak": f"{largest:.1%}"}
 
 
@@ -172,17 +179,17 @@ def again_cells(row: Row) -> Cells:
 
     *at once*: all workers compute at the same time; *op after op*: as order "scheduled" runs them.
     """
-    together, in_turn = row["peak_bytes_together"], row["peak_bytes_in_turn"]
+    together_bytes, in_turn_bytes = row["peak_bytes_together"], row["peak_bytes_in_turn"]
     return {
         "N": row["workers"],
         "computed again": ", ".join(map(str, row["recomputed"])) or "none",
         "extra time": f"{row['extra_time']:.1%}",
-        "together": size(together),
+        "together": size(together_bytes),
         "at once": size(row["peak_bytes_shifted"]),
         "below": f"{row['reduction']:.1%}",
         "limit": f"{row['largest_reduction']:.1%}",
-        "op after op": size(in_turn),
-        "this below": f"{1 - in_turn / together:.1%}",
+        "op after op": size(in_turn_bytes),
+        "this below": f"{1 - in_turn_bytes / together_bytes:.1%}",
     }
 
 
@@ -218,13 +225,13 @@ def agreement(row: Row, how: str) -> str:
 
 def pipeline_cells(row: Row) -> Cells:
     """Return a pipeline that :func:`toolkit.cost.pipeline_table.assess` counted."""
-    held, held_by_all, messages, boundaries = (
+    activations, total_activations, messages, boundaries = (
         float(row[key]) for key in ("activations", "total_activations", "messages", "boundaries")
     )
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],
-        "activations (all)": f"{held:.4g} ({held_by_all:.4g}) A",
+        "activations (all)": f"{activations:.4g} ({total_activations:.4g}) A",
         "idle": f"{row['idle']:z.1%}",
         "weights": f"{_fraction(row['weights'])} P",
         **staleness_cells(row),
@@ -239,8 +246,8 @@ def situation_cells(row: Row) -> Cells:
     cells = {"situation": row["situation"], "workers": row["workers"]}
     cells["M/C"] = f"{row['ratio']:g}"
     for name in ("devices", "activations"):
-        of_dp, of_cdp = (f"{row[key]:.4g}" for key in (f"{name}_dp", name))
-        cells[name] = of_dp if of_dp == of_cdp else f"{of_dp} → {of_cdp}"
+        dp_text, cdp_text = (f"{row[key]:.4g}" for key in (f"{name}_dp", name))
+        cells[name] = dp_text if dp_text == cdp_text else f"{dp_text} → {cdp_text}"
     for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
         cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
     return cells
@@ -262,15 +269,15 @@ def plan_cells(row: Row) -> Cells:
 
 def rank_cells(row: Row) -> Cells:
     """Return a rank's peak memory and traffic over the recorded steps."""
-    held = {
-        f"{of} {name} (MB)": _megabytes(row[f"{of}_{name}"])
+    measured = {
+        f"{statistic} {name} (MB)": _megabytes(row[f"{statistic}_{name}"])
         for name in ("activations", "weights")
-        for of in ("peak", "predicted", "most")
-        if f"{of}_{name}" in row
+        for statistic in ("peak", "predicted", "most")
+        if f"{statistic}_{name}" in row
     }
     return {
         "rank": row["rank"],
-        **held,
+        **measured,
         "messages sent": row["messages_sent"],
         "sent (MB)": _megabytes(row["bytes_sent"]),
         "messages received": row["messages_received"],

@@ -44,7 +44,7 @@ READOUTS = ("newest", "extrapolated")
 
 
 def option(default: Any, description: str) -> Any:
-    """A dataclass field with the line that ``--help`` prints for it."""
+    """Return a dataclass field with the line that ``--help`` prints for it."""
     return field(default=default, metadata={"help": description})
 
 
@@ -120,7 +120,7 @@ class SwitchOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, holds, rule in (
+        for name, is_valid, rule in (
             ("every", self.every >= 1, "is 1 or more training steps"),
             ("threshold", 0 <= self.threshold < 1, "is 0 or more, and below 1"),
             ("staleness_price", self.staleness_price >= 0, "is 0 or more"),
@@ -130,7 +130,7 @@ class SwitchOptions:
                 "is above 1, or null",
             ),
         ):
-            if not holds:
+            if not is_valid:
                 raise UserError(f"switch.{name} {rule}: got {getattr(self, name)}")
 
 
@@ -163,13 +163,13 @@ class TrainingOptions(StepSettings):
     def __post_init__(self) -> None:
         check_choice("readout", self.readout, READOUTS)
         check_choice("guard", self.guard, ("off", "stop", "rollback"))
-        for name, holds, rule in (
+        for name, is_valid, rule in (
             ("batch", self.batch >= 1, "is 1 or more"),
             ("epochs", self.epochs >= 1, "is 1 or more"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "is 0 or more, and below 1"),
             ("guard_factor", self.guard_factor > 1, "is above 1; 10 is usual"),
         ):
-            if not holds:
+            if not is_valid:
                 raise UserError(f"{name} {rule}: got {getattr(self, name)}")
 
 
@@ -189,17 +189,17 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         if self.rates is not None:
-            numbers = isinstance(self.rates, Sequence) and not isinstance(self.rates, str)
-            known = numbers and all(isinstance(rate, int | float) for rate in self.rates)
-            if not known or not self.rates or not all(rate > 0 for rate in self.rates):
+            is_list = isinstance(self.rates, Sequence) and not isinstance(self.rates, str)
+            are_numbers = is_list and all(isinstance(rate, int | float) for rate in self.rates)
+            if not are_numbers or not self.rates or not all(rate > 0 for rate in self.rates):
                 raise UserError(f"tune.rates is a list of factors above 0: got {self.rates}")
-        for name, least in (("epochs", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"tune.{name} is {least} or more: got {getattr(self, name)}")
+        for name, minimum in (("epochs", 1), ("seed", 0)):
+            if getattr(self, name) < minimum:
+                raise UserError(f"tune.{name} is {minimum} or more: got {getattr(self, name)}")
 
 
 def _tracking_mode() -> str:
-    """The mode that WANDB_MODE in the environment asks for."""
+    """Return the mode of the environment variable WANDB_MODE, or offline."""
     mode = os.environ.get("WANDB_MODE") or "offline"
     return {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
 
@@ -230,36 +230,42 @@ class TrackingOptions:
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": c}`` of ``{"a": {"b": c}}``; an empty group has no entry."""
-    found: dict[str, Any] = {}
+    """Return nested options by dotted names: ``{"a": {"b": c}}`` becomes ``{"a.b": c}``.
+
+    An empty group has no entry.
+    """
+    value_of_name: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{last}": inner for last, inner in flat(value).items()}
+            value_of_name |= {
+                f"{name}.{inner_name}": inner_value
+                for inner_name, inner_value in flat(value).items()
+            }
         else:
-            found[str(name)] = value
-    return found
+            value_of_name[str(name)] = value
+    return value_of_name
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The options without those, or groups of them, that ``names`` lists."""
+    """Return the options without those, or groups of them, that ``names`` lists."""
     groups = tuple(f"{name}." for name in names)
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
 
 
 def with_own(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` with those of one rule alone; a group with a ``_target_`` replaces the shared."""
-    found = {**options}
+    """Return ``options`` with a rule's own; a group with a ``_target_`` replaces the shared one."""
+    merged = {**options}
     for name, value in own.items():
-        adds = isinstance(value, Mapping) and "_target_" not in value
-        found[name] = {**options[name], **value} if adds else value
-    return found
+        is_partial = isinstance(value, Mapping) and "_target_" not in value
+        merged[name] = {**options[name], **value} if is_partial else value
+    return merged
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The flat options that have two values or more, where they are given."""
-    first: dict[str, Any] = {}
-    found: set[str] = set()
+    """Return the names of the flat options that have different values in several runs."""
+    first_values: dict[str, Any] = {}
+    differing_names: set[str] = set()
     for name, value in (item for run in options for item in run.items()):
-        if first.setdefault(name, value) != value:
-            found.add(name)
-    return [name for name in first if name in found]
+        if first_values.setdefault(name, value) != value:
+            differing_names.add(name)
+    return [name for name in first_values if name in differing_names]

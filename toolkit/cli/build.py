@@ -1,4 +1,4 @@
-"""From a configuration to plain options and the objects that it describes."""
+"""Build plain options, schedules, models and runs from a configuration."""
 
 import os
 import sys
@@ -39,17 +39,19 @@ _OF_METHODS = {
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved configuration as nested dicts and lists."""
-    found: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return found
+    options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return options
 
 
 def training_options(config: DictConfig) -> TrainingOptions:
     """The plain options of a training run; raise UserError if a value is out of range."""
-    found = plain(config)
+    options = plain(config)
     nested = {"save": SaveOptions, "switch": SwitchOptions}
     names = {field.name for field in fields(TrainingOptions)}
-    values = {name: value for name, value in found.items() if name in names}
-    return TrainingOptions(**values | {k: make(**found[k]) for k, make in nested.items()})
+    values = {name: value for name, value in options.items() if name in names}
+    return TrainingOptions(
+        **values | {name: option_class(**options[name]) for name, option_class in nested.items()}
+    )
 
 
 def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "TrainingRun":
@@ -71,17 +73,18 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     load = cache(lambda: samples or load_samples(config.data))
     settle_delays(config, lambda: load().form)
     schedule = build_schedule(config.schedule)
-    config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
+    config.stages = schedule.n_stages
+    config.microbatches = schedule.n_workers
     world = join_world(config, schedule)
     samples = load()
     lr = _made(config.lr, "lr", "toolkit.training.lr.Constant")
     # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
-    how = {"_partial_": True, "_convert_": "all"}
-    optimizer = _made(config.optimizer, "optimizer", "torch.optim.SGD", **how)
-    if not isinstance(rate := config.optimizer.get("lr", 0), int | float):
-        raise UserError(f"optimizer.lr is a number: got {rate!r}")
-    met = _JOIN if world else ()  # by join_world
-    runtime = {name: value for name, value in config.runtime.items() if name not in met}
+    as_factory = {"_partial_": True, "_convert_": "all"}
+    optimizer = _made(config.optimizer, "optimizer", "torch.optim.SGD", **as_factory)
+    if not isinstance(learning_rate := config.optimizer.get("lr", 0), int | float):
+        raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
+    join_options = _JOIN if world else ()  # by join_world
+    runtime = {name: value for name, value in config.runtime.items() if name not in join_options}
     return prepare(
         options,
         model=partial(build_model, config.model, samples.form),
@@ -111,14 +114,14 @@ def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
 
 
 def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictConfig:
-    """The configuration of one run of a comparison, with the options of its rule alone.
+    """Return the configuration of one run of a comparison, with its rule's own options.
 
     Raises:
         UserError: ``own`` names a rule that is not compared, or an option that it cannot have.
     """
     check_own(config)
-    found = with_own(plain(config), plain(config.own).get(rule) or {})
-    return OmegaConf.create(found | {"schedule": found["rules"][rule], "seed": seed} | more)
+    options = with_own(plain(config), plain(config.own).get(rule) or {})
+    return OmegaConf.create(options | {"schedule": options["rules"][rule], "seed": seed} | more)
 
 
 @dataclass
@@ -137,8 +140,8 @@ class RuleBuilder:
         """Build the run of ``rule`` with ``seed``."""
         config = OmegaConf.create(dict(self.options))
         # A loss that is high, but a number, is a result like any other.
-        of_rule = rule_config(config, rule, seed, guard="stop", guard_factor=inf)
-        return build_run(of_rule, self.samples)
+        config_of_rule = rule_config(config, rule, seed, guard="stop", guard_factor=inf)
+        return build_run(config_of_rule, self.samples)
 
     @cached_property
     def samples(self) -> "SampleSet":
@@ -175,6 +178,9 @@ def load_samples(config: DictConfig) -> "SampleSet":
 def build_schedule(config: DictConfig) -> Schedule:
     """Build a named method, or rank orders from a file, from options of the group ``schedule``.
 
+    Args:
+        config: options of the group; ``file`` names a CSV file of rank orders, or is null.
+
     Raises:
         UserError: an impossible schedule, or a file without rank orders.
     """
@@ -185,26 +191,34 @@ def build_schedule(config: DictConfig) -> Schedule:
         )
     options = plain(config)
     file = options.pop("file", None)
-    of_file = {"period": options.pop("period", None), "unfold": options.pop("unfold", False)}
+    file_options = {"period": options.pop("period", None), "unfold": options.pop("unfold", False)}
     phases = options.pop("phases", None) or []
-    late = {k: _described(options.pop(k), kind) for k, kind in DESCRIBED.items() if k in options}
+    described_choices = {
+        name: _described(options.pop(name), description_class)
+        for name, description_class in DESCRIBED.items()
+        if name in options
+    }
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
-    usual = {"period": None, "unfold": False} if file is None else _OF_METHODS
-    for name, value in (options | of_file).items():
-        if value != usual.get(name, value):
+    neutral_values = {"period": None, "unfold": False} if file is None else _OF_METHODS
+    for name, value in (options | file_options).items():
+        if value != neutral_values.get(name, value):
             raise UserError(
                 f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains,"
                 " accumulate and groups belong to named methods, period and unfold to files: leave"
                 " one out"
             )
     if file is not None:
-        free = {"state": options["state"]} if "state" in options else {}
+        state_option = {"state": options["state"]} if "state" in options else {}
         path = Path(file)
-        found = Schedule.from_csv(path, name=path.stem, **of_file, **free, **late)
-        return with_phases(found, phases)
-    how = {"_partial_": True, "_convert_": "all"}
-    schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **how)(**late)
+        file_schedule = Schedule.from_csv(
+            path, name=path.stem, **file_options, **state_option, **described_choices
+        )
+        return with_phases(file_schedule, phases)
+    as_factory = {"_partial_": True, "_convert_": "all"}
+    schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **as_factory)(
+        **described_choices
+    )
     if not isinstance(schedule, Schedule):
         raise UserError(
             f"schedule: {config._target_} gives a {type(schedule).__name__}; expected a"
@@ -224,14 +238,16 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
     Raises:
         UserError: no hardware is chosen, or the model cannot be analysed.
     """
-    chosen = [config.get("schedule")]
-    chosen += [rule for group in ("rules", "also") for rule in (config.get(group) or {}).values()]
-    asked: list[tuple[DictConfig, dict[str, Any]]] = []
-    for options in chosen:
+    schedule_options = [config.get("schedule")]
+    schedule_options += [
+        rule for group in ("rules", "also") for rule in (config.get(group) or {}).values()
+    ]
+    affordable_options: list[tuple[DictConfig, dict[str, Any]]] = []
+    for options in schedule_options:
         delay: Any = options.get("delay") if isinstance(options, DictConfig) else None
         if delay == _AFFORDABLE or (isinstance(delay, DictConfig) and [*delay] == ["within"]):
-            asked.append((options, {} if delay == _AFFORDABLE else plain(delay)))
-    if not asked:
+            affordable_options.append((options, {} if delay == _AFFORDABLE else plain(delay)))
+    if not affordable_options:
         return
     if not config.get("hardware"):
         raise UserError(
@@ -247,40 +263,52 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
     example = samples.example(config.batch, torch.device("meta"))
     with torch.device("meta"):
         model = build_model(config.model, samples)
-    for options, within in asked:
+    for options, limit in affordable_options:
         options.delay = 1
         schedule = build_schedule(options).final
         stages = partition(model, schedule.n_stages, example, config.partition)
         costs = profile(stages, example, precision=config.precision)
         costs = recomputing(costs, config.checkpoint)
-        state = [config.get("optimizer_words", 1.0) * cost.parameter_bytes for cost in costs]
-        found = affordable_delay(schedule, costs, hardware, optimizer_bytes=state, **within)
-        options.delay = [[*row] for row in found]
+        optimizer_bytes = [
+            config.get("optimizer_words", 1.0) * cost.parameter_bytes for cost in costs
+        ]
+        delay_matrix = affordable_delay(
+            schedule, costs, hardware, optimizer_bytes=optimizer_bytes, **limit
+        )
+        options.delay = [[*row] for row in delay_matrix]
 
 
 def build_schedules(config: DictConfig) -> dict[str, Schedule]:
     """Build the schedule of ``config`` and those of ``also``, by labels that tell them apart.
+
+    Args:
+        config: options of an experiment, with the groups ``schedule`` and ``also``.
 
     Raises:
         UserError: one is impossible, or ``also`` has another ``schedule``.
     """
     if "schedule" in config.also:
         raise UserError("also.schedule is the name of the first schedule: choose another")
-    found = {"schedule": build_schedule(config.schedule)}
-    found |= {str(name): build_schedule(schedule) for name, schedule in config.also.items()}
-    names = labels({name: schedule.name for name, schedule in found.items()})
-    return {names[name]: schedule for name, schedule in found.items()}
+    schedule_of_key = {"schedule": build_schedule(config.schedule)}
+    schedule_of_key |= {
+        str(name): build_schedule(schedule) for name, schedule in config.also.items()
+    }
+    label_of_key = labels({name: schedule.name for name, schedule in schedule_of_key.items()})
+    return {label_of_key[name]: schedule for name, schedule in schedule_of_key.items()}
 
 
-def _described(value: Any, kind: type) -> Any:
-    """``value``; a mapping has the arguments of ``kind``."""
+def _described(value: Any, description_class: type) -> Any:
+    """Return ``value``, or ``description_class(**value)`` if it is a mapping."""
     if not isinstance(value, dict):
         return value
-    known = [field.name for field in fields(kind)]
+    option_names = [field.name for field in fields(description_class)]
     for name in map(str, value):
-        if name not in known:
-            raise UserError(f"a {kind.__name__} has no option {name!r}: {suggest(name, known)}")
-    return kind(**value)
+        if name not in option_names:
+            raise UserError(
+                f"a {description_class.__name__} has no option {name!r}:"
+                f" {suggest(name, option_names)}"
+            )
+    return description_class(**value)
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
@@ -296,10 +324,10 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
     from torch import nn
 
     if (target := config.get("target")) is not None:
-        options, more = {"_target_": target, **config.arguments}, {}
+        options, form_arguments = {"_target_": target, **config.arguments}, {}
     else:
-        options, more = _named(config, form), form.arguments
-    model = _made(options, "model", "toolkit.model.build", **more)
+        options, form_arguments = _named(config, form), form.arguments
+    model = _made(options, "model", "toolkit.model.build", **form_arguments)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"{options['_target_']} gives a {type(model).__name__}: expected a torch.nn.Module, or"
@@ -309,17 +337,19 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
 
 
 def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:
-    """The options of a model whose ``_target_`` takes the arguments of ``form``."""
-    taken = _parameters(config)
-    if taken is not None and (lacking := form.arguments.keys() - taken):
-        other = "resnet18" if form.samples == "images" else "gpt"
+    """Return the options of a catalogue model; raise UserError if it does not take ``form``."""
+    parameters = _parameters(config)
+    if parameters is not None and (missing_arguments := form.arguments.keys() - parameters):
+        example = "resnet18" if form.samples == "images" else "gpt"
         raise UserError(
             f"model={model_name(config)} takes no {form.samples}, since {config._target_} has no"
-            f" {', '.join(sorted(lacking))}: choose other data (or shape), or another model, such"
-            f" as {other}; in a file of your own, write target instead of _target_"
+            f" {', '.join(sorted(missing_arguments))}: choose other data (or shape), or another"
+            f" model, such as {example}; in a file of your own, write target instead of _target_"
         )
-    left_out = {"target", "arguments"} | ({"name"} - taken if taken is not None else set())
-    return {str(name): config[name] for name in config if name not in left_out}
+    excluded_options = {"target", "arguments"} | (
+        {"name"} - parameters if parameters is not None else set()
+    )
+    return {str(name): config[name] for name in config if name not in excluded_options}
 
 
 def model_name(config: DictConfig) -> str:
@@ -328,15 +358,15 @@ def model_name(config: DictConfig) -> str:
 
 
 def _parameters(config: DictConfig) -> set[str] | None:
-    """Parameters of the function that builds a named model; None: any."""
+    """Return the parameters of the function that builds a model; None if it takes any."""
     _look_here()
-    made_by = get_method(config._target_)
+    function = get_method(config._target_)
     try:
-        parameters = signature(made_by).parameters
+        parameters = signature(function).parameters
     except ValueError:  # of some functions of C
         return None
-    anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    return None if anything else {*parameters}
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any else {*parameters}
 
 
 def analysed_form(config: DictConfig) -> "InputSpec":
@@ -350,13 +380,15 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     """
     from toolkit.model import Images, Sequences
 
-    own = config.model.get("target") is not None
-    of_sequences = not own and "length" in (_parameters(config.model) or ())
+    is_user_model = config.model.get("target") is not None
+    is_language_model = not is_user_model and "length" in (_parameters(config.model) or ())
     shape = config.shape
     if shape is None:
-        shape = [1024] if of_sequences else [3, 224, 224]
-    sizes = isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape)
-    if not sizes or len(shape) not in (1, 3):
+        shape = [1024] if is_language_model else [3, 224, 224]
+    are_positive = isinstance(shape, Sequence) and all(
+        type(size) is int and size > 0 for size in shape
+    )
+    if not are_positive or len(shape) not in (1, 3):
         raise UserError(
             "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
             f" sequence, such as [1024]: got {shape}"
@@ -374,18 +406,18 @@ def build_hardware(config: DictConfig) -> Any:
     return _made(config, "hardware", "toolkit.cost.Hardware")
 
 
-def _made(config: Any, group: str, such_as: str, **more: Any) -> Any:
-    """What a choice of ``group`` makes; raise UserError if it has no ``_target_``."""
+def _made(config: Any, group: str, such_as: str, **arguments: Any) -> Any:
+    """Instantiate a choice of ``group``; raise UserError if it has no ``_target_``."""
     if config.get("_target_") is None:
         raise UserError(
             f"this choice of {group} has no _target_: add to its file what makes it, such as"
             f" _target_: {such_as}"
         )
     _look_here()
-    return instantiate(config, **more)
+    return instantiate(config, **arguments)
 
 
 def _look_here() -> None:
-    """Also import modules from the current folder."""
+    """Add the current folder to the import path, so that a ``_target_`` can name a user's file."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

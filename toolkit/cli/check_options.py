@@ -1,4 +1,4 @@
-"""Validation of options, and options that stand for others."""
+"""Validate options and resolve shorthands."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,15 @@ def counts(config: Mapping[Any, Any], name: str, of: str = "") -> list[int]:
     Raises:
         UserError: it is empty, or contains anything but whole numbers above 0.
     """
-    given = config[name]
-    found = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if not found or not all(type(n) is int and n > 0 for n in found):
-        raise UserError(f"{of}{name} is a whole number, 1 or more: got {given}")
-    return found
+    option_value = config[name]
+    values = (
+        list(option_value)
+        if isinstance(option_value, Sequence) and not isinstance(option_value, str)
+        else [option_value]
+    )
+    if not values or not all(type(value) is int and value > 0 for value in values):
+        raise UserError(f"{of}{name} is a whole number, 1 or more: got {option_value}")
+    return values
 
 
 def check_own(config: Mapping[Any, Any]) -> None:
@@ -59,12 +63,12 @@ def check_own(config: Mapping[Any, Any]) -> None:
                     f" share all else; got {name}. Compare it in a sweep of train"
                 )
             if isinstance(value, Mapping) and "_target_" not in value:
-                known = [*map(str, config[name])]
+                option_names = [*map(str, config[name])]
                 for key in map(str, value):
-                    if key not in known:
+                    if key not in option_names:
                         raise UserError(
                             f"own.{rule}.{name}.{key}: there is no option {name}.{key} here:"
-                            f" {suggest(key, known)}"
+                            f" {suggest(key, option_names)}"
                         )
 
 
@@ -74,37 +78,45 @@ def check_given(arguments: Sequence[str]) -> None:
     Raises:
         UserError: it names an unknown choice of a group, or gives a size twice.
     """
-    found, known = folders(arguments), groups(conf())
-    options = {key_of(argument): argument for argument in parse(arguments).overrides}
-    for key, argument in options.items():
+    config_folders, group_names = folders(arguments), groups(conf())
+    argument_of_option = {key_of(argument): argument for argument in parse(arguments).overrides}
+    for key, argument in argument_of_option.items():
         group = key.partition("@")[0]
         if not key:
             raise UserError(f"{argument!r} is not OPTION=VALUE")
-        if group in known and "=" in argument:
-            _check_choice(argument, choices(found, group))
-    if all(name in options for name in _SAME):
-        both = " and ".join(options[name] for name in options if name in _SAME)
-        raise UserError(f"{both}: workers sets microbatches, so leave one of them out")
-    file = options.get("schedule.file", "=null")
-    others = any(name.startswith("schedule@also.") for name in options)
-    sizes = ["schedule.n_ranks", *(() if others else (*_SAME, "stages"))]
-    given = [options[name] for name in sizes if name in options]
-    if given and value_of(file) not in ("null", ""):
+        if group in group_names and "=" in argument:
+            _check_choice(argument, choices(config_folders, group))
+    if all(name in argument_of_option for name in _SAME):
+        size_pair = " and ".join(
+            argument_of_option[name] for name in argument_of_option if name in _SAME
+        )
+        raise UserError(f"{size_pair}: workers sets microbatches, so leave one of them out")
+    file = argument_of_option.get("schedule.file", "=null")
+    compares_schedules = any(name.startswith("schedule@also.") for name in argument_of_option)
+    size_options = ["schedule.n_ranks", *(() if compares_schedules else (*_SAME, "stages"))]
+    size_arguments = [
+        argument_of_option[name] for name in size_options if name in argument_of_option
+    ]
+    if size_arguments and value_of(file) not in ("null", ""):
         raise UserError(
-            f"{' '.join(given)}: {file} has its own stages, micro-batches and ranks, so leave that"
-            " out"
+            f"{' '.join(size_arguments)}: {file} has its own stages, micro-batches and ranks, so"
+            " leave that out"
         )
 
 
-def _check_choice(argument: str, known: list[str]) -> None:
+def _check_choice(argument: str, group_choices: list[str]) -> None:
+    """Raise UserError if ``GROUP=CHOICE`` names a choice that the group does not have."""
     value = unquoted(value_of(argument))
     if "(" in value:  # Hydra's functions, in sweeps
         return
     for choice in value.split(","):
-        if choice.strip() not in known:
-            own = "; model.target=PACKAGE.FUNCTION is your own" * (key_of(argument) == "model")
+        if choice.strip() not in group_choices:
+            target_hint = "; model.target=PACKAGE.FUNCTION is your own" * (
+                key_of(argument) == "model"
+            )
             raise UserError(
-                f"{key_of(argument)}={choice} is unknown: {suggest(choice.strip(), known)}{own}"
+                f"{key_of(argument)}={choice} is unknown:"
+                f" {suggest(choice.strip(), group_choices)}{target_hint}"
             )
 
 
@@ -117,11 +129,11 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
     Raises:
         UserError: the seed or threads are impossible, or an option does not exist.
     """
-    names = {*map(key_of, given)}
-    if "schedule.file" in names and not names & {"schedule", "schedule.delay"}:
+    option_names = {*map(key_of, given)}
+    if "schedule.file" in option_names and not option_names & {"schedule", "schedule.delay"}:
         config.schedule.delay = 0
     if config.get("workers") is not None and "microbatches" in config:
-        if "microbatches" in names:
+        if "microbatches" in option_names:
             config.workers = None  # of a preset
         else:
             check_counts(config, "workers")
@@ -131,39 +143,49 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
     _check_size(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise UserError(f"seed is 0 or more, and below 2**63: got {config.seed}")
-    threads, most = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
+    threads, max_threads = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
     if threads is not None:
-        if not 1 <= threads <= most:
-            raise UserError(f"threads is from 1 to {most} here: got {threads}")
+        if not 1 <= threads <= max_threads:
+            raise UserError(f"threads is from 1 to {max_threads} here: got {threads}")
         import torch
 
         torch.set_num_threads(threads)
 
 
 def _check_size(config: DictConfig) -> None:
-    """Refuse more ops of a training step than a schedule can be made of within minutes."""
+    """Reject sizes whose schedule would take more than minutes to build."""
     schedule = config.get("schedule") or {}
-    given = {name: config.get(name) for name in _SIZES}
+    size_options = {name: config.get(name) for name in _SIZES}
     if "microbatches" not in config:  # which workers set, where there are both
-        given["workers"] = config.get("workers")
-    given |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
-    lists = {name: v if isinstance(v, ListConfig) else [v] for name, v in given.items()}
-    sizes = {k: max((n for n in v if type(n) is int), default=1) for k, v in lists.items()}
-    sizes = {name: n for name, n in sizes.items() if n > 1}
-    if prod(sizes.values()) > _MOST_OPS:
-        shown = " and ".join(f"{name}={n}" for name, n in sizes.items())
-        raise UserError(f"{shown}: their product is at most {_MOST_OPS}: choose smaller ones")
+        size_options["workers"] = config.get("workers")
+    size_options |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
+    value_lists = {
+        name: values if isinstance(values, ListConfig) else [values]
+        for name, values in size_options.items()
+    }
+    largest_sizes = {
+        name: max((size for size in values if type(size) is int), default=1)
+        for name, values in value_lists.items()
+    }
+    largest_sizes = {name: size for name, size in largest_sizes.items() if size > 1}
+    if prod(largest_sizes.values()) > _MOST_OPS:
+        product_text = " and ".join(f"{name}={size}" for name, size in largest_sizes.items())
+        raise UserError(
+            f"{product_text}: their product is at most {_MOST_OPS}: choose smaller ones"
+        )
 
 
 def _check_known(config: DictConfig, group: str = "") -> None:
     """Reject options, added by ``+``, that no schema has; a ``_target_`` checks its own."""
-    kind = OmegaConf.get_type(config)
-    if ("_target_" in config and group != "runtime.") or not is_dataclass(kind):
+    schema_class = OmegaConf.get_type(config)
+    if ("_target_" in config and group != "runtime.") or not is_dataclass(schema_class):
         return
-    known = [f"{group}{field.name}" for field in fields(kind)]
+    schema_options = [f"{group}{field.name}" for field in fields(schema_class)]
     for name in map(str, config):
         option = f"{group}{name}"
-        if option not in known:
-            raise UserError(f"+{option}: there is no option {option}: {nearest(option, known)}")
+        if option not in schema_options:
+            raise UserError(
+                f"+{option}: there is no option {option}: {nearest(option, schema_options)}"
+            )
         if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
             _check_known(config[name], f"{option}.")

@@ -51,7 +51,11 @@ Experiment = Callable[[DictConfig], Ended | int | None]
 def entry_point(name: str) -> Callable[[Experiment], Callable[[], None]]:
     """Make a function of ``conf/<name>.yaml`` into the experiment ``name``.
 
-    The function returns the exit status, or an :class:`Ended`.
+    Args:
+        name: stem of the experiment's file in ``conf``, and of its script.
+
+    Returns:
+        a decorator. The function that it takes returns the exit status, or an :class:`Ended`.
     """
 
     def command_line_of(function: Experiment) -> Callable[[], None]:
@@ -68,9 +72,13 @@ def output_folder() -> Path:
 def chosen(*groups: str) -> str:
     """Return the options of the running command that choose in ``groups``, for another command."""
     config = HydraConfig.get()
-    found = [f"{group}={config.runtime.choices[group]}" for group in groups]
-    found += [x for x in config.overrides.task if x.partition(".")[0] in groups and "=" in x]
-    return shlex.join(found)
+    arguments = [f"{group}={config.runtime.choices[group]}" for group in groups]
+    arguments += [
+        argument
+        for argument in config.overrides.task
+        if argument.partition(".")[0] in groups and "=" in argument
+    ]
+    return shlex.join(arguments)
 
 
 def settings(experiment: str, *options: str) -> DictConfig:
@@ -83,8 +91,8 @@ def settings(experiment: str, *options: str) -> DictConfig:
     Raises:
         UserError: there is no such experiment or option, or no configuration.
     """
-    if experiment not in (known := [*schema.schemas()["experiment"]]):
-        raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, known)}")
+    if experiment not in (experiments := [*schema.schemas()["experiment"]]):
+        raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, experiments)}")
     schema.register()
     try:
         check_given(options)
@@ -110,7 +118,8 @@ class _CommandLine:
     """The command line of this process, and its exit status so far."""
 
     def __init__(self, name: str, function: Experiment) -> None:
-        self._name, self._function = name, function
+        self._name = name
+        self._function = function
         self._verbose = _VERBOSE in os.environ
         self._status = 0
         self._before: dict[Path, bytes] = {}
@@ -124,17 +133,17 @@ class _CommandLine:
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
             Sweep.folder, Sweep.options = None, ()
             try:
-                given = flags_first(sys.argv[1:])
-                if parse(given).help:
-                    check_given(given)
+                arguments = flags_first(sys.argv[1:])
+                if parse(arguments).help:
+                    check_given(arguments)
                     print(sys.modules[self._function.__module__].__doc__)
-                    print(help_text(self._name, given))
+                    print(help_text(self._name, arguments))
                     return
-                given = flags_first(resume_arguments(given, self._name))
-                check_flags(parse(given))
-                check_given(given)
+                arguments = flags_first(resume_arguments(arguments, self._name))
+                check_flags(parse(arguments))
+                check_given(arguments)
                 scratch = [] if is_rank_zero() else process.scratch_options()
-                sys.argv[1:] = Sweep.options = [*sweeps.with_defaults(given), *scratch]
+                sys.argv[1:] = Sweep.options = [*sweeps.with_defaults(arguments), *scratch]
                 self._before = snapshot(Sweep.options)
                 folder = str(conf())
                 hydra.main(version_base="1.3", config_path=folder, config_name=self._name)(
@@ -175,21 +184,23 @@ class _CommandLine:
     def _run(self, config: DictConfig) -> Ended:
         """Execute a run in a folder that no other run uses or can be resumed from."""
         folder, options = output_folder(), list(HydraConfig.get().overrides.task)
-        first = is_rank_zero()  # other ranks of a resumed run have the same folder
+        is_first_rank = is_rank_zero()  # other ranks of a resumed run have the same folder
 
         def write(state: str, message: str | None = None, objective: float | None = None) -> None:
-            if first:
+            if is_first_rank:
                 write_status(folder, Status(state, options, message, objective))
 
-        with alone_in(folder) if first else nullcontext():
-            fresh = first and not config.get("resume") and not restarted()
-            if fresh and (left := resumable_in(folder)):
+        with alone_in(folder) if is_first_rank else nullcontext():
+            starts_new = is_first_rank and not config.get("resume") and not restarted()
+            if starts_new and (resumable_files := resumable_in(folder)):
                 hint = ""
                 if "resume" in config:
                     hint = f"{shlex.quote(f'resume={folder}')} continues it; "
-                raise UserError(f"{folder} has {left}: {hint}give a new one another hydra.run.dir")
+                raise UserError(
+                    f"{folder} has {resumable_files}: {hint}give a new one another hydra.run.dir"
+                )
             write(sweeps.RUNNING)
-            before, sys.argv = sys.argv, command_of_job(self._name)
+            earlier_argv, sys.argv = sys.argv, command_of_job(self._name)
             try:
                 # Lossy here too: joblib's processes do not pass through execute().
                 with process.lossy_output():
@@ -202,7 +213,7 @@ class _CommandLine:
                 write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
                 raise
             finally:
-                sys.argv = before
+                sys.argv = earlier_argv
             ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
             states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
             state = states.get(ended.status, sweeps.FAILED)
@@ -216,9 +227,9 @@ class _CommandLine:
         try:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
                 options = list(HydraConfig.get().overrides.task)
-                if before := sweeps.finished_before(folder, options):
+                if earlier_status := sweeps.finished_before(folder, options):
                     print(f"run {folder.name} has finished before")
-                    return Ended(objective=before.objective)
+                    return Ended(objective=earlier_status.objective)
                 if "resume" in config and resumable_in(folder):
                     config.resume = str(folder)
             ended = self._run(config)

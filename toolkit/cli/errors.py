@@ -48,13 +48,14 @@ def explain(error: Exception, experiment: str) -> str | None:
 
 
 def _message(error: Exception, experiment: str) -> str | None:
+    """Return the message of :func:`explain`, with words of any length."""
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
-        found, cause = _TARGET.match(str(error)), error.__cause__
-        if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):
-            why = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
+        target_match, cause = _TARGET.match(str(error)), error.__cause__
+        if target_match and (target_match[1] == "locating" or _ARGUMENTS.search(str(cause))):
+            reason = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
             return (
-                f"_target_: {found[2] or repr('')} cannot be imported from {Path.cwd()} or an"
-                f" installed package, or takes other options: {why}"
+                f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or"
+                f" an installed package, or takes other options: {reason}"
             )
         error = cause
     name = type(error).__name__  # by name where the class's package may not be loaded
@@ -62,23 +63,29 @@ def _message(error: Exception, experiment: str) -> str | None:
         return str(error)
     if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
-    if isinstance(error, RuntimeError) and (asked := _ASKED.search(str(error))):
-        return f"out of memory: {asked[1]} were asked for; try a smaller batch, or checkpoint=all"
+    if isinstance(error, RuntimeError) and (allocation := _ASKED.search(str(error))):
+        return (
+            f"out of memory: {allocation[1]} were asked for; try a smaller batch, or checkpoint=all"
+        )
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if isinstance(error, OSError) and error.filename is not None:
-        place = str(error.filename)
-        given = [x for x in sys.argv[1:] if len(folder := value_of(x)) > 1 and folder in place]
-        return f"{(given or [place])[0]}: {error.strerror}"
-    if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
-        return f"{where.name} line {where.line + 1}: {error.problem}"
+        file_name = str(error.filename)
+        folder_arguments = [
+            argument
+            for argument in sys.argv[1:]
+            if len(folder := value_of(argument)) > 1 and folder in file_name
+        ]
+        return f"{(folder_arguments or [file_name])[0]}: {error.strerror}"
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name} line {mark.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
     if _UNLOCATED.match(str(error)) and _raised_in(error, "hydra"):
-        why = " ".join(str(error).split())
-        return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {why}"
-    plain = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
-    if plain and _raised_in(error, "omegaconf"):
+        reason = " ".join(str(error).split())
+        return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {reason}"
+    is_value_error = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
+    if is_value_error and _raised_in(error, "omegaconf"):
         return f"an option names no item of a list or group: {first_line(error)}"
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
@@ -94,13 +101,13 @@ def _message(error: Exception, experiment: str) -> str | None:
 
 
 def _raised_in(error: BaseException, *packages: str) -> bool:
-    """Whether code of one of the packages raised the error."""
+    """Return whether code of one of the packages raised the error."""
     *_, (frame, _) = walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
 
 
 def _missing_choice(error: MissingConfigException) -> str:
-    """The message for a choice that Hydra's own groups, or a file of the user's, lack."""
+    """Return the message for a choice that a group does not have."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice in _PLUGINS:
         return f"{group}={choice} needs a plugin: pip install {_PLUGINS[choice]}"
@@ -112,35 +119,39 @@ def _missing_choice(error: MissingConfigException) -> str:
 def _composition(error: ConfigCompositionException, experiment: str) -> str:
     message = first_line(error)
     cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
-    known = schema.option_names(experiment)
-    if found := _NO_OPTION.match(message):
-        return _no_option(found[1], known)
-    if found := _VALUE.match(message):
-        option = key_of(found[1])
+    option_names = schema.option_names(experiment)
+    if match := _NO_OPTION.match(message):
+        return _no_option(match[1], option_names)
+    if match := _VALUE.match(message):
+        option = key_of(match[1])
         if not _WITHIN.search(cause):
-            return f"{found[1]}: {cause}"
-        inner = dict.fromkeys(name for name in known if name.startswith(f"{option}."))
-        return f"{found[1]}: {option} has {', '.join(inner) or f'+{option}.NAME=...'}"
+            return f"{match[1]}: {cause}"
+        inner_options = dict.fromkeys(
+            name for name in option_names if name.startswith(f"{option}.")
+        )
+        return f"{match[1]}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
     return f"{' '.join(str(error).split())}{f': {cause}' if cause else ''}"
 
 
-def _no_option(key: str, known: list[str]) -> str:
+def _no_option(key: str, option_names: list[str]) -> str:
     if key == "sweep" or "@" in key or key.startswith(("model.arguments.", "own.")):
         return f"there is no {key} yet: +{key}=... adds it"
     rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
-    known = [option.replace("rules.NAME", rule) for option in known]
-    if key in known:
+    option_names = [option.replace("rules.NAME", rule) for option in option_names]
+    if key in option_names:
         group = key.partition(".")[0]
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
-    if key.partition(".")[0] == "schedule" and any(name.startswith("rules.") for name in known):
+    if key.partition(".")[0] == "schedule" and any(
+        name.startswith("rules.") for name in option_names
+    ):
         return (
             f"there is no option {key}: the schedules are rules here; +schedule@rules.NAME=CHOICE"
             " adds one, '~rules.NAME' leaves one out, rules.NAME.OPTION sets an option"
         )
-    return f"there is no option {key}: {nearest(key, known)}"
+    return f"there is no option {key}: {nearest(key, option_names)}"
 
 
 def nearest(option: str, known: list[str]) -> str:
-    """Advice for an unknown option."""
-    near = get_close_matches(option, known, n=1)
-    return f"did you mean {near[0]}?" if near else "--help lists the options"
+    """Return advice for an unknown option: the most similar name, if there is one."""
+    matches = get_close_matches(option, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else "--help lists the options"

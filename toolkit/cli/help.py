@@ -1,4 +1,4 @@
-"""What ``--help`` prints: the groups and their choices, the options and their values."""
+"""Help text of ``--help``: groups with their choices, and options with their values."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ from toolkit.options import flat
 
 
 def help_text(name: str, arguments: Sequence[str]) -> str:
-    """The help of experiment ``name``, with the values that a command line gives."""
-    found = folders(arguments)
-    more = [f"file://{own.resolve()}" for own in found[1:]]
+    """Return the help of experiment ``name``, with the values that a command line sets."""
+    config_folders = folders(arguments)
+    search_path = [f"file://{folder.resolve()}" for folder in config_folders[1:]]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf())):
-        given = [*parse(arguments).overrides, f"hydra.searchpath={more}"]
-        config = compose(name, given, return_hydra_config=True)
+        overrides = [*parse(arguments).overrides, f"hydra.searchpath={search_path}"]
+        config = compose(name, overrides, return_hydra_config=True)
     lines = [
         f"{started_by(name)} [OPTION=VALUE ...]    set options",
         f"{started_by(name)} -m OPTION=A,B ...     one run for each combination",
         "",
         "Groups (GROUP=CHOICE, and GROUP.OPTION=VALUE):",
-        *dict.fromkeys(_groups(config.hydra.runtime.choices, found)),
+        *dict.fromkeys(_groups(config.hydra.runtime.choices, config_folders)),
         "",
         "Options, as they stand:",
         *_options(config),
@@ -38,13 +38,13 @@ def help_text(name: str, arguments: Sequence[str]) -> str:
 
 
 def folders(arguments: Sequence[str]) -> list[Path]:
-    """Return the folder of the configuration, and that which ``--config-dir`` names."""
-    own = parse(arguments).config_dir
-    return [conf()] if own is None else [conf(), Path(own)]
+    """Return the configuration folder, and the folder of ``--config-dir`` if it is set."""
+    config_dir = parse(arguments).config_dir
+    return [conf()] if config_dir is None else [conf(), Path(config_dir)]
 
 
 def choices(found: Sequence[Path], group: str) -> list[str]:
-    """What a group offers in some folders, nested choices with their folder."""
+    """Return the choices of a group in several folders; nested choices include their folder."""
     files = [
         (path, folder / group) for folder in found for path in (folder / group).rglob("[!_]*.yaml")
     ]
@@ -52,31 +52,33 @@ def choices(found: Sequence[Path], group: str) -> list[str]:
 
 
 def groups(folder: Path) -> list[str]:
-    """The project's own groups; those of Hydra itself are not among them."""
+    """Return the project's groups, without Hydra's own."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "hydra")
 
 
-def _groups(chosen: DictConfig, found: Sequence[Path]) -> Iterator[str]:
-    """Lines on the groups of an experiment; ``group@place.NAME`` for one with several choices."""
-    for key in map(str, chosen):
+def _groups(choice_of_group: DictConfig, config_folders: Sequence[Path]) -> Iterator[str]:
+    """Yield a line per group; ``group@place.NAME`` for a group with several choices."""
+    for key in map(str, choice_of_group):
         if not key.startswith("hydra/"):
-            shown = re.sub(r"\..*", ".NAME", key)
-            yield f"  {shown:<19} {', '.join(choices(found, key.partition('@')[0]))}"
+            group_label = re.sub(r"\..*", ".NAME", key)
+            yield f"  {group_label:<19} {', '.join(choices(config_folders, key.partition('@')[0]))}"
 
 
 def _options(config: DictConfig) -> Iterator[str]:
+    """Yield a line per option: name, value and help text."""
     with open_dict(config):
         del config.hydra
     options: Any = OmegaConf.to_container(config)
     for name, value in flat(options).items():
-        group, _, last = name.rpartition(".")
+        group, _, option = name.rpartition(".")
         node = OmegaConf.select(config, group) if group else config
-        if last != "_target_" and not str(value).startswith("${"):
-            text = schema.helps(OmegaConf.get_type(node)).get(last, "")
+        if option != "_target_" and not str(value).startswith("${"):
+            text = schema.helps(OmegaConf.get_type(node)).get(option, "")
             yield f"  {f'{name}={_plain(value)}':<30} {text}".rstrip()
 
 
 def _plain(value: object) -> str:
+    """Return a value as YAML writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -50,14 +50,14 @@ def check_flags(flags: Namespace) -> None:
             raise UserError(
                 f"--{name} goes with --cfg, which prints the configuration: add --cfg job"
             )
-    modes = {
+    value_of_mode = {
         "--run": flags.run,
         "--multirun": flags.multirun,
         "--cfg": flags.cfg,
         "--info": flags.info,
         "--shell-completion": flags.shell_completion,
     }
-    modes_given = [mode for mode, value in modes.items() if value]
+    modes_given = [mode for mode, value in value_of_mode.items() if value]
     if len(modes_given) > 1:
         raise UserError(f"{' and '.join(modes_given)} exclude each other: give one of them")
     if flags.shell_completion:
@@ -96,8 +96,8 @@ def quoted(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./:+-]+", text):
         return text
     # Backslashes count only before a quote.
-    inside = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
-    return f"'{inside}'"
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def unquoted(value: str) -> str:

@@ -23,7 +23,7 @@ _PATIENCE = 25.0  # seconds in which child runs save themselves; Slurm kills aft
 
 
 def scratch_options() -> list[str]:
-    """Options with which Hydra writes to a temporary folder, for every rank but the first."""
+    """Return options with which Hydra writes to a temporary folder; for ranks above 0."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     dirs = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
@@ -48,7 +48,7 @@ def leave_ranks() -> None:
 
 
 def _world() -> "World | None":
-    """The ranks that this process has joined; torch is not loaded to find out."""
+    """Return the ranks that this process has joined, without loading torch."""
     module = sys.modules.get("toolkit.runtime.process_group.join")
     return module.joined() if module else None
 
@@ -75,11 +75,13 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
                 time.sleep(0.1)
         raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+    earlier_handlers = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier_handlers.items():
             signal.signal(number, handler)
 
 
@@ -119,18 +121,18 @@ class LossyStream:
 @contextmanager
 def lossy_output() -> Iterator[None]:
     """Make standard output and error lossy; closed ones discard everything."""
-    before = sys.stdout, sys.stderr
+    earlier_streams = sys.stdout, sys.stderr
     # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
     sys.stdout, sys.stderr = (
         LossyStream(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115
-        for stream in before
+        for stream in earlier_streams
     )
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = earlier_streams

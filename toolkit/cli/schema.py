@@ -34,26 +34,28 @@ _GUARD = ("guard", "guard_factor")  # in a comparison, only NaN ends a run
 @cache
 def schemas() -> dict[str, dict[str, type]]:
     """Return the schemas by group and choice; group ``experiment`` has those of experiments."""
-    folder, found = conf(), dict[str, dict[str, type]]()
-    for path in sorted(folder.rglob("*.yaml")):
-        inside = path.parent.relative_to(folder).as_posix()
-        group, name = "experiment" if inside == "." else inside, path.stem
+    config_folder, schemas_of_group = conf(), dict[str, dict[str, type]]()
+    for path in sorted(config_folder.rglob("*.yaml")):
+        subfolder = path.parent.relative_to(config_folder).as_posix()
+        group, name = "experiment" if subfolder == "." else subfolder, path.stem
         if f"schema/{group}/{name}@_here_" in path.read_text():
             options = _of_file(path)
             if name in ("train", "compare"):
                 training = _of_dataclass(TrainingOptions)
                 training["tracking"] = _nested("tracking", TrackingOptions)
-                options = training | {k: v for k, v in options.items() if k not in training}
+                options = training | {
+                    key: option for key, option in options.items() if key not in training
+                }
             if name == "compare":
-                options = {k: v for k, v in options.items() if k not in _GUARD}
+                options = {key: option for key, option in options.items() if key not in _GUARD}
                 options["tune"] = _nested("tune", TuneOptions)
-            found.setdefault(group, {})[name] = _made(name, options)
-    return found
+            schemas_of_group.setdefault(group, {})[name] = _made(name, options)
+    return schemas_of_group
 
 
 @cache
 def register() -> None:
-    """Make the schemas known to Hydra."""
+    """Register the schemas with Hydra."""
     for group, nodes in schemas().items():
         for name, node in nodes.items():
             ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
@@ -61,67 +63,91 @@ def register() -> None:
 
 def helps(kind: type | None) -> dict[str, str]:
     """Help texts of a schema's fields; empty if ``kind`` is not a schema."""
-    found = fields(kind) if is_dataclass(kind) else ()
-    return {f.name: f.metadata["help"] for f in found if "help" in f.metadata}
+    schema_fields = fields(kind) if is_dataclass(kind) else ()
+    return {
+        schema_field.name: schema_field.metadata["help"]
+        for schema_field in schema_fields
+        if "help" in schema_field.metadata
+    }
 
 
 def option_names(experiment: str) -> list[str]:
     """Return the dotted names of an experiment's options, for every choice of its groups."""
-    own = fields(schemas()["experiment"][experiment])
-    found = [f.name for f in own]
-    for option in own:
-        if is_dataclass(kind := option.default_factory):
-            found += [f"{option.name}.{f.name}" for f in fields(kind)]
+    experiment_fields = fields(schemas()["experiment"][experiment])
+    names = [option_field.name for option_field in experiment_fields]
+    for option in experiment_fields:
+        if is_dataclass(group_schema := option.default_factory):
+            names += [f"{option.name}.{option_field.name}" for option_field in fields(group_schema)]
     for group, nodes in schemas().items():
-        rule = group == "schedule" and "rules" in found
-        if group in found or rule:
-            names = {f.name for node in nodes.values() for f in fields(node)} - {"_target_"}
-            found += [f"{'rules.NAME' if rule else group}.{name}" for name in sorted(names)]
-    return found
+        is_rule_option = group == "schedule" and "rules" in names
+        if group in names or is_rule_option:
+            field_names = {
+                option_field.name for node in nodes.values() for option_field in fields(node)
+            } - {"_target_"}
+            names += [
+                f"{'rules.NAME' if is_rule_option else group}.{name}"
+                for name in sorted(field_names)
+            ]
+    return names
 
 
 @cache
 def _of_file(path: Path) -> Options:
-    """Options of a file, and of the files that it extends."""
+    """Return the options of a file, and of the files that it extends."""
     text = path.read_text()
     values = yaml.load(text, Loader=_Loader)
-    described = {name: found for name, *found in _LINE.findall(text)}
+    described_options = {name: type_and_help for name, *type_and_help in _LINE.findall(text)}
     options: Options = {}
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
-            base = path.parent / f"{entry}.yaml"
-            options |= _of_file(base) if base.is_file() else {}
+            base_file = path.parent / f"{entry}.yaml"
+            options |= _of_file(base_file) if base_file.is_file() else {}
         elif not (group := next(iter(entry))).startswith("override") and group not in PRESETS:
-            place = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
+            package = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
             default = MISSING if entry[group] is not None else None
-            options[place or group] = (dict[str, Any] if place else Any), field(default=default)
+            options[package or group] = (dict[str, Any] if package else Any), field(default=default)
     values.pop("hydra", None)
     for name, value in values.items():
-        declared, text = described.get(name, ("", ""))
-        kind = _DECLARED.get(declared, _type(value))
-        options[name] = kind, field(default=MISSING, metadata={"help": text} if text else {})
+        declared_type, text = described_options.get(name, ("", ""))
+        option_type = _DECLARED.get(declared_type, _type(value))
+        options[name] = (
+            option_type,
+            field(default=MISSING, metadata={"help": text} if text else {}),
+        )
     return options
 
 
 def _type(value: Any) -> Any:
+    """Return the type of an option from its default."""
     if isinstance(value, list):
         return list[type(value[0])] if value else list[Any]  # type: ignore[misc]
     return dict[str, Any] if isinstance(value, dict) else type(value)
 
 
 def _of_dataclass(kind: Any) -> Options:
-    """Options that a dataclass describes; OmegaConf has no unions with sequences."""
-    found: Options = {}
-    for f in fields(kind):
-        if is_dataclass(f.type):
-            found[f.name] = _nested(f.name, f.type)
+    """Return the options that a dataclass describes.
+
+    OmegaConf has no unions with sequences, so an option of such a type takes any value.
+    """
+    options: Options = {}
+    for option_field in fields(kind):
+        if is_dataclass(option_field.type):
+            options[option_field.name] = _nested(option_field.name, option_field.type)
         else:
-            several = any(get_origin(one) is Sequence for one in get_args(f.type))
-            listed = get_origin(f.type) is Sequence
-            default: Any = {"default": f.default, "default_factory": f.default_factory}
-            taken = list[get_args(f.type)] if listed else f.type  # type: ignore[misc]
-            found[f.name] = Any if several else taken, field(**default, metadata=f.metadata)
-    return found
+            takes_sequence = any(
+                get_origin(union_member) is Sequence for union_member in get_args(option_field.type)
+            )
+            is_sequence = get_origin(option_field.type) is Sequence
+            defaults: Any = {
+                "default": option_field.default,
+                "default_factory": option_field.default_factory,
+            }
+            option_type = list[get_args(option_field.type)] if is_sequence else option_field.type  # type: ignore[misc]
+            options[option_field.name] = (
+                Any if takes_sequence else option_type,
+                field(**defaults, metadata=option_field.metadata),
+            )
+    return options
 
 
 def _nested(name: str, kind: Any) -> tuple[Any, Any]:
@@ -130,4 +156,4 @@ def _nested(name: str, kind: Any) -> tuple[Any, Any]:
 
 
 def _made(name: str, options: Options) -> type:
-    return make_dataclass(name, [(key, *of_key) for key, of_key in options.items()])
+    return make_dataclass(name, [(key, *type_and_field) for key, type_and_field in options.items()])

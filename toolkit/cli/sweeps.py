@@ -68,11 +68,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process has the lock.
     """
-    held = os.open(folder, os.O_RDONLY)
+    # The system releases the lock when the descriptor closes, also if the process is killed.
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
                     f"another process is at work in {folder}: wait until it has ended, or give"
@@ -80,7 +81,7 @@ def alone_in(folder: Path) -> Iterator[None]:
                 ) from None
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 class Sweep(Callback):
@@ -110,13 +111,13 @@ def discard(folder: Path) -> None:
 
 
 def under_way() -> bool:
-    """Whether a process runs in a folder of this process's sweep."""
+    """Return whether a process runs in a folder of this process's sweep."""
     for folder in Sweep.folder.iterdir() if Sweep.folder else ():
         status = read_status(folder)
         if status is not None and status.state == RUNNING:
             try:
                 with alone_in(folder):
-                    pass  # it was killed
+                    pass  # The lock is free: the process was killed.
             except UserError:
                 return True
     return False
@@ -133,9 +134,12 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     defaults = {"direction": "maximize", "max_failure_rate": "1.0", "sampler.seed": "0"}
     if "hydra/sweeper/sampler=grid" in arguments:
         del defaults["sampler.seed"]
-    given = set(map(key_of, arguments))
-    named = {f"hydra.sweeper.{name}": value for name, value in defaults.items()}
-    return [*arguments, *(f"{name}={value}" for name, value in named.items() if name not in given)]
+    option_names = set(map(key_of, arguments))
+    default_options = {f"hydra.sweeper.{name}": value for name, value in defaults.items()}
+    return [
+        *arguments,
+        *(f"{name}={value}" for name, value in default_options.items() if name not in option_names),
+    ]
 
 
 def sweep_options(folder: Path) -> list[str] | None:
@@ -152,15 +156,15 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     Raises:
         UserError: the run had other options.
     """
-    before = read_status(folder)
-    if before is None:
+    earlier_status = read_status(folder)
+    if earlier_status is None:
         return None
-    if list(before.options) != list(options):
+    if list(earlier_status.options) != list(options):
         raise UserError(
-            f"{folder} holds the run of other options ({' '.join(before.options)}): start the"
-            " sweep again as it was with -m resume=FOLDER, or in a folder of its own"
+            f"{folder} holds the run of other options ({' '.join(earlier_status.options)}): start"
+            " the sweep again as it was with -m resume=FOLDER, or in a folder of its own"
         )
-    return before if before.state == FINISHED else None
+    return earlier_status if earlier_status.state == FINISHED else None
 
 
 def summary(experiment: str) -> tuple[str, bool]:
@@ -170,13 +174,22 @@ def summary(experiment: str) -> tuple[str, bool]:
     if not runs:
         return "", True
     states = [status.state for status in runs.values()]
-    words = {FINISHED: "finished", FAILED: "failed", STOPPED: "stopped", RUNNING: "broken off"}
-    counts = [f"{states.count(s)} {word}" for s, word in words.items() if s in states]
+    word_of_state = {
+        FINISHED: "finished",
+        FAILED: "failed",
+        STOPPED: "stopped",
+        RUNNING: "broken off",
+    }
+    counts = [
+        f"{states.count(state)} {word}" for state, word in word_of_state.items() if state in states
+    ]
     lines = ["", f"{count(len(states), 'run')} in {Sweep.folder}: {', '.join(counts)}"]
     for path, status in sorted(runs.items(), key=lambda item: len(item[0].name)):
         if status.state != FINISHED:
-            why = f": {status.message}" if status.message else ""
-            lines.append(f"  {words[status.state]}: {path.name} ({' '.join(status.options)}){why}")
+            reason = f": {status.message}" if status.message else ""
+            lines.append(
+                f"  {word_of_state[status.state]}: {path.name} ({' '.join(status.options)}){reason}"
+            )
     complete = all(state == FINISHED for state in states)
     if not complete:
         command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"
@@ -190,11 +203,13 @@ def summary(experiment: str) -> tuple[str, bool]:
 
 
 def _objectives(runs: Mapping[Path, Status]) -> str:
-    """The objective of each run beside the options in which the runs differ."""
-    by_run = {path: dict.fromkeys(status.options) for path, status in runs.items()}
-    shared = set.intersection(*(set(options) for options in by_run.values()))
+    """Return a table of each run's objective and the options in which the runs differ."""
+    options_of_run = {path: dict.fromkeys(status.options) for path, status in runs.items()}
+    shared_options = set.intersection(*(set(options) for options in options_of_run.values()))
     rows = []
-    for path, options in sorted(by_run.items(), key=lambda item: len(item[0].name)):
-        own = {key_of(option): value_of(option) for option in options if option not in shared}
-        rows.append({"run": path.name, **own, "objective": runs[path].objective})
+    for path, options in sorted(options_of_run.items(), key=lambda item: len(item[0].name)):
+        values_of_options = {
+            key_of(option): value_of(option) for option in options if option not in shared_options
+        }
+        rows.append({"run": path.name, **values_of_options, "objective": runs[path].objective})
     return table(rows)

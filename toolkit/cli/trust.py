@@ -1,4 +1,4 @@
-"""Which options of a run's folder are taken: anybody may have written them.
+"""Check the options of a run's folder before they are used: anybody may have written them.
 
 Hydra imports and calls what a ``_target_`` names, reads a folder of choices that a flag names, and
 its own options name files and callbacks. So the options of a folder are those of a list, and
@@ -38,18 +38,20 @@ def check_options(
         experiment: train, compare, ...
         folder: the folder, for the message.
     """
-    found = vars(parse(options))
-    overrides = found.pop("overrides")
-    refused = [
-        f"--{name.replace('_', '-')}" for name in found if found[name] and name != "multirun"
+    flags = vars(parse(options))
+    overrides = flags.pop("overrides")
+    refused_options = [
+        f"--{name.replace('_', '-')}" for name in flags if flags[name] and name != "multirun"
     ]
-    known = {name.partition(".")[0] for name in schema.option_names(experiment)}
-    known |= {*groups(conf())}
-    refused += [option for option in overrides if not _is_safe(option, known, folders(arguments))]
-    if refused:
+    group_names = {name.partition(".")[0] for name in schema.option_names(experiment)}
+    group_names |= {*groups(conf())}
+    refused_options += [
+        option for option in overrides if not _is_safe(option, group_names, folders(arguments))
+    ]
+    if refused_options:
         raise UserError(
-            f"resume={folder}: its options have {shortened(refused[0])}, which could run code of"
-            " whoever wrote the folder: add trust=true if you trust it"
+            f"resume={folder}: its options have {shortened(refused_options[0])}, which could run"
+            " code of whoever wrote the folder: add trust=true if you trust it"
         )
 
 
@@ -59,8 +61,8 @@ def check_links(folder: Path) -> None:
     A pipe in it is refused too: whoever opens it waits.
     """
     root = folder.resolve()
-    for place, folders_here, files in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders_here, *files)):
+    for parent, folder_names, file_names in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folder_names, *file_names)):
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 raise UserError(
                     f"resume={folder}: {path} is a link to {path.resolve()}, where the run would"
@@ -68,30 +70,30 @@ def check_links(folder: Path) -> None:
                 )
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise UserError(f"resume={folder}: {path} is a pipe or a device: remove it")
-        folders_here[:] = [name for name in folders_here if name != "wandb"]  # it links to its logs
+        folder_names[:] = [name for name in folder_names if name != "wandb"]  # it links to its logs
 
 
-def _is_safe(option: str, known: set[str], found: Sequence[Path]) -> bool:
+def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path]) -> bool:
     key, value = key_of(option), value_of(option)
-    group, _, place = key.partition("@")
+    group, _, package = key.partition("@")
     if "${" in option:  # reads the environment
         return False
     if key.startswith("hydra"):
         return bool(_OF_SWEEPS.fullmatch(option))
-    if group.partition(".")[0] not in known or place.partition(".")[0] not in _PLACES:
+    if group.partition(".")[0] not in group_names or package.partition(".")[0] not in _PLACES:
         return False
     if "target" in option:
-        called = _CALLED.fullmatch(option)
-        target = called and (called[1] or called[2])
+        target_match = _CALLED.fullmatch(option)
+        target = target_match and (target_match[1] or target_match[2])
         return target in _targets() or bool(target and _OPTIMIZER.fullmatch(target))
     if group in groups(conf()) and not option.startswith("~"):
-        offered = [*choices(found, group), "null"]
-        return all(choice.strip() in offered for choice in value.split(","))
+        offered_choices = [*choices(config_folders, group), "null"]
+        return all(choice.strip() in offered_choices for choice in value.split(","))
     return True
 
 
 @cache
 def _targets() -> set[str]:
-    """What the files of conf/ call."""
+    """Return the functions and classes that the files of conf/ name as ``_target_``."""
     texts = (path.read_text() for path in conf().rglob("*.yaml"))
     return {name for text in texts for name in re.findall(r"^ *_target_: (\S+)", text, re.M)}

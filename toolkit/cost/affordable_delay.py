@@ -1,4 +1,4 @@
-"""A delay that costs no time on given links, in which no single weight could be fresher.
+"""Find a delay that costs no time on given links, in which no single weight could be fresher.
 
 With every weight one step late (CDP-v1) no rank waits for weights; with the freshest that the
 timing allows (CDP-v2) it waits for each. Between them each stage and micro-batch may read the
@@ -60,46 +60,62 @@ def affordable_delay(
     """
     if not (isinstance(within, int | float) and within >= 0):
         raise UserError(f"within is a share of a step, 0 or more: got {within!r}")
-    timing, n = schedule.timing, schedule.n_microbatches
-    least = freshest(timing, schedule.n_stages, n)
+    timing, n_microbatches = schedule.timing, schedule.n_microbatches
+    freshest_delay = freshest(timing, schedule.n_stages, n_microbatches)
     # Ticks from the update of the newest weights to the forward that may read them.
-    slack = {
-        (j, m): timing.starts[Op(Kind.FORWARD, j, m)] + timing.period - timing.update_ready(j, n)
-        for j, row in enumerate(least)
-        for m, steps in enumerate(row)
+    slack_ticks = {
+        (stage, microbatch): timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+        + timing.period
+        - timing.update_ready(stage, n_microbatches)
+        for stage, row in enumerate(freshest_delay)
+        for microbatch, steps in enumerate(row)
         if steps == 0
     }
-    order = sorted(slack, key=slack.__getitem__, reverse=True)
+    entries_by_slack = sorted(slack_ticks, key=slack_ticks.__getitem__, reverse=True)
 
-    def delay(fresh: Sequence[Entry]) -> Staleness:
+    def delay_with_fresh(fresh_entries: Sequence[Entry]) -> Staleness:
         return tuple(
-            tuple(steps if (j, m) in fresh else max(steps, 1) for m, steps in enumerate(row))
-            for j, row in enumerate(least)
+            tuple(
+                steps if (stage, microbatch) in fresh_entries else max(steps, 1)
+                for microbatch, steps in enumerate(row)
+            )
+            for stage, row in enumerate(freshest_delay)
         )
 
     seconds = partial(step_seconds, costs=costs, hardware=hardware, optimizer_bytes=optimizer_bytes)
-    limit = (1 + within) * seconds(replace(schedule, delay=delay([])))
+    limit = (1 + within) * seconds(replace(schedule, delay=delay_with_fresh([])))
 
-    def affordable(fresh: Sequence[Entry]) -> bool:
+    def is_affordable(fresh_entries: Sequence[Entry]) -> bool:
         try:
-            return seconds(replace(schedule, delay=delay(fresh))) <= limit
+            return seconds(replace(schedule, delay=delay_with_fresh(fresh_entries))) <= limit
         except UserError:
             return False  # rotated chains need time to go round
 
-    def grown(fresh: list[Entry], groups: Iterable[list[Entry]]) -> list[Entry]:
-        """``fresh`` and the most leading ``groups`` that are affordable."""
-        tried = [*accumulate(groups, initial=fresh)]
-        return tried[bisect_left(tried[1:], True, key=lambda fresh: not affordable(fresh))]
+    def extend(fresh_entries: list[Entry], groups: Iterable[list[Entry]]) -> list[Entry]:
+        """Return ``fresh_entries`` and as many leading ``groups`` as are affordable together."""
+        candidates = [*accumulate(groups, initial=fresh_entries)]
+        return candidates[
+            bisect_left(
+                candidates[1:], True, key=lambda fresh_entries: not is_affordable(fresh_entries)
+            )
+        ]
 
-    fresh = grown([], ([*group] for _, group in groupby(order, key=slack.__getitem__)))
+    fresh_entries = extend(
+        [], ([*group] for _, group in groupby(entries_by_slack, key=slack_ticks.__getitem__))
+    )
     for stage in range(schedule.n_stages):
-        fresh = grown(
-            fresh, ([entry] for entry in order if entry[0] == stage and entry not in fresh)
+        fresh_entries = extend(
+            fresh_entries,
+            (
+                [entry]
+                for entry in entries_by_slack
+                if entry[0] == stage and entry not in fresh_entries
+            ),
         )
-    for entry in order:
-        if entry not in fresh:
-            fresh = grown(fresh, [[entry]])
-    return delay(fresh)
+    for entry in entries_by_slack:
+        if entry not in fresh_entries:
+            fresh_entries = extend(fresh_entries, [[entry]])
+    return delay_with_fresh(fresh_entries)
 
 
 def affordable_schedule(
@@ -108,21 +124,33 @@ def affordable_schedule(
     """Return a schedule in nearly the time of late weights; no single weight could be fresher.
 
     It has the chains that are faster: those of the freshest delay if that is fast enough, and of
-    weights one step late otherwise. Arguments as in :func:`affordable_delay`.
+    weights one step late otherwise.
+
+    Args:
+        make: function that builds a schedule from ``delay`` and ``chains``.
+        costs: one entry per stage.
+        hardware: seconds of messages, and of kernels that were not measured.
+        within: share by which a step may take longer than with every weight one step late.
     """
-    late, fresh = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
-    times = [step_seconds(schedule, costs, hardware) for schedule in (late, fresh)]
-    if times[1] <= (1 + within) * times[0]:
-        return fresh
-    return replace(late, delay=affordable_delay(late, costs, hardware, within=within))
+    late_schedule, fresh_schedule = (
+        fastest(make, delay, costs, hardware) for delay in (1, FRESHEST)
+    )
+    step_times = [
+        step_seconds(schedule, costs, hardware) for schedule in (late_schedule, fresh_schedule)
+    ]
+    if step_times[1] <= (1 + within) * step_times[0]:
+        return fresh_schedule
+    return replace(
+        late_schedule, delay=affordable_delay(late_schedule, costs, hardware, within=within)
+    )
 
 
 def fastest(make: Make, delay: Delay, costs: Costs, hardware: Hardware) -> Schedule:
     """Return the schedule with a delay and the chains that take less time."""
-    made = [make(delay=delay, chains=IN_ORDER)]
+    schedules = [make(delay=delay, chains=IN_ORDER)]
     with suppress(UserError):  # no time to go round, or only one rank
-        made.append(make(delay=delay, chains=ROTATED))
-    return min(made, key=partial(step_seconds, costs=costs, hardware=hardware))
+        schedules.append(make(delay=delay, chains=ROTATED))
+    return min(schedules, key=partial(step_seconds, costs=costs, hardware=hardware))
 
 
 def step_seconds(

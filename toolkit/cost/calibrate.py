@@ -22,33 +22,43 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
         timeline: measured.
         costs: of the stages that ran.
     """
-    seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    updates: list[float] = []  # seconds a byte
-    meetings: defaultdict[tuple, list[Span]] = defaultdict(list)  # spans of one message
+    seconds_of_op: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    update_seconds_per_byte: list[float] = []  # seconds a byte
+    spans_of_message: defaultdict[tuple, list[Span]] = defaultdict(list)  # spans of one message
     for span in timeline.spans:
-        taken, moved = span.end - span.start, costs[span.stage].update_bytes()
+        span_seconds, n_bytes = span.end - span.start, costs[span.stage].update_bytes()
         if span.lane == COMPUTE:
-            seconds[span.stage, span.computed].append(taken)
+            seconds_of_op[span.stage, span.computed].append(span_seconds)
         elif span.lane == UPDATE:
-            updates += [taken / moved] if moved else []
+            update_seconds_per_byte += [span_seconds / n_bytes] if n_bytes else []
         else:
-            meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
-    timed = []
+            spans_of_message[span.name, span.stage, span.step, span.microbatch, span.start].append(
+                span
+            )
+    timed_costs = []
     for stage, cost in enumerate(costs):
-        halves = [median(seconds[stage, kind]) for kind in "IW" if seconds[stage, kind]]
-        whole = [median(seconds[stage, "B"])] if seconds[stage, "B"] else halves
-        forward = median(seconds[stage, "F"])
-        backward = max(0.0, sum(whole) - (forward if cost.recomputes else 0.0))
-        timed.append(replace(cost, forward_seconds=forward, backward_seconds=backward))
-    messages = []
-    for met in meetings.values():
-        for span in met:  # a collective is several messages that wait for each other
+        half_medians = [
+            median(seconds_of_op[stage, kind]) for kind in "IW" if seconds_of_op[stage, kind]
+        ]
+        backward_medians = (
+            [median(seconds_of_op[stage, "B"])] if seconds_of_op[stage, "B"] else half_medians
+        )
+        forward = median(seconds_of_op[stage, "F"])
+        backward = max(0.0, sum(backward_medians) - (forward if cost.recomputes else 0.0))
+        timed_costs.append(replace(cost, forward_seconds=forward, backward_seconds=backward))
+    message_seconds = []
+    for spans in spans_of_message.values():
+        for span in spans:  # a collective is several messages that wait for each other
             action = Action[span.name.upper().replace("-", "_")] if span.peer is None else None
-            n = rounds(action, len(met)) if action else 1
-            messages.append((span.end - span.start) / max(1, n))
-    bandwidth = 1 / median(updates) if updates and median(updates) else inf
-    latency = median(messages) if messages else 0.0
-    return tuple(timed), Hardware("calibrated", inf, bandwidth, inf, latency)
+            n_rounds = rounds(action, len(spans)) if action else 1
+            message_seconds.append((span.end - span.start) / max(1, n_rounds))
+    bandwidth = (
+        1 / median(update_seconds_per_byte)
+        if update_seconds_per_byte and median(update_seconds_per_byte)
+        else inf
+    )
+    latency = median(message_seconds) if message_seconds else 0.0
+    return tuple(timed_costs), Hardware("calibrated", inf, bandwidth, inf, latency)
 
 
 def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
@@ -61,8 +71,8 @@ def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> 
         schedule: with one stage per entry of ``costs``.
         costs: of the stages that ran.
     """
-    timed, links = calibrate(timeline, costs)
-    prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)
+    timed_costs, links = calibrate(timeline, costs)
+    prediction = simulate(schedule.lower(len(timeline.step_ends)), timed_costs, links)
     kinds = {change.kind for change in timeline.changes}
     changes = [change for change in prediction.changes if change.kind in kinds]
     return replace(prediction, name=f"{prediction.name}, predicted", changes=changes)

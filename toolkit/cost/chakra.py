@@ -38,33 +38,66 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
         hardware: seconds of ops that were not measured.
         rank: the rank, from 0.
     """
-    order, moved, found = program.ranks[rank], moved_bytes(costs), []
-    tags: Counter[tuple] = Counter()  # the k-th message to a peer is its k-th receive from here
-    last: list[int] = []  # op
-    for at, (i, needed) in enumerate(zip(order, needs(order, rank), strict=True)):
-        if i.action == Action.FREE:
+    order, message_bytes, nodes = program.ranks[rank], moved_bytes(costs), []
+    tags: Counter[tuple] = Counter()  # the k-th message to a peer is the peer's k-th receive
+    last_op: list[int] = []  # index of the op before, if there is one
+    for index, (instruction, needed_indices) in enumerate(
+        zip(order, needs(order, rank), strict=True)
+    ):
+        if instruction.action == Action.FREE:
             continue
-        what: dict[str, Any] = {"is_cpu_op": False}
-        kind, after, micros = "COMP_NODE", [], 0
-        if i.action.communicates:
-            kind = _COMMUNICATION.get(i.action, "COMM_COLL_NODE")
-            what["comm_size"] = int(moved[i.buffer][i.stage])
-            if i.action in _COMMUNICATION:
-                ends = (rank, *i.peers) if i.action == Action.SEND else (*i.peers, rank)
-                what |= {"comm_src": ends[0], "comm_dst": ends[1], "comm_tag": tags[ends]}
-                tags[ends] += 1
+        attributes: dict[str, Any] = {"is_cpu_op": False}
+        node_type, control_dependencies, microseconds = "COMP_NODE", [], 0
+        if instruction.action.communicates:
+            node_type = _COMMUNICATION.get(instruction.action, "COMM_COLL_NODE")
+            attributes["comm_size"] = int(message_bytes[instruction.buffer][instruction.stage])
+            if instruction.action in _COMMUNICATION:
+                endpoints = (
+                    (rank, *instruction.peers)
+                    if instruction.action == Action.SEND
+                    else (*instruction.peers, rank)
+                )
+                attributes |= {
+                    "comm_src": endpoints[0],
+                    "comm_dst": endpoints[1],
+                    "comm_tag": tags[endpoints],
+                }
+                tags[endpoints] += 1
             else:
-                what |= {"comm_type": i.action.name, "pg_name": ",".join(map(str, i.peers))}
-        elif i.action.computes:
-            micros = round(costs[i.stage].op_seconds(hardware)[i.action] * 1e6)
-            after, last = last, [at]
-        deps = [p for p in needed if order[p].action != Action.FREE]
-        found.append(Node(at, str(i), kind, deps, after, micros, what))
-    return found
+                attributes |= {
+                    "comm_type": instruction.action.name,
+                    "pg_name": ",".join(map(str, instruction.peers)),
+                }
+        elif instruction.action.computes:
+            microseconds = round(
+                costs[instruction.stage].op_seconds(hardware)[instruction.action] * 1e6
+            )
+            control_dependencies, last_op = last_op, [index]
+        data_dependencies = [
+            dependency for dependency in needed_indices if order[dependency].action != Action.FREE
+        ]
+        nodes.append(
+            Node(
+                index,
+                str(instruction),
+                node_type,
+                data_dependencies,
+                control_dependencies,
+                microseconds,
+                attributes,
+            )
+        )
+    return nodes
 
 
 def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str | Path) -> None:
-    """Write ``rank.0.et`` and so on to ``folder``; arguments as in :func:`chakra_nodes`.
+    """Write ``rank.0.et`` and so on to ``folder``, a trace per rank.
+
+    Args:
+        program: a verified program.
+        costs: one entry per stage.
+        hardware: seconds of ops that were not measured.
+        folder: folder of the traces; created if missing.
 
     Raises:
         UserError: the package of the format is not installed.
@@ -75,15 +108,15 @@ def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str
     except ImportError as error:
         raise UserError("Chakra traces need its package: pip install mlc-chakra") from error
     Path(folder).mkdir(parents=True, exist_ok=True)
-    fields = {bool: "bool_val", int: "int64_val", str: "string_val"}
+    value_field_of_type = {bool: "bool_val", int: "int64_val", str: "string_val"}
     for rank in range(len(program.ranks)):
         with (Path(folder) / f"rank.{rank}.et").open("wb") as file:
             encodeMessage(file, schema.GlobalMetadata(version="0.0.4"))
             for node in chakra_nodes(program, costs, hardware, rank):
-                *given, attributes = node
-                made = schema.Node(**dict(zip(Node._fields, given, strict=False)))
+                *node_fields, attributes = node
+                message = schema.Node(**dict(zip(Node._fields, node_fields, strict=False)))
                 for name, value in attributes.items():
                     if name == "comm_type":
                         value = schema.CollectiveCommType.Value(value)
-                    made.attr.add(name=name, **{fields[type(value)]: value})
-                encodeMessage(file, made)
+                    message.attr.add(name=name, **{value_field_of_type[type(value)]: value})
+                encodeMessage(file, message)

@@ -64,14 +64,16 @@ class Hardware:
     shared_ports: bool = False
 
     def __post_init__(self) -> None:
-        fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
+        flops_in_16_bits = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
         whole(self.ranks_per_machine, "hardware.ranks_per_machine", 1)
-        positive = vars(self) | {"flops_in_16_bits": fast}
+        positive_values = vars(self) | {"flops_in_16_bits": flops_in_16_bits}
         for name in ("speeds", "memories"):
-            positive |= {f"{name}[{k}]": value for k, value in enumerate(positive.pop(name))}
-        for name, value in positive.items():
-            numeric = isinstance(value, float | int) and value > 0
-            if not numeric and name not in ("name", "shared_ports", *_LATENCIES):
+            positive_values |= {
+                f"{name}[{rank}]": value for rank, value in enumerate(positive_values.pop(name))
+            }
+        for name, value in positive_values.items():
+            is_positive = isinstance(value, float | int) and value > 0
+            if not is_positive and name not in ("name", "shared_ports", *_LATENCIES):
                 raise UserError(f"hardware.{name} is a positive number: got {value!r}")
         for name in _LATENCIES:
             latency = getattr(self, name)
@@ -90,17 +92,17 @@ class Hardware:
         Raises:
             UserError: the name is unknown, or the repository's ``conf`` is missing.
         """
-        found = _files()
-        if name not in found:
-            raise UserError(f"unknown hardware {name!r}: {suggest(name, [*found])}")
-        return _read(found[name])
+        path_of_name = _files()
+        if name not in path_of_name:
+            raise UserError(f"unknown hardware {name!r}: {suggest(name, [*path_of_name])}")
+        return _read(path_of_name[name])
 
     def speed(self, rank: int) -> float:
-        """Relative compute speed of ``rank``."""
+        """Return the relative compute speed of ``rank``."""
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
 
     def memory_of(self, rank: int) -> float:
-        """Bytes of the memory of ``rank``."""
+        """Return the bytes of the memory of ``rank``."""
         return self.memories[rank] if rank < len(self.memories) else self.memory
 
     def roofline(self, work: Work) -> float:
@@ -109,11 +111,16 @@ class Hardware:
         return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
 
     def machine(self, rank: int) -> int:
-        """The machine of ``rank``."""
+        """Return the machine of ``rank``."""
         return rank // self.ranks_per_machine
 
     def message(self, n_bytes: float, *, local: bool = False) -> float:
-        """Return the seconds of a message between machines, or within one."""
+        """Return the seconds of a message.
+
+        Args:
+            n_bytes: size of the message.
+            local: whether both ranks are on one machine.
+        """
         if local:
             return self.local_latency + n_bytes / self.local_bandwidth
         return self.link_latency + n_bytes / self.link_bandwidth
@@ -131,9 +138,9 @@ class Hardware:
         """
         members = Counter(map(self.machine, ranks))
         seconds = 0.0
-        for n, local in ((max(members.values()), True), (len(members), False)):
-            part = n_bytes / n if action == Action.ALL_REDUCE else n_bytes
-            seconds += rounds(action, n) * self.message(part, local=local)
+        for n_members, is_local in ((max(members.values()), True), (len(members), False)):
+            bytes_per_round = n_bytes / n_members if action == Action.ALL_REDUCE else n_bytes
+            seconds += rounds(action, n_members) * self.message(bytes_per_round, local=is_local)
         return seconds
 
 
@@ -150,11 +157,13 @@ def presets() -> dict[str, Hardware]:
 
 
 def _files() -> dict[str, Path]:
+    """Return the files of ``conf/hardware`` by the name of their machine."""
     return {path.stem: path for path in sorted((conf() / "hardware").glob("[!_]*.yaml"))}
 
 
 @cache
 def _read(path: Path) -> Hardware:
+    """Read a machine from a file; raise UserError if it is incomplete."""
     values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     values.pop("defaults", None)  # the schema
     try:

@@ -92,13 +92,13 @@ def add_library_workspace(
     measured: list[StageCost] = []
     with refused(stages.model, values), kept_generators(values):
         for cost, stage in zip(costs, stages, strict=True):
-            twin = in_training(copy.deepcopy(stage))  # a copy: running statistics change
-            first_run = partial(twin, *_new_leaves(values))
+            stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
+            first_run = partial(stage_copy, *_new_leaves(values))
             *_, outputs = timed(first_run, device, precision)
             del first_run
-            twin.zero_grad(set_to_none=True)  # or the second run would add to these gradients
+            stage_copy.zero_grad(set_to_none=True)  # or the second run would add to these gradients
             forward_bytes, backward_bytes = peaks_beside_kept(
-                forward=partial(twin, *_new_leaves(values)),
+                forward=partial(stage_copy, *_new_leaves(values)),
                 memory=memory,
                 precision=autocast(precision, device),
             )
@@ -115,5 +115,5 @@ def add_library_workspace(
 
 def _new_leaves(values: Values) -> Values:
     """Return inputs of a stage without gradients of an earlier run."""
-    trained = any(value.requires_grad for value in values)
-    return received_inputs(values) if trained else values
+    has_gradients = any(value.requires_grad for value in values)
+    return received_inputs(values) if has_gradients else values

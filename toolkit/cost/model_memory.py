@@ -52,9 +52,9 @@ class MemoryCurve:
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes kept at ``times`` of the periodic curve, in the unit of ``edges``."""
-        within = np.mod(times, self.edges[-1])
-        after = np.searchsorted(self.edges, within, side="right") - 1
-        return self.levels[np.clip(after, 0, len(self.levels) - 1)]
+        time_in_period = np.mod(times, self.edges[-1])
+        segment = np.searchsorted(self.edges, time_in_period, side="right") - 1
+        return self.levels[np.clip(segment, 0, len(self.levels) - 1)]
 
     def shifted(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the total of ``n`` workers, each 1/n of a period after the previous one.
@@ -65,8 +65,8 @@ class MemoryCurve:
         period = self.edges[-1]
         shifts = np.arange(n) * period / n
         times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
-        noise = 1e-9 * period  # rounding separates edges that coincide
-        times = times[(np.diff(times, prepend=-period) > noise) & (period - times > noise)]
+        rounding = 1e-9 * period  # rounding separates edges that coincide
+        times = times[(np.diff(times, prepend=-period) > rounding) & (period - times > rounding)]
         middles = (times + np.append(times[1:], period)) / 2
         total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
         return times, total
@@ -114,9 +114,12 @@ def memory_curve(
     else:
         forward = [_duration(node.forward, axis, hardware) for node in costs.values()]
         backward = [_duration(node.backward, axis, hardware) for node in costs.values()]
-    kept = np.cumsum([node.activations for node in costs.values()])
+    kept_bytes = np.cumsum([node.activations for node in costs.values()])
     durations = [*forward, *backward[::-1]]
-    if not any(durations) or not (curve := _curve(durations, [*kept, *reversed(kept)])).peak:
+    if (
+        not any(durations)
+        or not (curve := _curve(durations, [*kept_bytes, *reversed(kept_bytes)])).peak
+    ):
         raise UserError(
             f"{type(model).__name__} keeps no activations over axis={axis}: choose another axis or"
             " add a layer"
@@ -125,14 +128,16 @@ def memory_curve(
 
 
 def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
-    lasting = np.array(durations) > 0
-    edges = np.concatenate([[0.0], np.cumsum(np.array(durations)[lasting])])
-    return MemoryCurve(edges, np.array(levels, dtype=float)[lasting])
+    """Return the curve of ``levels`` that last for ``durations``, without those of no time."""
+    has_duration = np.array(durations) > 0
+    edges = np.concatenate([[0.0], np.cumsum(np.array(durations)[has_duration])])
+    return MemoryCurve(edges, np.array(levels, dtype=float)[has_duration])
 
 
 def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
-    roofline = axis == "roofline"
-    return check_hardware(hardware).roofline(work) if roofline else float(getattr(work, axis))
+    """Return the time of a node's work in the unit of ``axis``."""
+    uses_roofline = axis == "roofline"
+    return check_hardware(hardware).roofline(work) if uses_roofline else float(getattr(work, axis))
 
 
 def _measured(
@@ -152,7 +157,8 @@ class _Stopwatch(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, device: torch.device, precision: str) -> None:
         super().__init__(traced, garbage_collect_values=True)
-        self.device, self.precision = device, precision
+        self.device = device
+        self.precision = precision
         self.seconds: dict[str, tuple[float, float]] = {}
 
     def run_node(self, n: fx.Node) -> Any:

@@ -19,31 +19,39 @@ from toolkit.schedule.catalog import Method
 from toolkit.schedule.steady_state import footprint, settled_steps, steps_to_time
 
 
-def _pipeline(method: Method, p: int, m: int) -> Schedule:
-    ranks = {"n_ranks": p} if "n_ranks" in method.options else {}
-    return method(p * method.stages_per_rank, m, **ranks)
+def _pipeline(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
+    """Return a pipeline method's schedule on ``n_ranks`` ranks."""
+    rank_options = {"n_ranks": n_ranks} if "n_ranks" in method.options else {}
+    return method(n_ranks * method.stages_per_rank, n_microbatches, **rank_options)
 
 
-def _cyclic_pipeline(method: Method, p: int, m: int) -> Schedule:
-    return method(p, placement="per_stage", accumulate=_rounds(p, m))
+def _cyclic_pipeline(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
+    """Return a cyclic method's schedule with a rank for each stage."""
+    return method(n_ranks, placement="per_stage", accumulate=_rounds(n_ranks, n_microbatches))
 
 
-def _workers(method: Method, p: int, m: int) -> Schedule:
-    takes = signature(method.factory).parameters
-    if "n_stages" not in takes or "n" not in takes:  # one device
-        return method(p, m)
-    k = _rounds(p, m)
-    if "accumulate" in takes:
-        return method(p, n_stages=p, accumulate=k)
-    if k > 1:
-        raise UserError(f"each worker has one micro-batch: got {m} for {p} ranks")
-    return method(p, n_stages=p)
+def _workers(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
+    """Return a method's schedule whose ranks run whole models."""
+    parameters = signature(method.factory).parameters
+    if "n_stages" not in parameters or "n" not in parameters:  # one device
+        return method(n_ranks, n_microbatches)
+    n_rounds = _rounds(n_ranks, n_microbatches)
+    if "accumulate" in parameters:
+        return method(n_ranks, n_stages=n_ranks, accumulate=n_rounds)
+    if n_rounds > 1:
+        raise UserError(
+            f"each worker has one micro-batch: got {n_microbatches} for {n_ranks} ranks"
+        )
+    return method(n_ranks, n_stages=n_ranks)
 
 
-def _rounds(p: int, m: int) -> int:
-    if m % p:
-        raise UserError(f"workers take as many micro-batches each: got {m} for {p} ranks")
-    return m // p
+def _rounds(n_ranks: int, n_microbatches: int) -> int:
+    """Return the micro-batches of each worker in a training step."""
+    if n_microbatches % n_ranks:
+        raise UserError(
+            f"workers take as many micro-batches each: got {n_microbatches} for {n_ranks} ranks"
+        )
+    return n_microbatches // n_ranks
 
 
 _REPLICATED = {
@@ -77,16 +85,16 @@ def pipelines(
     Raises:
         UserError: a number is not an integer, or below 1.
     """
-    p = whole(n_ranks, "the number of ranks", 1)
-    m = whole(n_microbatches, "the number of micro-batches", 1)
-    made: dict[str, Schedule] = {}
-    left_out: dict[str, str] = {}
-    for label, make in methods.items():
+    checked_ranks = whole(n_ranks, "the number of ranks", 1)
+    checked_microbatches = whole(n_microbatches, "the number of micro-batches", 1)
+    schedule_of_label: dict[str, Schedule] = {}
+    reason_of_label: dict[str, str] = {}
+    for label, make_schedule in methods.items():
         try:
-            made[label] = make(p, m)
+            schedule_of_label[label] = make_schedule(checked_ranks, checked_microbatches)
         except UserError as error:
-            left_out[label] = str(error)
-    return made, left_out
+            reason_of_label[label] = str(error)
+    return schedule_of_label, reason_of_label
 
 
 def assess(method: str, schedule: Schedule) -> dict[str, Any]:
@@ -101,27 +109,29 @@ def assess(method: str, schedule: Schedule) -> dict[str, Any]:
         what a rank sends in a step, on average: ``traffic``, parameters and gradients in models,
         their ``messages``, and ``boundaries``, messages of a stage's output or its gradient.
     """
-    counted = footprint(schedule)
+    counted_footprint = footprint(schedule)
     step = settled_steps(schedule)
-    settled = schedule.lower(2 * step + 1)
+    settled_program = schedule.lower(2 * step + 1)
     boundaries = sum(
-        i.action == Action.SEND and i.microbatch is not None and i.step == step
-        for instructions in settled.ranks
-        for i in instructions
+        instruction.action == Action.SEND
+        and instruction.microbatch is not None
+        and instruction.step == step
+        for instructions in settled_program.ranks
+        for instruction in instructions
     )
     program = schedule.lower(steps_to_time(schedule)).verify()
     return {
         "method": method,
         "microbatches": schedule.n_microbatches,
-        "ranks": counted.ranks,
-        "activations": counted.activations,
-        "total_activations": counted.total_activations,
+        "ranks": counted_footprint.ranks,
+        "activations": counted_footprint.activations,
+        "total_activations": counted_footprint.total_activations,
         "idle": simulate(program, unit_costs(schedule.n_stages, backward=2.0), UNIT).idle_share,
-        "weights": counted.weights,
+        "weights": counted_footprint.weights,
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
         "flush": schedule.max_staleness == 0,
-        "traffic": counted.traffic,
-        "messages": counted.messages,
-        "boundaries": Fraction(boundaries, counted.ranks),
+        "traffic": counted_footprint.traffic,
+        "messages": counted_footprint.messages,
+        "boundaries": Fraction(boundaries, counted_footprint.ranks),
     }

@@ -12,7 +12,7 @@ Ports = Sequence[int]
 
 
 class SharedPorts:
-    """The messages under way, their ports, and their ends unless others begin."""
+    """Messages under way, with their ports and their ends if no other message begins."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -27,8 +27,8 @@ class SharedPorts:
     def begin(self, now: float, seconds: Mapping[int, tuple[float, Ports]]) -> None:
         """Begin messages: by number, the seconds that each takes alone, and its ports."""
         self._advance(now)
-        for number, (alone, ports) in seconds.items():
-            self._left[number], self._ports[number] = alone, ports
+        for number, (seconds_alone, ports) in seconds.items():
+            self._left[number], self._ports[number] = seconds_alone, ports
         self._share()
 
     def end(self, now: float) -> list[int]:
@@ -41,12 +41,14 @@ class SharedPorts:
         return ended
 
     def _advance(self, now: float) -> None:
+        """Reduce what is left of each message by the time since the last event."""
         for number, end in self._ends.items():
-            whole = end - self._now
-            self._left[number] *= (end - now) / whole if whole > 0 else 0.0
+            total_seconds = end - self._now
+            self._left[number] *= (end - now) / total_seconds if total_seconds > 0 else 0.0
         self._now = now
 
     def _share(self) -> None:
+        """Set the end of each message by its fair rate."""
         for number, rate in fair_rates(self._ports).items():
             self._ends[number] = self._now + self._left[number] / rate
 
@@ -54,13 +56,21 @@ class SharedPorts:
 def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
     """Return the share of each message, of 1 a port, by number."""
     rates: dict[int, float] = {}
-    free = {port: 1.0 for found in ports.values() for port in found}
-    coming = dict(ports)
-    while coming:
-        users = Counter(port for found in coming.values() for port in found)
-        rate, full = min((free[port] / n, port) for port, n in users.items())
-        for number in [number for number, found in coming.items() if full in found]:
+    free_share = {port: 1.0 for ports_of_message in ports.values() for port in ports_of_message}
+    unassigned = dict(ports)
+    while unassigned:
+        n_users = Counter(
+            port for ports_of_message in unassigned.values() for port in ports_of_message
+        )
+        rate, full_port = min(
+            (free_share[port] / n_messages, port) for port, n_messages in n_users.items()
+        )
+        for number in [
+            number
+            for number, ports_of_message in unassigned.items()
+            if full_port in ports_of_message
+        ]:
             rates[number] = rate
-            for port in coming.pop(number):
-                free[port] -= rate
+            for port in unassigned.pop(number):
+                free_share[port] -= rate
     return rates

@@ -91,25 +91,29 @@ def _check(
             " schedule.lower(n_steps).verify()"
         )
     check_hardware(hardware)
-    n, n_ranks = program.schedule.n_stages, len(program.ranks)
-    for name, given, wanted, what in (
-        ("costs", costs, n, "stages"),
-        ("optimizer_bytes", optimizer_bytes or costs, n, "stages"),
+    n_stages, n_ranks = program.schedule.n_stages, len(program.ranks)
+    for name, entries, n_expected, unit in (
+        ("costs", costs, n_stages, "stages"),
+        ("optimizer_bytes", optimizer_bytes or costs, n_stages, "stages"),
         ("hardware.speeds", hardware.speeds[:n_ranks] or program.ranks, n_ranks, "ranks"),
         ("hardware.memories", hardware.memories[:n_ranks] or program.ranks, n_ranks, "ranks"),
     ):
-        if len(given) != wanted:
-            raise UserError(f"{name} needs an entry for each of {wanted} {what}: got {len(given)}")
+        if len(entries) != n_expected:
+            raise UserError(
+                f"{name} needs an entry for each of {n_expected} {unit}: got {len(entries)}"
+            )
 
 
 class _Simulation:
-    """When instructions begin and end, and what ranks hold meanwhile."""
+    """Spans of instructions, and changes of the memory that ranks hold."""
 
     def __init__(
         self, program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
     ) -> None:
         schedule, n_ranks = program.schedule, len(program.ranks)
-        self.program, self.costs, self.hardware = program, costs, hardware
+        self.program = program
+        self.costs = costs
+        self.hardware = hardware
         self.events = EventQueue(program, shared=hardware.shared_ports)
         self.overlaps = bool(self.events.pairs)
         self.under_way: dict[int, tuple[float, float]] = {}  # by rank: a pair's backward
@@ -126,12 +130,17 @@ class _Simulation:
         self.moved = moved_bytes(costs)
         # [local][buffer][stage], seconds of a message
         self.messages = [
-            {buffer: [hardware.message(n, local=local) for n in moved] for buffer, moved in found}
-            for found in [self.moved.items()]
+            {
+                buffer: [hardware.message(n_bytes, local=local) for n_bytes in bytes_of_stage]
+                for buffer, bytes_of_stage in moved_items
+            }
+            for moved_items in [self.moved.items()]
             for local in (False, True)
         ]
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
-        self.moved_by_update = [c.update_bytes(s) for c, s in zip(costs, states, strict=True)]
+        self.moved_by_update = [
+            cost.update_bytes(state_bytes) for cost, state_bytes in zip(costs, states, strict=True)
+        ]
         self.since = program.first_step  # the first step of the schedule that runs
         self.computed = self._starts(schedule.at(program.first_step), 0)  # ends of ops, by rank
         self.boundaries: dict[tuple, float] = {}  # when each is there, where it is
@@ -148,7 +157,7 @@ class _Simulation:
                 self._hold(0.0, rank, WEIGHTS, n_bytes)
 
     def run(self) -> None:
-        """Carry out all instructions, from each change of the schedule to the next."""
+        """Run all instructions, from each change of the schedule to the next."""
         begin = dict.fromkeys(Action, self._meet) | {
             **dict.fromkeys(map(Action, Kind), self._compute),
             Action.SEND: self._message,
@@ -163,21 +172,26 @@ class _Simulation:
         self.events.run(begin, inf, since)
 
     def timeline(self) -> Timeline:
+        """Return the timeline of all instructions that have run."""
         ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
         schedule, n_ranks = self.program.schedule, len(self.program.ranks)
-        steady = steady_steps(schedule, len(ends), self.program.first_step)
-        return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
+        steady_range = steady_steps(schedule, len(ends), self.program.first_step)
+        return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady_range)
 
     def _starts(self, schedule: Schedule, tick: int) -> list[float]:
-        """Earliest start of each rank from ``tick`` on: as in ``schedule`` if it has stage 0."""
-        timing, begun = schedule.timing, self.program.first_forwards(tick)
-        busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
-        for op in timing.starts if any(begun.values()) else ():
+        """Return the earliest start of each rank from ``tick`` on.
+
+        A rank that begins with stage 0 starts as in ``schedule``, so that workers keep their
+        stagger; any other rank starts when its inputs arrive.
+        """
+        timing, first_ticks = schedule.timing, self.program.first_forwards(tick)
+        busy_seconds = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
+        for op in timing.starts if any(first_ticks.values()) else ():
             rank = schedule.rank(op.stage, op.microbatch)
-            busy[rank] += self.seconds[op.stage][op.kind] / self.speeds[rank]
-        starts = [0.0] * len(busy)
-        for rank, start in begun.items():
-            starts[rank] = start / timing.period * max(busy)
+            busy_seconds[rank] += self.seconds[op.stage][op.kind] / self.speeds[rank]
+        starts = [0.0] * len(busy_seconds)
+        for rank, start in first_ticks.items():
+            starts[rank] = start / timing.period * max(busy_seconds)
         return starts
 
     def drain(self, tick: int) -> float:
@@ -190,35 +204,36 @@ class _Simulation:
         return end
 
     def _compute(self, g: int, rank: int, i: Instruction, ready: float) -> None:
-        tick, action, stage, m, step, *_ = i
+        """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
+        tick, action, stage, microbatch, step, *_ = i
         start = self.computed[rank]
         if ready > start:
             start = ready
         if action == FORWARD and stage > 0:
-            made = self.boundaries.pop((ACTIVATION, stage - 1, m, step))
-            if (rank, stage, m, step) not in self.inputs:  # produced on this rank
+            produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
+            if (rank, stage, microbatch, step) not in self.inputs:  # produced on this rank
                 n_bytes = self.costs[stage].extra_input_bytes
-                self.inputs[rank, stage, m, step] = n_bytes
-                self._hold(made, rank, INPUTS, n_bytes)
+                self.inputs[rank, stage, microbatch, step] = n_bytes
+                self._hold(produced_at, rank, INPUTS, n_bytes)
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
-            arrived = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, m, step))
-            self._work(rank, arrived, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
+            arrived_at = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
+            self._work(rank, arrived_at, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
         seconds = self.seconds[stage][action] / self.speeds[rank]
         span_end = end = start + seconds
         if self.overlaps:
             start, span_end, end = self._overlapped(g, rank, start, seconds)
         self.computed[rank] = end
-        name, slot = f"{stage}{LETTERS[action]}{m}", tick // self.slot
-        span = (rank, COMPUTE, start, span_end, name, stage, m, step, 0.0, None, slot)
+        name, slot = f"{stage}{LETTERS[action]}{microbatch}", tick // self.slot
+        span = (rank, COMPUTE, start, span_end, name, stage, microbatch, step, 0.0, None, slot)
         self.spans.append(_new(Span, span))
-        if working := self.working[stage][action != FORWARD]:
-            self._work(rank, start, end, working)
+        if working_bytes := self.working[stage][action != FORWARD]:
+            self._work(rank, start, end, working_bytes)
         if action == FORWARD:
-            self.boundaries[ACTIVATION, stage, m, step] = end
+            self.boundaries[ACTIVATION, stage, microbatch, step] = end
             self._hold(start, rank, ACTIVATIONS, self.kept[stage])
         else:
             if action in _FROM_OUTPUT:
-                self.boundaries[ACTIVATION_GRADIENT, stage, m, step] = end
+                self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
                 if self.costs[stage].recomputes:
                     n_bytes = self.costs[stage].activation_bytes
                     self._hold(start, rank, ACTIVATIONS, n_bytes)
@@ -230,15 +245,18 @@ class _Simulation:
     def _overlapped(
         self, g: int, rank: int, start: float, seconds: float
     ) -> tuple[float, float, float]:
-        """Start of an op, end of its span, and when it ends: of a pair, when both do.
+        """Return start of an op, end of its span, and its end; a pair's ops end together.
 
         The spans of a pair follow one another, so that a rank is never busy twice.
         """
         factor = self.hardware.overlap_time
         if g in self.events.pairs:
-            other = self.events.instruction(g + 1)
-            both = seconds + self.seconds[other.stage][other.action] / self.speeds[rank]
-            end = start + factor * both
+            next_instruction = self.events.instruction(g + 1)
+            pair_seconds = (
+                seconds
+                + self.seconds[next_instruction.stage][next_instruction.action] / self.speeds[rank]
+            )
+            end = start + factor * pair_seconds
             self.under_way[rank] = start + factor * seconds, end
             return start, start + factor * seconds, end
         if g - 1 in self.events.pairs:
@@ -247,6 +265,7 @@ class _Simulation:
         return start, start + seconds, start + seconds
 
     def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+        """Update a stage's weights; the rank's updates follow one another beside its compute."""
         seconds = self._moving(rank, self.moved_by_update[i.stage])
 
         def begin(start: float, end: float) -> None:
@@ -273,25 +292,29 @@ class _Simulation:
 
     def _message(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         """Take the ports of a message."""
-        n_bytes, n, peer = self.moved[i.buffer][i.stage], len(self.machines), i.peers[0]
-        here, there = self.machines[rank], self.machines[peer]
-        seconds = self.messages[here == there][i.buffer][i.stage]
+        n_bytes, n_ranks, peer = self.moved[i.buffer][i.stage], len(self.machines), i.peers[0]
+        own_machine, peer_machine = self.machines[rank], self.machines[peer]
+        seconds = self.messages[own_machine == peer_machine][i.buffer][i.stage]
         if not seconds:  # needs no port
             self._send(g, rank, i, n_bytes, ready, ready)
             return
         # Ports within machines and, further on, between them; those that send come first.
-        ports = (rank, n + peer) if here == there else (2 * n + here, 3 * n + there)
+        ports = (
+            (rank, n_ranks + peer)
+            if own_machine == peer_machine
+            else (2 * n_ranks + own_machine, 3 * n_ranks + peer_machine)
+        )
         begin = partial(self._send, g, rank, i, n_bytes)
         self.events.occupy(g, ready, ports, seconds, begin)
 
     def _meet(self, g: int, rank: int, i: Instruction, ready: float) -> None:
         """Take the ports of a collective."""
-        n_bytes, n = self.moved[i.buffer][i.stage], len(self.machines)
-        ports: Ports = (*i.peers, *(n + peer for peer in i.peers))
-        if len(met := {self.machines[peer] for peer in i.peers}) > 1:
+        n_bytes, n_ranks = self.moved[i.buffer][i.stage], len(self.machines)
+        ports: Ports = (*i.peers, *(n_ranks + peer for peer in i.peers))
+        if len(machines := {self.machines[peer] for peer in i.peers}) > 1:
             ports += (
-                *(2 * n + machine for machine in met),
-                *(3 * n + machine for machine in met),
+                *(2 * n_ranks + machine for machine in machines),
+                *(3 * n_ranks + machine for machine in machines),
             )
         seconds = self.hardware.collective(i.action, n_bytes, i.peers)
         begin = partial(self._collective, g, rank, i, n_bytes)
@@ -300,18 +323,18 @@ class _Simulation:
     def _send(
         self, g: int, rank: int, i: Instruction, n_bytes: float, start: float, end: float
     ) -> None:
-        _, _, stage, m, step, _, buffer, (peer,) = i
+        _, _, stage, microbatch, step, _, buffer, (peer,) = i
         self._record(i, start, end, (rank, SEND, n_bytes, peer), (peer, RECEIVE, n_bytes, rank))
-        if m is not None:
-            key = (buffer, stage, m, step)
-            made, self.boundaries[key] = self.boundaries[key], end
+        if microbatch is not None:
+            key = (buffer, stage, microbatch, step)
+            produced_at, self.boundaries[key] = self.boundaries[key], end
             if buffer == ACTIVATION:
-                after = self.costs[stage + 1]
-                self._work(rank, made, end, after.extra_input_bytes)
-                self.inputs[peer, stage + 1, m, step] = after.input_bytes
-                self._hold(end, peer, INPUTS, after.input_bytes)
+                next_cost = self.costs[stage + 1]
+                self._work(rank, produced_at, end, next_cost.extra_input_bytes)
+                self.inputs[peer, stage + 1, microbatch, step] = next_cost.input_bytes
+                self._hold(end, peer, INPUTS, next_cost.input_bytes)
             else:
-                self._work(rank, made, end, n_bytes)
+                self._work(rank, produced_at, end, n_bytes)
         elif buffer == Buffer.WEIGHTS:
             self._hold(end, peer, WEIGHTS, n_bytes)
         else:
@@ -334,24 +357,25 @@ class _Simulation:
         self.events.end(g, end)
 
     def _free(self, g: int, rank: int, i: Instruction, when: float) -> None:
+        """Free a weight version, or the activations and inputs of a micro-batch."""
         if i.buffer != ACTIVATION:
             self._hold(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes)
         else:
             self._hold(when, rank, ACTIVATIONS, -self.kept[i.stage])
-            if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
-                self._hold(when, rank, INPUTS, -inputs)
+            if input_bytes := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
+                self._hold(when, rank, INPUTS, -input_bytes)
         self.events.end(g, when)
 
     def _moving(self, rank: int, n_bytes: float) -> float:
-        """Seconds to move bytes between a rank and its memory."""
+        """Return the seconds to move bytes between a rank and its memory."""
         return n_bytes / self.hardware.memory_bandwidth / self.hardware.speed(rank)
 
     def _record(self, i: Instruction, start: float, end: float, *ports: _Use) -> None:
         """Add a span for each rank and lane in ``ports``, with the bytes and their other end."""
         label, step, slot = i.label, i.of_step, i.tick // self.slot
-        _, _, stage, m, *_ = i
+        _, _, stage, microbatch, *_ = i
         for rank, lane, n_bytes, peer in ports:
-            span = (rank, lane, start, end, label, stage, m, step, n_bytes, peer, slot)
+            span = (rank, lane, start, end, label, stage, microbatch, step, n_bytes, peer, slot)
             self.spans.append(_new(Span, span))
 
     def _hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
@@ -365,12 +389,16 @@ class _Simulation:
             self._hold(end, rank, WORKING, -n_bytes)
 
     def _add_to_sum(self, rank: int, i: Instruction, when: float) -> None:
+        """Note that a gradient becomes part of a sum on ``rank`` at ``when`` seconds."""
         self.parts[rank, i.stage, i.step].append(when)
 
     def _drop_sum(self, rank: int, i: Instruction, start: float, end: float) -> None:
         """Free the sum used from ``start`` to ``end``; parts after ``start`` begin another."""
-        parts, held = self.parts.pop((rank, i.stage, i.step)), self.costs[i.stage].gradient_bytes
-        self._hold(min(parts), rank, GRADIENTS, held)
-        self._hold(end, rank, GRADIENTS, -held)
-        if later := [when for when in parts if when > start]:
-            self.parts[rank, i.stage, i.step] = later
+        part_times, gradient_bytes = (
+            self.parts.pop((rank, i.stage, i.step)),
+            self.costs[i.stage].gradient_bytes,
+        )
+        self._hold(min(part_times), rank, GRADIENTS, gradient_bytes)
+        self._hold(end, rank, GRADIENTS, -gradient_bytes)
+        if later_times := [when for when in part_times if when > start]:
+            self.parts[rank, i.stage, i.step] = later_times

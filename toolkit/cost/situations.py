@@ -1,4 +1,4 @@
-"""When CDP helps, and what it costs: memory, devices and step times beside those of DP.
+"""When CDP helps, and what it costs: memory, devices and step times compared with DP.
 
 Stages are equal, a backward takes twice its forward, and updates take no time. C is the time of a
 training step of computation; M that in which all parameters cross a link once.
@@ -50,19 +50,26 @@ def situations(
         raise UserError(
             f"a table takes numbers of workers, and ratios above 0: got {[*workers]}, {[*ratios]}"
         )
-    sizes = [whole(n, "the number of workers", 2) for n in workers]
-    n = max(sizes)
-    found = [
-        Situation("one device", n, placement="one"),
-        Situation("model parallelism", n, placement="per_stage_and_microbatch"),
-        Situation("a device a worker, fast links", n),
-        *(Situation("a device a worker, slow links", n, r) for n in sizes for r in ratios),
+    sizes = [whole(n_workers, "the number of workers", 2) for n_workers in workers]
+    max_workers = max(sizes)
+    table_situations = [
+        Situation("one device", max_workers, placement="one"),
+        Situation("model parallelism", max_workers, placement="per_stage_and_microbatch"),
+        Situation("a device a worker, fast links", max_workers),
+        *(
+            Situation("a device a worker, slow links", n_workers, ratio)
+            for n_workers in sizes
+            for ratio in ratios
+        ),
     ]
-    for together in (2, 4):
-        if n % together == 0 and n > together:
-            name = f"machines of {together}, slow links"
-            found += [Situation(name, n, ratio, machines=n // together) for ratio in ratios]
-    return found
+    for workers_per_machine in (2, 4):
+        if max_workers % workers_per_machine == 0 and max_workers > workers_per_machine:
+            name = f"machines of {workers_per_machine}, slow links"
+            table_situations += [
+                Situation(name, max_workers, ratio, machines=max_workers // workers_per_machine)
+                for ratio in ratios
+            ]
+    return table_situations
 
 
 def assess(situation: Situation) -> dict[str, Any]:
@@ -75,39 +82,47 @@ def assess(situation: Situation) -> dict[str, Any]:
         ``cdp_v2`` and ``affordable``. Within :data:`WITHIN` more than CDP-v1's time, no single
         weight of ``affordable`` could be fresher. Each has the chains that are faster.
     """
-    n, alone = situation.workers, situation.placement != "per_microbatch"
-    s = n if alone else n * -(-_STAGES // n)
-    costs, hardware = unit_costs(s, backward=_BACKWARD), _hardware(situation)
-    dp = catalog.data_parallel(n, situation.placement, n_stages=s)
+    n_workers, has_stage_per_worker = situation.workers, situation.placement != "per_microbatch"
+    n_stages = n_workers if has_stage_per_worker else n_workers * -(-_STAGES // n_workers)
+    costs, hardware = unit_costs(n_stages, backward=_BACKWARD), _hardware(situation)
+    dp_schedule = catalog.data_parallel(n_workers, situation.placement, n_stages=n_stages)
     make = partial(
-        catalog.cyclic, n, placement=situation.placement, n_stages=s, groups=situation.machines
+        catalog.cyclic,
+        n_workers,
+        placement=situation.placement,
+        n_stages=n_stages,
+        groups=situation.machines,
     )
-    v1, v2 = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
-    affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
-    of_dp = step_seconds(dp, costs, hardware)
-    counted, counted_dp = footprint(v2), footprint(dp)
+    schedule_v1, schedule_v2 = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
+    schedule_affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
+    dp_seconds = step_seconds(dp_schedule, costs, hardware)
+    footprint_v2, footprint_dp = footprint(schedule_v2), footprint(dp_schedule)
     row = {
         "situation": situation.name,
-        "workers": n,
+        "workers": n_workers,
         "ratio": situation.ratio,
-        "devices_dp": counted_dp.ranks,
-        "devices": counted.ranks,
-        "activations_dp": float(counted_dp.activations),
-        "activations": float(counted.activations),
+        "devices_dp": footprint_dp.ranks,
+        "devices": footprint_v2.ranks,
+        "activations_dp": float(footprint_dp.activations),
+        "activations": float(footprint_v2.activations),
     }
-    for name, schedule in (("cdp_v1", v1), ("cdp_v2", v2), ("affordable", affordable)):
-        row[f"{name}_time"] = step_seconds(schedule, costs, hardware) / of_dp
+    for name, schedule in (
+        ("cdp_v1", schedule_v1),
+        ("cdp_v2", schedule_v2),
+        ("affordable", schedule_affordable),
+    ):
+        row[f"{name}_time"] = step_seconds(schedule, costs, hardware) / dp_seconds
         row[f"{name}_staleness"] = schedule.mean_staleness
     return row
 
 
 def _hardware(situation: Situation) -> Hardware:
-    """Machines on whose links all of the stages' bytes take ``ratio`` of a step's computation."""
+    """Return machines on whose links all stages' bytes take ``ratio`` of a step's computation."""
     if not situation.ratio:
         return UNIT
     bandwidth = 1 / ((1 + _BACKWARD) * situation.ratio)
     links = replace(UNIT, link_bandwidth=bandwidth, shared_ports=True)
     if situation.machines is None:
         return links
-    per = situation.workers // situation.machines
-    return replace(links, ranks_per_machine=per, local_bandwidth=_LOCAL * bandwidth)
+    workers_per_machine = situation.workers // situation.machines
+    return replace(links, ranks_per_machine=workers_per_machine, local_bandwidth=_LOCAL * bandwidth)

@@ -100,8 +100,8 @@ class StageCost:
 
         ``optimizer_bytes`` is the state; None is one momentum buffer.
         """
-        state = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
-        return 3 * self.parameter_bytes + 2 * state
+        state_bytes = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
+        return 3 * self.parameter_bytes + 2 * state_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Return forward and backward seconds: measured, else by the roofline."""
@@ -110,7 +110,7 @@ class StageCost:
         if not self.kernels and not self.backward_kernels:
             return self.flops / hardware.flops, self.backward_flops / hardware.flops
         forward, backward = (
-            map(hardware.roofline, k) for k in (self.kernels, self.backward_kernels)
+            map(hardware.roofline, kernels) for kernels in (self.kernels, self.backward_kernels)
         )
         return sum(forward), sum(backward)
 
@@ -137,7 +137,12 @@ def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
-    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte."""
+    """Return equal costs with forwards of 1 s and buffers of 1 byte.
+
+    Args:
+        n_stages: number of stages.
+        backward: seconds of a backward.
+    """
     flops, buffers = (1.0, backward), (1.0, 1.0, 1.0, 1.0)
     stage = StageCost(*flops, *buffers, forward_seconds=1.0, backward_seconds=backward)
     return (stage,) * n_stages
@@ -152,14 +157,16 @@ def synchronized_time(device: torch.device) -> float:
 
 def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple[float, float, Any]:
     """Return the seconds of ``run`` and of the backward of what it returns, and what it returns."""
-    begin = synchronized_time(device)
+    begin_time = synchronized_time(device)
     with autocast(precision, device):
         output = run()
-    middle = end = synchronized_time(device)
-    if trained := [x for x in tensors_in(output) if x.grad_fn]:
-        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        end = synchronized_time(device)
-    return middle - begin, end - middle, output
+    forward_end = backward_end = synchronized_time(device)
+    if differentiable_outputs := [tensor for tensor in tensors_in(output) if tensor.grad_fn]:
+        torch.autograd.backward(
+            differentiable_outputs, [torch.ones_like(tensor) for tensor in differentiable_outputs]
+        )
+        backward_end = synchronized_time(device)
+    return forward_end - begin_time, backward_end - forward_end, output
 
 
 def profile(
@@ -190,12 +197,12 @@ def profile(
     check_precision(precision)
     inputs = tensors_of(example)
     costs: list[StageCost] = []
-    values, device, extra = inputs, inputs[0].device, 0
-    shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
+    values, device, extra_bytes = inputs, inputs[0].device, 0
+    shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in inputs)
     with refused(stages.model, inputs), kept_generators(inputs):
         for stage in stages:
-            cost, outputs, extra_of_next = _analyse(stage, shapes, device, precision)
-            cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
+            cost, outputs, extra_bytes_of_next = _analyse(stage, shapes, device, precision)
+            cost, extra_bytes = replace(cost, extra_input_bytes=extra_bytes), extra_bytes_of_next
             if device.type != "meta":
                 forward, backward, values = _measure(stage, values, repeats, precision)
                 cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
@@ -217,12 +224,14 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
         UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint, len(costs))
-    chosen = {stage for stage in range(len(costs)) if recomputes(checkpoint, stage)}
+    recomputing_stages = {stage for stage in range(len(costs)) if recomputes(checkpoint, stage)}
     return tuple(
         replace(
             cost,
-            recomputes=stage in chosen,
-            extra_input_bytes=cost.input_bytes if stage - 1 in chosen else cost.extra_input_bytes,
+            recomputes=stage in recomputing_stages,
+            extra_input_bytes=cost.input_bytes
+            if stage - 1 in recomputing_stages
+            else cost.extra_input_bytes,
         )
         for stage, cost in enumerate(costs)
     )
@@ -233,44 +242,52 @@ def _analyse(
 ) -> tuple[StageCost, Values, int]:
     """Return a stage's cost without seconds, its outputs, and the bytes it sends unkept."""
     nodes = node_costs(stage, inputs, device, precision)
-    output = next(iter(reversed(stage.graph.nodes))).args[0]
-    outputs = tuple(nodes[node.name].output for node in output)
-    in_forward, in_backward = working_bytes(stage, inputs, device, precision)
-    unkept = [nodes[node.name].output for node in output if not nodes[node.name].kept]
-    work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
-    trained = [m for name, m in stage.named_modules() if name not in evaluated(stage)]
-    means = [norm.running_mean for norm in trained if isinstance(norm, _BatchNorm)]
+    output_nodes = next(iter(reversed(stage.graph.nodes))).args[0]
+    outputs = tuple(nodes[node.name].output for node in output_nodes)
+    forward_working_bytes, backward_working_bytes = working_bytes(stage, inputs, device, precision)
+    unkept_outputs = [nodes[node.name].output for node in output_nodes if not nodes[node.name].kept]
+    working_nodes = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
+    trained_modules = [
+        module for name, module in stage.named_modules() if name not in evaluated(stage)
+    ]
+    running_means = [norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)]
     cost = StageCost(
-        flops=sum(node.forward.flops for node in work),
-        backward_flops=sum(node.backward.flops for node in work),
+        flops=sum(node.forward.flops for node in working_nodes),
+        backward_flops=sum(node.backward.flops for node in working_nodes),
         activation_bytes=sum(node.activations for node in nodes.values()),
-        input_bytes=sum(x.nbytes for x in inputs),
-        integer_input_bytes=sum(x.nbytes for x in inputs if not differentiable(x)),
-        output_bytes=sum(x.nbytes for x in outputs),
-        parameter_bytes=sum(p.nbytes for p in stage.parameters() if p.requires_grad),
-        statistics_bytes=sum(2 * mean.nbytes for mean in means if mean is not None),
-        kernels=tuple(node.forward for node in work),
-        backward_kernels=tuple(node.backward for node in work),
-        forward_working_bytes=in_forward,
-        backward_working_bytes=in_backward,
+        input_bytes=sum(tensor.nbytes for tensor in inputs),
+        integer_input_bytes=sum(tensor.nbytes for tensor in inputs if not differentiable(tensor)),
+        output_bytes=sum(tensor.nbytes for tensor in outputs),
+        parameter_bytes=sum(
+            parameter.nbytes for parameter in stage.parameters() if parameter.requires_grad
+        ),
+        statistics_bytes=sum(2 * mean.nbytes for mean in running_means if mean is not None),
+        kernels=tuple(node.forward for node in working_nodes),
+        backward_kernels=tuple(node.backward for node in working_nodes),
+        forward_working_bytes=forward_working_bytes,
+        backward_working_bytes=backward_working_bytes,
     )
-    return cost, outputs, sum(x.nbytes for x in unkept)
+    return cost, outputs, sum(tensor.nbytes for tensor in unkept_outputs)
 
 
 def _measure(
     stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
 ) -> tuple[float, float, Values]:
     """Return median seconds of a forward and a backward, and the stage's outputs."""
-    twin = in_training(copy.deepcopy(stage))  # a copy: running statistics change
+    stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
     seconds = []
     for _ in range(1 + repeats):
-        received = received_inputs(inputs) if any(x.requires_grad for x in inputs) else inputs
-        *taken, outputs = timed(partial(twin, *received), received[0].device, precision)
-        seconds.append(taken)
+        run_inputs = (
+            received_inputs(inputs) if any(value.requires_grad for value in inputs) else inputs
+        )
+        *run_seconds, outputs = timed(
+            partial(stage_copy, *run_inputs), run_inputs[0].device, precision
+        )
+        seconds.append(run_seconds)
     forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
     return median(forwards), median(backwards), received_inputs(outputs)
 
 
 def received_inputs(values: Values) -> Values:
     """Return the tensors that a stage receives from one that computes ``values``."""
-    return tuple(x.detach().requires_grad_(differentiable(x)) for x in values)
+    return tuple(value.detach().requires_grad_(differentiable(value)) for value in values)

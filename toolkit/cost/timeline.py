@@ -93,10 +93,14 @@ class Timeline:
 
         Measured over few overlapping steps it is inexact, and may be below 0.
         """
-        steps, of = self._timed(), self._steps_from_0()
-        busy = sum(s.end - s.start for s in self.spans if s.lane == COMPUTE and of(s) in steps)
-        span = self.step_time if len(self.step_ends) > 1 else self.end
-        return 1 - busy / len(steps) / (self.n_ranks * span)
+        steps, step_of = self._timed(), self._steps_from_0()
+        busy_seconds = sum(
+            span.end - span.start
+            for span in self.spans
+            if span.lane == COMPUTE and step_of(span) in steps
+        )
+        seconds_per_step = self.step_time if len(self.step_ends) > 1 else self.end
+        return 1 - busy_seconds / len(steps) / (self.n_ranks * seconds_per_step)
 
     def _timed(self) -> range:
         """Return the steps that rates use."""
@@ -104,10 +108,15 @@ class Timeline:
 
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
-        first = min(
-            (s.step for s in self.spans if s.lane == COMPUTE and s.step is not None), default=0
+        first_step = min(
+            (
+                timed_span.step
+                for timed_span in self.spans
+                if timed_span.lane == COMPUTE and timed_span.step is not None
+            ),
+            default=0,
         )
-        return lambda span: -1 if span.step is None else span.step - first
+        return lambda span: -1 if span.step is None else span.step - first_step
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """Return the memory held over time: pairs of seconds and bytes from then on.
@@ -116,47 +125,51 @@ class Timeline:
             rank: one rank, or None for all together.
             kind: one of ``KINDS``, or None for all together.
         """
-        of_ranks = self.changes if rank is None else self._changes_of[rank]
-        changes = sorted((c.time, c.bytes) for c in of_ranks if kind in (None, c.kind))
+        rank_changes = self.changes if rank is None else self._changes_of[rank]
+        changes = sorted(
+            (memory_change.time, memory_change.bytes)
+            for memory_change in rank_changes
+            if kind in (None, memory_change.kind)
+        )
         curve: list[tuple[float, float]] = []
-        held = begun = 0.0
+        held_bytes = moment_start = 0.0
         for when, change in changes:  # simultaneous changes count together
-            held += change
-            if curve and when - begun <= _MOMENT * when:
-                curve[-1] = (when, held)
+            held_bytes += change
+            if curve and when - moment_start <= _MOMENT * when:
+                curve[-1] = (when, held_bytes)
             else:
-                curve.append((when, held))
-                begun = when
+                curve.append((when, held_bytes))
+                moment_start = when
         return curve
 
     @cached_property
     def _changes_of(self) -> list[list[Change]]:
         """Memory changes, ``[rank]``."""
-        found: list[list[Change]] = [[] for _ in range(self.n_ranks)]
+        changes_of_rank: list[list[Change]] = [[] for _ in range(self.n_ranks)]
         for change in self.changes:
-            found[change.rank].append(change)
-        return found
+            changes_of_rank[change.rank].append(change)
+        return changes_of_rank
 
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
         """Return the most bytes held at once; arguments as in :meth:`memory`."""
-        return max((held for _, held in self.memory(rank, kind)), default=0.0)
+        return max((n_bytes for _, n_bytes in self.memory(rank, kind)), default=0.0)
 
     def at_peak(self, rank: int) -> dict[str, float]:
         """Return bytes by kind at the moment at which ``rank`` holds the most."""
         when, _ = max(self.memory(rank), key=lambda point: point[1], default=(0.0, 0.0))
-        held = dict.fromkeys(KINDS, 0.0)
+        bytes_of_kind = dict.fromkeys(KINDS, 0.0)
         for change in self._changes_of[rank]:
             if change.time <= when:
-                held[change.kind] += change.bytes
-        return held
+                bytes_of_kind[change.kind] += change.bytes
+        return bytes_of_kind
 
     def bytes_sent(self, steps: range | None = None) -> tuple[float, ...]:
         """Return the bytes that each rank sent in ``steps`` (the first is 0), or in all."""
-        of, sent = self._steps_from_0(), [0.0] * self.n_ranks
+        step_of, sent_bytes = self._steps_from_0(), [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and (steps is None or of(span) in steps):
-                sent[span.rank] += span.bytes
-        return tuple(sent)
+            if span.lane == SEND and (steps is None or step_of(span) in steps):
+                sent_bytes[span.rank] += span.bytes
+        return tuple(sent_bytes)
 
     def bytes_a_step(self) -> tuple[float, ...]:
         """Return the bytes that each rank sends per steady step; the mean of all if none is."""
@@ -179,11 +192,13 @@ class Timeline:
         for rank in range(self.n_ranks):
             process = {"ph": "M", "pid": rank, "name": "process_name"}
             events.append(process | {"tid": 0, "args": {"name": f"rank {rank}"}})
-            for k, lane in enumerate(LANES):
-                events.append(process | {"name": "thread_name", "tid": k, "args": {"name": lane}})
-            for when, held in self.memory(rank):
+            for lane_number, lane in enumerate(LANES):
+                events.append(
+                    process | {"name": "thread_name", "tid": lane_number, "args": {"name": lane}}
+                )
+            for when, n_bytes in self.memory(rank):
                 counter = {"ph": "C", "pid": rank, "name": "memory", "ts": when * 1e6}
-                events.append(counter | {"args": {"bytes": held}})
+                events.append(counter | {"args": {"bytes": n_bytes}})
         for span in self.spans:
             args = {key: value for key, value in span._asdict().items() if value is not None}
             rank, lane, name = (args.pop(key) for key in ("rank", "lane", "name"))
@@ -202,33 +217,40 @@ class Timeline:
             folder: where to write ``rank_0.json`` and so on; created if missing.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
-        own: list[list[Span]] = [[] for _ in range(self.n_ranks)]
+        spans_of_rank: list[list[Span]] = [[] for _ in range(self.n_ranks)]
         for span in self.spans:
-            own[span.rank].append(span)
-        for rank, spans in enumerate(own):
+            spans_of_rank[span.rank].append(span)
+        for rank, spans in enumerate(spans_of_rank):
             info = {"backend": "nccl", "rank": rank, "world_size": self.n_ranks}
             trace = {"schemaVersion": 1, "distributedInfo": info, "traceEvents": _kineto(spans)}
             (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(trace))
 
 
 def _kineto(spans: Sequence[Span]) -> list[dict]:
-    """One rank's kernels, their launches, and its training steps."""
+    """Return the events of one rank: kernels, their launches, and training steps."""
     events: list[dict] = []
     steps: dict[int, list[int]] = {}
-    for k, span in enumerate(spans, 1):
+    for correlation, span in enumerate(spans, 1):
         start, end = round(span.start * 1e6), round(span.end * 1e6)
-        moves, stream = span.lane in (SEND, RECEIVE), LANES.index(span.lane) + 1
-        about = {"stage": span.stage, "step": span.step, "bytes": span.bytes, "peer": span.peer}
-        args = {"stream": stream, "device": span.rank, "correlation": k, **about}
-        name = f"ncclKernel {span.name}" if moves else span.name
+        is_message, stream = span.lane in (SEND, RECEIVE), LANES.index(span.lane) + 1
+        span_arguments = {
+            "stage": span.stage,
+            "step": span.step,
+            "bytes": span.bytes,
+            "peer": span.peer,
+        }
+        args = {"stream": stream, "device": span.rank, "correlation": correlation, **span_arguments}
+        name = f"ncclKernel {span.name}" if is_message else span.name
         kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": span.rank, "tid": stream}
         events.append(kernel | {"ts": start, "dur": end - start, "args": args})
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": _HOST, "dur": 0}
-        events.append(kernel | launch | {"ts": start, "args": {"correlation": k}})
+        events.append(kernel | launch | {"ts": start, "args": {"correlation": correlation}})
         if span.lane == COMPUTE and span.step is not None:
             steps[span.step] = [*steps.get(span.step, ()), start, end]
-    for step, at in steps.items():
+    for step, span_times in steps.items():
         name, kind = f"ProfilerStep#{step}", {"cat": "user_annotation", "tid": _HOST}
         event = {"ph": "X", "name": name, "pid": spans[0].rank, **kind}
-        events.append(event | {"ts": min(at), "dur": max(at) - min(at), "args": {}})
+        events.append(
+            event | {"ts": min(span_times), "dur": max(span_times) - min(span_times), "args": {}}
+        )
     return events

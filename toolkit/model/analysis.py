@@ -66,14 +66,14 @@ class NodeCost:
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Return ``module`` on the meta device in training mode, without copying tensors."""
-    memo: dict[int, Any] = {}
+    meta_of_tensor: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        memo[id(tensor)] = _to_meta(tensor)
-    twin = in_training(copy.deepcopy(module, memo))
-    for norm in twin.modules():
+        meta_of_tensor[id(tensor)] = _to_meta(tensor)
+    meta_module = in_training(copy.deepcopy(module, meta_of_tensor))
+    for norm in meta_module.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is None:
             norm.momentum = 0.1  # a cumulative mean counts its batches, which meta tensors cannot
-    return twin
+    return meta_module
 
 
 def node_costs(
@@ -93,9 +93,11 @@ def node_costs(
     inputs = tuple(_to_meta(tensor) for tensor in example)
     recorder = _Recorder(meta_copy(traced), inputs, device or example[0].device, precision)
     recorder.run(*inputs)
-    kept = {_storage(tensor) for tensor in recorder.kept}
+    kept_storages = {_storage(tensor) for tensor in recorder.kept}
     return {
-        name: replace(cost, kept=any(_storage(x) in kept for x in tensors_in(cost.output)))
+        name: replace(
+            cost, kept=any(_storage(tensor) in kept_storages for tensor in tensors_in(cost.output))
+        )
         for name, cost in recorder.costs.items()
     }
 
@@ -114,15 +116,16 @@ def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
     ``changed``: whether an in-place change may follow, which autograd forbids on leaves.
     """
     leaves: list[Tensor] = []
-    cut: dict[int, Tensor] = {}  # a tensor that occurs twice stays one: self-attention checks that
+    # By id: a tensor that occurs twice stays one, which self-attention checks.
+    leaf_of_tensor: dict[int, Tensor] = {}
 
     def begin(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
-        if id(value) not in cut:
+        if id(value) not in leaf_of_tensor:
             leaves.append(leaf := value.detach().requires_grad_())
-            cut[id(value)] = leaf.clone() if changed else leaf
-        return cut[id(value)]
+            leaf_of_tensor[id(value)] = leaf.clone() if changed else leaf
+        return leaf_of_tensor[id(value)]
 
     return tree_map(begin, values), leaves
 
@@ -145,14 +148,17 @@ class _Recorder(fx.Interpreter):
         self, module: nn.Module, inputs: tuple[Tensor, ...], device: torch.device, precision: str
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.device, self.precision = device, precision
+        self.device = device
+        self.precision = precision
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
         # Storages are identified by address: keep them alive so that none is reused.
         self.kept: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
         self.seen = {_storage(tensor) for tensor in self.kept}
         self.bytes = 0
-        norms = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        norms = [
+            name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)
+        ]
         self.state = dict(module.named_parameters()) | {
             name: buffer
             for name, buffer in module.named_buffers()
@@ -161,25 +167,35 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = {name: tensor._version for name, tensor in self.state.items()}
+        earlier_versions = {name: tensor._version for name, tensor in self.state.items()}
         changes = self._changes(n, args, kwargs)
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
-        kept = self.bytes
-        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        with _counting() as forward, keeping:
+        earlier_bytes = self.bytes
+        saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._keep, lambda tensor: tensor
+        )
+        with _counting() as forward, saved_tensor_hooks:
             output = self._run(n, args, kwargs)
         parameters = parameters_of(self.module, n)
         with _counting() as backward:
             _backward(output, [*leaves, *parameters])
-        new = {id(p): p.numel() for p in parameters if id(p) not in self.counted}
-        self.counted |= new.keys()
+        new_sizes = {
+            id(parameter): parameter.numel()
+            for parameter in parameters
+            if id(parameter) not in self.counted
+        }
+        self.counted |= new_sizes.keys()
         self.costs[n.name] = NodeCost(
             forward=forward.work,
             backward=backward.work,
-            parameters=sum(new.values()),
-            activations=self.bytes - kept,
+            parameters=sum(new_sizes.values()),
+            activations=self.bytes - earlier_bytes,
             changes=changes,
-            state=tuple(k for k, x in self.state.items() if x._version != before[k]),
+            state=tuple(
+                name
+                for name, tensor in self.state.items()
+                if tensor._version != earlier_versions[name]
+            ),
             draws=forward.draws,
             output=output,
         )
@@ -194,10 +210,16 @@ class _Recorder(fx.Interpreter):
         schema = getattr(n.target, "_schema", None)
         if not n.op.startswith("call") or (schema and not schema.is_mutable):
             return ()
-        before = [(node, x, x._version) for node, x in self.env.items() if isinstance(x, Tensor)]
+        earlier_versions = [
+            (node, value, value._version)
+            for node, value in self.env.items()
+            if isinstance(value, Tensor)
+        ]
         with torch.no_grad():
             self._run(n, args, kwargs)
-        return tuple(node.name for node, x, version in before if x._version != version)
+        return tuple(
+            node.name for node, value, version in earlier_versions if value._version != version
+        )
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if _storage(tensor) not in self.seen:
@@ -209,15 +231,16 @@ class _Recorder(fx.Interpreter):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a node's result."""
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _backward(output: Any, leaves: list[Tensor]) -> None:
-    outputs = [x for x in tensors_in(output) if x.grad_fn is not None]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if outputs and wanted:
-        gradients = [torch.empty_like(x) for x in outputs]
-        torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+    """Run the backward of a node's result to the leaves that need a gradient."""
+    outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    if outputs and trained_leaves:
+        gradients = [torch.empty_like(tensor) for tensor in outputs]
+        torch.autograd.grad(outputs, trained_leaves, gradients, allow_unused=True)
 
 
 @contextmanager
@@ -228,16 +251,17 @@ def _counting() -> Iterator["_Traffic"]:
     traffic.flops = flops.get_total_flops()
 
 
-def _convolution_backward(*args: Any, **rest: Any) -> int:
-    """Count one forward for each wanted gradient of input and weight.
+def _convolution_backward(*args: Any, **keywords: Any) -> int:
+    """Return the operations of a convolution's backward: one forward for each gradient it computes.
 
     torch's formula ignores groups, and counts a depthwise convolution as a dense one.
     """
     # aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, ...)
-    gradient, x, weight, *_, transposed, _, _, wanted = args[:11]  # shapes
-    positions = x[2:] if transposed else gradient[2:]
-    forward = 2 * x[0] * prod(positions) * prod(weight)
-    return forward * sum(wanted[:2])
+    # These are called with shapes in place of tensors.
+    gradient_shape, input_shape, weight_shape, *_, transposed, _, _, output_mask = args[:11]
+    positions = input_shape[2:] if transposed else gradient_shape[2:]
+    forward_flops = 2 * input_shape[0] * prod(positions) * prod(weight_shape)
+    return forward_flops * sum(output_mask[:2])
 
 
 _FLOPS = {torch.ops.aten.convolution_backward: _convolution_backward}
@@ -259,12 +283,12 @@ class _Traffic(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func.is_view or func in _ALLOCATIONS:
             return output
-        drops = attention_draws(func, args)
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        self.draws |= seeded if drops is None else drops
-        touched = tensors_in((args, kwargs, output))
-        self.bytes += sum(x.nbytes for x in touched)
-        self.in_16_bits |= any(x.dtype in HALVES for x in touched)
+        attention_dropout = attention_draws(func, args)
+        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= is_seeded if attention_dropout is None else attention_dropout
+        operands = tensors_in((args, kwargs, output))
+        self.bytes += sum(operand.nbytes for operand in operands)
+        self.in_16_bits |= any(operand.dtype in HALVES for operand in operands)
         return output
 
 
@@ -277,16 +301,18 @@ _ALLOCATIONS = {
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
+    """Return a meta tensor of the same kind, without values."""
     meta = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies it while it lives."""
     return tensor.untyped_storage()._cdata
 
 
 def differentiable(tensor: Tensor) -> bool:
-    """Whether autograd can differentiate such a tensor."""
+    """Return whether autograd can differentiate such a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -315,10 +341,12 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        known = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+        argument_storages = [
+            tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))
+        ]
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._sizes and storage._cdata not in known:
+            if storage._cdata not in self._sizes and storage._cdata not in argument_storages:
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.bytes += storage.nbytes()
                 weakref.finalize(storage, self._forget, storage._cdata)
@@ -340,11 +368,11 @@ def working_bytes(
 
     Temporary results and gradients count. Arguments are as in :func:`node_costs`.
     """
-    twin = meta_copy(stage)
+    meta_stage = meta_copy(stage)
 
     def forward() -> tuple[Tensor, ...]:
         # An interpreter keeps the outputs alive: it must end with this call.
-        outputs: tuple[Tensor, ...] = fx.Interpreter(twin).run(*inputs)
+        outputs: tuple[Tensor, ...] = fx.Interpreter(meta_stage).run(*inputs)
         return outputs
 
     with Live() as live:
@@ -367,12 +395,12 @@ def peaks_beside_kept(
     with precision:
         outputs = forward()
     forward_peak = memory.most
-    trained = [output for output in outputs if output.requires_grad]
-    edges = [get_gradient_edge(output) for output in trained]
-    specs = [(output.shape, output.dtype, output.device) for output in trained]
-    del outputs, trained  # each reference would keep the outputs alive
-    kept = memory.bytes
+    differentiable_outputs = [output for output in outputs if output.requires_grad]
+    edges = [get_gradient_edge(output) for output in differentiable_outputs]
+    specs = [(output.shape, output.dtype, output.device) for output in differentiable_outputs]
+    del outputs, differentiable_outputs  # each reference would keep the outputs alive
+    kept_bytes = memory.bytes
     memory.restart()
     gradients = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
     torch.autograd.backward(edges, gradients)
-    return forward_peak - kept, memory.most - kept
+    return forward_peak - kept_bytes, memory.most - kept_bytes

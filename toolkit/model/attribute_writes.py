@@ -1,4 +1,4 @@
-"""Attributes that a forward writes. A graph would not write them, so the caller would not see them.
+"""Find attributes that a forward writes: its graph would not write them.
 
 A cache that the first forward fills, and each later one leaves as it is, needs no graph.
 """
@@ -24,21 +24,21 @@ class Attributes:
         self._contents = [_contents_of(module) for _, module in self._modules]
 
     def writes(self) -> dict[str, Any]:
-        """Return the attributes that are others now, by the path of their module and their name."""
+        """Return the attributes that have changed, by their module's path and their name."""
         written = {}
-        for (path, module), before in zip(self._modules, self._contents, strict=True):
-            now = _contents_of(module)
-            for name in before | now:
-                value = now.get(name, _MISSING)
-                if not _same(before.get(name, _MISSING), value, _identical):
+        for (path, module), earlier_contents in zip(self._modules, self._contents, strict=True):
+            current_contents = _contents_of(module)
+            for name in earlier_contents | current_contents:
+                value = current_contents.get(name, _MISSING)
+                if not _same(earlier_contents.get(name, _MISSING), value, _identical):
                     written[f"{path}.{name}".lstrip(".")] = value
         return written
 
     def write(self, written: Mapping[str, Any]) -> None:
         """Set attributes to what :meth:`writes` has returned."""
         modules = dict(self._modules)
-        for place, value in written.items():
-            path, _, name = place.rpartition(".")
+        for dotted_name, value in written.items():
+            path, _, name = dotted_name.rpartition(".")
             if value is _MISSING:
                 modules[path].__dict__.pop(name, None)
             else:
@@ -46,19 +46,19 @@ class Attributes:
 
     def restore(self) -> None:
         """Set attributes, the contents of their lists and dictionaries, and buffers as before."""
-        for k, (_, module) in enumerate(self._modules):
+        for index, (_, module) in enumerate(self._modules):
             vars(module).clear()
-            vars(module).update(self._vars[k])
+            vars(module).update(self._vars[index])
             module._buffers.clear()
-            module._buffers.update(self._buffers[k])
-            for name, contents in self._contents[k].items():
+            module._buffers.update(self._buffers[index])
+            for name, contents in self._contents[index].items():
                 value = vars(module)[name]
                 if not _same(contents, _copied(value), _identical):
                     _refill(value, contents)
 
 
 def depends_on_inputs(value: Any) -> bool:
-    """Whether an attribute that a traced forward has written is, or contains, a traced value."""
+    """Return whether a written attribute is, or contains, a traced value."""
     if isinstance(value, Tensor):
         return type(value) not in (Tensor, nn.Parameter)  # of torch.export: it has no values
     if isinstance(value, dict):
@@ -69,12 +69,13 @@ def depends_on_inputs(value: Any) -> bool:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two values of an attribute are equal, tensors by their elements."""
+    """Return whether two values of an attribute are equal; tensors by their elements."""
     return _same(first, second, _equal_tensors)
 
 
 def _contents_of(module: nn.Module) -> dict[str, Any]:
-    return {k: _copied(value) for k, value in vars(module).items() if k not in _OF_MODULES}
+    """Return a copy of a module's own attributes, without those that torch keeps."""
+    return {name: _copied(value) for name, value in vars(module).items() if name not in _OF_MODULES}
 
 
 def _copied(value: Any) -> Any:
@@ -98,6 +99,7 @@ def _refill(value: Any, contents: Any) -> None:
 
 
 def _same(first: Any, second: Any, same_tensors: Callable[[Any, Any], bool]) -> bool:
+    """Return whether two attributes are equal; ``same_tensors`` compares tensors."""
     if first is second:
         return True
     # To compare a traced value would add an operation to the graph.
@@ -111,7 +113,8 @@ def _same(first: Any, second: Any, same_tensors: Callable[[Any, Any], bool]) -> 
         )
     if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(
-            _same(one, other, same_tensors) for one, other in zip(first, second, strict=True)
+            _same(first_item, second_item, same_tensors)
+            for first_item, second_item in zip(first, second, strict=True)
         )
     try:
         return bool(first == second)
@@ -124,5 +127,5 @@ def _identical(first: Any, second: Any) -> bool:
 
 
 def _equal_tensors(first: Any, second: Any) -> bool:
-    tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-    return tensors and first.dtype == second.dtype and torch.equal(first, second)
+    are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return are_tensors and first.dtype == second.dtype and torch.equal(first, second)

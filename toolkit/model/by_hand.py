@@ -28,8 +28,8 @@ class Chain(nn.Sequential):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call each module on what the one before returns."""
         value: Any = None
-        for k, module in enumerate(self):
-            if k:
+        for index, module in enumerate(self):
+            if index:
                 args, kwargs = arguments(value)
             value = module(*args, **kwargs)
         return value
@@ -38,7 +38,7 @@ class Chain(nn.Sequential):
 def chain_modules(
     modules: Sequence[nn.Module], n_stages: int, example: Any
 ) -> tuple[Chain, fx.GraphModule]:
-    """Return the whole of ``modules``, and a graph with one call of each.
+    """Return ``modules`` as one module, and a graph with one call of each.
 
     What they return is found by running them on the meta device. ``meta["modules"]`` of the graph
     are their names.
@@ -55,35 +55,39 @@ def chain_modules(
     for module in modules:
         if not module.training:
             module.train()
-    whole = Chain(*modules)
+    chain = Chain(*modules)
     graph, value = fx.Graph(), example
     names = input_names(name for name, _ in named_tensors(example))
     nodes = [graph.placeholder(name) for name in names]
-    for name, module in whole.named_children():
+    for name, module in chain.named_children():
         args, kwargs = arguments(value)
         _check_keywords(name, module, kwargs)
-        left = iter(nodes)
-        given = (
-            tuple(filled(x, left) for x in args),
-            {k: filled(x, left) for k, x in kwargs.items()},
+        remaining_nodes = iter(nodes)
+        node_arguments = (
+            tuple(filled(item, remaining_nodes) for item in args),
+            {key: filled(item, remaining_nodes) for key, item in kwargs.items()},
         )
-        call = graph.call_module(name, *given)
+        call = graph.call_module(name, *node_arguments)
         with refused(module, tensors_of(value)), torch.no_grad():
-            meta = tree_map_only(
-                Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs)
+            meta_arguments = tree_map_only(
+                Tensor, lambda item: torch.empty_like(item, device="meta"), (args, kwargs)
             )
-            value = meta_copy(module)(*meta[0], **meta[1])
+            value = meta_copy(module)(*meta_arguments[0], **meta_arguments[1])
         nodes = [*_tensors(graph, call, value)]
-    results, found = Results.of(value, lambda leaf: isinstance(leaf, Tensor), "the last stage")
-    by_id = {id(tensor): node for tensor, node in zip(tensors_of(value), nodes, strict=True)}
-    graph.output(tuple(by_id[id(tensor)] for tensor in found))
-    traced = fx.GraphModule(whole, graph, "Chain")
-    traced.meta |= {
-        "evaluated": tuple(name for name, module in whole.named_modules() if not module.training),
-        "results": results,
-        "modules": [name for name, _ in whole.named_children()],
+    results, result_tensors = Results.of(
+        value, lambda leaf: isinstance(leaf, Tensor), "the last stage"
+    )
+    node_of_tensor = {
+        id(tensor): node for tensor, node in zip(tensors_of(value), nodes, strict=True)
     }
-    return whole, traced
+    graph.output(tuple(node_of_tensor[id(tensor)] for tensor in result_tensors))
+    traced = fx.GraphModule(chain, graph, "Chain")
+    traced.meta |= {
+        "evaluated": tuple(name for name, module in chain.named_modules() if not module.training),
+        "results": results,
+        "modules": [name for name, _ in chain.named_children()],
+    }
+    return chain, traced
 
 
 def _check_keywords(name: str, module: nn.Module, keywords: Mapping[str, Any]) -> None:
@@ -102,13 +106,13 @@ def _tensors(graph: fx.Graph, node: fx.Node, value: Any) -> list[fx.Node]:
     if isinstance(value, Tensor):
         return [node]
     items = (
-        [(k, value[k]) for k in sorted(value, key=str)]
+        [(key, value[key]) for key in sorted(value, key=str)]
         if isinstance(value, Mapping)
         else (enumerate(value) if isinstance(value, tuple | list) else ())
     )
     return [
-        found
+        tensor_node
         for key, item in items
         if not isinstance(item, bool | int | float | str | None)
-        for found in _tensors(graph, graph.call_function(operator.getitem, (node, key)), item)
+        for tensor_node in _tensors(graph, graph.call_function(operator.getitem, (node, key)), item)
     ]

@@ -1,4 +1,4 @@
-"""What crosses a cut between two operations of a traced model, and what forbids that cut."""
+"""Find what crosses a cut between two operations of a traced model, and what forbids the cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a graph grows with the batch, by the names of nodes.
+    """Values of a graph that grow with the batch, by the names of nodes.
 
     Attributes:
         batched: tensors whose first dimension has a row a sample.
@@ -63,7 +63,9 @@ class Crossings:
         self.counts = found_sizes.counts
         self.repeated = self._repeated()
         self.of_batch = self._of_batch()
-        self.nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
+        self.nodes = [
+            node for node in traced.graph.nodes if node.op not in ("placeholder", "output")
+        ]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
         results = _outputs(traced)
@@ -74,9 +76,9 @@ class Crossings:
             if node not in self.repeated or node in results
         }
         self.n_unbatched = [0] * (len(self.nodes) + 1)  # how many such tensors cross
-        position = {node: k for k, node in enumerate(self.nodes)}
-        self._find_crossing(position)
-        self._forbid_separate_uses(position)
+        index_of_node = {node: index for index, node in enumerate(self.nodes)}
+        self._find_crossing(index_of_node)
+        self._forbid_separate_uses(index_of_node)
 
     def _find_crossing(self, position: dict[fx.Node, int]) -> None:
         """Find what crosses each cut, and the cuts that it forbids."""
@@ -84,9 +86,9 @@ class Crossings:
         for node in self.traced.graph.nodes:
             if node.op == "output" or node in self.repeated:
                 continue
-            made = position.get(node, -1)
+            produced_at = position.get(node, -1)
             uses = [position.get(user, len(self.nodes)) for user in node.users]
-            crossed = range(made + 1, max(uses, default=-1) + 1)
+            crossed = range(produced_at + 1, max(uses, default=-1) + 1)
             for cut in crossed:
                 self.at[cut].append(node)
             if not isinstance(self.costs[node.name].output, torch.Tensor):
@@ -98,12 +100,14 @@ class Crossings:
                 self._forbid(crossed, f"{node} has no batch dimension")
             if weight_is_shared(self.traced, node):
                 # The stage that owns a weight is one that computes with it.
-                self._forbid(range(made + 1, min(uses) + 1), f"{node} is used next")
-            for changed in self.costs[node.name].changes:
-                first = position.get(by_name[changed], -1) + 1
-                self._forbid(range(first, made + 1), f"{node} changes {changed} in place")
+                self._forbid(range(produced_at + 1, min(uses) + 1), f"{node} is used next")
+            for changed_name in self.costs[node.name].changes:
+                first_cut = position.get(by_name[changed_name], -1) + 1
+                self._forbid(
+                    range(first_cut, produced_at + 1), f"{node} changes {changed_name} in place"
+                )
         for cut, crossing in enumerate(self.at):
-            # The first one tells the number of samples and the device.
+            # A stage takes the number of samples and the device from the first one.
             crossing.sort(key=lambda node: node in self.unbatched)
             if all(node in self.unbatched for node in crossing):
                 self._forbid([cut], "no tensor with the batch crosses there")
@@ -121,14 +125,18 @@ class Crossings:
         for key, nodes in readers.items():
             if len(nodes) == 1 and nodes[0] not in self.repeated:
                 continue
-            used = []
+            using_nodes = []
             for node in nodes:
                 # A node that only reads a parameter may be repeated; what counts is who uses it.
                 users = [user for user in node.users if user in position]
-                used += users if node.op == "get_attr" else [node]
-            places = [position[node] for node in used]
-            between = range(min(places, default=0) + 1, max(places, default=0) + 1)
-            self._forbid(between, f"the parameter {names[key]} is used on both sides: untie it")
+                using_nodes += users if node.op == "get_attr" else [node]
+            use_positions = [position[node] for node in using_nodes]
+            cuts_between = range(
+                min(use_positions, default=0) + 1, max(use_positions, default=0) + 1
+            )
+            self._forbid(
+                cuts_between, f"the parameter {names[key]} is used on both sides: untie it"
+            )
 
     def _of_batch(self) -> set[fx.Node]:
         """Return the nodes whose values depend on the inputs, not on their sizes alone."""
@@ -141,36 +149,39 @@ class Crossings:
 
     def _repeated(self) -> set[fx.Node]:
         """Return the nodes that each stage computes for itself, from attributes and sizes."""
-        found: set[fx.Node] = set()
-        changed = {name for cost in self.costs.values() for name in cost.changes}
-        trained: set[fx.Node] = set()
+        repeated_nodes: set[fx.Node] = set()
+        changed_names = {name for cost in self.costs.values() for name in cost.changes}
+        trained_nodes: set[fx.Node] = set()
         for node in self.traced.graph.nodes:
-            if any(p.requires_grad for p in parameters_of(self.traced, node)):
-                trained.add(node)
+            if any(parameter.requires_grad for parameter in parameters_of(self.traced, node)):
+                trained_nodes.add(node)
             if weight_is_shared(self.traced, node):
                 continue
             if node.op == "get_attr" or self._is_size(node):
-                found.add(node)
+                repeated_nodes.add(node)
             elif node.op.startswith("call"):
                 cost, sources = self.costs[node.name], node.all_input_nodes
-                fixed = not (cost.changes or cost.state or cost.draws or node.name in changed)
-                fixed = fixed and trained.isdisjoint([node, *sources])
-                if fixed and sources and found.issuperset(sources):
-                    found.add(node)
-        return found
+                is_fixed = not (
+                    cost.changes or cost.state or cost.draws or node.name in changed_names
+                )
+                is_fixed = is_fixed and trained_nodes.isdisjoint([node, *sources])
+                if is_fixed and sources and repeated_nodes.issuperset(sources):
+                    repeated_nodes.add(node)
+        return repeated_nodes
 
     def computes(self, node: fx.Node) -> bool:
-        """Whether ``node`` has floating-point operations or parameters."""
-        sources = (node, *(x for x in node.all_input_nodes if x.op == "get_attr"))
-        trained = any(parameters_of(self.traced, source) for source in sources)
-        return node not in self.repeated and (trained or self.costs[node.name].flops > 0)
+        """Return whether ``node`` has floating-point operations or parameters."""
+        sources = (node, *(source for source in node.all_input_nodes if source.op == "get_attr"))
+        has_parameters = any(parameters_of(self.traced, source) for source in sources)
+        return node not in self.repeated and (has_parameters or self.costs[node.name].flops > 0)
 
     def _is_size(self, node: fx.Node) -> bool:
-        """Whether any tensor with the batch first tells the value of ``node``."""
-        device = isinstance(self.costs[node.name].output, torch.device)
-        return node.op.startswith("call") and (device or node.name in self.counts)
+        """Return whether the value of ``node`` follows from any tensor with the batch first."""
+        is_device = isinstance(self.costs[node.name].output, torch.device)
+        return node.op.startswith("call") and (is_device or node.name in self.counts)
 
     def _forbid(self, cuts: Sequence[int], why: str) -> None:
+        """Forbid ``cuts``; the first reason of each counts."""
         for cut in cuts:
             self.obstacle[cut] = self.obstacle[cut] or why
 
@@ -188,7 +199,9 @@ class Crossings:
 
     def results(self) -> Results:
         """Return how the result is made of its tensors."""
-        scalars = [k for k, node in enumerate(_outputs(self.traced)) if node in self.unbatched]
+        scalars = [
+            index for index, node in enumerate(_outputs(self.traced)) if node in self.unbatched
+        ]
         results: Results = self.traced.meta["results"]
         return replace(results, scalars=frozenset(scalars))
 
@@ -212,8 +225,10 @@ class Crossings:
         graph = fx.Graph()
         received = self.at[begin] if begin else self._inputs
         placeholders = {node: graph.placeholder(node.name) for node in received}
-        first = placeholders[received[0]]  # has the batch: what has none comes last
-        copies = {n: copy for n, copy in placeholders.items() if n not in self.unbatched}
+        batched_placeholder = placeholders[
+            received[0]
+        ]  # it has the batch, since tensors without one come last
+        copies = {node: copy for node, copy in placeholders.items() if node not in self.unbatched}
 
         def copied(node: fx.Node) -> fx.Node:
             if node in copies:
@@ -225,48 +240,54 @@ class Crossings:
             if not self._is_size(node):
                 copies[node] = graph.node_copy(node, copied)
             elif node.name in self.counts:
-                multiple = first, self.counts[node.name]
+                multiple = batched_placeholder, self.counts[node.name]
                 copies[node] = graph.call_function(_multiple, multiple)
             else:
-                copies[node] = graph.call_function(getattr, (first, "device"))
+                copies[node] = graph.call_function(getattr, (batched_placeholder, "device"))
             return copies[node]
 
-        own = self.nodes[begin:end]
-        for node in own:
+        stage_nodes = self.nodes[begin:end]
+        for node in stage_nodes:
             if node not in copies and node not in self.repeated:
                 for argument in node.all_input_nodes:
                     copied(argument)
                 if self.costs[node.name].draws:
                     graph.call_function(seed_layer, (node.name,))
                 copies[node] = graph.node_copy(node, copied)
-        ends = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
-        made = [node for node in ends if node in self.unbatched and node not in placeholders]
-        sent = []
-        for node in ends:
-            if node in made:
-                sent.append(graph.call_function(torch.unsqueeze, (copied(node), 0)))
+        sent_nodes = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
+        sent_unbatched = [
+            node for node in sent_nodes if node in self.unbatched and node not in placeholders
+        ]
+        outputs = []
+        for node in sent_nodes:
+            if node in sent_unbatched:
+                outputs.append(graph.call_function(torch.unsqueeze, (copied(node), 0)))
             elif node in placeholders:
-                sent.append(placeholders[node])
+                outputs.append(placeholders[node])
             else:
-                sent.append(copied(node))
-        graph.output(tuple(sent))
+                outputs.append(copied(node))
+        graph.output(tuple(outputs))
         stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
         # Such a stage runs micro-batches one by one: a scalar is one of a micro-batch, and rows of
         # different versions of a weight must not run as one batch.
         uses_unbatched = any(node in self.unbatched and node in copies for node in received)
-        makes_scalar = any(node in self.of_batch for node in made)
+        makes_scalar = any(node in self.of_batch for node in sent_unbatched)
         unbatched = uses_unbatched or makes_scalar
         stage.meta |= self.traced.meta | {
-            "draws": any(self.costs[node.name].draws for node in own),
-            "mixes": unbatched or any(map(self._mixes, own)),
+            "draws": any(self.costs[node.name].draws for node in stage_nodes),
+            "mixes": unbatched or any(map(self._mixes, stage_nodes)),
             "unbatched": unbatched,
-            "passes_on": {k: received.index(n) for k, n in enumerate(ends) if n in placeholders},
-            "sends_weights": [str(node.target) for node in made if node.op == "get_attr"],
+            "passes_on": {
+                index: received.index(node)
+                for index, node in enumerate(sent_nodes)
+                if node in placeholders
+            },
+            "sends_weights": [str(node.target) for node in sent_unbatched if node.op == "get_attr"],
         }
         return stage
 
     def _mixes(self, node: fx.Node) -> bool:
-        """Whether an operation mixes the samples of different micro-batches in one batch.
+        """Return whether an operation mixes the samples of micro-batches that run as one batch.
 
         A batch norm whose input has the batch first separates micro-batches already.
         """
@@ -276,53 +297,64 @@ class Crossings:
             return True  # nothing is known of a module that was not traced
         module = self.traced.get_submodule(str(node.target))
         if isinstance(module, _BatchNorm):
-            return any(x.name not in self.batched for x in node.all_input_nodes)
+            return any(source.name not in self.batched for source in node.all_input_nodes)
         return bool(getattr(module, "scale_grad_by_freq", False))
 
 
 def sizes(
     model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
 ) -> Sizes:
-    """Find what grows with the batch, by running another row on the meta device.
+    """Find what grows with the batch, by a run with one more row on the meta device.
 
     Raises:
         UserError: the model cannot run another row, or returns a tensor without the batch that is
             no scalar.
     """
-    name, n = type(model).__name__, inputs[0].shape[0]
-    more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
+    name, n_samples = type(model).__name__, inputs[0].shape[0]
+    longer_inputs = tuple(
+        tensor.new_empty((n_samples + 1, *tensor.shape[1:]), device="meta") for tensor in inputs
+    )
     try:
-        others = outputs(traced, more)
+        longer_outputs = outputs(traced, longer_inputs)
     except Exception as error:  # the model's own code may raise anything
         raise UserError(
-            f"{name} runs on {n} rows but not on {n + 1}: the first dimension must be the batch:"
-            f" {first_line(error)}"
+            f"{name} runs on {n_samples} rows but not on {n_samples + 1}: the first dimension must"
+            f" be the batch: {first_line(error)}"
         ) from error
     batched, unbatched, counts = set(), set(), {}
     rows: dict[str, tuple[int, int]] = {}  # of each tensor, in the two runs
-    for key, cost in costs.items():
-        value, other = cost.output, others[key]
-        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            if value.dim() and other.dim():
-                rows[key] = value.shape[0], other.shape[0]
-            if rows.get(key) == (n, n + 1):
-                batched.add(key)
-            scalar = value.dim() == 0 and value.is_floating_point()
-            if value.shape == other.shape and (value.requires_grad or scalar):
-                unbatched.add(key)
-        elif type(value) is int and value and value % n == 0 and value * (n + 1) == other * n:
-            counts[key] = value // n
+    for node_name, cost in costs.items():
+        value, longer_value = cost.output, longer_outputs[node_name]
+        if isinstance(value, torch.Tensor) and isinstance(longer_value, torch.Tensor):
+            if value.dim() and longer_value.dim():
+                rows[node_name] = value.shape[0], longer_value.shape[0]
+            if rows.get(node_name) == (n_samples, n_samples + 1):
+                batched.add(node_name)
+            is_scalar = value.dim() == 0 and value.is_floating_point()
+            if value.shape == longer_value.shape and (value.requires_grad or is_scalar):
+                unbatched.add(node_name)
+        elif (
+            type(value) is int
+            and value
+            and value % n_samples == 0
+            and value * (n_samples + 1) == longer_value * n_samples
+        ):
+            counts[node_name] = value // n_samples
     for node in _outputs(traced):
         value = costs[node.name].output
         if isinstance(value, torch.Tensor) and value.dim() == 0 and node.name in unbatched:
             continue
-        before, after = rows.get(node.name, (0, 0))
-        if not before or before * (n + 1) != after * n or before % n:
+        n_rows, n_rows_of_longer = rows.get(node.name, (0, 0))
+        if (
+            not n_rows
+            or n_rows * (n_samples + 1) != n_rows_of_longer * n_samples
+            or n_rows % n_samples
+        ):
             shape = shapes_of((value,)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(
                 f"{name} must return tensors with the batch first, or a floating-point scalar such"
-                f" as a loss: got shape {shape} ({node}) for {n} samples. Leave it out, return it"
-                " once a sample, or compute it in the loss"
+                f" as a loss: got shape {shape} ({node}) for {n_samples} samples. Leave it out,"
+                " return it once a sample, or compute it in the loss"
             )
     return Sizes(batched, unbatched, counts)
 

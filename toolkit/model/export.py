@@ -38,13 +38,17 @@ def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) ->
     Raises:
         NormCallError: a batch norm is called as a function.
     """
-    twin = copy.copy(model)  # the same modules and tensors, with another forward
-    vars(twin)["forward"] = forward
+    exported_model = copy.copy(model)  # the same modules and tensors, with another forward
+    vars(exported_model)["forward"] = forward
     # A dimension of 1 would be taken for a constant.
-    several = tuple(torch.cat([x, x]) if len(x) == 1 else x for x in inputs)
-    rows = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
+    several_rows = tuple(
+        torch.cat([tensor, tensor]) if len(tensor) == 1 else tensor for tensor in inputs
+    )
+    dynamic_rows = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
     # Strict mode would run Dynamo, which allows less of Python.
-    program = torch.export.export(twin, several, dynamic_shapes=(rows,), strict=False)
+    program = torch.export.export(
+        exported_model, several_rows, dynamic_shapes=(dynamic_rows,), strict=False
+    )
     exported = program.module(check_guards=False)
     return _Rewriter(model, exported, names, inputs).run()
 
@@ -55,7 +59,8 @@ class _Rewriter:
     def __init__(
         self, model: nn.Module, exported: fx.GraphModule, names: list[str], inputs: Inputs
     ) -> None:
-        self.model, self.exported = model, exported
+        self.model = model
+        self.exported = exported
         self.names, self.inputs = iter(names), iter(inputs)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, Any] = {}
@@ -86,17 +91,19 @@ class _Rewriter:
             assert node.op == "get_attr", f"{node} has no copy"
             self._share(str(node.target))
             self.copies[node] = self.graph.node_copy(node)
-        found: fx.Node = self.copies[node]
-        return found
+        copied_node: fx.Node = self.copies[node]
+        return copied_node
 
     def _share(self, name: str) -> None:
-        found = operator.attrgetter(name)
+        """Take an attribute from the model, or from the exported graph if the model lacks it."""
+        get_attribute = operator.attrgetter(name)
         try:
-            self.attributes[name] = found(self.model)  # the very parameter
+            self.attributes[name] = get_attribute(self.model)  # the very parameter
         except AttributeError:  # a constant, or a part of the graph
-            self.attributes[name] = found(self.exported)
+            self.attributes[name] = get_attribute(self.exported)
 
     def _operation(self, node: fx.Node) -> fx.Node:
+        """Return a copy of an operation on the device of the inputs."""
         copied = self.graph.node_copy(node, self._copied)
 
         def placed(value: Any) -> Any:
@@ -107,12 +114,12 @@ class _Rewriter:
         return copied
 
     def _counts(self, node: fx.Node) -> bool:
-        """Whether a node counts the batches of a batch norm, as its layer does."""
-        first = node.args[0] if node.args else None
+        """Return whether a node counts the batches of a batch norm, as its layer does."""
+        first_argument = node.args[0] if node.args else None
         return (
-            isinstance(first, fx.Node)
-            and first.op == "get_attr"
-            and str(first.target).endswith("num_batches_tracked")
+            isinstance(first_argument, fx.Node)
+            and first_argument.op == "get_attr"
+            and str(first_argument.target).endswith("num_batches_tracked")
         )
 
     def _norm(self, node: fx.Node) -> fx.Node | None:
@@ -121,10 +128,10 @@ class _Rewriter:
             return None
         path = [path for path, _ in node.meta.get("nn_module_stack", {}).values()][-1:]
         layer = self.model.get_submodule(path[0]) if path else None
-        plain = isinstance(layer, _BatchNorm) and type(layer).forward.__module__.startswith(
+        is_torch_norm = isinstance(layer, _BatchNorm) and type(layer).forward.__module__.startswith(
             "torch."
         )
-        if not plain:
+        if not is_torch_norm:
             raise NormCallError(
                 f"calls batch_norm as a function in {path[0] if path else 'its forward'}, which"
                 " would mix micro-batches: use torch.nn's batch norm modules"
@@ -139,11 +146,13 @@ def of_shape(x: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return ``x`` ``[b, *shape]``; UserError if it has another shape."""
     if tuple(x.shape[1:]) != shape:
         raise UserError(
-            f"{name}: got shape {list(x.shape)}; expected [b{''.join(f', {n}' for n in shape)}], as"
-            " in the example of partition. Pad every batch to one length"
+            f"{name}: got shape {list(x.shape)}; expected"
+            f" [b{''.join(f', {size}' for size in shape)}], as in the example of partition. Pad"
+            " every batch to one length"
         )
     return x
 
 
 def _asserts(node: fx.Node) -> bool:
+    """Return whether a node only checks sizes."""
     return "_assert" in str(node.target) or "sym_constrain" in str(node.target)

@@ -46,8 +46,8 @@ def gpt(
         raise UserError(f"model.dropout must be in [0, 1): got {dropout}")
     model = nn.Sequential()
     model.add_module("embed", _Embedding(vocabulary, length, width, dropout))
-    for k in range(layers):
-        model.add_module(f"block_{k}", _Block(width, heads, dropout))
+    for index in range(layers):
+        model.add_module(f"block_{index}", _Block(width, heads, dropout))
     model.add_module("norm", nn.LayerNorm(width))
     model.add_module("head", nn.Linear(width, vocabulary, bias=False))
     model.apply(_initialise)
@@ -73,7 +73,8 @@ class _Embedding(nn.Module):
 class _Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend = nn.Linear(width, 3 * width)
         self.gather = nn.Linear(width, width)
@@ -86,10 +87,14 @@ class _Block(nn.Module):
         return x + self.drop(self.narrow(widened))
 
     def _attended(self, x: Tensor) -> Tensor:
-        each = self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query_key_value = self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
-            each[0], each[1], each[2], dropout_p=dropout, is_causal=True
+            query_key_value[0],
+            query_key_value[1],
+            query_key_value[2],
+            dropout_p=dropout,
+            is_causal=True,
         )
         return attended.transpose(1, 2).flatten(2)
 

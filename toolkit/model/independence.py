@@ -43,7 +43,7 @@ _DROPOUTS: dict[Any, tuple[int, str]] = {  # position and name of the share that
 
 
 def check_independent(stages: "Stages", example: Any) -> None:
-    """Run two micro-batches apart and together, and compare what the model makes of them.
+    """Run two micro-batches apart and together, and compare the model's outputs.
 
     Args:
         stages: the model; its parameters, buffers and modes stay as they are.
@@ -55,12 +55,12 @@ def check_independent(stages: "Stages", example: Any) -> None:
     """
     inputs = tensors_of(example)
     device = _device_of(stages, inputs)
-    n = len(inputs[0])
-    if n < 2 or device.type == "meta":
+    n_samples = len(inputs[0])
+    if n_samples < 2 or device.type == "meta":
         return
     with refused(stages.model, inputs):
-        place = _find_mixing(stages, _first_samples(inputs, device))
-    _refuse(stages, place)
+        mixing_place = _find_mixing(stages, _first_samples(inputs, device))
+    _refuse(stages, mixing_place)
 
 
 def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> None:
@@ -84,53 +84,55 @@ def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> N
     device = _device_of(stages, inputs)
     if device.type == "meta" or any(tensor.is_meta for tensor in inputs):
         return
-    runs = 2 * _N_SAMPLES * flops_of_sample
-    if runs > _MOST_FLOPS.get(device.type, _MOST_FLOPS_OF_GPU):
+    flops_of_runs = 2 * _N_SAMPLES * flops_of_sample
+    if flops_of_runs > _MOST_FLOPS.get(device.type, _MOST_FLOPS_OF_GPU):
         return
-    drawn = all(x.is_floating_point() or x.is_complex() for x in inputs)
-    if device.type != "cpu" and not drawn:
+    can_be_drawn = all(tensor.is_floating_point() or tensor.is_complex() for tensor in inputs)
+    if device.type != "cpu" and not can_be_drawn:
         return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own, about values that nobody gave it
-            place = _find_mixing(stages, _drawn_samples(inputs, device))
+            mixing_place = _find_mixing(stages, _drawn_samples(inputs, device))
     except Exception:  # the model's own code may raise anything on values that nobody gave it
         return
-    _refuse(stages, place)
+    _refuse(stages, mixing_place)
 
 
 def _device_of(stages: "Stages", inputs: Inputs) -> torch.device:
-    return next((p.device for p in stages.model.parameters()), inputs[0].device)
+    """Return the device of the model, or of the inputs if it has no parameters."""
+    return next((parameter.device for parameter in stages.model.parameters()), inputs[0].device)
 
 
 def _first_samples(inputs: Inputs, device: torch.device) -> Inputs:
     """Return the first samples of ``inputs``; the last one several times if they are too few."""
     # Repeated in this order, or two samples would make two equal micro-batches.
     rows = torch.arange(_N_SAMPLES).clamp(max=len(inputs[0]) - 1)
-    return tuple(x[rows.to(x.device)].to(device) for x in inputs)
+    return tuple(tensor[rows.to(tensor.device)].to(device) for tensor in inputs)
 
 
 def _drawn_samples(inputs: Inputs, device: torch.device) -> Inputs:
     """Return samples like ``inputs``, with floating-point values from a generator of its own."""
     generator = torch.Generator("cpu").manual_seed(0)
     samples = []
-    for first, x in zip(_first_samples(inputs, device), inputs, strict=True):
-        if x.is_complex():
-            values = torch.randn(first.shape, generator=generator, dtype=torch.complex64)
-            samples.append(values.to(device, x.dtype))
-        elif x.is_floating_point():
-            values = torch.randn(first.shape, generator=generator, dtype=torch.float32)
-            samples.append(values.to(device, x.dtype))
+    for first_samples, tensor in zip(_first_samples(inputs, device), inputs, strict=True):
+        if tensor.is_complex():
+            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.complex64)
+            samples.append(values.to(device, tensor.dtype))
+        elif tensor.is_floating_point():
+            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.float32)
+            samples.append(values.to(device, tensor.dtype))
         else:
-            samples.append(first)
+            samples.append(first_samples)
     return tuple(samples)
 
 
 @torch.no_grad()
 def _find_mixing(stages: "Stages", inputs: Inputs) -> str | None:
     """Return where a model mixes the samples of ``inputs``; None if it does not."""
-    exact = torch.autocast(inputs[0].device.type, enabled=False)  # half the digits would not do
-    with kept_generators(inputs), exact:
+    # Half the digits would not do.
+    without_autocast = torch.autocast(inputs[0].device.type, enabled=False)
+    with kept_generators(inputs), without_autocast:
         torch.default_generator.manual_seed(0)
         if _runs_agree(stages, inputs, None):
             return None
@@ -139,41 +141,43 @@ def _find_mixing(stages: "Stages", inputs: Inputs) -> str | None:
     return places[0] if places else " in its output"
 
 
-def _refuse(stages: "Stages", place: str | None) -> None:
+def _refuse(stages: "Stages", mixing_place: str | None) -> None:
     """Raise UserError if the model mixes samples at ``place``."""
-    if place is None:
+    if mixing_place is None:
         return
     raise UserError(
-        f"{type(stages.model).__name__} mixes the samples of a batch{place}: its training would"
-        " depend on which micro-batches run together. Compute each sample on its own, use"
+        f"{type(stages.model).__name__} mixes the samples of a batch{mixing_place}: its training"
+        " would depend on which micro-batches run together. Compute each sample on its own, use"
         " torch.nn's batch norms, or move this into the loss, which takes one whole micro-batch"
     )
 
 
 def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> bool:
-    """Whether outputs are the same apart and together; add to ``places`` where samples mix."""
-    values = [*zip(*((x[:2], x[2:], x) for x in inputs), strict=True)]
+    """Return whether outputs are the same apart and together; add to ``places`` where they mix."""
+    values = [*zip(*((pair[:2], pair[2:], pair) for pair in inputs), strict=True)]
     agree = True
     for stage, boundary in zip(stages, stages.boundaries, strict=True):
         if stage.meta["unbatched"]:
             # It runs micro-batches one by one, so it may mix samples. Earlier stages may not.
             received = zip(boundary, zip(*values, strict=True), strict=True)
-            agree = agree and all(_alike(*x) for tensor, x in received if tensor.batched)
+            agree = agree and all(_alike(*pair) for tensor, pair in received if tensor.batched)
             values = _run_one_by_one(_probe(stage), values)
             continue
         lockstep = _Lockstep(_probe(stage), places)
         values = lockstep.run(values)
         agree = agree and lockstep.agree
     # A scalar is one of a micro-batch.
-    by_sample = [k for k in range(len(stages.outputs)) if k not in stages.results.scalars]
-    return agree and all(_agree(*(outputs[k] for outputs in values)) for k in by_sample)
+    by_sample = [
+        index for index in range(len(stages.outputs)) if index not in stages.results.scalars
+    ]
+    return agree and all(_agree(*(outputs[index] for outputs in values)) for index in by_sample)
 
 
 def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
     """Run on the inputs of each micro-batch; together, they have the outputs of both."""
-    one, other = stage(*values[0]), stage(*values[1])
-    both = tuple(map(torch.cat, zip(one, other, strict=True)))
-    return [one, other, both]
+    first_outputs, second_outputs = stage(*values[0]), stage(*values[1])
+    joint_outputs = tuple(map(torch.cat, zip(first_outputs, second_outputs, strict=True)))
+    return [first_outputs, second_outputs, joint_outputs]
 
 
 class _Lockstep:
@@ -183,7 +187,8 @@ class _Lockstep:
     """
 
     def __init__(self, module: fx.GraphModule, places: list[str] | None) -> None:
-        self.module, self.places = module, places
+        self.module = module
+        self.places = places
         self.runs = [fx.Interpreter(module, garbage_collect_values=False) for _ in range(3)]
         self.agree = True  # where random draws begin, whose results are made equal
 
@@ -193,22 +198,25 @@ class _Lockstep:
             run.args_iter = iter(inputs)
         for node in self.module.graph.nodes:
             self._freeze_norm(node)
-            before = generator_states()
-            found = [run.run_node(node) for run in self.runs]
-            if before != generator_states():
+            earlier_states = generator_states()
+            results = [run.run_node(node) for run in self.runs]
+            if earlier_states != generator_states():
                 self.agree = self.agree and all(map(self._alike, node.all_input_nodes))
-                for one, other, both in zip(*map(tree_leaves, found), strict=True):
-                    _join(one, other, both)
-            for run, value in zip(self.runs, found, strict=True):
+                for first, second, joint in zip(*map(tree_leaves, results), strict=True):
+                    _join(first, second, joint)
+            for run, value in zip(self.runs, results, strict=True):
                 run.env[node] = value
             if node.op == "output":
-                return found
+                return results
             if self.places is not None and not self._alike(node):
                 self.places.append(_place(self._origin(node)))
         raise AssertionError("a graph ends in its output")
 
     def _alike(self, node: fx.Node) -> bool:
-        """Whether a node's values are the same apart and together; memory may be undefined."""
+        """Return whether a node's values are the same apart and together.
+
+        New memory, such as that of torch.empty, may have any values.
+        """
         values = (tree_leaves(run.env[node]) for run in self.runs)
         return "empty" in str(node.target) or all(map(_alike, *values))
 
@@ -219,8 +227,10 @@ class _Lockstep:
         norm = self.module.get_submodule(str(node.target))
         if isinstance(norm, _BatchNorm) and node.target not in evaluated(self.module):
             if norm.running_mean is None:
-                fresh = type(norm)(norm.num_features).to(self.runs[2].env[node.all_input_nodes[0]])
-                vars(norm)["_buffers"] = vars(fresh)["_buffers"]
+                new_norm = type(norm)(norm.num_features).to(
+                    self.runs[2].env[node.all_input_nodes[0]]
+                )
+                vars(norm)["_buffers"] = vars(new_norm)["_buffers"]
                 norm.track_running_stats = True
             norm.momentum = 1.0
             norm.train()
@@ -230,85 +240,95 @@ class _Lockstep:
     def _origin(self, node: fx.Node) -> fx.Node:
         """Return the value without samples that ``node`` mixes in, such as a mean; or ``node``."""
         for source in node.all_input_nodes:
-            one, _, both = (run.env[source] for run in self.runs)
-            tensors = isinstance(one, Tensor) and isinstance(both, Tensor)
-            if tensors and one.shape == both.shape and not _close(one, both):
+            first, _, joint = (run.env[source] for run in self.runs)
+            are_tensors = isinstance(first, Tensor) and isinstance(joint, Tensor)
+            if are_tensors and first.shape == joint.shape and not _close(first, joint):
                 return self._origin(source)
         return node
 
 
 def _probe(stage: fx.GraphModule) -> fx.GraphModule:
-    """Copy ``stage``, with parameters that are shared, buffers of its own, and no dropout."""
-    memo: dict[int, Any] = {}
+    """Return a copy of ``stage`` without dropout, which shares parameters and copies buffers."""
+    copy_of_tensor: dict[int, Any] = {}
     for parameter in stage.parameters():
-        small = (
+        is_small = (
             parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < _TINY
         )
-        values = torch.randn_like(parameter) / 10 if small else parameter.data
-        memo[id(parameter)] = nn.Parameter(values, requires_grad=False)
-    probe = copy.deepcopy(stage, memo).eval()
+        values = torch.randn_like(parameter) / 10 if is_small else parameter.data
+        copy_of_tensor[id(parameter)] = nn.Parameter(values, requires_grad=False)
+    probe = copy.deepcopy(stage, copy_of_tensor).eval()
     for node in probe.graph.nodes:
-        place, name = _DROPOUTS.get(node.target, (None, ""))
+        position, name = _DROPOUTS.get(node.target, (None, ""))
         if name in node.kwargs:
             node.update_kwarg(name, 0.0)
-        elif place is not None and len(node.args) > place:
-            node.update_arg(place, 0.0)
-        elif place is not None:
+        elif position is not None and len(node.args) > position:
+            node.update_arg(position, 0.0)
+        elif position is not None:
             node.kwargs = {**node.kwargs, name: 0.0}
     return probe
 
 
-def _dimension(one: Tensor, other: Tensor, both: Tensor) -> int | None:
-    """Return the dimension in which ``both`` is as long as the two together, if it is one."""
+def _dimension(first: Tensor, second: Tensor, joint: Tensor) -> int | None:
+    """Return the one dimension in which ``joint`` is as long as the other two together, or None."""
     shapes = (
-        [*zip(one.shape, other.shape, both.shape, strict=True)]
-        if (one.dim() == other.dim() == both.dim())
+        [*zip(first.shape, second.shape, joint.shape, strict=True)]
+        if (first.dim() == second.dim() == joint.dim())
         else []
     )
-    longer = [k for k, (a, b, c) in enumerate(shapes) if not a == b == c]
-    fits = len(longer) == 1 and sum(shapes[longer[0]][:2]) == shapes[longer[0]][2]
-    return longer[0] if fits else None
+    differing_dimensions = [
+        dimension
+        for dimension, (first_size, second_size, joint_size) in enumerate(shapes)
+        if not first_size == second_size == joint_size
+    ]
+    is_joined = (
+        len(differing_dimensions) == 1
+        and sum(shapes[differing_dimensions[0]][:2]) == shapes[differing_dimensions[0]][2]
+    )
+    return differing_dimensions[0] if is_joined else None
 
 
-def _join(one: Any, other: Any, both: Any) -> None:
+def _join(first: Any, second: Any, joint: Any) -> None:
     """Make three results of the same random draw, or of the same statistics, equal."""
-    if not all(isinstance(x, Tensor) for x in (one, other, both)):
+    if not all(isinstance(result, Tensor) for result in (first, second, joint)):
         return
-    if (dim := _dimension(one, other, both)) is not None:
-        both.copy_(torch.cat([one, other], dim))
-    elif one.shape == other.shape == both.shape:
-        for tensor in (other, both):
-            tensor.copy_(one)
+    if (dim := _dimension(first, second, joint)) is not None:
+        joint.copy_(torch.cat([first, second], dim))
+    elif first.shape == second.shape == joint.shape:
+        for tensor in (second, joint):
+            tensor.copy_(first)
 
 
-def _agree(one: Any, other: Any, both: Any) -> bool:
-    """Whether ``both`` is ``one`` followed by ``other`` in the first dimension."""
-    return _dimension(one, other, both) == 0 and _close(torch.cat([one, other]), both)
+def _agree(first: Any, second: Any, joint: Any) -> bool:
+    """Return whether ``joint`` is ``first`` followed by ``second`` in the first dimension."""
+    return _dimension(first, second, joint) == 0 and _close(torch.cat([first, second]), joint)
 
 
-def _alike(one: Any, other: Any, both: Any) -> bool:
-    """Whether results have the same values; those of no fitting shape count as alike."""
-    if not all(isinstance(x, Tensor) for x in (one, other, both)):
+def _alike(first: Any, second: Any, joint: Any) -> bool:
+    """Return whether results have the same values; True if their shapes cannot be compared."""
+    if not all(isinstance(result, Tensor) for result in (first, second, joint)):
         return True
-    if not both.is_floating_point() or (dim := _dimension(one, other, both)) is None:
+    if not joint.is_floating_point() or (dim := _dimension(first, second, joint)) is None:
         return True
-    apart = torch.cat([one, other], dim)
+    separate = torch.cat([first, second], dim)
     # The samples of micro-batches may alternate, as after a transpose and a reshape.
-    return _close(apart, both) or _close(apart.flatten().sort()[0], both.flatten().sort()[0])
+    return _close(separate, joint) or _close(
+        separate.flatten().sort()[0], joint.flatten().sort()[0]
+    )
 
 
-def _close(expected: Tensor, found: Tensor) -> bool:
+def _close(expected: Tensor, actual: Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding, relative to the largest value."""
     if not expected.numel():
         return True
     scale = expected.abs().nan_to_num(0, 0, 0).max()
     bound = float(scale) * _TOLERANCE.get(expected.dtype, 1e-3)
-    return torch.allclose(found, expected, rtol=0, atol=bound, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=0, atol=bound, equal_nan=True)
 
 
 def _place(node: fx.Node) -> str:
     """Describe where ``node`` comes from: the module, and the line of the user's code."""
     stack = [*node.meta.get("nn_module_stack", {}).values()]
-    where = ""
+    module_text = ""
     if stack and (path := stack[-1][0]):
-        where = f" in {path} ({getattr(stack[-1][1], '__name__', stack[-1][1])})"
-    return where + user_line(node.stack_trace or "") or f" in {node}"
+        module_text = f" in {path} ({getattr(stack[-1][1], '__name__', stack[-1][1])})"
+    return module_text + user_line(node.stack_trace or "") or f" in {node}"

@@ -63,8 +63,8 @@ class Sequences:
         """Return tokens ``[n, length]`` from a fixed seed."""
         if torch.device(device).type == "meta":
             return torch.empty(n, self.length, dtype=torch.long, device=device)
-        drawn = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
-        return drawn.to(device)
+        tokens = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
+        return tokens.to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
         """Return the shape of a model's output for ``n`` sequences: scores, tokens last."""

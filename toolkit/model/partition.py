@@ -180,7 +180,7 @@ class Traced:
 
 
 def _tensors_of(example: Any) -> Inputs:
-    """The tensors of an example, at least one."""
+    """Return the tensors of an example; raise UserError if there are none."""
     inputs = tensors_of(example)
     if not inputs:
         raise UserError(
@@ -190,8 +190,9 @@ def _tensors_of(example: Any) -> Inputs:
 
 
 def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str, NodeCost]:
+    """Return the cost of each node; raise UserError if the forward changes inputs or state."""
     name = type(model).__name__
-    if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
+    if not inputs[0].dim() or any(tensor.shape[:1] != inputs[0].shape[:1] for tensor in inputs):
         raise UserError(
             f"every input needs the same batch as first dimension: got {shapes_of(inputs)}"
         )
@@ -199,10 +200,10 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
         costs = node_costs(traced, inputs)
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
-        if changed := [x for x in cost.changes if x in received]:
+        if changed_inputs := [input_name for input_name in cost.changes if input_name in received]:
             raise UserError(
-                f"{name} changes its input {changed[0]} in place ({node}), but a batch may be read"
-                " again: begin with x = x.clone(), or use inplace=False"
+                f"{name} changes its input {changed_inputs[0]} in place ({node}), but a batch may"
+                " be read again: begin with x = x.clone(), or use inplace=False"
             )
         if cost.state:
             raise UserError(f"{name} {changing(cost.state, node)}")
@@ -211,27 +212,38 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
 
 def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     """Return the best allowed cuts; see :func:`balanced`."""
-    computing = [k for k, node in enumerate(crossing.nodes) if crossing.computes(node)]
-    free = [k for k, why in enumerate(crossing.obstacle[:-1]) if k and why is None]
+    computing = [cut for cut, node in enumerate(crossing.nodes) if crossing.computes(node)]
+    free_cuts = [
+        cut
+        for cut, obstacle_text in enumerate(crossing.obstacle[:-1])
+        if cut and obstacle_text is None
+    ]
     # The first and the last stage have work, if there are other cuts or a weight is tied.
-    possible = [k for k in free if computing and computing[0] < k <= computing[-1]]
-    found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
-    commonest = found.most_common(1)
-    if len(possible) + 1 < n_stages and not any("both sides" in why for why, _ in commonest):
-        possible = free
-    allowed = [k for k in possible if not crossing.n_unbatched[k]]
-    limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible, allowed)]
+    possible_cuts = [cut for cut in free_cuts if computing and computing[0] < cut <= computing[-1]]
+    obstacle_counts = Counter(
+        obstacle_text for obstacle_text in crossing.obstacle[1:-1] if obstacle_text is not None
+    )
+    commonest = obstacle_counts.most_common(1)
+    if len(possible_cuts) + 1 < n_stages and not any(
+        "both sides" in obstacle_text for obstacle_text, _ in commonest
+    ):
+        possible_cuts = free_cuts
+    allowed_cuts = [cut for cut in possible_cuts if not crossing.n_unbatched[cut]]
+    limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible_cuts, allowed_cuts)]
     if 4 * limits[0] < 3 * limits[1]:
-        allowed = possible
-    if not 1 <= n_stages <= len(allowed) + 1:
-        obstacle = "".join(f"; elsewhere a cut fails, mostly since {why}" for why, _ in commonest)
-        raise UserError(
-            f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
-            f"{obstacle if 1 < n_stages <= len(loads) else ''}"
+        allowed_cuts = possible_cuts
+    if not 1 <= n_stages <= len(allowed_cuts) + 1:
+        obstacle = "".join(
+            f"; elsewhere a cut fails, mostly since {obstacle_text}"
+            for obstacle_text, _ in commonest
         )
-    edges = [0, *allowed, len(loads)]
+        raise UserError(
+            f"this model can be cut into 1 to {len(allowed_cuts) + 1} stages: got"
+            f" n_stages={n_stages}{obstacle if 1 < n_stages <= len(loads) else ''}"
+        )
+    edges = [0, *allowed_cuts, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
-    cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed], n_stages)
+    cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed_cuts], n_stages)
     return [edges[cut] for cut in cuts]
 
 
@@ -239,8 +251,8 @@ def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
     """Return the smallest possible largest stage with these cuts; inf if they are too few."""
     if not 1 <= n_stages <= len(cuts) + 1:
         return inf
-    before = [0, *accumulate(loads)]
-    return _smallest_limit([before[k] for k in (0, *cuts, len(loads))], n_stages)
+    load_before = [0, *accumulate(loads)]
+    return _smallest_limit([load_before[cut] for cut in (0, *cuts, len(loads))], n_stages)
 
 
 def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
@@ -253,46 +265,52 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
         across: ``[k - 1]`` bytes that cross each possible cut.
         n_stages: 1 to k.
     """
-    before = [0, *accumulate(loads)]
-    limit = _smallest_limit(before, n_stages)
+    load_before = [0, *accumulate(loads)]
+    limit = _smallest_limit(load_before, n_stages)
 
-    def best(first: Any, least: int, cost: Callable[[Any, int, int], Any]) -> Any:
+    def best(first: Any, min_load: int, cost: Callable[[Any, int, int], Any]) -> Any:
         """Return the lowest cost of stages of ``least`` to ``limit``.
 
         ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
         """
-        found = {0: first}
+        cost_of_end = {0: first}
         for _ in range(n_stages):
-            longer = {}
-            for end, total in enumerate(before):
-                begin = bisect_left(before, total - limit)
-                stop = min(end, bisect_right(before, total - least))
-                reached = (b for b in range(begin, stop) if b in found)
-                costs = (cost(found[b], b, total - before[b]) for b in reached)
+            longer_cost_of_end = {}
+            for end, total in enumerate(load_before):
+                begin = bisect_left(load_before, total - limit)
+                stop = min(end, bisect_right(load_before, total - min_load))
+                reached = (begin for begin in range(begin, stop) if begin in cost_of_end)
+                costs = (
+                    cost(cost_of_end[begin], begin, total - load_before[begin]) for begin in reached
+                )
                 if (lowest := min(costs, default=None)) is not None:
-                    longer[end] = lowest
-            found = longer
-        return found[len(loads)]
+                    longer_cost_of_end[end] = lowest
+            cost_of_end = longer_cost_of_end
+        return cost_of_end[len(loads)]
 
-    smallest = -best(-before[-1], 0, lambda so_far, _, load: max(so_far, -load))
+    smallest = -best(-load_before[-1], 0, lambda so_far, _, load: max(so_far, -load))
     sent = [0, *across]
     *_, begins = best(
         (0, 0, ()),  # bytes across, squared loads, begins of the stages
         (smallest + 1) // 2,
-        lambda so_far, b, load: (so_far[0] + sent[b], so_far[1] + load**2, (*so_far[2], b)),
+        lambda so_far, begin, load: (
+            so_far[0] + sent[begin],
+            so_far[1] + load**2,
+            (*so_far[2], begin),
+        ),
     )
     return list(begins[1:])
 
 
-def _smallest_limit(before: list[int], n_stages: int) -> int:
+def _smallest_limit(load_before: list[int], n_stages: int) -> int:
     """Return the smallest possible largest stage, by bisection."""
-    low, limit = 0, before[-1]
+    low, limit = 0, load_before[-1]
     while low < limit:
         middle = (low + limit) // 2
-        reached = 0
+        end = 0
         for _ in range(n_stages):
-            reached = bisect_right(before, before[reached] + middle) - 1
-        if before[reached] == before[-1]:
+            end = bisect_right(load_before, load_before[end] + middle) - 1
+        if load_before[end] == load_before[-1]:
             limit = middle
         else:
             low = middle + 1
@@ -300,30 +318,31 @@ def _smallest_limit(before: list[int], n_stages: int) -> int:
 
 
 def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[int]:
+    """Return the cuts before the first node of each named module."""
     if len(names) != n_stages - 1:
         raise UserError(
             f"{n_stages} stages need {n_stages - 1} names of first modules: got {len(names)}"
         )
     cuts = []
     for name in names:
-        inside = [
-            k
-            for k, node in enumerate(crossing.nodes)
+        node_indices = [
+            index
+            for index, node in enumerate(crossing.nodes)
             if any(f"{path}.".startswith(f"{name}.") for path in _paths(node))
         ]
-        if not inside:
+        if not node_indices:
             paths = dict.fromkeys(path for node in crossing.nodes for path in _paths(node) if path)
-            near = "".join(
+            suggestion = "".join(
                 f"did you mean {path}? " for path in get_close_matches(str(name), paths, 1)
             )
             outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
             raise UserError(
-                f"torch.fx sees no module {name!r} in this model: {near}choose from"
+                f"torch.fx sees no module {name!r} in this model: {suggestion}choose from"
                 f" {', '.join(outermost)} and their submodules"
             )
-        if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
-            raise UserError(f"no stage can begin at {name!r}: {why or 'it begins the first'}")
-        cuts.append(inside[0])
+        if (obstacle := crossing.obstacle[node_indices[0]]) is not None or node_indices[0] == 0:
+            raise UserError(f"no stage can begin at {name!r}: {obstacle or 'it begins the first'}")
+        cuts.append(node_indices[0])
     if cuts != sorted(set(cuts)):
         raise UserError(f"{names} must be in the order in which the model runs them")
     return cuts
@@ -352,5 +371,5 @@ def check_checkpoint(checkpoint: str | Sequence[int], n_stages: int | None = Non
 
 
 def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:
-    """Whether ``checkpoint`` names ``stage``."""
+    """Return whether ``checkpoint`` names ``stage``."""
     return checkpoint == "all" if isinstance(checkpoint, str) else stage in checkpoint

@@ -1,4 +1,4 @@
-"""Pickles of stages, from one process to another of the same program."""
+"""Pickle stages, to send them from one process to another of the same program."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,27 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, fx.GraphModule) and type(value.graph._codegen) is fx.graph.CodeGen:
             nodes = [
-                (n.op, n.target, map_arg(n.args, _name), map_arg(n.kwargs, _name), n.name)
-                for n in value.graph.nodes
+                (
+                    node.op,
+                    node.target,
+                    map_arg(node.args, _name),
+                    map_arg(node.kwargs, _name),
+                    node.name,
+                )
+                for node in value.graph.nodes
             ]
-            kept = "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training"
-            attributes = {k: v for k, v in vars(value).items() if k in kept or k[0] != "_"}
+            kept_attributes = (
+                "_parameters",
+                "_buffers",
+                "_non_persistent_buffers_set",
+                "_modules",
+                "training",
+            )
+            attributes = {
+                name: attribute
+                for name, attribute in vars(value).items()
+                if name in kept_attributes or name[0] != "_"
+            }
             return _graph_module, (type(value).__name__, attributes, nodes)
         if isinstance(value, torch._ops.OpOverload):
             return _overload, (value.namespace, value._opname, value._overloadname)
@@ -65,18 +81,27 @@ def dumps(value: Any) -> bytes:
 def _graph_module(
     name: str, attributes: Mapping[str, Any], nodes: Sequence[tuple[Any, ...]]
 ) -> fx.GraphModule:
+    """Build a graph module from what :class:`_Pickler` has written."""
     root, graph = nn.Module(), fx.Graph()
     root.__dict__.update(attributes)
-    known: dict[str, fx.Node] = {}
-    for op, target, args, kwargs, own in nodes:
+    node_of_name: dict[str, fx.Node] = {}
+    for op, target, args, kwargs, name_of_node in nodes:
         args, kwargs = map_aggregate(
-            (args, kwargs), lambda x: known[x.of] if isinstance(x, _Name) else x
+            (args, kwargs),
+            lambda argument: node_of_name[argument.of] if isinstance(argument, _Name) else argument,
         )
-        known[own] = graph.create_node(op, target, args, kwargs, own)
-    found = fx.GraphModule(root, graph, name)
-    found.__dict__.update({k: v for k, v in attributes.items() if k in ("training", "meta")})
-    return found
+        node_of_name[name_of_node] = graph.create_node(op, target, args, kwargs, name_of_node)
+    graph_module = fx.GraphModule(root, graph, name)
+    graph_module.__dict__.update(
+        {
+            attribute_name: attribute
+            for attribute_name, attribute in attributes.items()
+            if attribute_name in ("training", "meta")
+        }
+    )
+    return graph_module
 
 
 def _overload(namespace: str, name: str, overload: str) -> Any:
+    """Return one of torch's operations by its names."""
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)

@@ -69,8 +69,11 @@ def as_trained(device: torch.device, precision: str) -> Iterator[None]:
     """Apply the autocast and the fused attention of ``device`` (meta: a GPU) to meta tensors."""
     # Let the mode see the operations inside torch's Python functions.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    unseen: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
-    with patch.multiple(F, **unseen), _OnDevice(device.type == "cpu", autocast_type(precision)):
+    no_overrides: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
+    with (
+        patch.multiple(F, **no_overrides),
+        _OnDevice(device.type == "cpu", autocast_type(precision)),
+    ):
         yield
 
 
@@ -80,12 +83,14 @@ class _OnDevice(TorchFunctionMode):
         self.on_cpu = on_cpu
         self.casts: dict[str, Callable[[Any], Any]] = {}
         if dtype is not None:
-            known = registered("CPU" if on_cpu else "CUDA")
-            widest = _WIDEST_ON_CPU if on_cpu else _WIDEST_ON_GPU
-            products = _PRODUCTS if on_cpu else _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
-            self.casts = dict.fromkeys(known, partial(_to, torch.float32))
-            self.casts |= dict.fromkeys(widest, _widened)
-            self.casts |= dict.fromkeys(products, partial(_to, dtype))
+            operations = registered("CPU" if on_cpu else "CUDA")
+            widest_operations = _WIDEST_ON_CPU if on_cpu else _WIDEST_ON_GPU
+            product_operations = (
+                _PRODUCTS if on_cpu else _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
+            )
+            self.casts = dict.fromkeys(operations, partial(_to, torch.float32))
+            self.casts |= dict.fromkeys(widest_operations, _widened)
+            self.casts |= dict.fromkeys(product_operations, partial(_to, dtype))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -101,8 +106,8 @@ class _OnDevice(TorchFunctionMode):
 @cache
 def registered(device: str) -> frozenset[str]:
     """Return the operations that autocast knows on ``device`` (``CPU``, ``CUDA``)."""
-    found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
-    return frozenset(name.partition("::")[2].partition(".")[0] for name in found)
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    return frozenset(name.partition("::")[2].partition(".")[0] for name in registrations)
 
 
 def _operation(function: Any) -> str:
@@ -115,24 +120,27 @@ def _operation(function: Any) -> str:
 
 
 def _to(dtype: torch.dtype, values: Any) -> Any:
-    return tree_map(lambda x: x.to(dtype) if _is_cast(x) else x, values)
+    """Cast the tensors of a tree that autocast casts."""
+    return tree_map(lambda value: value.to(dtype) if _is_cast(value) else value, values)
 
 
 def _widened(values: Any) -> Any:
-    found = {x.dtype for x in tree_leaves(values) if _is_cast(x)}
-    return _to(max(found, key=lambda dtype: dtype.itemsize), values) if found else values
+    """Cast the tensors of a tree to their widest type."""
+    dtypes = {value.dtype for value in tree_leaves(values) if _is_cast(value)}
+    return _to(max(dtypes, key=lambda dtype: dtype.itemsize), values) if dtypes else values
 
 
 def _is_cast(value: Any) -> bool:
+    """Return whether autocast casts ``value``: a floating-point tensor of at most 32 bits."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
-    """Whether a fused attention uses dropout; None for other kernels."""
+    """Return whether a fused attention uses dropout; None for other kernels."""
     if kernel not in _DROPOUT:
         return None
-    place = _DROPOUT[kernel]  # trailing defaults are omitted
-    return len(arguments) > place and bool(arguments[place] > 0)
+    position = _DROPOUT[kernel]  # trailing defaults are omitted
+    return len(arguments) > position and bool(arguments[position] > 0)
 
 
 def _attention(
@@ -146,6 +154,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    """Attend by the fused kernel that the training device would take, or as torch decomposes it."""
     tensors = (query, key, value)
     takes_apart = query.dtype == torch.float64
     if on_cpu:

@@ -29,8 +29,8 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         for key in sorted(value, key=str):
             yield from named_tensors(value[key], f"{name}_{key}" if name else str(key))
     elif isinstance(value, tuple | list):
-        for k, item in enumerate(value):
-            yield from named_tensors(item, f"{name}_{k}" if name else str(k))
+        for index, item in enumerate(value):
+            yield from named_tensors(item, f"{name}_{index}" if name else str(index))
     elif not isinstance(value, bool | int | float | str | torch.dtype | None):
         raise UserError(
             f"inputs: got a {type(value).__name__}{f' for {name}' if name else ''}; expected"
@@ -45,18 +45,18 @@ def input_names(names: Iterable[str]) -> list[str]:
     one tensor without a name is ``x``.
     """
     arguments: list[str] = []
-    used = {"self"}
+    used_names = {"self"}
     for name in names:
         argument = re.sub(r"\W", "_", name) or "x"
         if not argument.isidentifier() or keyword.iskeyword(argument):
             argument = f"input_{argument}"
-        unique = argument
+        unique_name = argument
         repeats = 0
-        while unique in used:
+        while unique_name in used_names:
             repeats += 1
-            unique = f"{argument}_{repeats}"
-        used.add(unique)
-        arguments.append(unique)
+            unique_name = f"{argument}_{repeats}"
+        used_names.add(unique_name)
+        arguments.append(unique_name)
     return arguments
 
 
@@ -70,8 +70,8 @@ def filled(value: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):
-        found = {key: filled(value[key], tensors) for key in sorted(value, key=str)}
-        return {key: found[key] for key in value}
+        item_of_key = {key: filled(value[key], tensors) for key in sorted(value, key=str)}
+        return {key: item_of_key[key] for key in value}
     if isinstance(value, tuple | list):
         items = [filled(item, tensors) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
@@ -125,6 +125,12 @@ class Results:
 
     def restore(self, tensors: Inputs) -> Any:
         """Return the result that consists of ``tensors``, those of one micro-batch."""
-        values = [x.squeeze(0) if k in self.scalars else x for k, x in enumerate(tensors)]
-        left = iter(values)
-        return tree_unflatten([next(left) if x is Tensor else x for x in self.leaves], self.spec)
+        values = [
+            tensor.squeeze(0) if index in self.scalars else tensor
+            for index, tensor in enumerate(tensors)
+        ]
+        remaining_values = iter(values)
+        return tree_unflatten(
+            [next(remaining_values) if tensor is Tensor else tensor for tensor in self.leaves],
+            self.spec,
+        )

@@ -34,41 +34,52 @@ def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
         for parameter in parameters_of(traced, node):
             if parameter.requires_grad:
                 readers[id(parameter)].append(node)
-    tied = {}
+    nodes_of_tied_weight = {}
     for key, nodes in readers.items():
-        several = len(nodes) > 1 or weight_is_shared(traced, nodes[0])
-        if key in names and several and all(_can_be_function(traced, node) for node in nodes):
-            tied[key] = nodes
-    calls = {node for nodes in tied.values() for node in nodes if node.op == "call_module"}
+        has_several_uses = len(nodes) > 1 or weight_is_shared(traced, nodes[0])
+        if (
+            key in names
+            and has_several_uses
+            and all(_can_be_function(traced, node) for node in nodes)
+        ):
+            nodes_of_tied_weight[key] = nodes
+    calls = {
+        node
+        for nodes in nodes_of_tied_weight.values()
+        for node in nodes
+        if node.op == "call_module"
+    }
     for node in [*traced.graph.nodes]:
         if node in calls:
             _call_function(traced, node)
-    for key in tied:
+    for key in nodes_of_tied_weight:
         _read_once(model, traced, names[key])
     traced.graph.lint()
     traced.recompile()
 
 
 def weight_is_shared(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether ``node`` reads a trained weight that several nodes use."""
+    """Return whether ``node`` reads a trained weight that several nodes use."""
     if node.op != "get_attr" or len(node.users) < 2:
         return False
     return any(parameter.requires_grad for parameter in parameters_of(traced, node))
 
 
 def _can_be_function(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node reads its weights as an attribute, or a function can replace its module."""
+    """Return whether a node reads its weights as an attribute, or a function can replace it."""
     if node.op != "call_module":
         return True
     module = traced.get_submodule(str(node.target))
-    hooked = any(getattr(module, hooks) for hooks in _HOOKS)
-    if hooked or is_parametrized(module) or "forward" in vars(module):
+    has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
+    if has_hooks or is_parametrized(module) or "forward" in vars(module):
         return False
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     if isinstance(module, nn.Embedding):
-        special = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
-        return type(module).forward is nn.Embedding.forward and not special
+        has_special_options = (
+            module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+        )
+        return type(module).forward is nn.Embedding.forward and not has_special_options
     return False
 
 
@@ -77,15 +88,17 @@ def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
     path = str(node.target)
     module = traced.get_submodule(path)
     graph = traced.graph
-    (x,) = (*node.args, *node.kwargs.values())
+    (input_node,) = (*node.args, *node.kwargs.values())
     with graph.inserting_before(node):
         weight = graph.get_attr(f"{path}.weight")
         if isinstance(module, nn.Embedding):
-            call = graph.call_function(F.embedding, (x, weight, module.padding_idx))
+            call = graph.call_function(F.embedding, (input_node, weight, module.padding_idx))
         elif module.bias is None:
-            call = graph.call_function(F.linear, (x, weight))
+            call = graph.call_function(F.linear, (input_node, weight))
         else:
-            call = graph.call_function(F.linear, (x, weight, graph.get_attr(f"{path}.bias")))
+            call = graph.call_function(
+                F.linear, (input_node, weight, graph.get_attr(f"{path}.bias"))
+            )
     call.meta = dict(node.meta)
     call.stack_trace = node.stack_trace
     node.replace_all_uses_with(call)
@@ -97,19 +110,21 @@ def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
 def _read_once(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
     """Merge the nodes that read the weight ``name`` into one, right before its first use."""
     weight = model.get_parameter(name)
-    reading = []
+    reading_nodes = []
     for node in traced.graph.nodes:
-        if node.op == "get_attr" and any(p is weight for p in parameters_of(traced, node)):
-            reading.append(node)
-    first, *others = reading
-    for other in others:
-        other.replace_all_uses_with(first)
-        traced.graph.erase_node(other)
+        if node.op == "get_attr" and any(
+            parameter is weight for parameter in parameters_of(traced, node)
+        ):
+            reading_nodes.append(node)
+    kept_node, *duplicates = reading_nodes
+    for duplicate in duplicates:
+        duplicate.replace_all_uses_with(kept_node)
+        traced.graph.erase_node(duplicate)
     _assign(traced, name, weight)
-    first.target = name
+    kept_node.target = name
     for node in traced.graph.nodes:
-        if node in first.users:
-            node.prepend(first)
+        if node in kept_node.users:
+            node.prepend(kept_node)
             return
 
 
@@ -117,9 +132,9 @@ def _assign(traced: fx.GraphModule, name: str, weight: nn.Parameter) -> None:
     """Let ``traced`` have ``weight`` under the name that it has in the model."""
     path, _, attribute = name.rpartition(".")
     module: nn.Module = traced
-    for part in path.split(".") if path else ():
-        if not hasattr(module, part):
-            module.add_module(part, nn.Module())
-        module = getattr(module, part)
+    for submodule_name in path.split(".") if path else ():
+        if not hasattr(module, submodule_name):
+            module.add_module(submodule_name, nn.Module())
+        module = getattr(module, submodule_name)
     if not hasattr(module, attribute):
         module.register_parameter(attribute, weight)

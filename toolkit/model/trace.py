@@ -57,22 +57,24 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
     Raises:
         UserError: neither can trace it, or the graph would lose something.
     """
-    who, call = type(model).__name__, _Call(model, example)
+    model_name, call = type(model).__name__, _Call(model, example)
     with _unchanged(model):
         if not model.training:
             model.train()
         # Functional dropout keeps the mode in which it is traced: trace in training mode.
-        kept = tuple(name for name, module in model.named_modules() if not module.training)
+        evaluated_names = tuple(
+            name for name, module in model.named_modules() if not module.training
+        )
         try:
             # What a trace leaves behind when it fails must not enter the next one.
             with _unchanged(model), _seeing_autocast(), _seeing_draws():
                 traced = _symbolic(model, call)
         except _ChangingError as error:
-            raise UserError(f"{who} {error}") from error
+            raise UserError(f"{model_name} {error}") from error
         except Exception as error:  # the tracer runs the model's own code: it may raise anything
             traced = _exported(model, call, error)
     assert call.results is not None
-    traced.meta |= {"evaluated": kept, "results": call.results}
+    traced.meta |= {"evaluated": evaluated_names, "results": call.results}
     return traced
 
 
@@ -91,12 +93,14 @@ class _Call:
         self.args, self.kwargs = arguments(example)
         self.who = type(model).__name__
         parameters = inspect.signature(model.forward).parameters.values()
-        names = [p.name for p in parameters if p.kind in _POSITIONAL]
-        names += [f"input_{k}" for k in range(len(names), len(self.args))]
-        found = [*zip(names, self.args, strict=False), *self.kwargs.items()]
-        named = [pair for name, value in found for pair in named_tensors(value, name)]
-        self.names = input_names(name for name, _ in named)
-        self.tensors = tuple(tensor for _, tensor in named)
+        names = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        names += [f"input_{index}" for index in range(len(names), len(self.args))]
+        named_arguments = [*zip(names, self.args, strict=False), *self.kwargs.items()]
+        named_inputs = [
+            pair for name, value in named_arguments for pair in named_tensors(value, name)
+        ]
+        self.names = input_names(name for name, _ in named_inputs)
+        self.tensors = tuple(tensor for _, tensor in named_inputs)
         self.results: Results | None = None
         self.attributes = Attributes(model)  # before any call
         self.writes: dict[str, Any] = {}  # attributes that the last call has written
@@ -105,13 +109,13 @@ class _Call:
         """Return ``forward`` of the tensors, after the arguments ``first``."""
 
         def call(*tensors: Any) -> tuple[Any, ...]:
-            left = iter(tensors)
-            args = [filled(value, left) for value in self.args]
-            kwargs = {key: filled(value, left) for key, value in self.kwargs.items()}
+            remaining_tensors = iter(tensors)
+            args = [filled(value, remaining_tensors) for value in self.args]
+            kwargs = {key: filled(value, remaining_tensors) for key, value in self.kwargs.items()}
             result = forward(*first, *args, **kwargs)
             self.writes = self.attributes.writes()
-            self.results, found = Results.of(result, _is_value, self.who)
-            return tuple(found)
+            self.results, result_tensors = Results.of(result, _is_value, self.who)
+            return tuple(result_tensors)
 
         return call
 
@@ -122,9 +126,9 @@ def _is_value(leaf: object) -> bool:
 
 def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModule:
     """Return the graph of ``model`` by torch.export; ``reason`` is why torch.fx failed."""
-    who = type(model).__name__
-    device = next((x.device for x in model.parameters()), call.tensors[0].device)
-    inputs = tuple(x.detach().to(device) for x in call.tensors)
+    model_name = type(model).__name__
+    device = next((tensor.device for tensor in model.parameters()), call.tensors[0].device)
+    inputs = tuple(tensor.detach().to(device) for tensor in call.tensors)
     try:
         with _seeing_draws():
             run = partial(export, model, call.flat(model.forward), inputs, call.names)
@@ -135,12 +139,12 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
                 # Where torch.export refuses it, too, our reason names the way out.
                 _check_writes(call, run)
     except (NormCallError, _UntraceableError) as error:
-        raise UserError(f"{who} {error}") from error
+        raise UserError(f"{model_name} {error}") from error
     except Exception as error:  # torch.export runs the model's own code, too
         if isinstance(reason, _UntraceableError):
-            raise UserError(f"{who} {reason}") from error
+            raise UserError(f"{model_name} {reason}") from error
         raise UserError(
-            f"torch.fx cannot trace {who}: {first_line(reason)}{_line_of(reason)}; nor can"
+            f"torch.fx cannot trace {model_name}: {first_line(reason)}{_line_of(reason)}; nor can"
             f" torch.export: {first_line(error)}{_line_of(error)}. Move code that depends on"
             " tensors' values into a function marked by torch.fx.wrap, or give the stages as a list"
             " of modules"
@@ -155,17 +159,19 @@ def _line_of(error: BaseException) -> str:
 def user_line(stack: str) -> str:
     """Return the innermost line of the user's code in a stack's text, in brackets; or ""."""
     frames = _FRAME.findall(stack)
-    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
-    return "".join(f" ({os.path.basename(f)} line {n}: {code})" for f, n, code in own[-1:])
+    user_frames = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
+    return "".join(
+        f" ({os.path.basename(file)} line {line}: {code})" for file, line, code in user_frames[-1:]
+    )
 
 
 def draws_at_random(stage: nn.Module) -> bool:
-    """Whether a stage's forward in training uses a random generator."""
+    """Return whether a stage's forward in training uses a random generator."""
     return bool(getattr(stage, "meta", {}).get("draws", False))
 
 
 def one_by_one(stage: nn.Module) -> bool:
-    """Whether a stage must run micro-batches one after another to compute the same."""
+    """Return whether a stage must run micro-batches one by one to compute the same."""
     return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get("mixes", False))
 
 
@@ -177,9 +183,9 @@ def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[
 def in_training(module: _Module) -> _Module:
     """Set ``module`` to the mode in which it was traced, and return it."""
     module.train()
-    kept = evaluated(module)
+    evaluated_names = evaluated(module)
     for name, inner in module.named_modules():
-        if name in kept:
+        if name in evaluated_names:
             inner.training = False
     return module
 
@@ -220,42 +226,42 @@ def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
     Raises:
         UserError: names the first difference between ``model`` and its graph ``traced``.
     """
-    who = type(model).__name__
+    model_name = type(model).__name__
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(
-                f"{who} has a hook on the gradient of {name}, which would not run on copies of the"
-                " weights: remove it, and change gradients in the optimizer's step"
+                f"{model_name} has a hook on the gradient of {name}, which would not run on copies"
+                " of the weights: remove it, and change gradients in the optimizer's step"
             )
-    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    called_modules = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     for name, module in model.named_modules():
-        within = any(f"{name}.".startswith(f"{leaf}.") for leaf in called)
-        lost = _HOOKS if module is model else () if within else _BACKWARD_HOOKS
-        if any(getattr(module, hooks) for hooks in lost):
+        is_in_called_module = any(f"{name}.".startswith(f"{leaf}.") for leaf in called_modules)
+        lost_hooks = _HOOKS if module is model else () if is_in_called_module else _BACKWARD_HOOKS
+        if any(getattr(module, hooks) for hooks in lost_hooks):
             raise UserError(
-                f"{who} has a hook on {name or 'itself'}, which would not run since torch.fx traces"
-                " through it: remove it, or put it on a layer of torch.nn"
+                f"{model_name} has a hook on {name or 'itself'}, which would not run since torch.fx"
+                " traces through it: remove it, or put it on a layer of torch.nn"
             )
-    norms: dict[nn.Module, str] = {}
-    for name in called:
+    name_of_norm: dict[nn.Module, str] = {}
+    for name in called_modules:
         module = traced.get_submodule(name)
         if not isinstance(module, _BatchNorm) or name in evaluated(traced):
             continue
         if is_parametrized(module) or any(getattr(module, hooks) for hooks in _HOOKS):
             raise UserError(
-                f"{who} has a hook or a parametrization on the batch norm {name}, which would not"
-                " run on each micro-batch: remove it"
+                f"{model_name} has a hook or a parametrization on the batch norm {name}, which"
+                " would not run on each micro-batch: remove it"
             )
-        if module in norms and module.track_running_stats:
+        if module in name_of_norm and module.track_running_stats:
             raise UserError(
-                f"{who} calls the batch norm {norms[module]} more than once in a forward: use one"
-                " batch norm per call"
+                f"{model_name} calls the batch norm {name_of_norm[module]} more than once in a"
+                " forward: use one batch norm per call"
             )
-        norms[module] = name
+        name_of_norm[module] = name
 
 
 def computes_otherwise(norm: _BatchNorm) -> bool:
-    """Whether a batch norm has its own forward."""
+    """Return whether a batch norm has its own forward."""
     return not type(norm).forward.__module__.startswith("torch.nn.modules")
 
 
@@ -266,41 +272,48 @@ def _own_norms(model: nn.Module) -> set[nn.Module]:
 
 
 def _normalises(norm: _BatchNorm) -> bool:
-    """Whether a forward uses batch statistics as torch's does, by running it on the CPU.
+    """Return whether a forward uses batch statistics as torch's does, by a run on the CPU.
 
     In training it must not read running statistics, must update them as torch does, and must have
     no other tensors.
     """
-    sizes = [size for kind, size in _SAMPLES.items() if isinstance(norm, kind)]
+    trailing_sizes = [size for kind, size in _SAMPLES.items() if isinstance(norm, kind)]
     names = {name for name, _ in chain(norm.named_parameters(), norm.named_buffers())}
-    if not sizes or names - _NORM_TENSORS:
+    if not trailing_sizes or names - _NORM_TENSORS:
         return False
-    twin = copy.deepcopy(norm).to_empty(device="cpu").float().train()
-    twin.momentum = 0.5
-    x = torch.randn(6, norm.num_features, *sizes[0], generator=torch.Generator().manual_seed(0))
-    others = [0, *range(2, x.dim())]
+    norm_copy = copy.deepcopy(norm).to_empty(device="cpu").float().train()
+    norm_copy.momentum = 0.5
+    inputs = torch.randn(
+        6, norm.num_features, *trailing_sizes[0], generator=torch.Generator().manual_seed(0)
+    )
+    other_dimensions = [0, *range(2, inputs.dim())]
     outputs = []
     with torch.random.fork_rng([]), torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in norm_copy.parameters():
             parameter.fill_(1.0)
-        for known in (0.0, 8.0):
-            for buffer in twin.buffers():
-                buffer.fill_(known)
+        for initial_value in (0.0, 8.0):
+            for buffer in norm_copy.buffers():
+                buffer.fill_(initial_value)
             torch.default_generator.manual_seed(0)  # CPU only
             try:
-                outputs.append(twin(x.clone()).clone())
+                outputs.append(norm_copy(inputs.clone()).clone())
             except Exception:  # user code may raise anything
                 return False
-            for name, seen in (("running_mean", x.mean(others)), ("running_var", x.var(others))):
-                updated = getattr(twin, name)
-                if updated is not None and not _near(updated, (known + seen) / 2):
+            for name, batch_statistic in (
+                ("running_mean", inputs.mean(other_dimensions)),
+                ("running_var", inputs.var(other_dimensions)),
+            ):
+                running_statistic = getattr(norm_copy, name)
+                if running_statistic is not None and not _near(
+                    running_statistic, (initial_value + batch_statistic) / 2
+                ):
                     return False
     return _near(*outputs)
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    """Whether means and variances, some of which are close to 0, are equal but for rounding."""
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+def _near(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether means and variances, some close to 0, are equal up to rounding."""
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @contextmanager
@@ -318,8 +331,8 @@ def _check_buffers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in module._buffers.items():
             if isinstance(value, fx.Proxy):
-                place = f"{path}.{name}".lstrip(".")
-                raise _ChangingError(changing([place], value.node))
+                dotted_name = f"{path}.{name}".lstrip(".")
+                raise _ChangingError(changing([dotted_name], value.node))
 
 
 def _check_writes(call: "_Call", trace_again: Callable[[], object]) -> None:
@@ -327,16 +340,20 @@ def _check_writes(call: "_Call", trace_again: Callable[[], object]) -> None:
 
     A cache, such as a table of positions, is as it was after a second forward.
     """
-    first = call.writes
-    if not first:
+    first_writes = call.writes
+    if not first_writes:
         return
-    names = [name for name, value in first.items() if depends_on_inputs(value)]
+    names = [name for name, value in first_writes.items() if depends_on_inputs(value)]
     if not names:
-        call.attributes.write(first)  # torch.export has undone some
+        call.attributes.write(first_writes)  # torch.export has undone some
         trace_again()
-        second = call.writes
-        places = first | second
-        names = [name for name in places if not equal(first.get(name), second.get(name))]
+        second_writes = call.writes
+        written_names = first_writes | second_writes
+        names = [
+            name
+            for name in written_names
+            if not equal(first_writes.get(name), second_writes.get(name))
+        ]
     if names:
         raise _ChangingError(
             f"sets {', '.join(names)} in its forward, which would happen in none of the training"
@@ -353,6 +370,8 @@ class _ChangingError(_UntraceableError):
 
 
 class _Tracer(fx.Tracer):
+    """torch.fx's tracer, which refuses what a graph would lose."""
+
     proxy_buffer_attributes = True  # a buffer may be sliced by a traced size
     record_stack_traces = True  # for the lines that errors name
 
@@ -364,9 +383,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Subclasses that only set options of torch's layers are leaves, as custom batch norms."""
-        inherited = type(m).forward.__module__.startswith("torch.nn.modules")
-        leaf = super().is_leaf_module(m, module_qualified_name) or m in self._norms
-        return leaf or (inherited and not isinstance(m, nn.Sequential))
+        has_torch_forward = type(m).forward.__module__.startswith("torch.nn.modules")
+        is_leaf = super().is_leaf_module(m, module_qualified_name) or m in self._norms
+        return is_leaf or (has_torch_forward and not isinstance(m, nn.Sequential))
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -383,37 +402,39 @@ class _Tracer(fx.Tracer):
             )
         node = super().create_node(*args, **kwargs)
         if node.target in _BATCH_NORMS and _in_batches(node) and _sees_input(node):
-            kind = getattr(self.scope.module_type, "__name__", "")
-            within = f" in {self.scope.module_path} ({kind})" if self.scope.module_path else ""
+            module_kind = getattr(self.scope.module_type, "__name__", "")
+            module_text = (
+                f" in {self.scope.module_path} ({module_kind})" if self.scope.module_path else ""
+            )
             raise _UntraceableError(
-                f"calls batch_norm as a function{within}, which would mix micro-batches: use"
+                f"calls batch_norm as a function{module_text}, which would mix micro-batches: use"
                 " torch.nn's batch norm modules"
             )
         return node
 
 
 def _in_batches(norm: fx.Node) -> bool:
-    """Whether a call of batch_norm uses the statistics of its batch."""
-    given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
-    return given is not False
+    """Return whether a call of batch_norm uses the statistics of its batch."""
+    training = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
+    return training is not False
 
 
 def _sees_input(node: fx.Node) -> bool:
-    """Whether a value depends on the model's input, not only on its weights."""
-    seen, left = set(), [node]
-    while left:
-        if (current := left.pop()) not in seen:
-            seen.add(current)
-            left += current.all_input_nodes
-    return any(found.op == "placeholder" for found in seen)
+    """Return whether a value depends on the model's input, not only on its weights."""
+    seen_nodes, remaining_nodes = set(), [node]
+    while remaining_nodes:
+        if (current := remaining_nodes.pop()) not in seen_nodes:
+            seen_nodes.add(current)
+            remaining_nodes += current.all_input_nodes
+    return any(node_seen.op == "placeholder" for node_seen in seen_nodes)
 
 
 @contextmanager
 def _seeing_draws() -> Iterator[None]:
     """Reject random draws that the graph would freeze."""
-    before = generator_states()
+    earlier_states = generator_states()
     yield
-    if before != generator_states():
+    if earlier_states != generator_states():
         raise _UntraceableError(
             "draws random numbers in its forward that do not depend on its input, and its graph"
             " would draw them once: use torch.randn_like(x), or a function marked by torch.fx.wrap"
@@ -428,6 +449,8 @@ def generator_states() -> bytes:
 
 
 def _seeing_autocast() -> AbstractContextManager[object]:
+    """Reject autocast in a forward, which the graph would lose."""
+
     def refuse(region: torch.autocast) -> None:
         raise _UntraceableError(
             "sets torch.autocast in its forward, which its graph would lose: move that part into a"

@@ -44,8 +44,8 @@ def build(
     if name not in MODELS:
         raise UserError(f"unknown model {name!r}: {suggest(name, [*MODELS])}")
     sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
-    for what, value in (sizes | {"width": 1 if width is None else width}).items():
-        whole(value, f"model.{what}", 1)
+    for size_name, value in (sizes | {"width": 1 if width is None else width}).items():
+        whole(value, f"model.{size_name}", 1)
     return MODELS[name](n_classes, image_size, in_channels, width)
 
 
@@ -55,6 +55,7 @@ def build(
 def _resnet(
     name: str, n_classes: int, image_size: int, in_channels: int, width: int | None
 ) -> nn.Module:
+    """Return torchvision's ResNet of any width; with CIFAR's stem for small images."""
     from torchvision.models import get_model
 
     width = _WIDTH if width is None else width
@@ -66,23 +67,26 @@ def _resnet(
         model.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         model.bn1 = nn.BatchNorm2d(width)
         model.inplanes = width
-        for k in range(4):
-            old = getattr(model, f"layer{k + 1}")
-            layer = model._make_layer(type(old[0]), width * 2**k, len(old), stride=2 if k else 1)
-            setattr(model, f"layer{k + 1}", layer)
+        for group in range(4):
+            old_layer = getattr(model, f"layer{group + 1}")
+            layer = model._make_layer(
+                type(old_layer[0]), width * 2**group, len(old_layer), stride=2 if group else 1
+            )
+            setattr(model, f"layer{group + 1}", layer)
         model.fc = nn.Linear(model.inplanes, n_classes)
         _initialise(model)
-    small = image_size <= _SMALL_IMAGE
-    if small or in_channels != 3:
-        kernel, stride = (3, 1) if small else (7, 2)
+    is_small_image = image_size <= _SMALL_IMAGE
+    if is_small_image or in_channels != 3:
+        kernel, stride = (3, 1) if is_small_image else (7, 2)
         model.conv1 = nn.Conv2d(in_channels, width, kernel, stride, kernel // 2, bias=False)
         _initialise(model.conv1)
-    if small:
+    if is_small_image:
         model.maxpool = nn.Identity()
     return model
 
 
 def _initialise(model: nn.Module) -> None:
+    """Draw the weights of convolutions (He et al., arXiv 1502.01852)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -95,16 +99,16 @@ def _cifar_resnet(
     in_channels: int,
     width: int | None,
 ) -> nn.Module:
-    """Three groups of two-layer blocks, of ``width`` (16), 2x and 4x channels.
+    """Return three groups of two-layer blocks, of ``width`` (16), 2x and 4x channels.
 
     If the first group is empty, the stem is 5x5 and halves the resolution.
     """
-    first = 16 if width is None else width
+    base_width = 16 if width is None else width
     kernel, stride = (3, 1) if blocks[0] else (5, 2)
-    conv = nn.Conv2d(in_channels, first, kernel, stride, kernel // 2, bias=False)
-    layers = OrderedDict(conv1=conv, bn1=nn.BatchNorm2d(first), relu=nn.ReLU(inplace=True))
-    narrower = first
-    for group, wider in enumerate((first, 2 * first, 4 * first)):
+    conv = nn.Conv2d(in_channels, base_width, kernel, stride, kernel // 2, bias=False)
+    layers = OrderedDict(conv1=conv, bn1=nn.BatchNorm2d(base_width), relu=nn.ReLU(inplace=True))
+    narrower = base_width
+    for group, wider in enumerate((base_width, 2 * base_width, 4 * base_width)):
         for block in range(blocks[group]):
             stride = 2 if group and not block else 1
             layers[f"layer{group + 1}_{block}"] = _block(narrower, wider, stride)
@@ -117,6 +121,7 @@ def _cifar_resnet(
 
 
 def _block(narrower: int, wider: int, stride: int) -> nn.Module:
+    """Return a block of two layers, with a projection as shortcut where shapes change."""
     from torchvision.models.resnet import BasicBlock
 
     if stride == 1 and narrower == wider:
@@ -130,21 +135,23 @@ def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | Non
         raise UserError(
             f"convnet needs images of {_LEAST_FOR_CONVNET} pixels or more: got {image_size}"
         )
-    first = width or _WIDTH
+    base_width = width or _WIDTH
     filters = whitening(in_channels)
     conv = nn.Conv2d(in_channels, len(filters), 2)
     conv.load_state_dict({"weight": filters, "bias": torch.zeros(len(filters))})
     conv.weight.requires_grad_(False)
     layers: OrderedDict[str, nn.Module] = OrderedDict(whiten=conv, gelu=nn.GELU())
     narrower = len(filters)
-    for group, wider in enumerate((first, 4 * first, 4 * first), start=1):
-        for k, channels in enumerate((narrower, wider), start=1):
-            layers[f"conv{group}_{k}"] = conv = nn.Conv2d(channels, wider, 3, 1, 1, bias=False)
+    for group, wider in enumerate((base_width, 4 * base_width, 4 * base_width), start=1):
+        for position, channels in enumerate((narrower, wider), start=1):
+            layers[f"conv{group}_{position}"] = conv = nn.Conv2d(
+                channels, wider, 3, 1, 1, bias=False
+            )
             nn.init.dirac_(conv.weight[:channels])  # passes on what it gets; the rest is random
-            if k == 1:
+            if position == 1:
                 layers[f"pool{group}"] = nn.MaxPool2d(2)
-            layers[f"bn{group}_{k}"] = nn.BatchNorm2d(wider)
-            layers[f"gelu{group}_{k}"] = nn.GELU()
+            layers[f"bn{group}_{position}"] = nn.BatchNorm2d(wider)
+            layers[f"gelu{group}_{position}"] = nn.GELU()
         narrower = wider
     pool = nn.AdaptiveMaxPool2d(1)
     layers |= {"pool": pool, "flatten": nn.Flatten(), "fc": nn.Linear(narrower, n_classes)}
@@ -162,15 +169,15 @@ class _Scale(nn.Module):
 
 
 def whitening(in_channels: int) -> torch.Tensor:
-    """Filters ``[8 * in_channels, in_channels, 2, 2]`` that decorrelate natural images' patches.
+    """Return filters ``[8 * in_channels, in_channels, 2, 2]`` that decorrelate image patches.
 
     The eigenvectors of a patch's covariance, scaled to unit variance, and their negatives. Instead
     of a data set's covariance: neighbours correlate by 0.94, channels by 0.93.
     """
-    near, across = torch.full((2, 2), 0.94), torch.full((in_channels, in_channels), 0.93)
-    for correlation in (near, across):
+    neighbours, channels = torch.full((2, 2), 0.94), torch.full((in_channels, in_channels), 0.93)
+    for correlation in (neighbours, channels):
         correlation.fill_diagonal_(1.0)
-    variances, vectors = torch.linalg.eigh(torch.kron(across, torch.kron(near, near)))
+    variances, vectors = torch.linalg.eigh(torch.kron(channels, torch.kron(neighbours, neighbours)))
     filters = (vectors / torch.sqrt(variances + 0.01)).T.reshape(-1, in_channels, 2, 2)
     return torch.cat([filters, -filters])
 

@@ -49,18 +49,18 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     import pandas as pd
 
     options = [flat_options(run.config) for run in runs]
-    shown = dict.fromkeys([*PRINCIPAL, *differing(options)])
+    columns = dict.fromkeys([*PRINCIPAL, *differing(options)])
     metrics = dict.fromkeys(["top1", *(name for run in runs for name in run.metrics)])
     rows = []
-    for run, own in zip(runs, options, strict=True):
-        source = run.provenance
-        versions = source.get("versions") or {}
+    for run, options_of_run in zip(runs, options, strict=True):
+        origin = run.provenance
+        versions = origin.get("versions") or {}
         rows.append(
             _about(run)
             | {name: run.metrics.get(name, float("nan")) for name in metrics}
-            | {name: own.get(name) for name in shown}
+            | {name: options_of_run.get(name) for name in columns}
             | {"toolkit": versions.get(CONSOLE), "torch": versions.get("torch")}
-            | {name: source.get(name) for name in ("commit", "device", "started", "command")}
+            | {name: origin.get(name) for name in ("commit", "device", "started", "command")}
         )
     return pd.DataFrame(rows).astype({"seed": "Int64"})
 
@@ -80,10 +80,13 @@ def learning_curves(*folders: str | Path) -> "pd.DataFrame":
 
     runs = read_runs(folders)
     options = [flat_options(run.config) for run in runs]
-    differ = differing(options)
+    columns = differing(options)
     rows = [
-        _about(run) | epoch | {"epoch": number} | {name: own.get(name) for name in differ}
-        for run, own in zip(runs, options, strict=True)
+        _about(run)
+        | epoch
+        | {"epoch": number}
+        | {name: options_of_run.get(name) for name in columns}
+        for run, options_of_run in zip(runs, options, strict=True)
         for number, epoch in enumerate(run.epochs)
     ]
     if not rows:
@@ -92,6 +95,7 @@ def learning_curves(*folders: str | Path) -> "pd.DataFrame":
 
 
 def _about(run: Run) -> dict[str, Any]:
+    """Return the columns that identify a run."""
     names = ("kind", "state", "message", "rule", "schedule", "seed")
     return {"folder": str(run.folder)} | {name: getattr(run, name) for name in names}
 
@@ -102,17 +106,21 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     A group with a ``_target_`` has the target's last name as its value, the model its own name.
     Lists are JSON. Sizes that the schedule has replace those of the configuration.
     """
-    found: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for name, value in without(flat(config), AROUND).items():
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
-        found[name] = json.dumps(value, default=str) if isinstance(value, list) else value
+        flat_values[name] = json.dumps(value, default=str) if isinstance(value, list) else value
     model, schedule = config.get("model"), config.get("schedule")
     if isinstance(model, dict):
-        found["model"] = model.get("target") or model.get("name") or found.get("model")
+        flat_values["model"] = model.get("target") or model.get("name") or flat_values.get("model")
     if isinstance(schedule, dict) and not schedule.get("file"):
-        found |= {_SIZES[k]: n for k, n in schedule.items() if k in _SIZES and isinstance(n, int)}
-    return {name: value for name, value in found.items() if name not in _ELSEWHERE}
+        flat_values |= {
+            _SIZES[key]: size
+            for key, size in schedule.items()
+            if key in _SIZES and isinstance(size, int)
+        }
+    return {name: value for name, value in flat_values.items() if name not in _ELSEWHERE}
 
 
 @dataclass(frozen=True)
@@ -125,15 +133,15 @@ class Group:
 
     @property
     def by_seed(self) -> dict[int, Run]:
-        """The run of each seed with a final result; the one that started last counts."""
+        """The run of each seed with a final result; of several, the one that started last."""
         by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
-        found = {run.seed: run for run in by_start if run.counts and run.seed is not None}
-        return dict(sorted(found.items()))
+        run_of_seed = {run.seed: run for run in by_start if run.counts and run.seed is not None}
+        return dict(sorted(run_of_seed.items()))
 
     def baseline(self, others: Sequence["Group"]) -> "Group":
-        """The first group with these settings, if several have them; else the first of all."""
-        same = [other for other in others if other.settings == self.settings]
-        return (same if len(same) > 1 else others)[0]
+        """Return the first group with these settings if several have them, else the first."""
+        comparable_groups = [group for group in others if group.settings == self.settings]
+        return (comparable_groups if len(comparable_groups) > 1 else others)[0]
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
@@ -146,40 +154,50 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             options = flat_options(run.config)
             task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
-            own = run.config["schedule"], _relevant(flat(run.config))
-            key = _text(_relevant(flat(run.shared or run.config))), _text(own)
+            rule_options = run.config["schedule"], _relevant(flat(run.config))
+            key = _text(_relevant(flat(run.shared or run.config))), _text(rule_options)
             tasks.setdefault(task, {}).setdefault(key, []).append(run)
     return {task: _labelled(configurations) for task, configurations in tasks.items()}
 
 
 def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group]:
-    found = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
-    options = [_relevant(flat_options(same[0].config)) for _, same in found]
-    shown = differing(options)
+    """Return a group per configuration, labelled by its schedule and the options that differ."""
+    sorted_configurations = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
+    options = [_relevant(flat_options(runs[0].config)) for _, runs in sorted_configurations]
+    columns = differing(options)
     labels = []
-    for (_, same), own in zip(found, options, strict=True):
-        differ = [f"{name.rpartition('.')[2]} {own[name]}" for name in shown if name in own]
-        labels.append(", ".join([same[0].schedule or same[0].rule or "schedule", *differ]))
+    for (_, runs), relevant_options in zip(sorted_configurations, options, strict=True):
+        differences = [
+            f"{name.rpartition('.')[2]} {relevant_options[name]}"
+            for name in columns
+            if name in relevant_options
+        ]
+        labels.append(", ".join([runs[0].schedule or runs[0].rule or "schedule", *differences]))
     groups = []
-    for label, ((settings, _), same) in zip(labels, found, strict=True):
-        several = f" ({same[0].rule}, {same[0].folder.name})" if labels.count(label) > 1 else ""
-        groups.append(Group(label + several, settings, same))
+    for label, ((settings, _), runs) in zip(labels, sorted_configurations, strict=True):
+        suffix = f" ({runs[0].rule}, {runs[0].folder.name})" if labels.count(label) > 1 else ""
+        groups.append(Group(label + suffix, settings, runs))
     return groups
 
 
 def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that distinguish configurations; of the data's folder only its name."""
-    found = without(options, _FREE)
-    root = found.get("data.root")
-    return found | {"data.root": Path(root).name} if isinstance(root, str) else found
+    """Return the options that distinguish configurations; of the data's folder only its name."""
+    relevant_options = without(options, _FREE)
+    data_root = relevant_options.get("data.root")
+    return (
+        relevant_options | {"data.root": Path(data_root).name}
+        if isinstance(data_root, str)
+        else relevant_options
+    )
 
 
 def _text(options: Any) -> str:
+    """Return options as text that is equal for equal options."""
     return json.dumps(options, sort_keys=True, default=str)
 
 
 def _is_late(run: Run) -> bool:
-    """Whether the schedule of a run reads old weights."""
+    """Return whether the schedule of a run reads old weights."""
     options = run.config["schedule"]
     try:
         return rebuild_schedule(options).max_staleness > 0

@@ -53,7 +53,7 @@ class RuleRun:
     @property
     def diverged_in(self) -> int | None:
         """The epoch in which its loss diverged, or None."""
-        return next((e["epoch"] for e in self.epochs if isnan(e["train_loss"])), None)
+        return next((row["epoch"] for row in self.epochs if isnan(row["train_loss"])), None)
 
     def named(self, rows: list[Row]) -> list[Row]:
         """Return ``rows`` of this run with its rule and seed."""
@@ -72,22 +72,22 @@ def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
 
 
 def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
-    """Read the finished runs in ``folder``, and which others were saved; write the options to it.
+    """Return the finished runs and the saved keys of ``folder``, and write the options to it.
 
     Every rank of ``world`` calls it, and gets what the first rank finds. Runs that were trained
     with other options raise UserError.
     """
-    found = None
+    runs_and_saved = None
     if is_rank_zero():
         runs = ended_before(folder, options) if options["resume"] or restarted() else []
         keep_options(folder, options)
         if runs:  # removes the rows of runs that were interrupted
             keep_runs(folder, runs)
-        found = runs, _saved(folder)
+        runs_and_saved = runs, _saved(folder)
     if world is not None:
-        found = world.gather(found)[0]
-    assert found is not None
-    return found
+        runs_and_saved = world.gather(runs_and_saved)[0]
+    assert runs_and_saved is not None
+    return runs_and_saved
 
 
 def train_all(
@@ -123,9 +123,9 @@ def train_all(
 
 def unfinished(options: Options, ended: Sequence[RuleRun], under_way: Sequence[Key]) -> list[Key]:
     """Return the runs that have not ended in their order, those saved ``under_way`` first."""
-    done = {(run.rule, run.seed) for run in ended}
+    ended_keys = {(run.rule, run.seed) for run in ended}
     keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
-    keys = [key for key in keys if key not in done]
+    keys = [key for key in keys if key not in ended_keys]
     return sorted(keys, key=lambda key: key not in under_way)
 
 
@@ -154,18 +154,18 @@ def check_runs(
 def train_one(
     run: TrainingRun, key: Key, folder: Path, progress: RunProgress, signals: Signals
 ) -> RuleRun:
-    """Train one run of the comparison in ``folder``, from where it was saved if it was under way.
+    """Train one run of the comparison in ``folder``, or continue it from its checkpoint.
 
-    The run's folder is there, see :func:`prepare_folder`.
+    The run's folder exists, see :func:`prepare_folder`.
 
     Raises:
         StoppedError: a signal has ended the run.
     """
     name, seed = key
-    called, n_epochs = f"{name}, seed {seed}", run.options.epochs
+    run_name, n_epochs = f"{name}, seed {seed}", run.options.epochs
     progress.run(f"{run.schedule.name}, seed {seed}")
-    own = under_way(folder, name, seed)
-    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
+    run_folder = under_way(folder, name, seed)
+    delays = Ledger(run_folder / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
     notes: list[str] = []
     with track(
         run.record,
@@ -175,7 +175,7 @@ def train_one(
         job_type="compare",
         group=group_of(folder),
         resume=True,
-        own=own,
+        own=run_folder,
         here=is_rank_zero(),
     ) as tracker:
         tracker.config({"rule": name})
@@ -189,29 +189,31 @@ def train_one(
         try:
             outcome = run_with_checkpoints(
                 run,
-                own,
+                run_folder,
                 resume=None,
                 weights=False,
                 on_epoch=tracker.epoch,
                 on_step=count,
                 signals=signals,
             )
-        except StoppedError as stopped:
-            tracker.end(f"stopped by {stopped}", STOPPED)
+        except StoppedError as error:
+            tracker.end(f"stopped by {error}", STOPPED)
             raise
-        except DivergedError as lost:
-            epochs, score = lost.all_epochs(n_epochs), "diverged"
-            tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
+        except DivergedError as divergence:
+            epochs, score = divergence.all_epochs(n_epochs), "diverged"
+            tracker.end(f"failed: its loss diverged in epoch {len(divergence.epochs)}", 1)
         else:
             epochs, score = outcome.epochs, outcome.epochs[-1].text(run.samples.form.metric)
-            final = asdict(epochs[-1]).items()
-            tracker.summary({f"final/{k}": v for k, v in final if v is not None})
+            final_metrics = asdict(epochs[-1]).items()
+            tracker.summary(
+                {f"final/{key}": value for key, value in final_metrics if value is not None}
+            )
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
         progress.ended(n_epochs)
         progress.note(f"last: {run.schedule.name} {score}")
-    notes = [f"{called}: {note}" for note in notes] + tracker.notes
+    notes = [f"{run_name}: {note}" for note in notes] + tracker.notes
     return RuleRun(name, seed, [*map(asdict, epochs)], delays.rows(), notes, tracker.where)
 
 
@@ -220,32 +222,32 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
 
     Runs that cannot be read, or were trained with other ``options``, raise UserError.
     """
-    found: dict[Key, RuleRun] = {}
-    for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
+    run_of_key: dict[Key, RuleRun] = {}
+    for name, attribute in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
         for row in read_csv(folder / name, words=("rule", "note")):
             key = row.pop("rule"), row.pop("seed")
-            run = found.setdefault(key, RuleRun(*key, [], []))
-            getattr(run, kept).append(row["note"] if kept == "notes" else row)
-    if trained := {rule for rule, _ in [*found, *_saved(folder)]}:
-        old, new = _options_before(folder), _with_digests(options)
-        if not isinstance(old.get("rules"), dict):
+            run = run_of_key.setdefault(key, RuleRun(*key, [], []))
+            getattr(run, attribute).append(row["note"] if attribute == "notes" else row)
+    if trained_rules := {rule for rule, _ in [*run_of_key, *_saved(folder)]}:
+        earlier_options, new_options = _options_before(folder), _with_digests(options)
+        if not isinstance(earlier_options.get("rules"), dict):
             raise UserError(
                 f"resume={folder} has runs, but no readable {COMPARED} with their options: start in"
                 " a new folder, without resume"
             )
-        both = trained & new["rules"].keys()
-        others = {*old["rules"], *new["rules"]} - both
-        others = {f"{group}.{rule}" for group in ("rules", "own") for rule in others}
-        if changed := changed_options(old, new, _FREE | others):
+        common_rules = trained_rules & new_options["rules"].keys()
+        other_rules = {*earlier_options["rules"], *new_options["rules"]} - common_rules
+        other_rules = {f"{group}.{rule}" for group in ("rules", "own") for rule in other_rules}
+        if change := changed_options(earlier_options, new_options, _FREE | other_rules):
             raise UserError(
-                f"resume={folder} has runs that were trained with other options: {changed}; leave"
+                f"resume={folder} has runs that were trained with other options: {change}; leave"
                 " them as they were, or start in a new folder, without resume"
             )
-    return [run for run in found.values() if len(run.epochs) == options["epochs"]]
+    return [run for run in run_of_key.values() if len(run.epochs) == options["epochs"]]
 
 
 def _options_before(folder: Path) -> Row:
-    """The options of the runs in ``folder``; of a comparison that was kept, those of its result."""
+    """Return the options of the runs in ``folder``, from its result if it has no options file."""
     if (folder / COMPARED).exists() or not (folder / RESULT).exists():
         return read_yaml(folder / COMPARED)
     return read_result(folder)["provenance"]["config"]
@@ -253,10 +255,14 @@ def _options_before(folder: Path) -> Row:
 
 def keep_options(folder: Path, options: Options) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
-    content, old = _with_digests(options), _options_before(folder)
-    own = {k: v for k, v in (old.get("own") or {}).items() if k not in content["rules"]}
-    content["own"] = own | content.get("own", {})
-    content["rules"] = (old.get("rules") or {}) | content["rules"]
+    content, earlier_options = _with_digests(options), _options_before(folder)
+    earlier_own = {
+        rule: rule_options
+        for rule, rule_options in (earlier_options.get("own") or {}).items()
+        if rule not in content["rules"]
+    }
+    content["own"] = earlier_own | content.get("own", {})
+    content["rules"] = (earlier_options.get("rules") or {}) | content["rules"]
     folder.mkdir(exist_ok=True)
     write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
@@ -264,7 +270,7 @@ def keep_options(folder: Path, options: Options) -> None:
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     """Write the tables of ``runs``, which have ended, and remove the folders of their own."""
     delays = [row for run in runs for row in run.named(run.delays)]
-    notes = [row for run in runs for row in run.named([{"note": n} for n in run.notes])]
+    notes = [row for run in runs for row in run.named([{"note": note} for note in run.notes])]
     epochs = [row for run in runs for row in run.named(run.epochs)]
     # The epochs last, since a run counts as ended when it is in their file.
     for name, rows in (("delays.csv", delays), ("notes.csv", notes), (ENDED, epochs)):
@@ -278,10 +284,10 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
 
 def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
     """Keep runs as :func:`keep_runs`; return why they cannot be written, or an empty text."""
-    why: list[str] = []
-    with note_write_errors(why, folder):
+    errors: list[str] = []
+    with note_write_errors(errors, folder):
         keep_runs(folder, runs)
-    return "".join(why)
+    return "".join(errors)
 
 
 def under_way(folder: Path, rule: str, seed: int) -> Path:
@@ -291,23 +297,23 @@ def under_way(folder: Path, rule: str, seed: int) -> Path:
 
 def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> Path:
     """Return the folder of a run under way, emptied (``here``) unless it has a checkpoint."""
-    own = under_way(folder, rule, seed)
-    if here and not has_checkpoint(own):
-        shutil.rmtree(own, ignore_errors=True)
-        own.parent.mkdir(exist_ok=True)
-        own.mkdir()
-    return own
+    run_folder = under_way(folder, rule, seed)
+    if here and not has_checkpoint(run_folder):
+        shutil.rmtree(run_folder, ignore_errors=True)
+        run_folder.parent.mkdir(exist_ok=True)
+        run_folder.mkdir()
+    return run_folder
 
 
 def _saved(folder: Path) -> list[Key]:
-    """Rules and seeds of the unfinished runs in ``folder`` that have a checkpoint."""
-    saved = filter(has_checkpoint, (folder / UNDER_WAY).glob("*_*"))
-    names = (path.name.rpartition("_") for path in saved)
-    return [(rule, int(seed)) for rule, _, seed in names if seed.isdecimal()]
+    """Return the keys of the unfinished runs in ``folder`` that have a checkpoint."""
+    saved_folders = filter(has_checkpoint, (folder / UNDER_WAY).glob("*_*"))
+    name_parts = (path.name.rpartition("_") for path in saved_folders)
+    return [(rule, int(seed)) for rule, _, seed in name_parts if seed.isdecimal()]
 
 
 def _with_digests(options: Options) -> dict[str, Any]:
-    """``options``, with the digest of its file in each rule that has one: files may change."""
+    """Return ``options`` with the digest of each rule's file, since files may change."""
     rules = {name: dict(rule) for name, rule in options["rules"].items()}
     for rule in rules.values():
         if rule.get("file"):

@@ -51,7 +51,7 @@ class _Ready:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A run has done so many epochs."""
+    """Report of the epochs that a run has done so far."""
 
     epochs: float
 
@@ -116,8 +116,8 @@ def train_in_parallel(
         try:
             for process, message in processes.reports():
                 if isinstance(message, _Ready):
-                    ends = signals.number or stopped or failed or not waiting
-                    key = None if ends else waiting.popleft()
+                    is_ending = signals.number or stopped or failed or not waiting
+                    key = None if is_ending else waiting.popleft()
                     if key is not None:
                         running[process] = key
                         # Made here: keep_runs, which this process calls, removes empty folders.
@@ -154,9 +154,9 @@ def train_in_parallel(
 
 
 class _PassedOn(Signals):
-    """Signals of this process, passed on to the ``processes`` that are ``running`` something.
+    """Signals of this process, passed on to the ``processes`` that are ``running`` a run.
 
-    They are in sessions of their own, and do not get those of a terminal.
+    Each process has its own session, so a terminal does not signal it.
     """
 
     def __init__(self, processes: Processes, running: Collection[int]) -> None:
@@ -170,7 +170,10 @@ class _PassedOn(Signals):
 
 
 def _signal(processes: Processes, running: Collection[int], number: int) -> None:
-    # Not to others: a process that waits for its end would be interrupted.
+    """Send a signal to the processes that train a run.
+
+    Other processes do not get it: it would interrupt one that waits for its end.
+    """
     for process in processes.alive.intersection(running):
         with suppress(ProcessLookupError):
             os.kill(processes.process_ids[process], number)
@@ -181,7 +184,7 @@ def _signal(processes: Processes, running: Collection[int], number: int) -> None
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a process shares with the one that has started it."""
+    """Settings that a training process gets from the process that started it."""
 
     folder: Path
     n_processes: int
@@ -190,7 +193,7 @@ class _Setting:
 
 
 class _Reported:
-    """Reports how far a run is."""
+    """Progress of a run, reported to the process that shows the bar."""
 
     def __init__(self) -> None:
         self._reported_at = time.monotonic()
@@ -230,7 +233,7 @@ def _train_keys(make_run: MakeRun, setting: _Setting) -> None:
 
 
 def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals) -> Any:
-    """Train a run; return what is reported on it."""
+    """Train a run; return the message that reports how it ended."""
     progress = _Reported()
     # A tracked run removes its cache when it ends, which others must not share.
     cache = under_way(setting.folder, *key) / "wandb_cache"

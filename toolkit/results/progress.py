@@ -42,7 +42,8 @@ class Progress:
         self._refreshed = time.monotonic()
         self._before = 0  # epochs of earlier runs
         self._new_run = True
-        self._since, self._samples = 0.0, 0  # start of an epoch, and samples since
+        self._since = 0.0  # time of the epoch's start
+        self._samples = 0  # samples since then
         self._losses: list[Tensor] = []  # of the epoch so far
         self._figures = self._note = ""
         self._bar = tqdm(
@@ -72,7 +73,8 @@ class Progress:
         epochs = (step.result.step + 1) / step.n_steps
         # Neither evaluation, compilation nor the steps before a resumption count as time of steps.
         if step.step == 1 or self._new_run:
-            self._since, self._samples = now, 0
+            self._since = now
+            self._samples = 0
         else:
             self._samples += step.samples
         if self._new_run:
@@ -83,15 +85,15 @@ class Progress:
         if len(step.result.losses):
             self._losses.append(step.result.losses)
         self._bar.n = self._before + epochs
-        due = now >= self._refreshed + self._interval
-        if due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
-            shown = [f"train loss {_mean(self._losses):.3f}"] if self._losses else []
-            shown.append(f"lr {step.learning_rate:.3g}")
+        is_due = now >= self._refreshed + self._interval
+        if is_due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
+            figures = [f"train loss {_mean(self._losses):.3f}"] if self._losses else []
+            figures.append(f"lr {step.learning_rate:.3g}")
             if self._samples:
-                shown.append(f"{self._samples / (now - self._since):.0f} samples/s")
-            self._figures = ", ".join(shown)
+                figures.append(f"{self._samples / (now - self._since):.0f} samples/s")
+            self._figures = ", ".join(figures)
             self.note(self._note)
-        if due:
+        if is_due:
             self._refreshed = now
             self._bar.refresh()
 
@@ -153,6 +155,7 @@ class ParallelProgress:
 
 
 def _mean(losses: "list[Tensor]") -> float:
+    """Return the mean loss; reading it waits for the device."""
     import torch
 
     return float(torch.cat(losses).mean())

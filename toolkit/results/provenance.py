@@ -23,7 +23,7 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
 
     Args:
         config: the options; nested mappings and lists become dicts and lists.
-        device: what it ran on, in words (see :func:`describe`).
+        device: the device in words (see :func:`describe`).
         seconds: wall time.
     """
     versions = {"python": platform.python_version()}
@@ -88,10 +88,10 @@ def commit() -> str | None:
     # No tag matches: the commit itself, in full.
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
 def _starter(folder: Path) -> str:
@@ -99,9 +99,9 @@ def _starter(folder: Path) -> str:
     path = Path(sys.argv[0]).resolve()
     if path.parent != EXPERIMENTS:
         return f"python {shlex.quote(path.name)}"
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return started_by(path.stem, local, size // local, folder)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return started_by(path.stem, local_size, world_size // local_size, folder)
 
 
 def resume_command(folder: Path) -> str:

@@ -51,11 +51,11 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
     """
     with environment(**_CLIENT):
         try:
-            page, space = wandb_report(report, runs, entity, project)
+            page, workspace = wandb_report(report, runs, entity, project)
             import wandb
 
             wandb.login(timeout=1, verify=True)  # on a terminal it would ask for a key, and wait
-            return str(page.save().url), str(space.save().url)
+            return str(page.save().url), str(workspace.save().url)
         except Exception as error:  # of the client, its service or the server
             raise UserError(
                 f"publish=wandb failed ({first_line(error)}): pip install 'cyclic-dp[reports]',"
@@ -74,13 +74,18 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
     sections = []
     for title, content in report.sections.items():
         blocks += [wr.H1(text=title), *(_block(wr, block) for block in content)]
-        of_report, of_workspace = _panels(wr, title, runs), _panels(wr, title, runs)
-        if of_report:
-            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=of_report))
-            sections.append(ws.Section(name=title, panels=of_workspace, is_open=True))
+        report_panels, workspace_panels = _panels(wr, title, runs), _panels(wr, title, runs)
+        if report_panels:
+            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=report_panels))
+            sections.append(ws.Section(name=title, panels=workspace_panels, is_open=True))
     # W&B refuses symbols in a workspace's name.
-    name = "".join(" " if category(c)[0] in "SC" else c for c in report.title).strip() or "Runs"
-    page = wr.Report(
+    name = (
+        "".join(
+            " " if category(character)[0] in "SC" else character for character in report.title
+        ).strip()
+        or "Runs"
+    )
+    wandb_page = wr.Report(
         entity=entity,
         project=project,
         title=report.title[:_LONGEST_TITLE],
@@ -88,11 +93,11 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
         blocks=blocks,
         width="fluid",
     )
-    return page, ws.Workspace(entity=entity, project=project, name=name, sections=sections)
+    return wandb_page, ws.Workspace(entity=entity, project=project, name=name, sections=sections)
 
 
 def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
-    """Panels of what was logged for a section, with bars of the runs' own metric."""
+    """Return the panels of a section; accuracy also has bars of the runs' metric."""
     measured = not runs or any(run.ranks for run in runs)  # else these panels would be empty
 
     def logged(keys: Sequence[str]) -> list[str]:
@@ -105,42 +110,48 @@ def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
     panels += [wr.BarPlot(title=keys[0], metrics=keys) for keys in scalars]
     if section == "Accuracy":
         judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
-        finals = [f"final/{by.key}" for by in judges]
-        panels += [wr.LinePlot(title=k, x=k.partition("/")[0].replace("train", STEP), y=[k])
-                   for k in _CURVES]  # fmt: skip
+        finals = [f"final/{metric.key}" for metric in judges]
+        panels += [wr.LinePlot(title=key, x=key.partition("/")[0].replace("train", STEP), y=[key])
+                   for key in _CURVES]  # fmt: skip
         panels += [wr.BarPlot(title=key, metrics=[key]) for key in finals]
-        late = "schedule/staleness_mean"
-        panels += [wr.ScatterPlot(title=f"{key} by staleness", x=late, y=key) for key in finals]
+        staleness = "schedule/staleness_mean"
+        panels += [
+            wr.ScatterPlot(title=f"{key} by staleness", x=staleness, y=key) for key in finals
+        ]
         panels.append(wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*"))
     return panels
 
 
 def _run_sets(wr: Any, runs: Sequence[Run]) -> list[Any]:
-    """The runs' groups, and the runs without a group; all runs of the project if unknown."""
+    """Return run sets of the runs' groups and of the runs without one; else of all runs."""
     groups, ids = set(), set()
     for run in runs:
-        known = read_identity(run.folder / WANDB_RUN)
+        identity = read_identity(run.folder / WANDB_RUN)
         if run.kind == "compare" and isinstance(options := run.config.get("tracking"), dict):
             groups.add(str(options.get("group") or group_of(run.folder)))
-        elif known.get("group"):
-            groups.add(str(known["group"]))
-        elif known.get("id"):
-            ids.add(str(known["id"]))
-    sets = [
+        elif identity.get("group"):
+            groups.add(str(identity["group"]))
+        elif identity.get("id"):
+            ids.add(str(identity["id"]))
+    run_sets = [
         wr.Runset(name=name, filters=f"Metric('{column}') in {sorted(values)}")
         for name, column, values in (("groups", "Group", groups), ("single runs", "ID", ids))
         if values
     ]
-    return sets or [wr.Runset(name="runs")]
+    return run_sets or [wr.Runset(name="runs")]
 
 
 def _block(wr: Any, block: Block) -> Any:
+    """Return a block of the report as a block of W&B."""
     if isinstance(block, Command):
         return wr.CodeBlock(code=f"{block.command}\n# {block.note}", language=None)
     if isinstance(block, Text):
         text = _escaped(block.text)
     elif isinstance(block, Table):
-        rows = [{_escaped(k): _escaped(cell) for k, cell in row.items()} for row in block.rows]
+        rows = [
+            {_escaped(heading): _escaped(cell) for heading, cell in row.items()}
+            for row in block.rows
+        ]
         text = f"{_escaped(block.caption)}\n\n{table(rows, 'github')}"
     else:
         text = f"*{_escaped(f'Figure: {block.caption} {block.alt}')}*"
@@ -148,6 +159,6 @@ def _block(wr: Any, block: Block) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows unchanged, on one line."""
-    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKDOWN.sub(r"\\\1", plain)
+    """Return text that Markdown shows unchanged, on one line."""
+    escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKDOWN.sub(r"\\\1", escaped)

@@ -71,8 +71,8 @@ def write_result(
 
 def read_result(folder: Path) -> Row:
     """Read and check ``folder/result.json``; raise DamagedError if it does not match the schema."""
-    optional = {"schema": SCHEMA, "schedule": "", "judged_by": None}
-    result = optional | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
+    defaults = {"schema": SCHEMA, "schedule": "", "judged_by": None}
+    result = defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
     metrics = result.get("metrics")
     valid = {
         "schema": result["schema"] == SCHEMA,
@@ -86,13 +86,13 @@ def read_result(folder: Path) -> Row:
     }
     for name, is_valid in valid.items():
         if not is_valid:
-            got = str(result.get(name))[:40]
-            raise DamagedError(f"{RESULT}: {name} does not match schema {SCHEMA}: got {got}")
+            value_text = str(result.get(name))[:40]
+            raise DamagedError(f"{RESULT}: {name} does not match schema {SCHEMA}: got {value_text}")
     return result
 
 
-def _is_list(value: object, of: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, of) for item in value)
+def _is_list(value: object, item_type: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, item_type) for item in value)
 
 
 def read_json(path: Path) -> Row:
@@ -132,7 +132,12 @@ def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = Fals
                 try:
                     if None in row or None in row.values():
                         raise UserError(f"line {reader.line_num} has too few or too many cells")
-                    rows.append({k: v if k in words else _number(v) for k, v in row.items()})
+                    rows.append(
+                        {
+                            column: cell if column in words else _number(cell)
+                            for column, cell in row.items()
+                        }
+                    )
                 except ValueError:
                     if not skip_damaged:
                         raise
@@ -143,6 +148,7 @@ def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = Fals
 
 
 def _number(text: str) -> float | None:
+    """Return a cell as int or float, or None if it is empty."""
     if not text:
         return None
     return int(text) if text.lstrip("-").isdecimal() else float(text)
@@ -159,7 +165,10 @@ def numbers_of(row: Mapping[str, Any]) -> Numbers:
 
 def per_cent(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, with accuracies in per cent instead of shares."""
-    return {k: 100 * v if k in _SHARES else v for k, v in numbers_of(row).items()}
+    return {
+        name: 100 * number if name in _SHARES else number
+        for name, number in numbers_of(row).items()
+    }
 
 
 class Ledger:
@@ -190,16 +199,19 @@ class Ledger:
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows, which may have more or fewer columns than those before."""
-        expected = len(self._rows) + len(rows), len(self._columns)
+        expected_size = len(self._rows) + len(rows), len(self._columns)
         self._take(rows)
         if not rows or not self.here:
             return
         try:
-            if self._on_disk and (len(self._rows), len(self._columns)) == expected:
+            if self._on_disk and (len(self._rows), len(self._columns)) == expected_size:
                 with self.path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                write_csv(self.path, [{k: r.get(k) for k in self._columns} for r in self.rows()])
+                write_csv(
+                    self.path,
+                    [{column: row.get(column) for column in self._columns} for row in self.rows()],
+                )
             self._on_disk = True
         except OSError:
             self._on_disk = False

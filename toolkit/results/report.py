@@ -57,17 +57,24 @@ class Table:
     caption: str
 
     def __post_init__(self) -> None:
-        n, first = len(self.rows), self.rows[:_MOST_ROWS]
-        cut = [{k: shortened(cell, _MOST_CHARACTERS) for k, cell in r.items()} for r in first]
-        object.__setattr__(self, "rows", cut)
-        if n > _MOST_ROWS:
-            caption = f"{self.caption} The first {_MOST_ROWS} of {n} rows."
+        n_rows, first_rows = len(self.rows), self.rows[:_MOST_ROWS]
+        cut_rows = [
+            {heading: shortened(cell, _MOST_CHARACTERS) for heading, cell in row.items()}
+            for row in first_rows
+        ]
+        object.__setattr__(self, "rows", cut_rows)
+        if n_rows > _MOST_ROWS:
+            caption = f"{self.caption} The first {_MOST_ROWS} of {n_rows} rows."
             object.__setattr__(self, "caption", caption)
 
     @property
     def numeric(self) -> set[str]:
         """Headings of the columns of numbers."""
-        return {k for k in self.rows[0] if all(_NUMBER.fullmatch(row[k]) for row in self.rows)}
+        return {
+            heading
+            for heading in self.rows[0]
+            if all(_NUMBER.fullmatch(row[heading]) for row in self.rows)
+        }
 
 
 @dataclass(frozen=True)
@@ -152,80 +159,107 @@ def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -
 
 
 def _conclusions(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterator[Text]:
-    """A sentence on each rule beside the first of its task."""
+    """Yield a sentence on each rule, compared with the baseline of its task."""
     for task, groups in tasks.items():
         for group in groups:
-            baseline, by = group.baseline(groups), group.runs[0].judged_by
-            row = over_seeds(*_ends(group, baseline, by), by, margin)
-            if group is not baseline and not isnan(row[by.columns[2]]):
-                given = row, len(group.by_seed), by, margin
-                said = in_a_sentence(group.label, baseline.label, *given)
-                yield Text(f"{task}, test {by.name}: {said}")
+            baseline, metric = group.baseline(groups), group.runs[0].judged_by
+            row = over_seeds(*_ends(group, baseline, metric), metric, margin)
+            if group is not baseline and not isnan(row[metric.columns[2]]):
+                arguments = row, len(group.by_seed), metric, margin
+                sentence = in_a_sentence(group.label, baseline.label, *arguments)
+                yield Text(f"{task}, test {metric.name}: {sentence}")
 
 
 def _summary(runs: Sequence[Run], tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
+    """Yield the tables of what was trained, of the runs left out, and of their notes."""
     yield Text(f"{count(len(runs), 'run')}: {_states(runs)}.")
     rows = []
     for task, groups in tasks.items():
         options = [flat_options(group.runs[0].config) for group in groups]
-        found = [run for group in groups for run in group.runs]
-        seeds = sorted({run.seed for run in found if run.seed is not None})
+        runs_of_task = [run for group in groups for run in group.runs]
+        seeds = sorted({run.seed for run in runs_of_task if run.seed is not None})
         row = {"training": task, "rules": ", ".join(group.label for group in groups)}
-        row |= {option: _few([own.get(option) for own in options]) for option in PRINCIPAL[2:]}
-        rows.append(row | {"seeds": _few(seeds), "states": _states(found)})
+        row |= {
+            option: _few([options_of_run.get(option) for options_of_run in options])
+            for option in PRINCIPAL[2:]
+        }
+        rows.append(row | {"seeds": _few(seeds), "states": _states(runs_of_task)})
     if rows:
         yield Table(rows, "What was trained.")
-    if left := [_left_out(run) for run in runs if not run.counts]:
-        yield Table(left, "Left out of the tables and figures below, and why.")
+    if left_out_rows := [_left_out(run) for run in runs if not run.counts]:
+        yield Table(left_out_rows, "Left out of the tables and figures below, and why.")
     if notes := dict.fromkeys((str(run.folder), note) for run in runs for note in run.notes):
-        yield Table([{"folder": f, "note": note} for f, note in notes], "Notes of the runs.")
+        yield Table(
+            [{"folder": folder, "note": note} for folder, note in notes], "Notes of the runs."
+        )
 
 
 def _few(values: Sequence[object]) -> str:
-    found = dict.fromkeys("-" if value is None else str(value) for value in values)
-    return ", ".join(found) if len(found) <= _MOST_VALUES else f"{len(found)} values"
+    """Return the different values, or their number if there are many."""
+    texts = dict.fromkeys("-" if value is None else str(value) for value in values)
+    return ", ".join(texts) if len(texts) <= _MOST_VALUES else f"{len(texts)} values"
 
 
 def _states(runs: Sequence[Run]) -> str:
+    """Return the number of runs in each state."""
     states = Counter(run.state for run in runs)
     return ", ".join(f"{states[state]} {state}" for state in MESSAGES if states[state])
 
 
 def _left_out(run: Run) -> dict[str, str]:
-    lacks = "its result lacks the final accuracy or the schedule" if run.trains else "no training"
+    """Return the row of a run without a final result, with the reason."""
+    usual_reason = (
+        "its result lacks the final accuracy or the schedule" if run.trains else "no training"
+    )
     return {
         "folder": str(run.folder),
         "experiment": run.kind,
         "state": run.state,
-        "reason": run.message or lacks,
+        "reason": run.message or usual_reason,
         "rule": run.schedule or run.rule or "-",
         "seed": "-" if run.seed is None else str(run.seed),
     }
 
 
 def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterator[Block]:
-    """Curves and final metrics of each task, and delay diagnostics."""
+    """Yield the curves and final metrics of each task, and the delay diagnostics."""
     if not any(group.by_seed for groups in tasks.values() for group in groups):
         yield Text("No run has finished with an accuracy.")
     rows = []
     for task, groups in tasks.items():
-        shown = [g for g in groups if g.by_seed or any(run.diverged for run in g.runs)]
-        if not any(group.by_seed for group in shown):
+        shown_groups = [
+            group for group in groups if group.by_seed or any(run.diverged for run in group.runs)
+        ]
+        if not any(group.by_seed for group in shown_groups):
             continue
-        by = shown[0].runs[0].judged_by
-        stated = {run.config.get("margin") for group in shown for run in group.runs} - {None}
-        least = stated.pop() if margin is None and len(stated) == 1 else margin
-        yield from _curves(task, shown, by)
-        first = {group.baseline(shown).label for group in shown}
-        baseline = first.pop() if len(first) == 1 else "the first rule with these options"
-        finals = [_final(group, group.baseline(shown), by, baseline, least) for group in shown]
-        filled = [k for k in finals[0] if any(row[k] != "-" for row in finals)]
+        metric = shown_groups[0].runs[0].judged_by
+        stated_margins = {
+            run.config.get("margin") for group in shown_groups for run in group.runs
+        } - {None}
+        task_margin = (
+            stated_margins.pop() if margin is None and len(stated_margins) == 1 else margin
+        )
+        yield from _curves(task, shown_groups, metric)
+        baseline_labels = {group.baseline(shown_groups).label for group in shown_groups}
+        baseline = (
+            baseline_labels.pop()
+            if len(baseline_labels) == 1
+            else "the first rule with these options"
+        )
+        final_rows = [
+            _final(group, group.baseline(shown_groups), metric, baseline, task_margin)
+            for group in shown_groups
+        ]
+        filled_headings = [
+            heading for heading in final_rows[0] if any(row[heading] != "-" for row in final_rows)
+        ]
         yield Table(
-            [{k: row[k] for k in filled} for row in finals],
-            f"{task}: test {by.name} after the last epoch, mean ± standard deviation over seeds,"
-            f" and the difference from {baseline}, paired by seed, in {by.unit_of_differences}, ±"
-            " its 95 % interval. A single seed has neither: a difference may be chance. A seed that"
-            " ran twice counts as it ran last." + (_EQUIVALENCE if least is not None else ""),
+            [{heading: row[heading] for heading in filled_headings} for row in final_rows],
+            f"{task}: test {metric.name} after the last epoch, mean ± standard deviation over"
+            f" seeds, and the difference from {baseline}, paired by seed, in"
+            f" {metric.unit_of_differences}, ± its 95 % interval. A single seed has neither: a"
+            " difference may be chance. A seed that"
+            " ran twice counts as it ran last." + (_EQUIVALENCE if task_margin is not None else ""),
         )
         rows += [
             {"training": task, "rule": group.label} | row
@@ -235,14 +269,14 @@ def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterato
             for row in run.delays
             if "stage" in row
         ]
-    if cells := [
+    if delay_rows := [
         {"training": row["training"], "rule": row["rule"], "stage": f"{row['stage']:.0f}"}
         | {"steps late": f"{row['delay']:.2f}", "cosine": f"{row['cosine']:.3f}"}
         | {"moved": f"{100 * row['moved'] / (row['weights'] or nan):.2f} %"}
         for row in delay_means(rows, ["training", "rule", "stage"])
     ]:
         yield Table(
-            cells,
+            delay_rows,
             "What the delay does to the gradients, mean over the steps looked into: how many steps"
             " late the weights were, the cosine between the gradient used and the fresh one, and"
             " how far a step moves the weights by their own size.",
@@ -250,58 +284,69 @@ def _accuracy(tasks: Mapping[str, list[Group]], margin: float | None) -> Iterato
 
 
 def _curves(task: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
+    """Yield the curves of a task's groups; runs of another length than most are left out."""
     from toolkit.figures.curves_figure import over_epochs
 
     curves = {}
     for group in groups:
-        runs = [[e.get(by.key, nan) for e in run.epochs] for run in group.by_seed.values()]
+        runs = [[epoch.get(by.key, nan) for epoch in run.epochs] for run in group.by_seed.values()]
         finite = [run for run in runs if run and all(map(isfinite, run))]
         if finite:
             length = Counter(map(len, finite)).most_common(1)[0][0]
             curves[group.label] = [run for run in finite if len(run) == length]
     labels = [*curves]
-    for k in range(0, len(labels), _CURVES):
-        shown = {rule: curves[rule] for rule in labels[k : k + _CURVES]}
-        last = {rule: mean(run[-1] for run in runs) for rule, runs in shown.items()}
-        ends = ", ".join(f"{r} {x:.{by.decimals - 1}f} {by.unit}" for r, x in last.items())
-        (figure := over_epochs(shown, by)).set_size_inches(_SIZE)
+    for start in range(0, len(labels), _CURVES):
+        drawn_curves = {rule: curves[rule] for rule in labels[start : start + _CURVES]}
+        final_values = {rule: mean(run[-1] for run in runs) for rule, runs in drawn_curves.items()}
+        final_text = ", ".join(
+            f"{rule} {final_value:.{by.decimals - 1}f} {by.unit}"
+            for rule, final_value in final_values.items()
+        )
+        (figure := over_epochs(drawn_curves, by)).set_size_inches(_SIZE)
         yield Figure(
             figure,
             f"{task}: test {by.name} after each epoch, mean over seeds and the band they span.",
-            f"Line chart of test {by.name} over epochs, {task}; at the end {ends}.",
+            f"Line chart of test {by.name} over epochs, {task}; at the end {final_text}.",
         )
 
 
 def _ends(group: Group, baseline: Group, by: Metric) -> tuple[dict[int, float], dict[int, float]]:
-    """The last test metric by seed, of a group and of its baseline."""
-    own, base = (
-        {seed: run.metrics.get(by.key, nan) for seed, run in of.by_seed.items()} or {-1: nan}
-        for of in (group, baseline)
+    """Return the last test metric by seed, of a group and of its baseline."""
+    values, baseline_values = (
+        {seed: run.metrics.get(by.key, nan) for seed, run in member.by_seed.items()} or {-1: nan}
+        for member in (group, baseline)
     )
-    return own, base if own.keys() & base.keys() else dict.fromkeys(own, nan)
+    return values, baseline_values if values.keys() & baseline_values.keys() else dict.fromkeys(
+        values, nan
+    )
 
 
 def _final(
     group: Group, baseline: Group, by: Metric, first: str, margin: float | None
 ) -> dict[str, str]:
-    other = ACCURACY if by is LOSS else LOSS
-    own, base = _ends(group, baseline, by)
+    other_metric = ACCURACY if by is LOSS else LOSS
+    values, baseline_values = _ends(group, baseline, by)
     rows = [run.metrics for run in group.by_seed.values()] or [{}]
-    means = {k: mean(row.get(k, nan) for row in rows) for k in (other.key, "samples_per_second")}
-    lost = sum(run.diverged and not run.counts for run in group.runs)
+    means = {
+        key: mean(row.get(key, nan) for row in rows)
+        for key in (other_metric.key, "samples_per_second")
+    }
+    n_diverged = sum(run.diverged and not run.counts for run in group.runs)
     seeds = ", ".join(map(str, group.by_seed)) or "none"
     return {
         "rule": group.label,
-        "seeds": f"{seeds} ({lost} diverged)" if lost else seeds,
-        **metric_cells(over_seeds(own, base, by, margin), by, first),
-        f"test {other.name} ({other.unit})": plus_minus(means[other.key], None, "", other.decimals),
+        "seeds": f"{seeds} ({n_diverged} diverged)" if n_diverged else seeds,
+        **metric_cells(over_seeds(values, baseline_values, by, margin), by, first),
+        f"test {other_metric.name} ({other_metric.unit})": plus_minus(
+            means[other_metric.key], None, "", other_metric.decimals
+        ),
         "samples/s": plus_minus(means["samples_per_second"], None, decimals=0),
     }
 
 
 def _schedules(tasks: Mapping[str, list[Group]]) -> tuple[Schedules, list[Text]]:
-    """The groups' schedules by name, each once, and why others cannot be shown."""
-    found: Schedules = {}
+    """Return the groups' schedules by name, each once, and why others cannot be shown."""
+    schedule_of_name: Schedules = {}
     left_out = []
     for task, groups in tasks.items():
         for group in groups:
@@ -310,17 +355,19 @@ def _schedules(tasks: Mapping[str, list[Group]]) -> tuple[Schedules, list[Text]]
                 if schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
                     raise UserError("it is too large to count")
             except ValueError as error:
-                why = first_line(error)
-                left_out.append(Text(f"The schedule of {group.label} is left out: {why}."))
+                reason = first_line(error)
+                left_out.append(Text(f"The schedule of {group.label} is left out: {reason}."))
                 continue
             names = schedule.name, group.label, f"{group.label}, {task}"
-            if schedule not in found.values():
-                found[next((name for name in names if name not in found), names[-1])] = schedule
-    return found, left_out
+            if schedule not in schedule_of_name.values():
+                schedule_of_name[
+                    next((name for name in names if name not in schedule_of_name), names[-1])
+                ] = schedule
+    return schedule_of_name, left_out
 
 
 def _memory(schedules: Schedules) -> Iterator[Block]:
-    """The schedules' grids and peaks."""
+    """Yield the schedules' grids and peaks."""
     from toolkit.figures import schedules as draw
     from toolkit.schedule import steady_state
     from toolkit.schedule.grid import rows
@@ -328,10 +375,12 @@ def _memory(schedules: Schedules) -> Iterator[Block]:
     if not schedules:
         yield Text("No run has a schedule.")
         return
-    small = [name for name, of in schedules.items() if rows(of.layout)[1] <= _ROWS]
-    for k in range(0, len(small), _GRIDS):
-        drawn = small[k : k + _GRIDS]
-        figure, names = draw([schedules[name] for name in drawn]), ", ".join(drawn)
+    small_names = [
+        name for name, schedule in schedules.items() if rows(schedule.layout)[1] <= _ROWS
+    ]
+    for start in range(0, len(small_names), _GRIDS):
+        drawn_names = small_names[start : start + _GRIDS]
+        figure, names = draw([schedules[name] for name in drawn_names]), ", ".join(drawn_names)
         yield Figure(
             figure,
             f"{names}: the stage that each rank runs in each slot of three training steps, above"
@@ -340,17 +389,20 @@ def _memory(schedules: Schedules) -> Iterator[Block]:
         )
     table = []
     for name, schedule in schedules.items():
-        steady, n = steady_state(schedule), schedule.n_stages
-        late = {"staleness_mean": schedule.mean_staleness, "staleness_max": schedule.max_staleness}
+        steady, n_stages = steady_state(schedule), schedule.n_stages
+        staleness_fields = {
+            "staleness_mean": schedule.mean_staleness,
+            "staleness_max": schedule.max_staleness,
+        }
         table.append(
             {
                 "schedule": name,
-                "stages": str(n),
+                "stages": str(n_stages),
                 "micro-batches": str(schedule.n_microbatches),
                 "ranks": str(schedule.n_ranks),
-                "peak, all ranks": f"{steady.peak_activations / n:.4g}",
-                "peak, fullest rank": f"{max(map(max, steady.activations)) / n:.4g}",
-                **staleness_cells(late),
+                "peak, all ranks": f"{steady.peak_activations / n_stages:.4g}",
+                "peak, fullest rank": f"{max(map(max, steady.activations)) / n_stages:.4g}",
+                **staleness_cells(staleness_fields),
             }
         )
     yield Table(
@@ -361,26 +413,32 @@ def _memory(schedules: Schedules) -> Iterator[Block]:
 
 
 def _communication(tasks: Mapping[str, list[Group]], schedules: Schedules) -> Iterator[Block]:
-    """Traffic by slot, and what was measured on ranks."""
+    """Yield the traffic by slot, and the measurements of ranks."""
     from toolkit.schedule import steady_state
 
     rows = []
     for name, schedule in schedules.items():
         steady = steady_state(schedule)
-        sent = [*map(float, steady.units_by_slot)]
+        units_by_slot = [*map(float, steady.units_by_slot)]
         messages = sum(rank.messages for slot in steady.traffic for rank in slot)
-        cells = {"mean in a slot": f"{mean(sent):.4g}", "largest in a slot": f"{max(sent):.4g}"}
+        cells = {
+            "mean in a slot": f"{mean(units_by_slot):.4g}",
+            "largest in a slot": f"{max(units_by_slot):.4g}",
+        }
         rows.append({"schedule": name} | cells | {"messages a step": str(messages)})
-    about = (
+    caption = (
         "What all ranks together send in a slot of the steady state, in stages' parameters, and the"
         " messages of one training step."
     )
-    yield Table(rows, about) if rows else Text("No run has a schedule.")
+    yield Table(rows, caption) if rows else Text("No run has a schedule.")
     for task, group in ((task, group) for task, groups in tasks.items() for group in groups):
         # One run shows how all of them ran.
         if run := next((run for run in group.runs if run.ranks), None):
             yield Table(
-                [{k: str(cell) for k, cell in rank_cells(row).items()} for row in run.ranks],
+                [
+                    {heading: str(cell) for heading, cell in rank_cells(row).items()}
+                    for row in run.ranks
+                ],
                 f"{group.label}, {task}: memory and messages as measured in {run.folder}.",
             )
         files = (run.folder / "timeline.png" for run in group.runs)
@@ -394,18 +452,29 @@ def _communication(tasks: Mapping[str, list[Group]], schedules: Schedules) -> It
 
 
 def _commands(runs: Sequence[Run]) -> Iterator[Block]:
-    """Each command once, with the runs that it made and where they ran."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Yield each command once, with the runs that it made and where they ran."""
+    folders_of_command: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         source = run.provenance
         if isinstance(command := source.get("command"), str):
-            commit, mark, _ = str(source.get("commit")).partition("+")  # + if changed since
-            versions = [f"{k} {v}" for k, v in (source.get("versions") or {}).items()]
-            parts = [f"commit {commit[:10]}{mark}", *versions, str(source.get("device"))]
-            found.setdefault((strip_folders(command), ", ".join(parts)), []).append(str(run.folder))
-    if not found:
+            commit, change_mark, _ = str(source.get("commit")).partition("+")  # + if changed since
+            versions = [
+                f"{package} {version}"
+                for package, version in (source.get("versions") or {}).items()
+            ]
+            origin_parts = [
+                f"commit {commit[:10]}{change_mark}",
+                *versions,
+                str(source.get("device")),
+            ]
+            folders_of_command.setdefault(
+                (strip_folders(command), ", ".join(origin_parts)), []
+            ).append(str(run.folder))
+    if not folders_of_command:
         yield Text("No run has a command.")
-    for (command, origin), same in found.items():
-        first, *others = dict.fromkeys(same)
-        more = f" and {len(others)} more" if others else ""
-        yield Command(command, f"{count(len(same), 'run')} in {first}{more}; {origin}")
+    for (command, origin), folders in folders_of_command.items():
+        first_folder, *other_folders = dict.fromkeys(folders)
+        others_text = f" and {len(other_folders)} more" if other_folders else ""
+        yield Command(
+            command, f"{count(len(folders), 'run')} in {first_folder}{others_text}; {origin}"
+        )

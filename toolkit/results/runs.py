@@ -74,9 +74,9 @@ class Run:
     @property
     def counts(self) -> bool:
         """Whether it has a final accuracy and a known schedule."""
-        known = isinstance(self.config.get("schedule"), dict)
-        accurate = isfinite(self.metrics.get("top1", nan))
-        return self.trains and self.state == "finished" and known and accurate
+        has_schedule = isinstance(self.config.get("schedule"), dict)
+        has_accuracy = isfinite(self.metrics.get("top1", nan))
+        return self.trains and self.state == "finished" and has_schedule and has_accuracy
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -88,21 +88,27 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     Raises:
         UserError: a folder does not exist, or there are no runs.
     """
-    found: dict[Path, Path] = {}
-    for top in map(Path, folders):
-        if not top.is_dir():
-            raise UserError(f"{top} is not a folder: give the output folder of a run, or one above")
-        for place, names, files in os.walk(top):
-            folder = Path(place)
-            wanted = (n for n in names if n[0] != "." and n not in ("checkpoints", "wandb"))
+    folder_of_path: dict[Path, Path] = {}
+    for top_folder in map(Path, folders):
+        if not top_folder.is_dir():
+            raise UserError(
+                f"{top_folder} is not a folder: give the output folder of a run, or one above"
+            )
+        for parent, names, files in os.walk(top_folder):
+            folder = Path(parent)
+            subfolders = (
+                name for name in names if name[0] != "." and name not in ("checkpoints", "wandb")
+            )
             # Job 10 is after job 9.
-            names[:] = sorted(wanted, key=lambda name: name.zfill(9) if name.isdigit() else name)
-            job = (folder / ".hydra" / "config.yaml").exists()
-            if job or RESULT in files or "status.json" in files:
-                found.setdefault(folder.resolve(), folder)
+            names[:] = sorted(
+                subfolders, key=lambda name: name.zfill(9) if name.isdigit() else name
+            )
+            has_job = (folder / ".hydra" / "config.yaml").exists()
+            if has_job or RESULT in files or "status.json" in files:
+                folder_of_path.setdefault(folder.resolve(), folder)
                 if ENDED in files:  # folders in a comparison's folder are part of it
                     names.clear()
-    runs = [run for folder in found.values() for run in _runs_of(folder)]
+    runs = [run for folder in folder_of_path.values() for run in _runs_of(folder)]
     if not runs:
         raise UserError(
             f"no runs in {', '.join(map(str, folders)) or 'no folder'}: looked for result.json,"
@@ -112,7 +118,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def _runs_of(folder: Path) -> list[Run]:
-    """The run of a folder, or the runs of a comparison; none of a report."""
+    """Return the run of a folder, or the runs of a comparison; empty for a report."""
     run = Run(folder, "unknown", "damaged")
     try:
         if job := record.read_yaml(folder / ".hydra" / "hydra.yaml"):
@@ -122,12 +128,12 @@ def _runs_of(folder: Path) -> list[Run]:
         result: Row = {}
         if (folder / RESULT).exists():
             result = record.read_result(folder)
-            source = result["provenance"]
-            if run.kind == "unknown" and (script := _SCRIPT.search(str(source.get("command")))):
+            origin = result["provenance"]
+            if run.kind == "unknown" and (script := _SCRIPT.search(str(origin.get("command")))):
                 run = replace(run, kind=script[1])
-            run = _described(run, source.get("config") or run.config)
-            judge = record.METRICS.get(result["judged_by"], run.judged_by)
-            run = replace(run, judged_by=judge, provenance=source, notes=result["notes"])
+            run = _described(run, origin.get("config") or run.config)
+            metric = record.METRICS.get(result["judged_by"], run.judged_by)
+            run = replace(run, judged_by=metric, provenance=origin, notes=result["notes"])
         state, message = _state_of(folder, bool(result))
         run = replace(run, state=state, message=message)
         if run.kind == "compare":
@@ -135,27 +141,29 @@ def _runs_of(folder: Path) -> list[Run]:
         if run.kind == "train":
             run = _training(run, result)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        why = str(error) if isinstance(error, DamagedError) else f"it is not as expected: {error!r}"
-        run = replace(run, state="damaged", message=why)
+        reason = (
+            str(error) if isinstance(error, DamagedError) else f"it is not as expected: {error!r}"
+        )
+        run = replace(run, state="damaged", message=reason)
     return [] if run.kind == "report" else [run]
 
 
 def _described(run: Run, config: Mapping[str, Any]) -> Run:
-    """``run`` with what its options alone say, such as the usual metric of its data."""
+    """Return ``run`` with the fields that follow from its options, such as its metric."""
     seed, data = config.get("seed"), config.get("data")
-    fits = isinstance(seed, int) and abs(seed) < 2**63  # a column of a table
-    language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
+    is_table_seed = isinstance(seed, int) and abs(seed) < 2**63  # a column of a table
+    is_language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
     return replace(
         run,
         config=config,
-        seed=seed if fits else None,
+        seed=seed if is_table_seed else None,
         schedule=schedule_name(config.get("schedule")),
-        judged_by=LOSS if language else ACCURACY,
+        judged_by=LOSS if is_language else ACCURACY,
     )
 
 
 def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
-    """State and message of the run in ``folder``, as of its status file if there is one."""
+    """Return state and message of the run in ``folder``, from its status file if it has one."""
     status: Row = {"state": "finished" if has_result else "unfinished"}
     if (folder / "status.json").exists():
         status = record.read_json(folder / "status.json")
@@ -168,11 +176,14 @@ def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
 
 
 def _diverged_in(epochs: Sequence[Numbers]) -> int | None:
-    return next((k for k, e in enumerate(epochs) if isnan(e.get("train_loss", 0.0))), None)
+    """Return the first epoch whose training loss is NaN, or None."""
+    return next(
+        (number for number, epoch in enumerate(epochs) if isnan(epoch.get("train_loss", 0.0))), None
+    )
 
 
 def _training(run: Run, result: Row) -> Run:
-    """``run`` with what a training has written; ``result`` is empty until it ends."""
+    """Return ``run`` with the files of a training; ``result`` is empty until it ends."""
     options, name = run.config.get("schedule"), result.get("schedule")
     from_file = isinstance(options, dict) and bool(options.get("file"))
     run = replace(
@@ -189,61 +200,73 @@ def _training(run: Run, result: Row) -> Run:
     if not isinstance(metrics, dict) or "top1" not in (numbers := per_cent(metrics)):
         raise DamagedError(f"{RESULT}: the metrics of a training have no top1")
     # Options of a run that was resumed with others are only those of its last part.
-    changed = next((note for note in run.notes if note.startswith(RESUMED_OTHERWISE)), "")
+    resume_note = next((note for note in run.notes if note.startswith(RESUMED_OTHERWISE)), "")
     seconds = numbers_of(run.provenance).get("seconds", nan)
-    return replace(run, message=run.message or changed, metrics=numbers | {"seconds": seconds})
+    return replace(run, message=run.message or resume_note, metrics=numbers | {"seconds": seconds})
 
 
 def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
-    """A comparison's runs; ``comparison`` is what they share, ``result`` empty until it ends."""
-    config, folder, ended = comparison.config, comparison.folder, comparison.state == "finished"
-    if ended and not (folder / ENDED).exists():
+    """Return a comparison's runs; ``comparison`` has what they share.
+
+    ``result`` is empty until the comparison ends.
+    """
+    config, folder, has_ended = comparison.config, comparison.folder, comparison.state == "finished"
+    if has_ended and not (folder / ENDED).exists():
         raise DamagedError(f"there is no {ENDED}")
     epochs: dict[tuple[str, int], list[Numbers]] = {}
     for row in record.read_csv(folder / ENDED, words=("rule",)):
         epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
     rules = config.get("rules") or {}
     # Rules that a resumed comparison has left out are only there.
-    kept = record.read_yaml(folder / COMPARED)
-    known = (kept.get("rules") or {}) | rules
-    alone = (config.get("own") or {}) | (kept.get("own") or {})  # there with the tuned rates
-    names = {row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row}
-    first, n_seeds = comparison.seed or 0, config.get("seeds") or 0
+    saved_options = record.read_yaml(folder / COMPARED)
+    rule_options = (saved_options.get("rules") or {}) | rules
+    # The saved ones have the tuned learning rates, so they come second.
+    own_options = (config.get("own") or {}) | (saved_options.get("own") or {})
+    schedule_names = {
+        row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row
+    }
+    first_seed, n_seeds = comparison.seed or 0, config.get("seeds") or 0
     if n_seeds > _MOST_SEEDS:
         raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
-    planned = [(rule, seed) for seed in range(first, first + n_seeds) for rule in rules]
+    planned_keys = [
+        (rule, seed) for seed in range(first_seed, first_seed + n_seeds) for rule in rules
+    ]
     shared = {
         name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
     }
-    under_way = comparison.state, comparison.message  # of the first run that has not ended
+    unfinished_state = comparison.state, comparison.message  # of the first run that has not ended
     runs = []
-    for rule, seed in dict.fromkeys([*planned, *epochs]):
-        own = {"schedule": known[rule]} if isinstance(known.get(rule), dict) else {}
+    for rule, seed in dict.fromkeys([*planned_keys, *epochs]):
+        schedule_option = (
+            {"schedule": rule_options[rule]} if isinstance(rule_options.get(rule), dict) else {}
+        )
         run = replace(
             comparison,
             rule=rule,
             seed=seed,
-            schedule=names.get(rule) or schedule_name(known.get(rule)) or rule,
-            config=with_own(shared, alone.get(rule) or {}) | {"seed": seed} | own,
+            schedule=schedule_names.get(rule) or schedule_name(rule_options.get(rule)) or rule,
+            config=with_own(shared, own_options.get(rule) or {}) | {"seed": seed} | schedule_option,
             shared=shared,
             epochs=epochs.get((rule, seed), []),
             delays=[numbers_of(row) for row in result.get("delays", ()) if row.get("rule") == rule],
         )
-        if (lost := _diverged_in(run.epochs)) is not None:
-            run = replace(run, state="failed", message=f"its loss diverged in epoch {lost}")
-        elif run.epochs and (ended or len(run.epochs) == config.get("epochs")):
+        if (diverged_epoch := _diverged_in(run.epochs)) is not None:
+            run = replace(
+                run, state="failed", message=f"its loss diverged in epoch {diverged_epoch}"
+            )
+        elif run.epochs and (has_ended or len(run.epochs) == config.get("epochs")):
             run = replace(run, state="finished", message="", metrics=dict(run.epochs[-1]))
-        elif ended:
+        elif has_ended:
             run = replace(run, state="unfinished", message=f"{ENDED} lacks it")
         else:
-            run = replace(run, state=under_way[0], message=under_way[1])
-            under_way = "unfinished", "it has not begun"
+            run = replace(run, state=unfinished_state[0], message=unfinished_state[1])
+            unfinished_state = "unfinished", "it has not begun"
         runs.append(run)
     return runs or [comparison]
 
 
 def _options_of(folder: Path) -> Row:
-    """Options as Hydra wrote them, with ``${option}`` replaced by its value.
+    """Return the options as Hydra wrote them, with ``${option}`` replaced by its value.
 
     Other interpolations stay as they are: they could read the environment of this machine.
     """
@@ -252,7 +275,7 @@ def _options_of(folder: Path) -> Row:
         config["microbatches"] = config["workers"]
     values = {name: json.dumps(value, default=str) for name, value in config.items()}
     text = json.dumps(config, default=str)
-    return dict(json.loads(_INTERPOLATION.sub(lambda found: values.get(found[1], found[0]), text)))
+    return dict(json.loads(_INTERPOLATION.sub(lambda match: values.get(match[1], match[0]), text)))
 
 
 def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
@@ -274,21 +297,25 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")
-    around = ("_target_", "file", "period", "unfold", DIGEST)
-    arguments = {k: v for k, v in options.items() if k not in around}
+    excluded_options = ("_target_", "file", "period", "unfold", DIGEST)
+    arguments = {
+        option: value for option, value in options.items() if option not in excluded_options
+    }
     if arguments.pop("predict", False):  # its name in runs before there were others
         arguments["correction"] = "extrapolate"
     if arguments.get("delay", 0) is None:
         del arguments["delay"]
     try:
         if file := options.get("file"):
-            free: dict[str, Any] = from_mappings(arguments)
-            free |= {"state": arguments["state"]} if "state" in arguments else {}
-            free |= {k: options[k] for k in ("period", "unfold") if k in options}
+            schedule_arguments: dict[str, Any] = from_mappings(arguments)
+            schedule_arguments |= {"state": arguments["state"]} if "state" in arguments else {}
+            schedule_arguments |= {
+                option: options[option] for option in ("period", "unfold") if option in options
+            }
             path = Path(file)
             check_regular(path)
-            found = Schedule.from_csv(path, name=path.stem, **free)
-            return with_phases(found, arguments.get("phases") or ())
+            schedule = Schedule.from_csv(path, name=path.stem, **schedule_arguments)
+            return with_phases(schedule, arguments.get("phases") or ())
         return build(name, **arguments)
     except (OSError, TypeError, OverflowError) as error:
         raise UserError(first_line(error)) from error

@@ -117,12 +117,16 @@ def binomial_half_width(share: float, n: int) -> float:
     z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
     sqrt(share (1 - share) / n) it is not 0 if all of ``n`` are right.
 
+    Args:
+        share: share of the samples, 0 to 1.
+        n: number of samples.
+
     Source: Agresti and Coull, The American Statistician 52(2), 1998.
     """
     z = 1.96
-    more = n + z**2
-    p = (n * share + z**2 / 2) / more
-    return z * (p * (1 - p) / more) ** 0.5
+    corrected_n = n + z**2
+    p = (n * share + z**2 / 2) / corrected_n
+    return z * (p * (1 - p) / corrected_n) ** 0.5
 
 
 def over_seeds(
@@ -146,35 +150,37 @@ def over_seeds(
     """
     shared = [seed for seed in values if seed in baseline]
     if not shared:
-        mine, theirs = (", ".join(map(str, of)) or "none" for of in (values, baseline))
+        value_seeds, baseline_seeds = (
+            ", ".join(map(str, values_by_seed)) or "none" for values_by_seed in (values, baseline)
+        )
         raise UserError(
-            f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
-            " with the same seeds"
+            f"runs are paired by their seeds, and share none: got {value_seeds} and"
+            f" {baseline_seeds}; train both with the same seeds"
         )
     pairs = [(values[seed], baseline[seed]) for seed in shared]
     pairs = [pair for pair in pairs if not any(map(isnan, pair))]
     difference = paired_difference(*zip(*pairs, strict=True)) if pairs else Estimate(nan, nan)
-    known = [value for value in values.values() if not isnan(value)]
-    spread = stdev(known) if len(known) > 1 else nan
-    found = mean(known or [nan]), spread, difference.mean, difference.half_width
-    row: dict[str, Any] = dict(zip(by.columns, found, strict=True))
+    final_values = [value for value in values.values() if not isnan(value)]
+    spread = stdev(final_values) if len(final_values) > 1 else nan
+    cells = mean(final_values or [nan]), spread, difference.mean, difference.half_width
+    row: dict[str, Any] = dict(zip(by.columns, cells, strict=True))
     if margin is not None:
-        tested = Equivalence(nan, "")
+        test = Equivalence(nan, "")
         if pairs:
-            own, base = zip(*pairs, strict=True)
-            tested = equivalence(own, base, margin, by)
-        row |= {"margin": margin, "equivalence_p": tested.p, "verdict": tested.verdict}
+            paired_values, paired_baseline = zip(*pairs, strict=True)
+            test = equivalence(paired_values, paired_baseline, margin, by)
+        row |= {"margin": margin, "equivalence_p": test.p, "verdict": test.verdict}
     return row
 
 
 def interval(row: Mapping[str, Any], by: Metric) -> tuple[float, float]:
-    """Ends of the 95 % interval of a row of :func:`over_seeds`."""
+    """Return both ends of the 95 % interval of a row of :func:`over_seeds`."""
     middle, half_width = (row[name] for name in by.columns[2:])
     return middle - half_width, middle + half_width
 
 
 def says(low: float, high: float) -> str:
-    """What an interval says about a difference."""
+    """Return what an interval says about a difference, in words."""
     if isnan(low):
         return "no spread: nothing"
     if high < 0:
@@ -185,7 +191,7 @@ def says(low: float, high: float) -> str:
 def in_a_sentence(
     rule: str, first: str, row: Mapping[str, Any], n_runs: int, by: Metric, margin: float | None
 ) -> str:
-    """A row of :func:`over_seeds`, of ``rule`` beside rule ``first``, as a sentence."""
+    """Return a row of :func:`over_seeds`, of ``rule`` against rule ``first``, as a sentence."""
     (low, high), middle = interval(row, by), row[by.columns[2]]
     side = "below" if middle < 0 else "above"
     line = f"{rule} ends {abs(middle):.{by.decimals}f} {by.unit_of_differences} {side} {first}"
@@ -194,22 +200,26 @@ def in_a_sentence(
     else:
         line += f" (interval {low:+.{by.decimals}f} to {high:+.{by.decimals}f}): {says(low, high)}"
     if verdict := row.get("verdict"):
-        shown = verdict != "not shown"
-        line += f"; {verdict if shown else f'equivalence within {margin:g} is not shown'}"
+        is_shown = verdict != "not shown"
+        line += f"; {verdict if is_shown else f'equivalence within {margin:g} is not shown'}"
     return f"{line}."
 
 
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
     """Average delay diagnostics over training steps, one row per combination of columns ``by``.
 
-    Rows have the fields of :class:`toolkit.runtime.microbatches.StageDelay`, or are means of them,
-    which have no step; what was not measured at a step is left out. So is the first training step,
-    if there are others: nothing is late in it yet.
+    Values that were not measured at a step are left out. So is the first training step, if there
+    are others: its weights are not late yet.
+
+    Args:
+        delays: rows with the fields of :class:`toolkit.runtime.microbatches.StageDelay`, or means
+            of them, which have no step.
+        by: columns to group by, such as ``stage``.
     """
     if not delays:
         return []
     import pandas as pd
 
-    later = [row for row in delays if row.get("step", 1) > 0]
-    groups = pd.DataFrame(later or delays).groupby([*by], as_index=False, sort=False)
+    later_rows = [row for row in delays if row.get("step", 1) > 0]
+    groups = pd.DataFrame(later_rows or delays).groupby([*by], as_index=False, sort=False)
     return groups[_DELAY_MEASURES].mean().to_dict("records")

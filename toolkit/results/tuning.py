@@ -28,15 +28,15 @@ def trials(options: Options) -> dict[str, Any]:
             f"tune.seed={tune.seed} is a seed of the comparison, {seeds[0]} to {seeds[-1]}: rates"
             " that are chosen by the runs that they are judged by look too good; take another"
         )
-    at_rates = {
+    trial_of_name = {
         _name(rule, factor): (rule, rate)
         for rule in options["rules"]
         for factor, rate in _rates(options, rule).items()
     }
     return {
         **options,
-        "rules": {name: options["rules"][rule] for name, (rule, _) in at_rates.items()},
-        "own": {name: _own(options, rule, rate) for name, (rule, rate) in at_rates.items()},
+        "rules": {name: options["rules"][rule] for name, (rule, _) in trial_of_name.items()},
+        "own": {name: _own(options, rule, rate) for name, (rule, rate) in trial_of_name.items()},
         "seed": tune.seed,
         "seeds": 1,
         "epochs": tune.epochs,
@@ -60,43 +60,49 @@ def tried(options: Options, runs: Sequence[RuleRun], by: Metric) -> list[Row]:
     rows = []
     for rule in options["rules"]:
         rates = sorted(_rates(options, rule).items())
-        of_rule = [(rate, ends[_name(rule, factor)]) for factor, rate in rates]
-        best, _ = max(of_rule, key=lambda trial: _merit(trial[1], by))
+        trials_of_rule = [(rate, ends[_name(rule, factor)]) for factor, rate in rates]
+        best, _ = max(trials_of_rule, key=lambda trial: _merit(trial[1], by))
         rows += [
             {"rule": rule, "lr": rate, by.name: by.factor * end[by.key], "best": rate == best}
-            for rate, end in of_rule
+            for rate, end in trials_of_rule
         ]
     return rows
 
 
-def _merit(end: Row, by: Metric) -> list[float]:
+def _merit(last_epoch: Row, by: Metric) -> list[float]:
+    """Return the sort key of a trial: its metric, then its loss; larger is better."""
     sign = -1 if by.lower_is_better else 1
-    return [-inf if isnan(value) else value for value in (sign * end[by.key], -end["test_loss"])]
+    return [
+        -inf if isnan(value) else value
+        for value in (sign * last_epoch[by.key], -last_epoch["test_loss"])
+    ]
 
 
 def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     """Return ``own`` of a comparison, with the best rate of each rule."""
-    best = {row["rule"]: _own(options, row["rule"], row["lr"]) for row in rows if row["best"]}
-    return {**options["own"], **best}
+    best_options = {
+        row["rule"]: _own(options, row["rule"], row["lr"]) for row in rows if row["best"]
+    }
+    return {**options["own"], **best_options}
 
 
 def edges(rows: Sequence[Row]) -> dict[str, str]:
     """Return the rules whose best rate is the lowest or the highest of several, and which it is."""
-    found = {}
+    edge_of_rule = {}
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        best = [row["best"] for row in rows if row["rule"] == rule]
-        if len(best) > 1 and (best[0] or best[-1]):
-            found[rule] = "lowest" if best[0] else "highest"
-    return found
+        best_flags = [row["best"] for row in rows if row["rule"] == rule]
+        if len(best_flags) > 1 and (best_flags[0] or best_flags[-1]):
+            edge_of_rule[rule] = "lowest" if best_flags[0] else "highest"
+    return edge_of_rule
 
 
 def edge_notes(rows: Sequence[Row]) -> list[str]:
     """Return a sentence on each rule whose best rate is the lowest or the highest of several."""
-    best = {row["rule"]: row["lr"] for row in rows if row["best"]}
+    best_rate_of_rule = {row["rule"]: row["lr"] for row in rows if row["best"]}
     return [
-        f"{rule}: the best of its rates, {best[rule]:g}, is the {end} that was tried; a"
-        f" {'lower' if end == 'lowest' else 'higher'} one may be better: add it to tune.rates"
-        for rule, end in edges(rows).items()
+        f"{rule}: the best of its rates, {best_rate_of_rule[rule]:g}, is the {edge} that was tried;"
+        f" a {'lower' if edge == 'lowest' else 'higher'} one may be better: add it to tune.rates"
+        for rule, edge in edges(rows).items()
     ]
 
 
@@ -105,13 +111,13 @@ def _name(rule: str, factor: float) -> str:
 
 
 def _rates(options: Options, rule: str) -> dict[float, float]:
-    """The learning rates at which a rule is tried, by their factors."""
+    """Return the learning rates at which a rule is tried, by their factors."""
     rate = with_own(options, options["own"].get(rule) or {})["optimizer"]["lr"]
     # Without the last digits of 3 * 0.1.
     return {factor: float(f"{factor * rate:.12g}") for factor in options["tune"]["rates"]}
 
 
 def _own(options: Options, rule: str, rate: float) -> dict[str, Any]:
-    """The options of a rule alone, at a learning rate."""
-    own = options["own"].get(rule) or {}
-    return {**own, "optimizer": {**own.get("optimizer", {}), "lr": rate}}
+    """Return the options of a rule alone, at a learning rate."""
+    rule_options = options["own"].get(rule) or {}
+    return {**rule_options, "optimizer": {**rule_options.get("optimizer", {}), "lr": rate}}

@@ -70,15 +70,23 @@ class Tracker:
         self.on = run is not None  # whether anything is done with what is logged
         self.notes: list[str] = []  # what went wrong
         self.where = ""  # how to find the run, once it has ended
-        self._run, self._every = run, every
+        self._run = run
+        self._every = every
         self._steps_done = 0
         self._state: tuple[str, int] | None = None
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers at a training step; or figures as images, and lists of rows as tables."""
-        at = {} if step is None else {STEP: step}
+        """Log numbers at a training step; or figures as images, and lists of rows as tables.
+
+        Args:
+            values: values by name.
+            step: training steps that the run has done; None for values of the whole run.
+        """
+        step_field = {} if step is None else {STEP: step}
         self._try(
-            lambda run: run.log(at | {name: _logged(value) for name, value in values.items()})
+            lambda run: run.log(
+                step_field | {name: _logged(value) for name, value in values.items()}
+            )
         )
 
     def step(self, step: "Step") -> None:
@@ -100,7 +108,9 @@ class Tracker:
 
     def epoch(self, epoch: "Epoch") -> None:
         """Log an epoch's metrics."""
-        values = {f"epoch/{k}": v for k, v in asdict(epoch).items() if v is not None}
+        values = {
+            f"epoch/{name}": value for name, value in asdict(epoch).items() if value is not None
+        }
         self.log(values | {"epoch": values.pop("epoch/epoch")}, self._steps_done)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -125,7 +135,12 @@ class Tracker:
         self._try(upload)
 
     def end(self, state: str, status: int) -> None:
-        """Set how the run has ended, and its exit status; the first call counts."""
+        """Set how the run has ended; the first call counts.
+
+        Args:
+            state: the end in words, such as finished or ``failed: ...``.
+            status: exit status of the run in W&B.
+        """
         self._state = self._state or (state, status)
 
     def close(self) -> None:
@@ -134,16 +149,16 @@ class Tracker:
             return
         state, status = self._state or ("finished", 0)
         self.summary({"state": state})
-        place = Path(self._run.dir).parent
+        run_folder = Path(self._run.dir).parent
         try:
             self._run.finish(exit_code=status)
         except Exception as error:
-            rest = f"to send the rest: wandb sync {shlex.quote(str(place))}"
-            self._fail(f"{first_line(error)}; {rest}")
+            sync_hint = f"to send the rest: wandb sync {shlex.quote(str(run_folder))}"
+            self._fail(f"{first_line(error)}; {sync_hint}")
         if self.on and self._run.url:
             self.where = f"tracked online: {self._run.url}"
         elif self.on:  # a resumed run has several folders, which `wandb sync` joins by their id
-            folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}*"
+            folders = f"{shlex.quote(str(run_folder.parent))}/offline-run-*-{self._run.id}*"
             self.where = f"tracked offline: wandb sync {folders}"
 
     def note(self, text: str) -> None:
@@ -168,7 +183,7 @@ class Tracker:
 
 
 def _logged(value: Any) -> Any:
-    """A value as W&B logs it: lists of rows, all with the same columns, and figures are media."""
+    """Return a value as W&B logs it: a list of rows as a table, a figure as an image."""
     import wandb
 
     if isinstance(value, list):
@@ -177,9 +192,9 @@ def _logged(value: Any) -> Any:
     if hasattr(value, "savefig"):
         from PIL import Image
 
-        drawn = BytesIO()
-        value.savefig(drawn, format="png", dpi=150, bbox_inches="tight")
-        return wandb.Image(Image.open(drawn))
+        content = BytesIO()
+        value.savefig(content, format="png", dpi=150, bbox_inches="tight")
+        return wandb.Image(Image.open(content))
     return value
 
 
@@ -216,22 +231,29 @@ def track(
     if not here or options.mode == "disabled":
         yield Tracker()
         return
-    source = provenance(config, device, 0)
-    content = without(source.pop("config"), AROUND) | {"provenance": source}
-    identity, home = (own or folder) / WANDB_RUN, folder / "wandb"
-    known = read_identity(identity) if resume else {}
+    origin = provenance(config, device, 0)
+    content = without(origin.pop("config"), AROUND) | {"provenance": origin}
+    identity_path, wandb_folder = (own or folder) / WANDB_RUN, folder / "wandb"
+    saved_identity = read_identity(identity_path) if resume else {}
     # An agent of a W&B sweep names its runs.
-    identifier = known.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
-    group = options.group or known.get("group") or group
-    places = {"WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
-    with environment(WANDB_SILENT="true", **places):
+    identifier = saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
+    group = options.group or saved_identity.get("group") or group
+    wandb_folders = {
+        "WANDB_CACHE_DIR": str(wandb_folder / "cache"),
+        "WANDB_DATA_DIR": str(wandb_folder / "data"),
+    }
+    with environment(WANDB_SILENT="true", **wandb_folders):
         tracker = Tracker()
         try:
             import wandb
 
-            home.mkdir(parents=True, exist_ok=True)
-            write_json(identity, {"id": identifier, "group": group})
-            settings = {k: v for k, v in _SETTINGS.items() if k in wandb.Settings.model_fields}
+            wandb_folder.mkdir(parents=True, exist_ok=True)
+            write_json(identity_path, {"id": identifier, "group": group})
+            settings = {
+                name: value
+                for name, value in _SETTINGS.items()
+                if name in wandb.Settings.model_fields
+            }
             run = wandb.init(
                 mode=options.mode,  # type: ignore[arg-type]
                 dir=str(folder),
@@ -250,8 +272,8 @@ def track(
             run.define_metric("*", step_metric=STEP)
             run.define_metric("epoch", hidden=True)
             run.define_metric("epoch/*", step_metric="epoch")
-            for metric, best in (("epoch/top1", "max"), ("epoch/test_loss", "min")):
-                run.define_metric(metric, step_metric="epoch", summary=f"{best},last")
+            for metric, best_value in (("epoch/top1", "max"), ("epoch/test_loss", "min")):
+                run.define_metric(metric, step_metric="epoch", summary=f"{best_value},last")
             tracker = Tracker(run, options.every)
         except ImportError:
             tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
@@ -269,14 +291,14 @@ def track(
             raise
         finally:
             tracker.close()
-            shutil.rmtree(home / "cache", ignore_errors=True)
+            shutil.rmtree(wandb_folder / "cache", ignore_errors=True)
 
 
 def group_of(folder: Path) -> str:
     """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
     folder = folder.resolve()
-    swept = (folder.parent / "sweep.json").exists()
-    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
+    is_in_sweep = (folder.parent / "sweep.json").exists()
+    return "/".join(folder.parts[-2:] if is_in_sweep else folder.parts[-1:])
 
 
 def read_identity(path: Path) -> dict[str, Any]:
@@ -289,12 +311,12 @@ def read_identity(path: Path) -> dict[str, Any]:
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
     """Set environment variables that are unset, and unset them at the end."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
+    added_variables = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added_variables)
     try:
         yield
     finally:
-        for name in added:
+        for name in added_variables:
             os.environ.pop(name, None)
 
 
@@ -303,6 +325,10 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 
     By slot, the unit of memory is the activations of one stage and micro-batch. In the summary it
     is a micro-batch. The unit of traffic is the parameters of one stage.
+
+    Args:
+        tracker: tracker of the run.
+        schedule: schedule of the run; only the name if it has over 1024 stages times micro-batches.
     """
     tracker.config({"schedule_label": schedule.name})
     if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
@@ -318,7 +344,7 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     except ValueError as error:  # training may still accept the schedule
         tracker.note(f"the schedule is not tracked: {first_line(error)}")
         return
-    sent, n_steps = steady.units_by_slot, len(steady.traffic) / float(schedule.period)
+    units_by_slot, n_steps = steady.units_by_slot, len(steady.traffic) / float(schedule.period)
     tracker.summary(
         {
             "schedule/ranks": schedule.n_ranks,
@@ -327,9 +353,11 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
             / schedule.n_stages,
             "schedule/staleness_mean": schedule.mean_staleness,
             "schedule/staleness_max": schedule.max_staleness,
-            "schedule/traffic_mean": float(sum(sent)) / len(sent),
-            "schedule/traffic_max": float(max(sent)),
-            "schedule/messages_a_step": sum(r.messages for slot in steady.traffic for r in slot)
+            "schedule/traffic_mean": float(sum(units_by_slot)) / len(units_by_slot),
+            "schedule/traffic_max": float(max(units_by_slot)),
+            "schedule/messages_a_step": sum(
+                rank.messages for slot in steady.traffic for rank in slot
+            )
             / n_steps,
         }
     )
@@ -367,14 +395,25 @@ def track_measured(
     """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
 
     The summary has the step times in seconds, also the predicted one, and the means over ranks.
+
+    Args:
+        tracker: tracker of the run.
+        figure: drawing of ``timeline``.
+        ranks: measurements, a row per rank.
+        timeline: measured timeline.
+        predicted: simulated timeline of the same schedule, or None.
     """
     columns = ["rank", "start", "end", "bytes", "slot"]
-    sent = [span for span in timeline.spans if span.lane == "send"]
+    send_spans = [span for span in timeline.spans if span.lane == "send"]
     tracker.log(
         {
             "measured/timeline": figure,
-            "measured/memory": [{"seconds": t, "bytes": held} for t, held in timeline.memory()],
-            "measured/messages": [{k: getattr(span, k) for k in columns} for span in sent],
+            "measured/memory": [
+                {"seconds": seconds, "bytes": n_bytes} for seconds, n_bytes in timeline.memory()
+            ],
+            "measured/messages": [
+                {column: getattr(span, column) for column in columns} for span in send_spans
+            ],
             "measured/ranks": ranks,
         }
     )
@@ -382,7 +421,7 @@ def track_measured(
     scalars = {
         "measured/peak_mib_of_rank": max(peaks) / MIB,
         "measured/bytes_sent_a_step": mean(timeline.bytes_a_step()),
-        "measured/messages_a_step": len(sent) / len(timeline.step_ends) / timeline.n_ranks,
+        "measured/messages_a_step": len(send_spans) / len(timeline.step_ends) / timeline.n_ranks,
         "measured/step_seconds": timeline.step_time,
     }
     if predicted is not None:

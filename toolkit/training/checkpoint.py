@@ -1,4 +1,4 @@
-"""Checkpoints: safe files, a file for each rank where state is sharded, and a run's folder of them.
+"""Checkpoint files: one per rank where the state is sharded, and a run's folder of them.
 
 A file is a line that names the format, the SHA-256 of the rest, and torch.save's bytes. It is
 written to a temporary file, flushed to the disk and renamed, so a reader never finds half of one. A
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
-    """Write every rank's part of a state: ``runtime``, its ``Runtime.part()``, and its own values.
+    """Write every rank's part of a state: ``Runtime.part()`` as ``runtime``, and its own values.
 
     Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
     """
@@ -107,15 +107,17 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
     """
     with _raise_on_every_rank(world):
         try:
-            parts = []
-            for part in read_parts(path):
-                for stages in (part["runtime"]["versions"], part["runtime"]["stages"]):
-                    for j in stages.keys() - {*own}:
-                        stages[j] = tree_map_only(Tensor, lambda x: x.to("meta"), stages[j])
-                parts.append(part)
-            runtime = joined(part.pop("runtime") for part in parts)
-            whole = reduce(merged, parts, {}) | {"runtime": runtime}
-            return tree_map(_joined_rows, whole, is_leaf=_has_rows)
+            rank_states = []
+            for rank_state in read_parts(path):
+                for stages in (rank_state["runtime"]["versions"], rank_state["runtime"]["stages"]):
+                    for stage in stages.keys() - {*own}:
+                        stages[stage] = tree_map_only(
+                            Tensor, lambda tensor: tensor.to("meta"), stages[stage]
+                        )
+                rank_states.append(rank_state)
+            runtime = joined(rank_state.pop("runtime") for rank_state in rank_states)
+            state = reduce(merged, rank_states, {}) | {"runtime": runtime}
+            return tree_map(_joined_rows, state, is_leaf=_has_rows)
         except (LookupError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
 
@@ -124,7 +126,7 @@ def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
     names = {file.name for file in path.iterdir()}
     n_ranks = read(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
-    expected = [f"rank_{k}.ckpt" for k in range(min(n_ranks, len(names) + 1))]
+    expected = [f"rank_{rank}.ckpt" for rank in range(min(n_ranks, len(names) + 1))]
     if differing := sorted(names ^ {*expected}):
         raise DamagedCheckpointError(
             f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"
@@ -148,25 +150,26 @@ def _rows(rank: int) -> Any:
 
 
 def _has_rows(node: Any) -> bool:
+    """Return whether ``node`` is a DTensor's rows, as :func:`_rows` saves them."""
     return isinstance(node, dict) and node.keys() == {_ROWS}
 
 
 def _joined_rows(node: Any) -> Any:
     """Return the rows of all ranks in one tensor; anything else as it is."""
-    return torch.cat([x for _, x in sorted(node[_ROWS].items())]) if _has_rows(node) else node
+    return torch.cat([rows for _, rows in sorted(node[_ROWS].items())]) if _has_rows(node) else node
 
 
 @contextmanager
 def _raise_on_every_rank(world: World | None) -> Iterator[None]:
     """Raise the error of one rank on every rank, so that no other waits for it."""
-    mine = None
+    own_error = None
     try:
         yield
     except (OSError, DamagedCheckpointError) as error:
-        mine = error
-    for found in [mine] if world is None else world.gather(mine):
-        if found is not None:
-            raise found
+        own_error = error
+    for rank_error in [own_error] if world is None else world.gather(own_error):
+        if rank_error is not None:
+            raise rank_error
 
 
 def from_rank_0(runtime: Runtime, value: Any) -> Any:
@@ -199,25 +202,25 @@ class Checkpoints:
         If it cannot be written, rank 0 at least raises OSError, and the earlier ones stay.
         """
         path = self.folder / f"step_{step:09d}.ckpt"
-        leads = runtime.rank == 0
+        is_rank_0 = runtime.rank == 0
         if self.sharded:
-            part = {"runtime": runtime.part(), **(rest if leads else {})}
-            write_sharded(path, part, runtime.world)
+            rank_state = {"runtime": runtime.part(), **(rest if is_rank_0 else {})}
+            write_sharded(path, rank_state, runtime.world)
         else:
             # state_dict() copies; a single process writes at once and need not.
-            alone = runtime.world is None
-            state = joined([runtime.part()]) if alone else runtime.state_dict()
-            if leads:
+            is_single_process = runtime.world is None
+            state = joined([runtime.part()]) if is_single_process else runtime.state_dict()
+            if is_rank_0:
                 self.folder.mkdir(exist_ok=True)
                 write(path, {"runtime": state, **rest})
-        if leads:
+        if is_rank_0:
             link = self.folder / "best.ckpt"
             if best:
                 _remove(link)
                 link.symlink_to(path.name)
-            for old in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
-                if old.name != link.resolve().name:
-                    _remove(old)
+            for path_to_remove in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
+                if path_to_remove.name != link.resolve().name:
+                    _remove(path_to_remove)
 
     def paths(self) -> list[Path]:
         """Return the checkpoints, the oldest first."""
@@ -229,8 +232,8 @@ class Checkpoints:
         Without one: UserError.
         """
         damaged: list[str] = []
-        found = [(path, path.is_dir()) for path in self.paths()]
-        for path, sharded in reversed(from_rank_0(runtime, found)):
+        candidates = [(path, path.is_dir()) for path in self.paths()]
+        for path, sharded in reversed(from_rank_0(runtime, candidates)):
             try:
                 if sharded:
                     return read_sharded(path, runtime.own, runtime.world), damaged
@@ -247,6 +250,7 @@ class Checkpoints:
 
 
 def _remove(path: Path) -> None:
+    """Remove a file, link or folder, if possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

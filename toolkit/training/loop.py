@@ -22,7 +22,7 @@ from toolkit.training.data import Batch
 if TYPE_CHECKING:
     from toolkit.training.training_run import TrainingRun
 
-_SCORES = 2**25  # at most, for a batch of the test: 128 MiB in 32 bits
+_SCORES = 2**25  # most scores of a test batch: 128 MiB in 32 bits
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DivergedError(UserError, FloatingPointError):
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
-        return [*self.epochs, *(Epoch(k, *[nan] * 6) for k in range(len(self.epochs), n))]
+        return [*self.epochs, *(Epoch(epoch, *[nan] * 6) for epoch in range(len(self.epochs), n))]
 
 
 class LoopCallback:
@@ -133,8 +133,8 @@ def fit(
     switching = None if position.rolled_back else run.switching
     for epoch in range(position.epoch, run.options.epochs):
         batches = samples.train(batch_size, run.options.seed, epoch, run.device)
-        moved = epoch * len(batches) + position.step != position.steps_done
-        if moved or position.step > len(batches):
+        has_other_length = epoch * len(batches) + position.step != position.steps_done
+        if has_other_length or position.step > len(batches):
             raise UserError(
                 f"the run was saved after {position.steps_done} steps, in epoch {epoch} after step"
                 f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"
@@ -143,47 +143,53 @@ def fit(
         start, first_step = time.perf_counter(), position.step
         if position.step == 0:
             position.learning_rate = run.rate(position.steps_done)
-        while (left := len(batches) - position.step) > 0:
-            n_steps = min(left, callback.steps(position, left))
+        while (n_left := len(batches) - position.step) > 0:
+            n_steps = min(n_left, callback.steps(position, n_left))
             if switching:
                 n_steps = min(n_steps, switching.steps_to_look())
-            losses, begun = [], time.perf_counter()
-            part = batches.between(position.step, position.step + n_steps)
-            for k, result in enumerate(runtime.run(part)):
+            losses, begin_seconds = [], time.perf_counter()
+            batches_until_pause = batches.between(position.step, position.step + n_steps)
+            for index, result in enumerate(runtime.run(batches_until_pause)):
                 losses.append(result.loss_sum())
-                rate = run.rate(position.steps_done + k)
-                on_step(Step(position.step + k + 1, len(batches), result, rate, batch_size))
+                learning_rate = run.rate(position.steps_done + index)
+                on_step(
+                    Step(position.step + index + 1, len(batches), result, learning_rate, batch_size)
+                )
                 del result  # its memory is free before the next step
             loss = _add_losses(position, losses, runtime)
             _check(run, loss, position, "training")
             if switching:
-                switching.trained(len(losses), time.perf_counter() - begun, loss)
+                switching.trained(len(losses), time.perf_counter() - begin_seconds, loss)
                 position.switching = switching.state()
             if position.step < len(batches):
                 callback.end(position)
         seconds = time.perf_counter() - start
-        n_at_once = evaluated_at_once(samples.form, batch_size)
-        share = samples.test(n_at_once, run.device, runtime.rank, runtime.n_ranks)
+        test_batch_size = evaluated_at_once(samples.form, batch_size)
+        test_share = samples.test(test_batch_size, run.device, runtime.rank, runtime.n_ranks)
         model, step_options = runtime.module(), run.step_options
-        read = runtime.extrapolated() if run.options.readout == "extrapolated" else None
-        test = evaluate(model, share, runtime.total, read, step_options)
-        _check(run, test.loss, position, "test")
-        averages = runtime.averages()
-        ema = evaluate(model, share, runtime.total, averages, step_options) if averages else None
-        done = Epoch(
+        readout_weights = runtime.extrapolated() if run.options.readout == "extrapolated" else None
+        test_result = evaluate(model, test_share, runtime.total, readout_weights, step_options)
+        _check(run, test_result.loss, position, "test")
+        average_weights = runtime.averages()
+        ema_test = (
+            evaluate(model, test_share, runtime.total, average_weights, step_options)
+            if average_weights
+            else None
+        )
+        epoch_metrics = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
-            test_loss=test.loss,
-            top1=test.top1,
-            top5=test.top5,
+            test_loss=test_result.loss,
+            top1=test_result.top1,
+            top5=test_result.top5,
             learning_rate=position.learning_rate,
             samples_per_second=(len(batches) - first_step) * batch_size / seconds,
-            ema_loss=ema.loss if ema else None,
-            ema_top1=ema.top1 if ema else None,
+            ema_loss=ema_test.loss if ema_test else None,
+            ema_top1=ema_test.top1 if ema_test else None,
         )
-        position.history = [*position.history, done]
+        position.history = [*position.history, epoch_metrics]
         position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0
-        on_epoch(done)
+        on_epoch(epoch_metrics)
         callback.end(position)
     return position.history
 
@@ -195,24 +201,24 @@ def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> f
     """
     # The losses of all steps and of the first, and their counts, summed over the ranks.
     sums = torch.stack([torch.stack(losses).sum(0), losses[0]]).cpu()
-    (loss, n), (first, n_first) = runtime.total(sums).tolist()
+    (loss, count), (first_loss, first_count) = runtime.total(sums).tolist()
     if position.steps_done == 0:
-        position.first_loss = first / n_first
+        position.first_loss = first_loss / first_count
     position.step += len(losses)
     position.steps_done += len(losses)
-    position.loss, position.n_losses = position.loss + loss, position.n_losses + n
-    return float(loss / n)
+    position.loss, position.n_losses = position.loss + loss, position.n_losses + count
+    return float(loss / count)
 
 
-def _check(run: "TrainingRun", loss: float, position: Position, which: str) -> None:
+def _check(run: "TrainingRun", loss: float, position: Position, loss_name: str) -> None:
     """Raise DivergedError if ``loss`` is not finite or too large, and the guard is on."""
     options = run.options
-    limit = options.guard_factor * position.first_loss if which == "training" else inf
+    limit = options.guard_factor * position.first_loss if loss_name == "training" else inf
     if options.guard == "off" or (isfinite(loss) and not loss > limit):
         return
-    first = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
+    first_loss_text = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
     raise DivergedError(
-        f"the {which} loss of epoch {position.epoch} is {loss:.4g}{first}, after step"
+        f"the {loss_name} loss of epoch {position.epoch} is {loss:.4g}{first_loss_text}, after step"
         f" {position.steps_done}",
         position.history,
     )
@@ -292,17 +298,17 @@ def evaluate(
         with options.autocast(inputs.device):
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
+        is_right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = F.cross_entropy(
             outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        answers = (loss, right[..., 0].sum(), right.sum(), (targets != IGNORED).sum())
+        answers = (loss, is_right[..., 0].sum(), is_right.sum(), (targets != IGNORED).sum())
         # Kept on the device: to read them here would wait for every batch.
         sums.append(torch.stack([number.double() for number in answers]))
     for module, mode in modes.items():
         module.training = mode
-    mine = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
-    loss, top1, top5, n = total(mine).tolist()
+    rank_sums = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
+    loss, top1, top5, n_answers = total(rank_sums).tolist()
     if not isfinite(loss):
-        return Evaluation(loss / n, nan, nan)
-    return Evaluation(loss / n, top1 / n, top5 / n)
+        return Evaluation(loss / n_answers, nan, nan)
+    return Evaluation(loss / n_answers, top1 / n_answers, top5 / n_answers)

@@ -44,9 +44,9 @@ class Constant:
     def factor(self, step: int, steps_per_epoch: int, epochs: int, batch: int) -> float:
         """Return the factor on the optimizer's rate for the update of ``step``."""
         warmup = self.warmup_epochs * steps_per_epoch
-        rising = min(1.0, (step + 1) / warmup) if warmup else 1.0
-        scale = batch / self.reference_batch if self.reference_batch else 1.0
-        return scale * rising * self.decay(step / steps_per_epoch, epochs)
+        warmup_factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        batch_factor = batch / self.reference_batch if self.reference_batch else 1.0
+        return batch_factor * warmup_factor * self.decay(step / steps_per_epoch, epochs)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,13 @@ class Cosine(Constant):
 
     def decay(self, epoch: float, epochs: int) -> float:
         """Return the factor of half a cosine from 1 to ``final``, after warm-up."""
-        span = epochs - self.warmup_epochs
-        done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 0.0
-        return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * done))
+        decay_epochs = epochs - self.warmup_epochs
+        progress = (
+            min(1.0, max(0.0, epoch - self.warmup_epochs) / decay_epochs)
+            if decay_epochs > 0
+            else 0.0
+        )
+        return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
 
 
 class Rates(LambdaLR):
@@ -94,7 +98,9 @@ class Rates(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         groups = optimizer.param_groups
-        self._own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self._own = [
+            {name: value for name, value in group.items() if name != "params"} for group in groups
+        ]
         super().__init__(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,9 +109,14 @@ class Rates(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the update of ``state_dict``; load the optimizer's state first."""
-        bases, groups = self.base_lrs, self.optimizer.param_groups
+        base_rates, groups = self.base_lrs, self.optimizer.param_groups
         super().load_state_dict(state_dict)
-        self.base_lrs = bases
-        for group, own, base, factor in zip(groups, self._own, bases, self.lr_lambdas, strict=True):
-            group |= own | {"initial_lr": base, "lr": base * factor(self.last_epoch)}
+        self.base_lrs = base_rates
+        for group, own_options, base_rate, factor in zip(
+            groups, self._own, base_rates, self.lr_lambdas, strict=True
+        ):
+            group |= own_options | {
+                "initial_lr": base_rate,
+                "lr": base_rate * factor(self.last_epoch),
+            }
         self._last_lr = [group["lr"] for group in groups]

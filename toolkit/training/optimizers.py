@@ -41,11 +41,15 @@ def muon(
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
-        vector = sum(size > 1 for size in parameter.shape) < 2
-        outer = vector or any(re.search(pattern, name) for pattern in adamw)
-        groups[not outer].append(parameter)
+        is_vector = sum(size > 1 for size in parameter.shape) < 2
+        is_outer = is_vector or any(re.search(pattern, name) for pattern in adamw)
+        groups[not is_outer].append(parameter)
     return Muon(
-        [{"params": params, "orthogonal": hidden} for hidden, params in groups.items() if params],
+        [
+            {"params": params, "orthogonal": is_hidden}
+            for is_hidden, params in groups.items()
+            if params
+        ],
         betas=tuple(betas),
         **options,
     )
@@ -85,10 +89,12 @@ class Muon(AdamW):
         if ns_steps < 1:
             raise UserError(f"ns_steps is 1 or more: got {ns_steps}")
         super().__init__(params, **options)
-        self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.ns_steps = ns_steps
         for group in self.param_groups:
             group.setdefault("orthogonal", False)
-            if group["orthogonal"] and any(p.dim() < 2 for p in group["params"]):
+            if group["orthogonal"] and any(parameter.dim() < 2 for parameter in group["params"]):
                 raise UserError("Muon is for matrices: put vectors into a group for AdamW")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,37 +107,41 @@ class Muon(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moved = {}
+        gradient_of_matrix = {}
         for group in self.param_groups:
-            for p in group["params"] if group["orthogonal"] else ():
-                if p.grad is not None:
-                    self._move(p, p.grad, group["lr"], group["weight_decay"])
-                    moved[p], p.grad = p.grad, None  # hidden from AdamW
+            for parameter in group["params"] if group["orthogonal"] else ():
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
+                    # Without a gradient, AdamW skips the matrix.
+                    gradient_of_matrix[parameter], parameter.grad = parameter.grad, None
         super().step()
-        for p, grad in moved.items():
-            p.grad = grad
+        for parameter, grad in gradient_of_matrix.items():
+            parameter.grad = grad
         return loss
 
     def _move(self, p: Tensor, grad: Tensor, lr: float, weight_decay: float) -> None:
+        """Update the matrix ``p`` along its orthogonalized running average."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        average = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
-        ahead = grad.lerp(average, self.momentum) if self.nesterov else average
-        update = orthogonalized(ahead.flatten(1), self.ns_steps).view_as(p)
-        size = _AS_ADAMW * sqrt(max(p.shape[0], prod(p.shape[1:])))
-        p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
+        momentum_average = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
+        direction = (
+            grad.lerp(momentum_average, self.momentum) if self.nesterov else momentum_average
+        )
+        update = orthogonalized(direction.flatten(1), self.ns_steps).view_as(p)
+        update_scale = _AS_ADAMW * sqrt(max(p.shape[0], prod(p.shape[1:])))
+        p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * update_scale)
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     """Return ``matrix`` with singular values from 0.7 to 1.2, except the smallest; zeros stay."""
     a, b, c = _COEFFICIENTS
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    tall = x.shape[0] > x.shape[1]
-    if tall:
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
         x = x.mT
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrix.dtype)
+    return (x.mT if is_tall else x).to(matrix.dtype)

@@ -58,12 +58,13 @@ class Profile:
 
     def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
         check_profile(n_steps)
-        self.path, self.written = path, False
+        self.path = path
+        self.written = False
         self._profiler: profiler.profile | None = None
         if n_steps and here:
-            cuda = [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
+            cuda_activities = [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profiler = profiler.profile(
-                activities=[profiler.ProfilerActivity.CPU, *cuda],
+                activities=[profiler.ProfilerActivity.CPU, *cuda_activities],
                 schedule=profiler.schedule(wait=0, warmup=WARM_UP, active=n_steps, repeat=1),
                 on_trace_ready=self._write,
                 acc_events=True,
@@ -96,9 +97,10 @@ class Profile:
 
 @contextmanager
 def _current_stream_only() -> Iterator[None]:
-    """Let torch wait for this thread's stream, where it would wait for the whole GPU.
+    """Make the profiler wait for this thread's stream instead of the whole GPU.
 
-    The GPU may hold a receive that was posted early, and whose sender waits for this rank.
+    The GPU may have a receive that was posted early, and whose sender waits for this rank: to wait
+    for it would be a deadlock.
     """
 
     def wait(device: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Memory of training runs that share one GPU: predicted for one, and checked for several."""
+"""Predict the memory of a training run, and check that several fit on one GPU."""
 
 import gc
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _STEPS = 3  # by then all versions of the weights are there
 
 
 def predict_peak(run: TrainingRun) -> float:
-    """Return the most bytes of tensors that ``run`` holds, on one device; rather too many.
+    """Return an upper estimate of the peak bytes of tensors of ``run`` on one device.
 
     Raises:
         UserError: the model runs but cannot be analysed.
@@ -32,24 +32,35 @@ def predict_peak(run: TrainingRun) -> float:
         model = run.build_model()
     stages = partition(model, run.schedule.n_stages, example, options.partition)
     costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
-    peak = _peak_grouped(run, costs)
+    peak_bytes = _peak_grouped(run, costs)
     if getattr(run.runtime, "order", "grouped") == "scheduled":
-        state = [_STATE * cost.parameter_bytes for cost in costs]
-        peak = simulate(run.schedule.lower(_STEPS, 1), costs, UNIT, state).peak_memory()
-    averages = sum(cost.parameter_bytes for cost in costs) if options.ema is not None else 0
-    return peak + averages + getattr(run.samples, "device_bytes", 0)
+        state_bytes = [_STATE * cost.parameter_bytes for cost in costs]
+        peak_bytes = simulate(run.schedule.lower(_STEPS, 1), costs, UNIT, state_bytes).peak_memory()
+    average_bytes = sum(cost.parameter_bytes for cost in costs) if options.ema is not None else 0
+    return peak_bytes + average_bytes + getattr(run.samples, "device_bytes", 0)
 
 
 def _peak_grouped(run: TrainingRun, costs: Costs) -> float:
-    """Order "grouped": activations of all micro-batches, and a gradient of each version."""
-    n = run.schedule.n_microbatches
+    """Return the peak bytes of the order "grouped".
+
+    It keeps the activations of all micro-batches, and a gradient of each weight version.
+    """
+    n_microbatches = run.schedule.n_microbatches
     n_versions = 1 + run.schedule.max_staleness
-    parameters = sum(cost.parameter_bytes for cost in costs)
-    weights = n_versions * parameters
-    gradients = n_versions * parameters
-    activations = n * sum(cost.kept_bytes + cost.extra_input_bytes for cost in costs)
-    workspace = n * max(max(cost.working_bytes) for cost in costs)
-    return weights + gradients + _STATE * parameters + activations + workspace
+    parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+    weight_bytes = n_versions * parameter_bytes
+    gradient_bytes = n_versions * parameter_bytes
+    activation_bytes = n_microbatches * sum(
+        cost.kept_bytes + cost.extra_input_bytes for cost in costs
+    )
+    workspace_bytes = n_microbatches * max(max(cost.working_bytes) for cost in costs)
+    return (
+        weight_bytes
+        + gradient_bytes
+        + _STATE * parameter_bytes
+        + activation_bytes
+        + workspace_bytes
+    )
 
 
 def check_fits(n_runs: int, run_bytes: float, free_bytes: float) -> None:
@@ -60,14 +71,15 @@ def check_fits(n_runs: int, run_bytes: float, free_bytes: float) -> None:
         run_bytes: predicted bytes of the tensors of one.
         free_bytes: free memory of the device.
     """
-    each = run_bytes + PROCESS_BYTES
-    n_fit = int(free_bytes // each)
+    process_bytes = run_bytes + PROCESS_BYTES
+    n_fit = int(free_bytes // process_bytes)
     if n_runs <= n_fit:
         return
     way_out = f"parallel={n_fit} is the most that fits" if n_fit > 1 else "leave parallel out"
     raise UserError(
-        f"parallel={n_runs} needs {size(n_runs * each)} of the GPU's memory, {size(each)} for each"
-        f" run by prediction, and {size(free_bytes)} are free: {way_out}"
+        f"parallel={n_runs} needs {size(n_runs * process_bytes)} of the GPU's memory,"
+        f" {size(process_bytes)} for each run by prediction, and {size(free_bytes)} are free:"
+        f" {way_out}"
     )
 
 
@@ -103,8 +115,8 @@ class MemoryCheck:
         if self._device is not None and self._peaks:
             gc.collect()  # the runs that were added
             torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self._device)
-            check_fits(self.n_runs, max(self._peaks), free)
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            check_fits(self.n_runs, max(self._peaks), free_bytes)
         return [
             f"whether {self.n_runs} runs fit into memory is unknown: {reason}"
             for reason in dict.fromkeys(self._unknown)

@@ -56,21 +56,28 @@ class Signals:
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
         """Handle the signals, except SIGHUP under nohup; without effect outside the main thread."""
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        ignored_signals = (
+            {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        )
         try:
-            before = {n: signal.signal(n, self._hear) for n in _SIGNALS if n not in ignored}
+            earlier_handlers = {
+                signal_number: signal.signal(signal_number, self._hear)
+                for signal_number in _SIGNALS
+                if signal_number not in ignored_signals
+            }
         except ValueError:
-            before = {}
+            earlier_handlers = {}
         try:
             yield self
         finally:
-            for number, handler in before.items():
+            for number, handler in earlier_handlers.items():
                 signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.number:
-            self.number, self.at = number, now
+            self.number = number
+            self.at = now
         elif now - self.at >= ECHO:
             raise KeyboardInterrupt
 
@@ -123,7 +130,7 @@ def run_with_checkpoints(
         StoppedError: a signal has ended the run.
         DivergedError: the loss has diverged, again after a rollback if the guard allows one.
     """
-    save, safe = run.options.save, rollback_schedule(run)
+    save, safe_schedule = run.options.save, rollback_schedule(run)
     folder = from_rank_0(run.runtime, folder.resolve())
     with suppress(OSError):  # here only: a folder that is removed later stays so
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,38 +141,38 @@ def run_with_checkpoints(
         notes.append(text)
         on_note(text)
 
-    saved = bool(from_rank_0(run.runtime, checkpoints.paths()))
-    if resume is False and saved:
+    has_checkpoints = bool(from_rank_0(run.runtime, checkpoints.paths()))
+    if resume is False and has_checkpoints:
         raise UserError(
             f"{folder} has the checkpoints of a run: give another folder, or resume=True"
         )
-    delayed = run.schedule.max_staleness > 0
+    has_delay = run.schedule.max_staleness > 0
     position = Position()
-    if resume or (resume is None and saved):
+    if resume or (resume is None and has_checkpoints):
         run, position = _resumed(run, checkpoints, note)
     resumed_at = position.steps_done
     with (signals or Signals()).heard() as signals:
         callback = CheckpointCallback(run, checkpoints, signals, weights)
-        if safe is not None and position.steps_done == 0:
+        if safe_schedule is not None and position.steps_done == 0:
             callback.save(position)
-        lost = ""
+        divergence_reason = ""
         try:
             epochs = run.run(on_epoch, on_step, position, callback)
         except DivergedError as error:
-            if safe is None:
+            if safe_schedule is None:
                 way_back = ", or take guard=rollback"
                 raise DivergedError(error.reason, error.epochs, way_back) from error
-            lost = error.reason
+            divergence_reason = error.reason
         # Outside of the handler, whose traceback would keep the memory of the run that is lost.
-        if lost and safe is not None:
+        if divergence_reason and safe_schedule is not None:
             notes += callback.notes()
-            run = run.again(safe)
+            run = run.again(safe_schedule)
             state = _read(run, checkpoints, note)
             state["run"]["position"]["rolled_back"] = True
             position = _load(run, checkpoints, state)
             note(
-                f"{lost}: rolled back to epoch {position.epoch}, step {position.step},"
-                f" and continued{' without delay' * delayed}"
+                f"{divergence_reason}: rolled back to epoch {position.epoch}, step {position.step},"
+                f" and continued{' without delay' * has_delay}"
             )
             callback = CheckpointCallback(run, checkpoints, signals, weights)
             epochs = run.run(on_epoch, on_step, position, callback)
@@ -175,7 +182,7 @@ def run_with_checkpoints(
 
 
 class CheckpointCallback(LoopCallback):
-    """Saves checkpoints and stops at signals, at the pauses of the loop."""
+    """Save checkpoints and stop at signals, at the pauses of the loop."""
 
     def __init__(
         self,
@@ -184,8 +191,11 @@ class CheckpointCallback(LoopCallback):
         signals: Signals,
         weights: bool = True,
     ) -> None:
-        self.run, self.runtime, self.checkpoints = run, run.runtime, checkpoints
-        self.signals, self.weights = signals, weights
+        self.run = run
+        self.runtime = run.runtime
+        self.checkpoints = checkpoints
+        self.signals = signals
+        self.weights = weights
         # A rollback needs a checkpoint.
         self.saves = run.options.guard == "rollback" or not run.options.save.never
         self.record = full_record(run)
@@ -196,8 +206,12 @@ class CheckpointCallback(LoopCallback):
     def steps(self, position: Position, n_steps: int) -> int:
         """Return the steps until the next pause, which is where a checkpoint is due if any is."""
         self._begun = time.monotonic()
-        every = self.run.options.save.steps
-        return min(self.n_steps, every - position.steps_done % every) if every else self.n_steps
+        save_steps = self.run.options.save.steps
+        return (
+            min(self.n_steps, save_steps - position.steps_done % save_steps)
+            if save_steps
+            else self.n_steps
+        )
 
     def end(self, position: Position) -> None:
         """Exchange received signals with all ranks, save if due, and set the steps to the next.
@@ -206,39 +220,46 @@ class CheckpointCallback(LoopCallback):
             StoppedError: a rank received a signal before the last epoch ended.
         """
         now = time.monotonic()
-        mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
+        own_values = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
         if self.runtime.rank == 0:
-            mine[:2] = [now - self._saved_at, now - self._begun]
-        # Ranks decide alike: by rank 0's clock, and by the signals of any of them.
-        total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
-        since, trained, *counts = total
-        heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
-        often = self.run.options.save
-        due = (
-            (often.steps is not None and position.steps_done % often.steps == 0)
-            or (often.epochs is not None and not (position.step or position.epoch % often.epochs))
-            or (often.minutes is not None and since >= 60 * often.minutes)
+            own_values[:2] = [now - self._saved_at, now - self._begun]
+        # All ranks must decide the same: only rank 0's clock counts, and a signal to any rank.
+        total = self.runtime.total(torch.tensor(own_values, dtype=torch.float64)).tolist()
+        seconds_since_save, seconds_trained, *n_ranks_of_signal = total
+        heard_signals = [
+            number for number, n_ranks in zip(_SIGNALS, n_ranks_of_signal, strict=True) if n_ranks
+        ]
+        save_options = self.run.options.save
+        is_due = (
+            (save_options.steps is not None and position.steps_done % save_options.steps == 0)
+            or (
+                save_options.epochs is not None
+                and not (position.step or position.epoch % save_options.epochs)
+            )
+            or (
+                save_options.minutes is not None and seconds_since_save >= 60 * save_options.minutes
+            )
             or self._is_best(position)
-            or bool(heard)
+            or bool(heard_signals)
         )
-        written = due and self.saves and self.save(position)
-        if heard:
-            self.signals.agreed = heard[0]
+        written = is_due and self.saves and self.save(position)
+        if heard_signals:
+            self.signals.agreed = heard_signals[0]
             if position.epoch < self.run.options.epochs:
-                raise StoppedError(heard[0], saved=written)
-        if trained < _PAUSE / 2:
+                raise StoppedError(heard_signals[0], saved=written)
+        if seconds_trained < _PAUSE / 2:
             self.n_steps *= 2
-        elif trained > _PAUSE and self.n_steps > 1:
+        elif seconds_trained > _PAUSE and self.n_steps > 1:
             self.n_steps //= 2
 
     def save(self, position: Position) -> bool:
         """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
         self._saved_at = time.monotonic()
         # As text: what a damaged checkpoint holds here is then read whole, or not at all.
-        rest = {"run": json.dumps({"position": asdict(position), "options": self.record})}
+        run_state = {"run": json.dumps({"position": asdict(position), "options": self.record})}
         best, step = self._is_best(position), position.steps_done
         try:
-            self.checkpoints.save(self.runtime, rest, step, best=best)
+            self.checkpoints.save(self.runtime, run_state, step, best=best)
         except OSError as error:
             self._not_written(f"the checkpoint of step {step}", error)
             return False
@@ -248,7 +269,7 @@ class CheckpointCallback(LoopCallback):
         """Write the final weights, for any program that has the model; False if that fails."""
         if not (self.saves and self.weights):
             return True
-        # Collective calls.
+        # Every rank makes these calls, since they are collective.
         weights: Mapping[str, torch.Tensor] = self.runtime.module().state_dict()
         if self.run.options.readout == "extrapolated":
             weights = {**weights, **self.runtime.extrapolated()}
@@ -266,10 +287,11 @@ class CheckpointCallback(LoopCallback):
         """Return a sentence on what could not be written, if anything."""
         if not self.unwritten:
             return []
-        shown = dict.fromkeys([self.unwritten[0], self.unwritten[-1]])
-        return [f"not written ({len(self.unwritten)} in all): {'; '.join(shown)}"]
+        first_and_last = dict.fromkeys([self.unwritten[0], self.unwritten[-1]])
+        return [f"not written ({len(self.unwritten)} in all): {'; '.join(first_and_last)}"]
 
     def _not_written(self, what: str, error: OSError) -> None:
+        """Note a failed write, and print the first one on rank 0."""
         text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"
         if self.runtime.rank == 0 and not self.unwritten:
             print(f"warning: not written: {text}; training continues", file=sys.stderr)
@@ -277,21 +299,21 @@ class CheckpointCallback(LoopCallback):
 
     def _is_best(self, position: Position) -> bool:
         """Return whether an epoch has just ended whose weights are to be kept as the best."""
-        ended = self.weights and position.history and not position.step
-        return bool(ended) and is_best(position.history, self.run.samples.form.metric)
+        epoch_ended = self.weights and position.history and not position.step
+        return bool(epoch_ended) and is_best(position.history, self.run.samples.form.metric)
 
 
 def rollback_schedule(run: TrainingRun) -> Schedule | None:
     """Return the schedule by which ``run`` continues after a rollback; None without that guard."""
     if run.options.guard != "rollback":
         return None
-    found = without_delay(run.schedule)
-    if not run.runtime.can_run(found):
+    schedule = without_delay(run.schedule)
+    if not run.runtime.can_run(schedule):
         raise UserError(
-            f"guard=rollback continues with {found.name}, which {type(run.runtime).__name__} cannot"
-            " run: use guard=stop, or runtime=distributed"
+            f"guard=rollback continues with {schedule.name}, which {type(run.runtime).__name__}"
+            " cannot run: use guard=stop, or runtime=distributed"
         )
-    return found
+    return schedule
 
 
 def without_delay(schedule: Schedule) -> Schedule:
@@ -301,15 +323,15 @@ def without_delay(schedule: Schedule) -> Schedule:
         return schedule
     simultaneous = timing.simultaneous(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     try:
-        found = replace(schedule, name="DP", timing=simultaneous, delay=0, chains="in_order")
+        undelayed = replace(schedule, name="DP", timing=simultaneous, delay=0, chains="in_order")
     except ValueError:
-        found = schedule
-    if found.n_ranks != schedule.n_ranks or found.max_staleness:
+        undelayed = schedule
+    if undelayed.n_ranks != schedule.n_ranks or undelayed.max_staleness:
         raise UserError(
             f"guard=rollback replaces {schedule.name} by data parallelism, which is impossible on"
             f" its {schedule.n_ranks} ranks: use guard=stop, or placement=per_microbatch"
         )
-    return found
+    return undelayed
 
 
 def full_record(run: TrainingRun) -> Mapping[str, Any]:
@@ -323,12 +345,15 @@ def changed_options(
     before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = _FREE
 ) -> str:
     """Describe the options that differ, except ``free`` ones; a missing option counts as None."""
-    old, new = (without(flat(options), free) for options in (before, now))
-    known = dict.fromkeys(sorted(old.keys() | new.keys()))
-    names = differing([known | old, known | new])
-    shown = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_SHOWN]]
-    more = [f"and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
-    return ", ".join([*shown, *more])
+    earlier_values, new_values = (without(flat(options), free) for options in (before, now))
+    option_names = dict.fromkeys(sorted(earlier_values.keys() | new_values.keys()))
+    names = differing([option_names | earlier_values, option_names | new_values])
+    changes = [
+        f"{name}={new_values.get(name)} (was {earlier_values.get(name)})"
+        for name in names[:_MOST_SHOWN]
+    ]
+    rest_note = [f"and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
+    return ", ".join([*changes, *rest_note])
 
 
 def _resumed(
@@ -340,14 +365,18 @@ def _resumed(
         run = run.again(without_delay(run.schedule))
         note("it had been rolled back, and continues without delay")
     position = _load(run, checkpoints, state)
-    done, wanted = position.epoch, run.options.epochs
-    if done > wanted:
-        raise UserError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
-    # Options of a finished run would only falsify its record.
-    if done == wanted and (changed := changed_options(state["run"]["options"], full_record(run))):
+    n_epochs_done, n_epochs = position.epoch, run.options.epochs
+    if n_epochs_done > n_epochs:
         raise UserError(
-            f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
-            " leave that out, or ask for more epochs"
+            f"the run has done {n_epochs_done} epochs and epochs={n_epochs}: ask for more"
+        )
+    # Options of a finished run would only falsify its record.
+    if n_epochs_done == n_epochs and (
+        change := changed_options(state["run"]["options"], full_record(run))
+    ):
+        raise UserError(
+            f"the run has ended after {n_epochs_done} epochs, and nothing is left to train with"
+            f" {change}: leave that out, or ask for more epochs"
         )
     return run, position
 
@@ -361,13 +390,16 @@ def _read(
         note(f"{text}; the one before it was used")
     with _refuse_misfits(checkpoints):
         state["run"] = json.loads(state["run"])
-    before = state["run"]["options"]
-    epochs = (run.options.epochs, before.get("epochs") or run.options.epochs)
+    saved_options = state["run"]["options"]
+    epochs = (run.options.epochs, saved_options.get("epochs") or run.options.epochs)
     # Rates of the epochs of both, a quarter of an epoch apart; a cosine's depend on their number.
-    rates = [[run.lr.factor(k, 4, n, 1) for k in range(4 * min(epochs))] for n in epochs]
-    free = _FREE if rates[0] == rates[1] else INDIFFERENT
-    if changed := changed_options(before, full_record(run), free):
-        note(f"{RESUMED_OTHERWISE}: {changed}")
+    factors = [
+        [run.lr.factor(quarter, 4, n_epochs, 1) for quarter in range(4 * min(epochs))]
+        for n_epochs in epochs
+    ]
+    free_options = _FREE if factors[0] == factors[1] else INDIFFERENT
+    if change := changed_options(saved_options, full_record(run), free_options):
+        note(f"{RESUMED_OTHERWISE}: {change}")
     return state
 
 
@@ -375,10 +407,10 @@ def _load(run: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) 
     """Load ``state`` into ``run``; return its position."""
     position = state["run"]["position"]
     with _refuse_misfits(checkpoints):
-        if (switched := position.get("switching")) and not position.get("rolled_back"):
+        if (switching_state := position.get("switching")) and not position.get("rolled_back"):
             if run.switching is None:
                 raise UserError("the run chose its schedules: give its switch.candidates")
-            run.switching.resume(switched)
+            run.switching.resume(switching_state)
         run.runtime.load_state_dict(state["runtime"])
     return Position(**position | {"history": [Epoch(**epoch) for epoch in position["history"]]})
 

@@ -32,7 +32,7 @@ from toolkit.training.lr import Constant, Rates
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything that a run needs, built and checked, before the first step."""
+    """A run before its first step: its objects are built and checked."""
 
     options: TrainingOptions
     step_options: StepOptions  # those of the options that the runtime takes
@@ -85,18 +85,18 @@ class TrainingRun:
             return error.all_epochs(self.options.epochs)
 
     def skipped_updates(self) -> list[str]:
-        """Sentences on updates that were skipped. Every rank calls it, after the last step."""
+        """Return sentences on skipped updates. Every rank calls it, after the last step."""
         if self.step_options.scale == 1:
             return []
         return [
-            f"stage {j} left out {n} of {self.runtime.steps_done} updates, whose gradients were not"
-            " finite: lower loss_scale, or take precision=bf16"
-            for j, n in enumerate(self.runtime.skipped())
-            if n
+            f"stage {stage} left out {n_skipped} of {self.runtime.steps_done} updates, whose"
+            " gradients were not finite: lower loss_scale, or take precision=bf16"
+            for stage, n_skipped in enumerate(self.runtime.skipped())
+            if n_skipped
         ]
 
     def measurements(self) -> Measurements | None:
-        """What all ranks have measured, if anything. Every rank calls it."""
+        """Return the measurements of all ranks, or None. Every rank calls it."""
         return self.runtime.measurements() if self.runtime.measures else None
 
 
@@ -155,27 +155,29 @@ def prepare(
     check_independent(stages, form.example(4))
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
-    for what, found, method, such in (
+    for argument_name, argument, method, example_class in (
         ("data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"),
         ("lr:", lr, "factor", "lr.Constant"),
     ):
-        if not hasattr(found, method):
+        if not hasattr(argument, method):
             raise UserError(
-                f"{what} got a {type(found).__name__}; expected an object with {method}(), such as"
-                f" toolkit.training.{such}"
+                f"{argument_name} got a {type(argument).__name__}; expected an object with"
+                f" {method}(), such as toolkit.training.{example_class}"
             )
     steps_per_epoch = len(batches)
     schedule = schedule.in_steps(steps_per_epoch)
-    usual = _check_optimizer(optimizer)
-    optimizer_rate = usual.param_groups[0]["lr"]
+    optimizer_of_one_number = _check_optimizer(optimizer)
+    optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
         return float(lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
-    step = StepOptions(**{f.name: getattr(options, f.name) for f in fields(StepSettings)})
+    step = StepOptions(
+        **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
+    )
     allow_tf32(step.precision == "tf32")
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    made = runtime(
+    built_runtime = runtime(
         stages,
         schedule,
         optimizer=optimizer,
@@ -186,17 +188,21 @@ def prepare(
         **({"world": world} if world else {}),
         **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
     )
-    candidates = [alike(schedule.final, given) for given in options.switch.candidates]
-    named = {candidate.name: candidate for candidate in candidates}
+    candidates = [
+        alike(schedule.final, candidate_options) for candidate_options in options.switch.candidates
+    ]
+    candidate_of_name = {candidate.name: candidate for candidate in candidates}
     return TrainingRun(
         options=options,
         step_options=step,
         schedule=schedule,
         samples=samples,
-        runtime=made,
-        switching=Switching(made, named, options.switch) if named else None,
+        runtime=built_runtime,
+        switching=Switching(built_runtime, candidate_of_name, options.switch)
+        if candidate_of_name
+        else None,
         device=device,
-        optimizer=usual,
+        optimizer=optimizer_of_one_number,
         rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
         lr=lr,
@@ -215,9 +221,9 @@ def join_ranks(
     if runtime.distributed:
         runtime.check_schedule(schedule)  # before ranks are started
         return join(schedule.n_ranks, device=device, **options)
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (n_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
-            f"runtime=single_process or controller is one process and {started} were started:"
+            f"runtime=single_process or controller is one process and {n_processes} were started:"
             " leave torchrun out, or choose runtime=distributed"
         )
     return None
@@ -227,13 +233,13 @@ def _check_optimizer(make: MakeOptimizer) -> Optimizer:
     """Return an optimizer of one number, which is built to check it."""
     try:
         parameter = nn.Parameter(torch.zeros(1))
-        made = make([("weight", parameter)] if takes_names(make) else [parameter])
+        optimizer = make([("weight", parameter)] if takes_names(make) else [parameter])
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(f"optimizer cannot be made: {first_line(error)}") from error
-    rate = made.param_groups[0]["lr"]
-    if not (isinstance(rate, int | float) and isfinite(rate)):
-        raise UserError(f"optimizer.lr is a number: got {rate!r}")
-    return made
+    learning_rate = optimizer.param_groups[0]["lr"]
+    if not (isinstance(learning_rate, int | float) and isfinite(learning_rate)):
+        raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
+    return optimizer
 
 
 def pick_device(name: str) -> torch.device:

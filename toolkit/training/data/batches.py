@@ -84,13 +84,13 @@ class Batches:
     def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = self.generator.clone_state() if self.generator else None
         batches = self.order.split(self.batch_size)[: self.span.stop]
-        for k, chosen in enumerate(batches, start=-self.span.start):
+        for batch_number, sample_numbers in enumerate(batches, start=-self.span.start):
             # Drawn for every whole batch from the first on: a part, or a range of batches, then
             # has the random numbers that it has within the whole.
-            drawn = self.source.draw(len(chosen), generator)
-            if k >= 0 and (parts := [*self.wanted(k)]):
-                rows = torch.arange(len(chosen)).view(self.n_parts, -1)[parts].flatten()
-                yield chosen[rows], drawn[:, rows]
+            random_numbers = self.source.draw(len(sample_numbers), generator)
+            if batch_number >= 0 and (parts := [*self.wanted(batch_number)]):
+                rows = torch.arange(len(sample_numbers)).view(self.n_parts, -1)[parts].flatten()
+                yield sample_numbers[rows], random_numbers[:, rows]
 
 
 class SampleSet:
@@ -121,15 +121,15 @@ class SampleSet:
         Raises:
             UserError: a training step takes more samples than there are.
         """
-        n = len(self._train)
-        if batch_size > n:
+        n_samples = len(self._train)
+        if batch_size > n_samples:
             raise UserError(
-                f"a training step takes {batch_size} {self.form.samples} and there are {n}: make"
-                " batch or microbatches smaller"
+                f"a training step takes {batch_size} {self.form.samples} and there are {n_samples}:"
+                " make batch or microbatches smaller"
             )
         seed = hash((seed, epoch))
         generator = torch.Generator().manual_seed(seed)
-        order, span = torch.randperm(n, generator=generator), range(n // batch_size)
+        order, span = torch.randperm(n_samples, generator=generator), range(n_samples // batch_size)
         source = self._train.begin(generator)
         return Batches(source, order, batch_size, span, device, generator, seed)
 
@@ -172,43 +172,48 @@ class Datasets(SampleSet):
     ) -> None:
         for name, dataset in (("train", train), ("test", test)):
             try:
-                n = len(dataset) if isinstance(dataset, Sized) else None
+                length = len(dataset) if isinstance(dataset, Sized) else None
             except Exception as error:
                 raise UserError(
                     f"{name}: its length cannot be read: {first_line(error)}"
                 ) from error
-            if not n:
-                got = type(dataset).__name__ + ("" if n is None else " of length 0")
-                raise UserError(f"{name}: got a {got}; expected a Dataset with a length above 0")
+            if not length:
+                dataset_text = type(dataset).__name__ + ("" if length is None else " of length 0")
+                raise UserError(
+                    f"{name}: got a {dataset_text}; expected a Dataset with a length above 0"
+                )
         form = form or _images(_sample(train, "train", 0, seed=0), n_classes)
         super().__init__(_Samples(train, "train", form), _Samples(test, "test", form), form)
 
 
-def _sample(dataset: Any, name: str, k: int, seed: int) -> Any:
+def _sample(dataset: Any, name: str, index: int, seed: int) -> Any:
     """Return sample ``k``; raise UserError if the user's code cannot read it."""
     try:
-        return seeded(hash((seed, k)), dataset.__getitem__, k)
+        return seeded(hash((seed, index)), dataset.__getitem__, index)
     except Exception as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        error_kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(
-            f"{name}: sample {k} cannot be read: {kind}{shortened(first_line(error))}"
+            f"{name}: sample {index} cannot be read: {error_kind}{shortened(first_line(error))}"
         ) from error
 
 
 def _images(sample: Any, n_classes: int) -> Images:
-    parts = sample if isinstance(sample, tuple | list) else (sample,)
-    if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].dim() != 3:
-        found = [f"{type(x).__name__} {list(getattr(x, 'shape', ''))}" for x in parts]
+    """Return the form of images like ``sample``; raise UserError if it is not an image."""
+    items = sample if isinstance(sample, tuple | list) else (sample,)
+    if len(items) != 2 or not isinstance(items[0], Tensor) or items[0].dim() != 3:
+        item_texts = [f"{type(item).__name__} {list(getattr(item, 'shape', ''))}" for item in items]
         raise UserError(
-            f"the first sample is ({', '.join(found)}); expected a pair of a tensor [channels,"
+            f"the first sample is ({', '.join(item_texts)}); expected a pair of a tensor [channels,"
             " height, width] and the number of a class; give form= unless samples are images"
         )
-    channels, height, width = parts[0].shape
+    channels, height, width = items[0].shape
     return Images(channels, height, width, n_classes)
 
 
 @dataclass(frozen=True)
 class _Samples(Source):
+    """Samples of a user's Dataset, each checked against the form."""
+
     dataset: Any
     name: str  # train or test
     form: InputSpec
@@ -218,30 +223,42 @@ class _Samples(Source):
 
     def _pair(self, k: int, seed: int, expected: Tensor) -> Batch:
         """Return sample ``k`` and its classes; raise UserError if they are not as ``expected``."""
-        sample, n = _sample(self.dataset, self.name, k, seed), self.form.n_classes
+        sample, n_classes = _sample(self.dataset, self.name, k, seed), self.form.n_classes
         with suppress(Exception):  # it may be of any type
-            x, y = sample[0], torch.as_tensor(sample[1])
-            alike = (x.shape, x.dtype, len(sample)) == (expected.shape, expected.dtype, 2)
-            whole = not y.is_floating_point() and y.shape == self.form.output(1)[1:-1]
-            if alike and whole and y.min() >= 0 and y.max() < n:
-                return x, y.long()
+            input, target = sample[0], torch.as_tensor(sample[1])
+            matches_form = (input.shape, input.dtype, len(sample)) == (
+                expected.shape,
+                expected.dtype,
+                2,
+            )
+            has_whole_classes = (
+                not target.is_floating_point() and target.shape == self.form.output(1)[1:-1]
+            )
+            if (
+                matches_form
+                and has_whole_classes
+                and target.min() >= 0
+                and target.max() < n_classes
+            ):
+                return input, target.long()
         raise UserError(
             f"{self.name}: sample {k} is {_described(sample)}; expected a tensor"
-            f" {_described(expected)}, as the first sample has, and a class from 0 to {n - 1}"
+            f" {_described(expected)}, as the first sample has, and a class from 0 to"
+            f" {n_classes - 1}"
         )
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         expected = self.form.example(1, "meta")[0]
-        for chosen, _ in batches:
-            pairs = (self._pair(k, seed, expected) for k in chosen.tolist())
+        for sample_numbers, _ in batches:
+            pairs = (self._pair(index, seed, expected) for index in sample_numbers.tolist())
             inputs, targets = map(torch.stack, zip(*pairs, strict=True))
             yield send(inputs, device), send(targets, device)
 
 
 def _described(value: Any) -> str:
-    """``value`` in a few words; of tensors, the type of their numbers and the shape."""
+    """Describe ``value`` in a few words; tensors by their data type and shape."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(_described(x) for x in value[:3])})"
+        return f"({', '.join(_described(item) for item in value[:3])})"
     if isinstance(value, Tensor) and value.dim():
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return shortened(repr(value), 80)
@@ -263,6 +280,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return one number per channel, ``[channels, 1, 1]``, copied to ``device`` once."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 

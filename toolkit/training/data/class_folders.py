@@ -62,22 +62,22 @@ def image_folder(
     Raises:
         UserError: the folder is missing or holds something else, or an option is out of its range.
     """
-    for name, value, least in (
+    for name, value, minimum in (
         ("image_size", image_size, 1),
         ("num_workers", num_workers or 0, 0),
         ("prefetch_factor", prefetch_factor, 1),
     ):
-        if value < least:
-            raise UserError(f"data.{name} is {least} or more: got {value}")
+        if value < minimum:
+            raise UserError(f"data.{name} is {minimum} or more: got {value}")
     check_choice("data.damaged", damaged, ("refuse", "skip"))
     folder = check_root("image_folder", root, f"train/ and {validation}/")
     splits = open_split(folder / "train", folder / validation)
     replaced: list[str] = []
     options = (replaced, num_workers, prefetch_factor)
-    views = training_transform(image_size), evaluation_transform(image_size)
+    transforms = training_transform(image_size), evaluation_transform(image_size)
     train, test = (
-        _Loaded(_Images(images, view, damaged == "skip"), *options)
-        for images, view in zip(splits, views, strict=True)
+        _Loaded(_Images(images, transform, damaged == "skip"), *options)
+        for images, transform in zip(splits, transforms, strict=True)
     )
     form = Images(3, image_size, image_size, len(splits[0].classes))
     return SampleSet(train, test, form, replaced)
@@ -112,19 +112,19 @@ def open_split(train: Path, test: Path) -> list[Any]:
     """Return the training and the test images, as ImageFolders of the same classes."""
     from torchvision.datasets import ImageFolder
 
-    found = []
+    splits = []
     for folder in (train, test):
         try:
-            found.append(ImageFolder(str(folder)))
+            splits.append(ImageFolder(str(folder)))
         except OSError as error:
             raise UserError(
                 f"{folder} does not hold one folder of images for each class: {error}"
             ) from error
-    if differing := sorted({*found[0].classes} ^ {*found[1].classes}):
+    if differing := sorted({*splits[0].classes} ^ {*splits[1].classes}):
         raise UserError(
             f"{train} and {test} need the same class folders: only one of them has {differing[0]!r}"
         )
-    return found
+    return splits
 
 
 def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, list[str]]:
@@ -133,9 +133,9 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
     If the image of ``index`` is damaged, and ``skip``, the next readable one of its class is read.
     """
     label = images.targets[index]
-    first, end = bisect_left(images.targets, label), bisect_right(images.targets, label)
+    class_start, class_end = bisect_left(images.targets, label), bisect_right(images.targets, label)
     damaged: list[str] = []
-    for number in (*range(index, end), *range(first, index)):
+    for number in (*range(index, class_end), *range(class_start, index)):
         path = images.samples[number][0]
         try:
             if not os.path.isfile(path):  # to open a pipe would block
@@ -149,8 +149,8 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
                 ) from error
             damaged.append(path)
     raise UserError(
-        f"{os.path.join(images.root, images.classes[label])}: none of its {end - first} images can"
-        " be decoded, and data.damaged=skip needs one: repair one, or remove the folder"
+        f"{os.path.join(images.root, images.classes[label])}: none of its {class_end - class_start}"
+        " images can be decoded, and data.damaged=skip needs one: repair one, or remove the folder"
     )
 
 
@@ -165,7 +165,7 @@ def n_workers(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Images(Dataset[Any]):
-    """By epoch's seed and number: the image, its class, and the damaged images it replaces."""
+    """Images by (epoch's seed, number), each with its class and the damaged images it replaces."""
 
     images: Any
     transform: Transform
@@ -181,10 +181,10 @@ class _Images(Dataset[Any]):
         return pixels, self.images.targets[number], damaged
 
 
-def _collate(read: list[Any]) -> tuple[Tensor, Tensor, list[str]] | UserError:
-    if errors := [each for each in read if isinstance(each, UserError)]:
+def _collate(items: list[Any]) -> tuple[Tensor, Tensor, list[str]] | UserError:
+    if errors := [item for item in items if isinstance(item, UserError)]:
         return errors[0]
-    pixels, labels, damaged = zip(*read, strict=True)
+    pixels, labels, damaged = zip(*items, strict=True)
     return torch.stack(pixels), torch.tensor(labels), [path for paths in damaged for path in paths]
 
 
@@ -204,12 +204,14 @@ class _Loaded(Source):
         return len(self.dataset.images)
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
-        keys = [[(seed, k) for k in chosen.tolist()] for chosen, _ in batches]
+        keys = [
+            [(seed, number) for number in sample_numbers.tolist()] for sample_numbers, _ in batches
+        ]
         if not keys:
             return
         # Bytes travel, a quarter of the floats.
-        loaded = self._load(keys, pinned=device.type == "cuda")
-        for pixels, labels in copied_ahead(loaded, device):
+        host_batches = self._load(keys, pinned=device.type == "cuda")
+        for pixels, labels in copied_ahead(host_batches, device):
             yield normalise(pixels, _IMAGENET_MEAN, _IMAGENET_STD), labels
 
     def _load(self, keys: list[list[tuple[int, int]]], pinned: bool) -> Iterator[Batch]:
@@ -218,17 +220,17 @@ class _Loaded(Source):
         loader = self._idle.pop(pinned, None) or self._loader(pinned)
         loader.batch_sampler[:] = keys  # type: ignore[index]
         # Workers inherit the blocked signals, before they run any code.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            loaded = iter(loader)
+            loaded_batches = iter(loader)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for k, batch in enumerate(islice(loaded, len(keys)), start=1):
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+        for n_read, batch in enumerate(islice(loaded_batches, len(keys)), start=1):
             if isinstance(batch, UserError):
                 # The error's traceback would keep the workers alive, and what they have open.
-                del loaded, loader
+                del loaded_batches, loader
                 raise batch
-            if k == len(keys):  # callers that count batches never come back for more
+            if n_read == len(keys):  # callers that count batches never come back for more
                 self._idle[pinned] = loader
             pixels, labels, damaged = batch
             for path in dict.fromkeys(damaged):
@@ -243,7 +245,7 @@ class _Loaded(Source):
 
     def _loader(self, pinned: bool) -> "DataLoader[Any]":
         # joblib's processes have a start method of their own, which DataLoader cannot use.
-        loky = multiprocessing.get_start_method() == "loky" and self._options["num_workers"]
+        uses_loky = multiprocessing.get_start_method() == "loky" and self._options["num_workers"]
         Finalize(None, _kill_workers, exitpriority=1)
         return DataLoader(
             self.dataset,
@@ -251,7 +253,7 @@ class _Loaded(Source):
             collate_fn=_collate,
             pin_memory=pinned,
             generator=torch.Generator(),
-            multiprocessing_context="fork" if loky else None,
+            multiprocessing_context="fork" if uses_loky else None,
             worker_init_fn=_block_signals,
             **self._options,
         )

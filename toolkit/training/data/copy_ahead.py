@@ -38,7 +38,7 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         device = torch.device("cuda", torch.cuda.current_device())
     for copies, end in one_ahead(batches, lambda batch: _begin_copy(batch, device)):
         stream = torch.cuda.current_stream(device)
-        stream.wait_event(end)
+        stream.wait_event(end)  # the stream waits for the copy; this thread does not
         for copy in copies:
             copy.record_stream(stream)  # or its memory could be reused while it is read here
         inputs, targets = copies
@@ -47,12 +47,12 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
 
 def one_ahead(values: Iterable[T], begin: Callable[[T], U]) -> Iterator[U]:
     """Yield ``begin(value)`` of each value, once that of the next one has been called, too."""
-    begun: deque[U] = deque()
+    begun_values: deque[U] = deque()
     for value in values:
-        begun.append(begin(value))
-        if len(begun) > 1:
-            yield begun.popleft()
-    yield from begun
+        begun_values.append(begin(value))
+        if len(begun_values) > 1:
+            yield begun_values.popleft()
+    yield from begun_values
 
 
 def _begin_copy(batch: Batch, device: torch.device) -> tuple[list[Tensor], "torch.cuda.Event"]:

@@ -65,18 +65,21 @@ class InMemory(SampleSet):
     ) -> None:
         if crop_padding < 0:
             raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
-        for name, held in (("train", train), ("test", test)):
-            if (wrong := (held.labels < 0) | (held.labels >= n_classes)).any():
-                k = int(wrong.nonzero()[0])
+        for name, labelled in (("train", train), ("test", test)):
+            if (is_wrong := (labelled.labels < 0) | (labelled.labels >= n_classes)).any():
+                index = int(is_wrong.nonzero()[0])
                 raise UserError(
-                    f"{name}: sample {k} has class {held.labels[k]}; expected 0 to {n_classes - 1}"
+                    f"{name}: sample {index} has class {labelled.labels[index]}; expected 0 to"
+                    f" {n_classes - 1}"
                 )
         options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)
         super().__init__(_Images(train, *options), _Images(test, *options), form)
         self.device_bytes = sum(
-            tensor.nbytes for held in (train, test) for tensor in (held.images, held.labels)
+            tensor.nbytes
+            for labelled in (train, test)
+            for tensor in (labelled.images, labelled.labels)
         )
 
 
@@ -109,17 +112,21 @@ class _Images(Source):
         if device not in self.copies:
             self.copies[device] = self.held.images.to(device), self.held.labels.to(device)
         images, labels = self.copies[device]
-        for chosen, drawn in batches:
+        for sample_numbers, random_numbers in batches:
             # One transfer for the numbers and the augmentation of a whole batch.
-            numbers, *augmentation = send(torch.cat([chosen[None], drawn]), device)
-            x = normalise(images[numbers], self.mean, self.std)
-            varied = self.crop_padding or self.flip
-            yield self._augmented(x, *augmentation) if varied else x, labels[numbers]
+            numbers, *augmentation = send(torch.cat([sample_numbers[None], random_numbers]), device)
+            inputs = normalise(images[numbers], self.mean, self.std)
+            is_augmented = self.crop_padding or self.flip
+            yield (
+                self._augmented(inputs, *augmentation) if is_augmented else inputs,
+                labels[numbers],
+            )
 
     def _augmented(self, x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-        down, across = (torch.arange(size, device=x.device) for size in x.shape[2:])
-        across = torch.where(mirrored[:, None] > 0, across.flip(0), across)
-        rows, columns = down + top[:, None], across + left[:, None]
+        """Return crops of padded images ``x``, at ``top`` and ``left``, some of them mirrored."""
+        row_offsets, column_offsets = (torch.arange(size, device=x.device) for size in x.shape[2:])
+        column_offsets = torch.where(mirrored[:, None] > 0, column_offsets.flip(0), column_offsets)
+        rows, columns = row_offsets + top[:, None], column_offsets + left[:, None]
         image = torch.arange(len(x), device=x.device)[:, None, None]
         padded = F.pad(x, (self.crop_padding,) * 4)
         cropped = padded[image, :, rows[:, :, None], columns[:, None, :]]
@@ -133,9 +140,12 @@ def digits() -> InMemory:
 
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
-    train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in split)
-    grey = [(x.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8) for x in (train_x, test_x)]
-    train, test = Labelled(grey[0], train_y.long()), Labelled(grey[1], test_y.long())
+    train_x, test_x, train_y, test_y = (torch.as_tensor(array) for array in split)
+    grey_images = [
+        (images_of_split.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8)
+        for images_of_split in (train_x, test_x)
+    ]
+    train, test = Labelled(grey_images[0], train_y.long()), Labelled(grey_images[1], test_y.long())
     return InMemory(train, test, 10, (0.3,), (0.38,))
 
 
@@ -198,8 +208,8 @@ def cifar10(
     from torchvision.datasets import CIFAR10
 
     folder = check_root("cifar10", root, "cifar-10-batches-py/, or train/ and test/")
-    published = os.path.lexists(folder / CIFAR10.base_folder)
-    if published:
+    has_published_files = os.path.lexists(folder / CIFAR10.base_folder)
+    if has_published_files:
         # Its pickles are loaded only if their MD5 sums are the published ones.
         try:
             splits = [CIFAR10(str(folder), train=train) for train in (True, False)]
@@ -215,16 +225,22 @@ def cifar10(
                 f"{folder / 'train'} holds {n_classes} classes: CIFAR-10 has 10; use"
                 " data=image_folder for other images"
             )
-    found = []
-    for split, name, n in zip(splits, ("n_train", "n_test"), (n_train, n_test), strict=True):
+    labelled_splits = []
+    for split, name, n_samples in zip(
+        splits, ("n_train", "n_test"), (n_train, n_test), strict=True
+    ):
         labels = torch.tensor(split.targets)
-        chosen = balanced_subset(n, labels, name)
-        if published:
-            images = torch.from_numpy(split.data[chosen.numpy()]).permute(0, 3, 1, 2).contiguous()
+        sample_numbers = balanced_subset(n_samples, labels, name)
+        if has_published_files:
+            images = (
+                torch.from_numpy(split.data[sample_numbers.numpy()])
+                .permute(0, 3, 1, 2)
+                .contiguous()
+            )
         else:
-            images = _decoded(split, chosen)
-        found.append(Labelled(images, labels[chosen]))
-    train, test = found
+            images = _decoded(split, sample_numbers)
+        labelled_splits.append(Labelled(images, labels[sample_numbers]))
+    train, test = labelled_splits
     return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
 
 
@@ -249,8 +265,8 @@ def fashion_mnist(
 
     Source: Xiao et al., arXiv 1708.07747.
     """
-    folder, found = Path(root).expanduser(), []
-    for split, name, n in (("train", "n_train", n_train), ("t10k", "n_test", n_test)):
+    folder, labelled_splits = Path(root).expanduser(), []
+    for split, name, n_samples in (("train", "n_train", n_train), ("t10k", "n_test", n_test)):
         images = _read_idx(folder / f"{split}-images-idx3-ubyte.gz")
         labels = _read_idx(folder / f"{split}-labels-idx1-ubyte.gz").long()
         if images.shape != (len(labels), 28, 28) or labels.max() > 9:
@@ -258,9 +274,9 @@ def fashion_mnist(
                 f"data.root={folder}: {split}-*.gz hold images {[*images.shape]} and labels"
                 f" {[*labels.shape]} up to {labels.max()}; expected [n, 28, 28] and [n] up to 9"
             )
-        chosen = balanced_subset(n, labels, name)
-        found.append(Labelled(images[chosen, None], labels[chosen]))
-    train, test = found
+        sample_numbers = balanced_subset(n_samples, labels, name)
+        labelled_splits.append(Labelled(images[sample_numbers, None], labels[sample_numbers]))
+    train, test = labelled_splits
     return InMemory(train, test, 10, (0.2860,), (0.3530,), crop_padding, flip)
 
 
@@ -279,20 +295,22 @@ def _read_idx(file: Path) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _decoded(found: Any, chosen: Tensor) -> Tensor:
-    """Return the chosen images of class folders."""
+def _decoded(image_split: Any, sample_numbers: Tensor) -> Tensor:
+    """Return the bytes ``[n, 3, 32, 32]`` of the images numbered ``sample_numbers``."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    images = torch.empty(len(chosen), 3, 32, 32, dtype=torch.uint8)
-    reading = f"reading {Path(found.root).name}"
-    for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
-        image, _, _ = read_image(found, index)
+    images = torch.empty(len(sample_numbers), 3, 32, 32, dtype=torch.uint8)
+    reading = f"reading {Path(image_split.root).name}"
+    for row, index in enumerate(
+        tqdm(sample_numbers.tolist(), desc=reading, leave=False, mininterval=1)
+    ):
+        image, _, _ = read_image(image_split, index)
         if image.size != (32, 32):
             raise UserError(
-                f"{found.samples[index][0]} is {image.width}x{image.height} pixels: expected"
+                f"{image_split.samples[index][0]} is {image.width}x{image.height} pixels: expected"
                 " 32x32; use data=image_folder for images of any size"
             )
-        images[k] = pil_to_tensor(image)
+        images[row] = pil_to_tensor(image)
     return images
 
 
@@ -309,8 +327,8 @@ def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
             f"data.{option} is 1 to {len(labels)}, the number of images, or null for all: got {n}"
         )
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    turn = torch.empty_like(shuffled)  # of each image within its class
+    rank_in_class = torch.empty_like(shuffled)  # rank of each image within its class
     for label in labels.unique():
         of_class = shuffled[labels[shuffled] == label]
-        turn[of_class] = torch.arange(len(of_class))
-    return shuffled[turn[shuffled].argsort(stable=True)][:n].sort().values
+        rank_in_class[of_class] = torch.arange(len(of_class))
+    return shuffled[rank_in_class[shuffled].argsort(stable=True)][:n].sort().values

@@ -39,11 +39,11 @@ class Tokens(SampleSet):
             if value < 1:
                 raise UserError(f"data.{name} is 1 or more: got {value}")
         # The last token is no input; and a training epoch begins up to one sequence later.
-        for name, tokens, least in (("training", train, 2 * length), ("test", test, length + 1)):
-            if len(tokens) < least:
+        for name, tokens, n_needed in (("training", train, 2 * length), ("test", test, length + 1)):
+            if len(tokens) < n_needed:
                 raise UserError(
                     f"{len(tokens)} tokens of {name} text are too few for data.length={length},"
-                    f" which takes {least}: give more text, or make it shorter"
+                    f" which takes {n_needed}: give more text, or make it shorter"
                 )
         form = Sequences(length, vocabulary)
         training = _Text("training", train, form, (len(train) - length) // length)
@@ -71,19 +71,21 @@ class _Text(Source):
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         length = self.form.length
-        for chosen, _ in batches:
-            places = self.offset + length * chosen.numpy()[:, None] + np.arange(length + 1)
-            taken = self.tokens[places].astype(np.int64)
-            self.check(taken)
-            there = send(torch.from_numpy(taken), device)
-            yield there[:, :-1].contiguous(), there[:, 1:].contiguous()
+        for sequence_numbers, _ in batches:
+            token_positions = (
+                self.offset + length * sequence_numbers.numpy()[:, None] + np.arange(length + 1)
+            )
+            host_tokens = self.tokens[token_positions].astype(np.int64)
+            self.check(host_tokens)
+            device_tokens = send(torch.from_numpy(host_tokens), device)
+            yield device_tokens[:, :-1].contiguous(), device_tokens[:, 1:].contiguous()
 
     def check(self, tokens: Numbers) -> None:
         """Raise UserError if a token is outside the vocabulary."""
-        for found in (tokens.min(), tokens.max()):
-            if not 0 <= found < self.form.vocabulary:
+        for token in (tokens.min(), tokens.max()):
+            if not 0 <= token < self.form.vocabulary:
                 raise UserError(
-                    f"the {self.name} text has a token {found}; data.vocabulary="
+                    f"the {self.name} text has a token {token}; data.vocabulary="
                     f"{self.form.vocabulary} allows 0 to {self.form.vocabulary - 1}: change it, or"
                     " data.dtype"
                 )
@@ -109,7 +111,11 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
     else:
         path = Path(root).expanduser()
-        files = sorted(f for f in path.rglob("*.txt") if f.is_file()) if path.is_dir() else [path]
+        files = (
+            sorted(path_of_text for path_of_text in path.rglob("*.txt") if path_of_text.is_file())
+            if path.is_dir()
+            else [path]
+        )
         try:
             for file in files:
                 check_regular(file, most=None)
@@ -144,16 +150,19 @@ def token_files(
     if root is None:
         raise UserError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
     try:
-        whole = np.dtype(dtype).kind in "iu"
+        is_whole = np.dtype(dtype).kind in "iu"
     except TypeError:
-        whole = False
-    if not whole:
+        is_whole = False
+    if not is_whole:
         raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
-    train, test = (_mapped(Path(root).expanduser() / f"{n}.bin", dtype) for n in ("train", "val"))
+    train, test = (
+        _mapped(Path(root).expanduser() / f"{split}.bin", dtype) for split in ("train", "val")
+    )
     return Tokens(train, test, length, vocabulary)
 
 
 def _mapped(path: Path, dtype: str) -> Numbers:
+    """Map a file of numbers into memory; raise UserError if it cannot be read."""
     try:
         # numpy refuses a folder, half a number and, here, an empty file.
         return np.memmap(path, dtype=dtype, mode="r")
