@@ -152,8 +152,8 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
     if n_processes > 1:
         trained = train_in_processes(options, of_rule, folder, keys, n_processes)
         found.notes.append(
-            f"up to {n_processes} runs trained at the same time: samples/s of each are beside the"
-            " others"
+            f"up to {n_processes} runs trained at the same time and shared the device, so the"
+            " samples/s of each are lower than alone"
         )
     else:
         trained = train_all(options, of_rule, folder, runs, begun, world)

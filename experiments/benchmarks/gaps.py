@@ -7,9 +7,9 @@
 The device idles in a gap: no stream runs a kernel. On a CPU, an operation counts as a kernel.
 """
 
-import copy
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,19 +17,13 @@ import torch
 from omegaconf import DictConfig
 from torch import profiler
 from torch.autograd import DeviceType
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.grouped import Plain
+from benchmarks.training_steps import WARM_UP, Setting
 from toolkit.cli.check_options import check_counts
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
-from toolkit.model import build, partition
-from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.step_options import allow_tf32
-from toolkit.schedule import Schedule, catalog
 
-_WARM_UP = 3  # steps; the second one is the first that reads weights of two versions
 _COUNTS = ("image_size", "microbatches", "stages", "batch", "steps", "longest")
 
 
@@ -56,37 +50,17 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     in which no kernel runs.
     """
     check_counts(config, *_COUNTS, of="bench.")
-    torch.manual_seed(seed)
-    n_images = config.microbatches * config.batch
-    model = build(config.model, 10, config.image_size).to(device)
-    inputs = torch.randn(n_images, 3, config.image_size, config.image_size, device=device)
-    targets = torch.randint(10, (n_images,), device=device)
-    options = StepOptions(
-        precision=config.precision,
-        channels_last=config.channels_last,
-        compile=config.compile,
-    )
-    allow_tf32(options.precision == "tf32")
-
-    def grouped(schedule: Schedule) -> SingleProcess:
-        stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
-        return SingleProcess(
-            stages, schedule, _sgd, F.cross_entropy, options=options, capture=config.capture
-        )
-
+    setting = Setting.of(config, device, seed)
     methods: dict[str, Callable[[], Any]] = {
-        "plain PyTorch": lambda: Plain(copy.deepcopy(model), options, device),
-        "DP grouped": lambda: grouped(
-            catalog.data_parallel(config.microbatches, n_stages=config.stages)
-        ),
-        "CDP-v2 grouped": lambda: grouped(
-            catalog.cyclic(config.microbatches, n_stages=config.stages)
-        ),
+        "plain PyTorch": setting.plain,
+        "DP grouped": setting.data_parallel,
+        "CDP-v2 grouped": setting.cyclic,
     }
     rows: list[dict[str, Any]] = []
     for name, build_method in tqdm(methods.items(), unit="method", leave=False):
         method = build_method()
-        intervals = record(lambda: method.step(inputs, targets), config.steps, device)  # noqa: B023
+        run_step = partial(method.step, setting.inputs, setting.targets)
+        intervals = record(run_step, config.steps, device)
         gaps = gaps_between(intervals)
         step = total_time(intervals) / config.steps
         for gap in sorted(gaps, key=attrgetter("microseconds"), reverse=True)[: config.longest]:
@@ -105,7 +79,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def record(step: Callable[[], object], n_steps: int, device: torch.device) -> list[Interval]:
     """Return the kernels of ``n_steps`` steps in a row, after some that are not recorded."""
     on_gpu = device.type == "cuda"
-    for _ in range(_WARM_UP):
+    for _ in range(WARM_UP):
         step()
     # On a GPU its own activity alone: recording operations would delay launches, and add gaps.
     activity = profiler.ProfilerActivity.CUDA if on_gpu else profiler.ProfilerActivity.CPU

@@ -3,7 +3,6 @@
 A loader whose ratio is below 1 is slower than the model, which then waits for images.
 """
 
-import copy
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,23 +16,17 @@ import torch
 from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.grouped import Plain, alternate
+from benchmarks.grouped import alternate
+from benchmarks.training_steps import N_CLASSES, WARM_UP, Setting
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.format import count
-from toolkit.model import build, partition
-from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.step_options import allow_tf32
-from toolkit.schedule import catalog
 from toolkit.training.data import SampleSet, image_folder, synthetic
 from toolkit.training.data.class_folders import n_workers
 
-_WARM_UP = 3  # weights of two versions are first read in the second step
 _COUNTS = ("image_size", "microbatches", "stages", "batch", "rounds", "steps")
-_CLASSES = 10
 _CDP = "CDP-v2 grouped, step"
 _PLAIN = "plain PyTorch, step"
 
@@ -48,54 +41,27 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     check_counts(config, *_COUNTS, of="bench.")
     if config.num_workers is not None and config.num_workers < 0:
         raise UserError(f"bench.num_workers is 0 or more, or null: got {config.num_workers}")
-    n_images = config.microbatches * config.batch
-    steps = consumers(config, device, seed, n_images)
+    setting = Setting.of(config, device, seed)
+    n_images = len(setting.inputs)
     n_timed = config.steps if device.type == "cuda" else 1
-    of_model = alternate(
-        {name: _repeated(step, n_timed) for name, step in steps.items()},
-        config.rounds,
-        device,
-        _WARM_UP,
-    )
-    seconds = {name: [s / n_timed for s in taken] for name, taken in of_model.items()}
+    steps = {_CDP: setting.cyclic().step, _PLAIN: setting.plain().step}
+    model_runs = {
+        name: _repeated(partial(step, setting.inputs, setting.targets), n_timed)
+        for name, step in steps.items()
+    }
+    seconds: dict[str, list[float]] = {}
+    for name, run_seconds in alternate(model_runs, config.rounds, device, WARM_UP).items():
+        seconds[name] = [run_second / n_timed for run_second in run_seconds]
     with folder_of_images(config, n_images * config.steps, seed) as root:
         read = partial(reader, config=config, device=device, seed=seed)
-        in_memory = synthetic(n_images * config.steps, 1, _CLASSES, config.image_size)
+        in_memory = synthetic(n_images * config.steps, 1, N_CLASSES, config.image_size)
         loaders = {"in memory": read(in_memory)}
         for workers in dict.fromkeys((0, n_workers(config.num_workers))):
             images = image_folder(root, config.image_size, workers)
             loaders[f"folder, {count(workers, 'worker')}"] = read(images)
-        of_loaders = alternate(loaders, config.rounds, device)
-    seconds |= {name: [s / config.steps for s in taken] for name, taken in of_loaders.items()}
+        for name, run_seconds in alternate(loaders, config.rounds, device).items():
+            seconds[name] = [run_second / config.steps for run_second in run_seconds]
     return rows(seconds, n_images)
-
-
-def consumers(
-    config: DictConfig, device: torch.device, seed: int, n_images: int
-) -> dict[str, Callable[[], object]]:
-    """Training steps on ``n_images`` that are on the device already."""
-    torch.manual_seed(seed)
-    size = config.image_size
-    model = build(config.model, _CLASSES, size).to(device)
-    inputs = torch.randn(n_images, 3, size, size, device=device)
-    targets = torch.randint(_CLASSES, (n_images,), device=device)
-    options = StepOptions(
-        precision=config.precision, channels_last=config.channels_last, compile=config.compile
-    )
-    allow_tf32(options.precision == "tf32")
-    plain = Plain(copy.deepcopy(model), options, device)
-    cyclic = SingleProcess(
-        partition(model, config.stages, inputs[: config.batch]),
-        catalog.cyclic(config.microbatches, n_stages=config.stages),
-        partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4),
-        F.cross_entropy,
-        "grouped",
-        options=options,
-    )
-    return {
-        _CDP: partial(cyclic.step, inputs, targets),
-        _PLAIN: partial(plain.step, inputs, targets),
-    }
 
 
 def reader(
@@ -137,27 +103,28 @@ def write_images(folder: Path, n_train: int, size: int, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     small = max(1, size // 8)
-    for split, n in (("train", n_train), ("val", _CLASSES)):
-        for label in range(_CLASSES):
+    for split, n in (("train", n_train), ("val", N_CLASSES)):
+        for label in range(N_CLASSES):
             (folder / split / str(label)).mkdir(parents=True)
         for k in tqdm(range(n), desc=f"writing {split}", leave=False):
             pixels = torch.randint(256, (small, small, 3), dtype=torch.uint8, generator=generator)
             image = Image.fromarray(pixels.numpy()).resize((size, size), Image.Resampling.BICUBIC)
-            image.save(folder / split / str(k % _CLASSES) / f"{k}.jpg", quality=90)
+            image.save(folder / split / str(k % N_CLASSES) / f"{k}.jpg", quality=90)
 
 
 def rows(seconds: dict[str, list[float]], n_images: int) -> list[dict[str, Any]]:
     """Rows of methods whose batches, of ``n_images``, have taken these seconds."""
-    per_second = {name: n_images / median(taken) for name, taken in seconds.items()}
+    batch_seconds = {name: median(of_rounds) for name, of_rounds in seconds.items()}
+    per_second = {name: n_images / of_batch for name, of_batch in batch_seconds.items()}
     return [
         {
             "method": name,
             "images/s": round(per_second[name], 1),
-            "seconds a batch": round(median(taken), 5),
+            "seconds a batch": round(batch_seconds[name], 5),
             "of CDP-v2's": round(per_second[name] / per_second[_CDP], 3),
             "of plain PyTorch's": round(per_second[name] / per_second[_PLAIN], 3),
         }
-        for name, taken in seconds.items()
+        for name in seconds
     ]
 
 

@@ -76,7 +76,7 @@ def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(browser
     page.goto((site / "explorer.html").as_uri() + "#schedule=cdp_v1&size=8")
     verdict, arrows = page.locator(".cdp-verdict"), page.locator(".cdp-arrows path")
     page.wait_for_function("document.querySelector('.cdp-verdict').textContent")
-    assert verdict.inner_text().startswith("CDP-v1 beside DP: ")
+    assert verdict.inner_text().startswith("CDP-v1 compared with DP: ")
     assert page.evaluate(OUTSIDE) <= 0
     page.locator(".cdp-op").nth(100).hover()
     assert arrows.count() == page.locator(".cdp-op.cdp-before, .cdp-op.cdp-after").count() > 1

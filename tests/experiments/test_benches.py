@@ -24,8 +24,8 @@ def test_bench_grouped(tmp_path):
     plain, parallel, cyclic = (row["operations"] for row in found[:3])
     assert parallel <= 1.2 * plain
     assert plain < cyclic <= 2.1 * plain
-    for k, beside in ((0, 1), (0, 2), (3, 4), (3, 5)):
-        plain, grouped = found[k], found[beside]
+    for plain_row, grouped_row in ((0, 1), (0, 2), (3, 4), (3, 5)):
+        plain, grouped = found[plain_row], found[grouped_row]
         assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
         assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
         for row in (plain, grouped):
@@ -88,7 +88,7 @@ def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark_module):
     monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step"))
     for compile in ("reduce-overhead", "default"):
         given = nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu")
-        benchmark_module("grouped").Plain(*given).step(
+        benchmark_module("training_steps").Plain(*given).step(
             torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
         )
     assert begun == ["step"]

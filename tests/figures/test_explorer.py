@@ -175,7 +175,13 @@ def test_a_model_on_a_machine_is_drawn_in_seconds_and_bytes():
     assert max(value for _, value in dp.charts[0].curve) == found[1][1].peak_memory()
     assert (dp.axis, [*dp.ticks(10)][:2]) == ((1.0, "s"), [(0, "0"), (5, "5")])
     said = verdict(*found, in_slots=False)
-    for part in ("CDP-v2 beside DP", "times as long", "MiB saved on all ranks", "38%", "1 step"):
+    for part in (
+        "CDP-v2 compared with DP",
+        "times as long",
+        "MiB saved on all ranks",
+        "38%",
+        "1 step",
+    ):
         assert part in said
     assert "fresh" in verdict(found[1], found[1], in_slots=True)
 
@@ -199,7 +205,7 @@ def test_the_page_of_the_site_has_every_schedule_and_verdict():
     text = {name: gzip.decompress(b64decode(value)).decode() for name, value in packed.items()}
     assert {name for name in text if " " not in name} == {*METHODS}
     assert "catalog.gpipe(" in text["gpipe"]
-    assert text["cdp_v2 dp"].startswith("CDP-v2 beside DP: ")
+    assert text["cdp_v2 dp"].startswith("CDP-v2 compared with DP: ")
     assert 'role="alert"' in text["hanayo"]  # it needs more micro-batches
 
 

@@ -128,7 +128,7 @@ def test_the_explorer_in_jupyterlab(tmp_path):
         assert (grids.first.locator("title").count(), number("peak activations")) == (96, "2.5")
 
         assert len({grid.bounding_box()["y"] for grid in grids.all()}) == 1  # side by side
-        assert "CDP-v2 beside DP" in shown.locator(".cdp-explorer .cdp-verdict").inner_text()
+        assert "CDP-v2 compared with DP" in shown.locator(".cdp-explorer .cdp-verdict").inner_text()
         grids.first.locator(".cdp-op").nth(20).hover()
         assert grids.first.locator(".cdp-arrows path").count() > 1
 

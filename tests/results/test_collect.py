@@ -129,7 +129,7 @@ def test_an_unfinished_comparison_has_the_runs_that_ended(tmp_path):
     found = collect(tmp_path)
     assert found[["state", "message"]].values.tolist() == [
         *(["finished", ""], ["failed", "x"]),
-        *[["unfinished", "it has not begun"]] * 2,
+        *[["unfinished", "it has not started"]] * 2,
     ]
     assert found.top1.fillna(-1).tolist() == [pytest.approx(90), *[-1] * 3]
 

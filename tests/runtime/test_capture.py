@@ -108,6 +108,11 @@ CASES = {
     "recomputed": (cyclic(), {"options": StepOptions(checkpoint="all")}),
     "fused norms": (cyclic(), {"options": StepOptions(norms="fused")}),
     "channels last": (cyclic(), {"options": StepOptions(channels_last=True)}),
+    "a delay of each stage and micro-batch": (
+        data_parallel(delay=[[0, 1, 2, 1], [1, 0, 0, 2]]),
+        {},
+    ),
+    "recomputed in one stage": (cyclic(), {"options": StepOptions(checkpoint=[0])}),
     "accumulated": (cyclic(accumulate=2), {}),
 }
 
@@ -159,6 +164,27 @@ def test_a_state_does_not_change_while_training_goes_on(model, batches, monkeypa
     results_of(runtime, batches[20:30])
     assert all(torch.equal(weights[name], state["model"][name]) for name in weights)
     assert all(torch.equal(mine, before) for (mine, _), before in zip(results, losses, strict=True))
+
+
+OPTIMIZERS = {
+    "Nesterov": partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-3, decoupled_weight_decay=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-3),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_updates_replayed_gradients(name, model, batches, monkeypatch):
+    expected = make(model, cyclic(), optimizer=OPTIMIZERS[name])
+    with emulated_graphs(monkeypatch):
+        runtime = make(model, cyclic(), optimizer=OPTIMIZERS[name])
+    results_of(expected, batches)
+    results_of(runtime, batches)
+    assert runtime._engine.capture.n_replayed >= N_STEPS - 12
+    assert_identical(runtime, expected)
 
 
 class RememberingSGD(torch.optim.SGD):

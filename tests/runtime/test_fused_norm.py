@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.compiling import counted_graphs
 from toolkit.runtime import fused_norm
 from toolkit.runtime.fused_norm import microbatch_norm
 
@@ -75,16 +76,7 @@ def test_an_activation_may_overwrite_the_result():
 
 
 def test_both_formulas_are_compiled_where_torch_can(monkeypatch):
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    compile_call = torch.compile
-    monkeypatch.setattr(
-        "torch.compile", lambda call, **options: compile_call(call, backend=count, **options)
-    )
+    graphs = counted_graphs(monkeypatch, fullgraph=True)
     monkeypatch.setattr(fused_norm, "can_compile", lambda device: True)
     fused_norm._compiled.cache_clear()
     x, weight, bias = inputs((N * 2, 4, 3, 5))

@@ -1,4 +1,4 @@
-"""Operations of a training step in order "grouped" beside plain PyTorch: the host launches each."""
+"""Order "grouped" takes few more operations a training step than plain PyTorch."""
 
 import copy
 from functools import partial
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.compiling import counted_graphs
 from tests.thorough import thorough
 from toolkit.model import MODELS, build, partition
 from toolkit.runtime import SingleProcess, StepOptions, microbatch_losses
@@ -65,17 +66,7 @@ SLOW = {"resnet18", "resnet50", "vit_b_16", "resnet20"}
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_a_stage_is_one_graph_for_the_compiler(name, norms, monkeypatch):
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    compile_call = torch.compile
-    monkeypatch.setattr(
-        "torch.compile",
-        lambda call, **_: compile_call(call, backend=count, fullgraph=True, dynamic=False),
-    )
+    graphs = counted_graphs(monkeypatch, fullgraph=True)
     size = 224 if name.startswith("vit") else 32
     stages = partition(build(name, 10, size), 2, torch.randn(2, 3, size, size))
     options = StepOptions(compile="default", norms=norms)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from tests.compiling import counted_graphs
 from tests.runtime import conform
 from tests.runtime.models import (
     assert_same,
@@ -332,14 +333,7 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     """As they come under random delays: more than torch compiles by default."""
-    made = []
-
-    def note(graph, example):
-        made.append(graph)
-        return graph
-
-    true = torch.compile
-    monkeypatch.setattr("torch.compile", lambda call, **_: true(call, backend=note, dynamic=False))
+    made = counted_graphs(monkeypatch)
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
     stage = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double())
     plain, found = (

@@ -265,7 +265,7 @@ class _Simulation:
         return start, start + seconds, start + seconds
 
     def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
-        """Update a stage's weights; the rank's updates follow one another beside its compute."""
+        """Update a stage's weights. A rank updates stages in turn, in parallel to its compute."""
         seconds = self._moving(rank, self.moved_by_update[i.stage])
 
         def begin(start: float, end: float) -> None:

@@ -68,7 +68,7 @@ def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[Word]:
         return bytes_left >= 0
 
     def choose(rank: int) -> tuple[float, int]:
-        """Return when the rank begins its next op, and the op's chain; -1 if it has none."""
+        """Return the start of the rank's next op, and its chain; the chain is -1 without an op."""
         candidates, earliest_start, now = [], inf, free_at[rank]
         for chain in problem.of_rank[rank]:
             microbatch = len(ends[chain])

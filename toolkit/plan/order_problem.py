@@ -143,8 +143,8 @@ class OrderProblem:
     def _ends(self, words: Sequence[Word], n_steps: int) -> list[list[float]]:
         """Return the ends of the ops of each chain, as far as ranks get.
 
-        A rank runs until its next op needs one that has not run yet. It then sleeps until that
-        chain runs its next op, so that each op is looked at about once.
+        A rank runs until its next op needs a later op of another chain. It then sleeps until that
+        chain runs its next op, so that each op is examined about once.
         """
         n_kinds, n_microbatches, seconds, needs = (
             len(self.kinds),

@@ -146,10 +146,10 @@ def pilot(
             device_bytes = torch.cuda.get_device_properties(device).total_memory
             hardware = replace(hardware, memory_bandwidth=1e12, memory=float(device_bytes))
     model_option = f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
-    given = given or f"{model_option} {data_options(form, own=True)}"
+    command_options = given or f"{model_option} {data_options(form, own=True)}"
     findings = Pilot(
         n_workers, n_stages, batch, placement, describe(device), hardware, compute,
-        rules=(), given=given, form=form,
+        rules=(), given=command_options, form=form,
     )  # fmt: skip
     if n_stages < 2:
         return replace(findings, untrained="the model cannot be cut into stages")
@@ -160,8 +160,8 @@ def pilot(
         candidates = {
             rule: _corrected(rule_candidate) for rule, rule_candidate in candidates.items()
         }
-        given += f" optimizer=nesterov optimizer.lr={_RATE}"
-        findings = replace(findings, given=given, certified=True)
+        command_options += f" optimizer=nesterov optimizer.lr={_RATE}"
+        findings = replace(findings, given=command_options, certified=True)
 
     def runtime(seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
         stages_copy = copy.deepcopy(stages)  # faster than another cut

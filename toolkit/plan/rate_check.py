@@ -32,7 +32,7 @@ def check_rate(run: TrainingRun) -> str | None:
     nothing is raised: a curvature that cannot be measured is logged at debug level.
 
     Args:
-        run: a run that has not begun.
+        run: a run before its first step.
     """
     try:
         return _check(run)
@@ -55,7 +55,7 @@ def first_curvature(
     """Measure the largest curvature of a run's first weights.
 
     Args:
-        run: a run that has not begun.
+        run: a run before its first step.
         n_microbatches: micro-batches of the first step to measure it on; shares are found too if
             these are all.
         tolerance: its relative error.

@@ -120,7 +120,7 @@ def search(
     for attempt in range(_ATTEMPTS):
 
         def make(stage_ranks: Places, room: Sequence[float] = tuple(room)) -> OrderProblem:
-            arguments = (
+            return order_problem(
                 costs,
                 microbatches_per_step,
                 stage_ranks,
@@ -129,7 +129,6 @@ def search(
                 room,
                 optimizer_bytes,
             )
-            return order_problem(*arguments)
 
         attempt_search = _Search(make, random.Random(seed), progress)
         problem, rank_orders, bound = attempt_search.best(

@@ -78,7 +78,7 @@ def search_steady(
             limit - extra_bytes for limit, extra_bytes in zip(limits, version_bytes, strict=True)
         ]
         try:
-            arguments = (
+            problem = order_problem(
                 costs,
                 microbatches_per_step,
                 stage_ranks,
@@ -87,9 +87,10 @@ def search_steady(
                 room,
                 optimizer_bytes,
             )
-            problems.append(order_problem(*arguments))
         except UserError as error:  # no room for one micro-batch
             room_error = error
+        else:
+            problems.append(problem)
     if not problems:
         raise room_error
     least_seconds = microbatches_per_step * (

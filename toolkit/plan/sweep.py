@@ -201,17 +201,17 @@ def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | No
         found: predictions; those within the limits count.
         baseline: data parallelism.
     """
-    found = [prediction for prediction in found if prediction.fits]
+    fitting = [prediction for prediction in found if prediction.fits]
 
     def cost(prediction: Prediction) -> float:
         return prediction.seconds * (1 + WITHIN * prediction.staleness)
 
-    if not found:
+    if not fitting:
         return None
-    cost_limit = (1 + NEAR) * min(map(cost, found))
+    cost_limit = (1 + NEAR) * min(map(cost, fitting))
     if baseline.fits and cost(baseline) <= cost_limit:
         return baseline
-    near_predictions = [prediction for prediction in found if cost(prediction) <= cost_limit]
+    near_predictions = [prediction for prediction in fitting if cost(prediction) <= cost_limit]
     return min(
         near_predictions,
         key=lambda prediction: (

@@ -234,7 +234,7 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
     shared = {
         name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
     }
-    unfinished_state = comparison.state, comparison.message  # of the first run that has not ended
+    unfinished_state = comparison.state, comparison.message  # of the first unfinished run
     runs = []
     for rule, seed in dict.fromkeys([*planned_keys, *epochs]):
         schedule_option = (
@@ -260,7 +260,7 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
             run = replace(run, state="unfinished", message=f"{ENDED} lacks it")
         else:
             run = replace(run, state=unfinished_state[0], message=unfinished_state[1])
-            unfinished_state = "unfinished", "it has not begun"
+            unfinished_state = "unfinished", "it has not started"
         runs.append(run)
     return runs or [comparison]
 

@@ -282,7 +282,7 @@ class StepCapture:
                 lambda: grouped_pass.loss_gradients(forward.outputs, own_targets)
             )
         else:
-            # What was recorded has not run yet, and the loss may read its outputs.
+            # A recording runs nothing, and the loss may read the outputs.
             replay_forward()
             gradients = grouped_pass.loss_gradients(forward.outputs, own_targets)
         names, replay_backward = self.recorder.record(

@@ -152,7 +152,7 @@ class Executor:
                 if position in pauses:
                     if self._stepwise:
                         # The caller may work for long before the next op. What that op needs must
-                        # travel meanwhile, so the background goes on without this thread.
+                        # travel meanwhile, so the background continues without this thread.
                         self._open_until(self._next_op(position).tick)
                     yield i
             self._finish()

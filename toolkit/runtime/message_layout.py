@@ -63,13 +63,13 @@ class Layout:
         Types larger than ``wire`` are sent as ``wire``, except at ``exact`` places.
         """
 
-        def part(place: str | int, tensor: Tensor) -> Part:
+        def travelling(place: str | int, tensor: Tensor) -> Part:
             shorter = tensor.is_floating_point() and wire and wire.itemsize < tensor.dtype.itemsize
             sent_as = wire if wire and shorter and place not in exact else tensor.dtype
             return Part(place, tuple(tensor.shape), tensor.dtype, sent_as)
 
-        parts = [part(place, tensor) for place, tensor in tensors.items() if tensor is not None]
-        return cls(_by_size(parts))
+        present = {place: tensor for place, tensor in tensors.items() if tensor is not None}
+        return cls(_by_size([travelling(place, tensor) for place, tensor in present.items()]))
 
     def extended(self, tensors: Mapping[Any, Tensor]) -> "Layout":
         """Return this layout with further ``tensors``, which travel in their own types."""
@@ -78,11 +78,11 @@ class Layout:
     @cached_property
     def n_bytes(self) -> int:
         """Bytes of the whole message."""
-        return sum(part.n_bytes for part in self.parts)
+        return sum(tensor.n_bytes for tensor in self.parts)
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
         """Return one flat tensor of bytes on ``device``, from tensors by place."""
-        ordered_tensors = [tensors[part.place] for part in self.parts]
+        ordered_tensors = [tensors[travelling.place] for travelling in self.parts]
         # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
         packing_device = ordered_tensors[0].device if ordered_tensors else device
         flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=packing_device)

@@ -136,7 +136,7 @@ class WeightStore:
     def allocate(self) -> None:
         """Make memory for the weights of stages that this rank does not update."""
         for stage, runner in enumerate(self.runners):
-            shapes = {part.place: part.shape for part in self._layouts[stage].parts}
+            shapes = {tensor.place: tensor.shape for tensor in self._layouts[stage].parts}
             for name, master in runner.masters.items() if stage not in self.versions else ():
                 master.data = torch.empty(shapes[name], dtype=master.dtype, device=master.device)
 

@@ -361,9 +361,11 @@ class _Lowering:
             owner_start = None
             if owner in first_read:
                 owner_start = first_read[owner].start
-            early = [rank for rank in first_read if first_read[rank].start == owner_start]
-            later = [rank for rank in first_read if rank not in early]
-            return [later, early]
+            ranks_with_owner = [
+                rank for rank in first_read if first_read[rank].start == owner_start
+            ]
+            other_ranks = [rank for rank in first_read if rank not in ranks_with_owner]
+            return [other_ranks, ranks_with_owner]
         *other_groups, own_group = self.rings[stage]
         paths = []
         for path in ([*chain.from_iterable(other_groups)], own_group[:-1]):

@@ -108,8 +108,8 @@ def verify_order(program: "Program") -> list[tuple[int, Instruction, str]]:
         except DeadlockError as deadlock:
             # Name the rank that has waited longest.
             waiting = sorted(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
-            (rank, instruction), *others = waiting
-            peers = "; ".join(f"rank {other} waits at {i}" for other, i in others)
+            (rank, instruction), *peers_waiting = waiting
+            peers = "; ".join(f"rank {peer} waits at {i}" for peer, i in peers_waiting)
             if not peers:
                 peers = "its peers have finished"
             raise _error(program, rank, instruction, f"it waits for ever: {peers}") from None

@@ -168,7 +168,7 @@ def verdict(
     )
     statements.append(staleness if max_staleness else "all weights are fresh")
     return (
-        f"{first_analysis.schedule.name} beside {second_analysis.schedule.name}:"
+        f"{first_analysis.schedule.name} compared with {second_analysis.schedule.name}:"
         f" {'; '.join(statements)}."
     )
 

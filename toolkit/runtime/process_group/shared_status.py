@@ -49,8 +49,8 @@ class Record(NamedTuple):
     @classmethod
     def decode(cls, text: str | bytes) -> "Record":
         """Return the record that :meth:`encode` wrote."""
-        what, step, peers, *further_fields = json.loads(text)
-        return cls(what, step, tuple(peers), *further_fields)
+        activity, step, peers, *further_fields = json.loads(text)
+        return cls(activity, step, tuple(peers), *further_fields)
 
     @property
     def seconds(self) -> float:

@@ -88,8 +88,12 @@ class Batches:
             # Drawn for every whole batch from the first on: a part, or a range of batches, then
             # has the random numbers that it has within the whole.
             random_numbers = self.source.draw(len(sample_numbers), generator)
-            if batch_number >= 0 and (parts := [*self.wanted(batch_number)]):
-                rows = torch.arange(len(sample_numbers)).view(self.n_parts, -1)[parts].flatten()
+            if batch_number < 0:
+                continue
+            part_numbers = [*self.wanted(batch_number)]
+            if part_numbers:
+                rows_of_parts = torch.arange(len(sample_numbers)).view(self.n_parts, -1)
+                rows = rows_of_parts[part_numbers].flatten()
                 yield sample_numbers[rows], random_numbers[:, rows]
 
 
