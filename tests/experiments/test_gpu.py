@@ -96,9 +96,9 @@ def test_speed_comes_first_and_trainings_need_data(gpu):
     cifar10 = ["cifar10_resnet18_corrections", "cifar10_paper", "cifar10_corrections_24"]
     assert names == [
         *speed,
-        *("bench_gaps_gpu", "gpu_tests", "bench_peak"),
+        *("bench_gaps_gpu", "bench_loader_gpu", "gpu_tests", "bench_peak"),
         *("cifar10_resnet18_corrections_30", "imagenette_128", "imagenette_224"),
-        *(*cifar10, "cifar10_short"),
+        *(*cifar10, "cifar10_short", "cifar10_corrections"),
     ]
     assert sum(job.minutes for job in everything[: len(speed)]) <= 4
     without_data = [*gpu.jobs(None, None)]
@@ -126,6 +126,7 @@ def test_trainings_grow_by_a_seed(gpu):
             ("cifar10_paper", 3),
             ("cifar10_corrections_24", 5),
             ("cifar10_short", 10),
+            ("cifar10_corrections", 5),
         )
     }
 
