@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.compiling import counted_graphs
 from tests.runtime.tape import emulated_graphs
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions, separable
@@ -183,6 +184,22 @@ def test_any_optimizer_updates_replayed_gradients(name, model, batches, monkeypa
         runtime = make(model, cyclic(), optimizer=OPTIMIZERS[name])
     results_of(expected, batches)
     results_of(runtime, batches)
+    assert runtime._engine.capture.n_replayed >= N_STEPS - 12
+    assert_identical(runtime, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
+def test_compiled_stages_are_replayed(model, batches, monkeypatch):
+    """All is compiled before it is recorded: a recording compiles nothing."""
+    graphs = counted_graphs(monkeypatch)
+    options = StepOptions(compile="default")
+    expected = make(model, cyclic(), options=options)
+    results_of(expected, batches)
+    n_graphs = len(graphs)
+    with emulated_graphs(monkeypatch):
+        runtime = make(model, cyclic(), options=options)
+    results_of(runtime, batches)
+    assert len(graphs) == 2 * n_graphs
     assert runtime._engine.capture.n_replayed >= N_STEPS - 12
     assert_identical(runtime, expected)
 
