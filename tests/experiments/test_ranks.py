@@ -147,7 +147,7 @@ def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, pri
     given_up = []
     world = SimpleNamespace(watch=SimpleNamespace(fail=given_up.append))
     monkeypatch.setenv("RANK", number)
-    monkeypatch.setattr("toolkit.runtime.process_group.join.joined", lambda: world)
+    monkeypatch.setattr("toolkit.runtime.process_group.join.current_world", lambda: world)
     exit_with_error("a mistake")
     assert given_up == ["a mistake"]
     assert capsys.readouterr().err == printed

@@ -30,7 +30,7 @@ def test_an_abandoned_run_is_refused_until_a_state_is_loaded(schedule, n_steps):
     for _ in range(n_steps):
         next(run)
     attempts = (
-        *(left.module, left.averages, left.part, left.state_dict),
+        *(left.module, left.averages, left.local_state, left.state_dict),
         lambda: left.step(*batches[0]),
         lambda: list(left.run(batches)),
     )

@@ -190,7 +190,13 @@ def _abandon(world):
     next(runtime.run(small_batches(5)))
     refused = []
     for attempt in (
-        *(runtime.module, runtime.averages, runtime.part, runtime.state_dict, runtime.measurements),
+        *(
+            runtime.module,
+            runtime.averages,
+            runtime.local_state,
+            runtime.state_dict,
+            runtime.measurements,
+        ),
         lambda: runtime.step(*small_batches(1)[0]),
         lambda: list(runtime.run(small_batches(5))),
         lambda: runtime.load_state_dict(state),

@@ -102,7 +102,7 @@ def test_switching_equals_the_same_phases_to_the_bit_and_resumes(order, dtype):
     list(runtime.run(batches[:2]))
     runtime.switch(V1)
     list(runtime.run(batches[2:5]))
-    saved, course = runtime.state_dict(), runtime.course
+    saved, schedule_plan = runtime.state_dict(), runtime.schedule_plan
     list(runtime.run(batches[5:6]))
     runtime.switch(LATE)
     list(runtime.run(batches[6:]))
@@ -111,7 +111,7 @@ def test_switching_equals_the_same_phases_to_the_bit_and_resumes(order, dtype):
     expected = phased.module().state_dict()
     assert_same(runtime.module().state_dict(), expected, rtol=0, atol=0)
     resumed = runtime_for(copy.deepcopy(model), DP, order)
-    resumed.follow(course)
+    resumed.set_schedule(schedule_plan)
     resumed.load_state_dict(saved)
     list(resumed.run(batches[5:6]))
     resumed.switch(LATE)
@@ -124,4 +124,4 @@ def test_a_switch_that_is_refused_changes_nothing():
     list(runtime.run(make_batches(3, 1)))
     with pytest.raises(UserError, match="n_microbatches"):
         runtime.switch(catalog.cyclic(4, n_stages=3))
-    assert runtime.course is DP
+    assert runtime.schedule_plan is DP

@@ -89,7 +89,7 @@ def test_resumes_across_changes(saved):
     assert [look.reason for look in again.looks] == ["", LOSS_ROSE, "", LOSS_CALM]
     assert [look.loss for look in again.looks] == [2, 5, 4, 1.5]
     assert again.parts() == [("cdp_v2", 4), ("dp", 4), ("cdp_v2", 0)]
-    assert again.runtime.course == whole.runtime.course
+    assert again.runtime.schedule_plan == whole.runtime.schedule_plan
     assert_same(again.runtime.module().state_dict(), whole.runtime.module().state_dict(), 0, 0)
 
 
@@ -136,8 +136,8 @@ def on_ranks():
             made(Scripted, DP), CANDIDATES, SwitchOptions(every=2, staleness_price=0.1)
         )
         steps = [result.step for result in switching.run(typed)]
-        course = switching.runtime.course
-        replayed = made(Distributed, after(course.phases, course.final))
+        schedule_plan = switching.runtime.schedule_plan
+        replayed = made(Distributed, after(schedule_plan.phases, schedule_plan.final))
         list(replayed.run(typed))
         found[dtype] = (
             steps,

@@ -40,10 +40,10 @@ class Saved:
     steps_done: int = 0
     rank = 0
     world = None
-    own: tuple = (0, 1)
+    updated_stages: tuple = (0, 1)
     stages: dict = field(default_factory=dict)
 
-    def part(self):
+    def local_state(self):
         generator = torch.Generator().manual_seed(self.steps_done)
         weights = [{f"w{j}": torch.randn(5, 3, generator=generator)} for j in range(2)]
         return {
@@ -54,7 +54,7 @@ class Saved:
         }
 
     def state_dict(self):
-        part = self.part()
+        part = self.local_state()
         weights = [part["versions"][j][self.steps_done] for j in range(2)]
         return {
             "steps_done": self.steps_done,
@@ -224,7 +224,7 @@ def on_ranks(folder):
         found[make.__name__] = {
             "ends": [r.module().state_dict() for r in (runtime, again)],
             "damaged": damaged,
-            "own": [*again.own],
+            "own": [*again.updated_stages],
             "read": [
                 j
                 for j, known in enumerate(versions)
@@ -239,18 +239,18 @@ def errors(folder, runtime, world):
     """Every rank's errors: a damage that one of them finds, and a file in place of a folder."""
     found = []
     path = folder / "damaged.ckpt"
-    write_sharded(path, {"runtime": runtime.part()}, world)
+    write_sharded(path, {"runtime": runtime.local_state()}, world)
     if world.rank == 0:
         file = path / "rank_1.ckpt"
         file.write_bytes(file.read_bytes()[:-1])
     world.barrier()
     try:
-        read_sharded(path, runtime.own, world)
+        read_sharded(path, runtime.updated_stages, world)
     except DamagedCheckpointError as error:
         found.append(str(error))
     (folder / "file").touch()
     try:
-        write_sharded(folder / "file" / "a.ckpt", {"runtime": runtime.part()}, world)
+        write_sharded(folder / "file" / "a.ckpt", {"runtime": runtime.local_state()}, world)
     except OSError as error:
         found.append(str(error))
     return found
@@ -307,7 +307,7 @@ def test_every_rank_raises_the_error_of_one(found):
 def written(tmp_path):
     stages = partition(torch.nn.Sequential(torch.nn.Linear(2, 2)), 1, torch.zeros(2, 2))
     runtime = SingleProcess(stages, catalog.data_parallel(1), CASE.optimizer, F.cross_entropy)
-    write_sharded(tmp_path / "a.ckpt", {"runtime": runtime.part()}, None)
+    write_sharded(tmp_path / "a.ckpt", {"runtime": runtime.local_state()}, None)
     return tmp_path / "a.ckpt"
 
 

@@ -50,7 +50,7 @@ def leave_ranks() -> None:
 def _world() -> "World | None":
     """Return the ranks that this process has joined, without loading torch."""
     module = sys.modules.get("toolkit.runtime.process_group.join")
-    return module.joined() if module else None
+    return module.current_world() if module else None
 
 
 @contextmanager

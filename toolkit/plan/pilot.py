@@ -336,7 +336,7 @@ def _speed(
 def _optimizer_bytes(runtime: SingleProcess) -> int:
     """Return the bytes of the optimizers' state."""
     n_bytes = 0
-    for stage in runtime.part()["stages"].values():
+    for stage in runtime.local_state()["stages"].values():
         parameter_states = (stage["optimizer"] or {"state": {}})["state"].values()
         n_bytes += sum(
             tensor.nbytes

@@ -22,7 +22,7 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.state import check_state, form_of, joined
+from toolkit.runtime.state import check_state, form_of, join_states
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 from toolkit.schedule import Schedule, switched
@@ -50,7 +50,7 @@ class Runtime(ABC):
 
     Attributes:
         steps_done: number of training steps so far.
-        course: the given schedule; ``schedule`` is that of the next step.
+        schedule_plan: the given schedule; ``schedule`` is that of the next step.
         distributed: whether each rank of the schedule is a process of its own.
         knows_costs: whether it can measure its stages and links while it trains; see
             :meth:`costs`.
@@ -71,15 +71,15 @@ class Runtime(ABC):
     distributed = knows_costs = False
     _overlaps = False  # whether the last updates are complete only when a run is exhausted
     _way_out = "load a state"
-    _alike = False  # whether all batches of a run have one shape
+    _same_sized = False  # whether all batches of a run have one shape
     _whole_step = False  # whether all gradients of a step are known before its first update
 
     def __post_init__(self) -> None:
         _check_arguments(self.stages, self.schedule, self.optimizer, self.loss, self.options)
         self.steps_done = 0
-        self.course = self.schedule
-        self.check_course(self.course)
-        self.schedule = self.course.at(0)
+        self.schedule_plan = self.schedule
+        self.check_schedule_plan(self.schedule_plan)
+        self.schedule = self.schedule_plan.at(0)
         self._loss = checked_loss(self.loss, self.options, self.stages.results)
         self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
@@ -97,11 +97,11 @@ class Runtime(ABC):
         """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
         return
 
-    def check_course(self, course: Schedule) -> None:
-        """Raise UserError if the runtime cannot run a schedule of ``course``, or its options."""
-        for step in (0, *course.changes(range(sys.maxsize))):
-            self.check_schedule(course.at(step))
-            self._check_options(course.at(step))
+    def check_schedule_plan(self, schedule_plan: Schedule) -> None:
+        """Raise UserError if the runtime cannot run a schedule of the plan, or its options."""
+        for step in (0, *schedule_plan.changes(range(sys.maxsize))):
+            self.check_schedule(schedule_plan.at(step))
+            self._check_options(schedule_plan.at(step))
 
     def _check_options(self, schedule: Schedule) -> None:
         self.options.check(schedule, whole_step=self._whole_step)
@@ -162,7 +162,7 @@ class Runtime(ABC):
         return self.world.size if self.world else 1
 
     @property
-    def own(self) -> Collection[int]:
+    def updated_stages(self) -> Collection[int]:
         """The stages that this rank updates; by default all of them."""
         return range(len(self.stages))
 
@@ -217,7 +217,7 @@ class Runtime(ABC):
             self._device,
             n_steps,
         )
-        source = BatchReader(*reader_arguments, alike=self._alike)
+        source = BatchReader(*reader_arguments, alike=self._same_sized)
         if not self._overlaps:
             yield from self._phases(source)
         elif n_steps:
@@ -230,12 +230,12 @@ class Runtime(ABC):
 
     def _phases(self, source: BatchReader) -> Steps:
         """Train on the batches of ``source``, by one schedule after another."""
-        self._follow(self.steps_done)
-        while (change := self.course.next_change(self.steps_done)) is not None:
+        self._set_schedule_of(self.steps_done)
+        while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
             yield from self._steps(source.take(change - self.steps_done))
             if self.steps_done < change or source.n_steps == 0:
                 return
-            self._follow(change)
+            self._set_schedule_of(change)
         yield from self._steps(source)
 
     def switch(self, schedule: Schedule) -> None:
@@ -247,23 +247,23 @@ class Runtime(ABC):
         Raises:
             UserError: sizes differ, the runtime cannot run it, or a run was not exhausted.
         """
-        self.follow(switched(self.course, self.steps_done, schedule))
+        self.set_schedule(switched(self.schedule_plan, self.steps_done, schedule))
 
-    def follow(self, course: Schedule) -> None:
-        """Train by ``course`` from the next step on, with all state. Every rank calls it.
+    def set_schedule(self, schedule_plan: Schedule) -> None:
+        """Train by ``schedule_plan`` from the next step on, with all state. Every rank calls it.
 
         Args:
-            course: its schedules before the next step are those of :attr:`course`; before a state
-                is loaded, those that led to the state.
+            schedule_plan: its schedules before the next step are those of the present plan; before
+                a state is loaded, those that led to the state.
         """
         self._check_ended()
-        self.check_course(course)
-        self.course = course
-        self._follow(self.steps_done)
+        self.check_schedule_plan(schedule_plan)
+        self.schedule_plan = schedule_plan
+        self._set_schedule_of(self.steps_done)
 
-    def _follow(self, step: int) -> None:
+    def _set_schedule_of(self, step: int) -> None:
         """Go over to the schedule of ``step``, with all state. Every rank calls it."""
-        if self.schedule is not (schedule := self.course.at(step)):
+        if self.schedule is not (schedule := self.schedule_plan.at(step)):
             self._go_over(schedule)
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -325,7 +325,7 @@ class Runtime(ABC):
         """
         self._check_ended()
         weights: Weights = {}
-        for stage, versions in self._part()["versions"].items():
+        for stage, versions in self._local_state()["versions"].items():
             if self.steps_done - 1 in versions and any(self.schedule.staleness[stage]):
                 previous, newest = (
                     versions[self.steps_done - 1],
@@ -348,23 +348,23 @@ class Runtime(ABC):
         """Return each stage's number of updates skipped as not finite. Every rank calls it."""
         self._check_ended()
         counts = torch.zeros(len(self.stages), 2, dtype=torch.int64)
-        for stage in self.own:
+        for stage in self.updated_stages:
             counts[stage] = torch.tensor([self._updaters[stage].n_skipped, 1])
         # Several ranks may update a stage, and count alike: divide the sum by their number.
         skipped, ranks = self.total(counts).unbind(1)
         return (skipped // ranks.clamp(min=1)).tolist()
 
-    def part(self) -> dict[str, Any]:
+    def local_state(self) -> dict[str, Any]:
         """Return what this rank alone adds to :meth:`state_dict`. Every rank calls it.
 
         Its tensors are the runtime's own, which the next step may change. Tensors that ranks share
         are DTensors.
         """
         self._check_ended()
-        return self._part()
+        return self._local_state()
 
     @abstractmethod
-    def _part(self) -> dict[str, Any]: ...
+    def _local_state(self) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all state except the position in the data, on every rank.
@@ -375,10 +375,12 @@ class Runtime(ABC):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        local_state = self._part()
+        local_state = self._local_state()
         if not self.world:
-            return joined([copy.deepcopy(local_state)])
-        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, local_state), "states"))
+            return join_states([copy.deepcopy(local_state)])
+        return join_states(
+            self.world.gather(tree_map_only(Tensor, Tensor.cpu, local_state), "states")
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, taken by any runtime. Every rank calls it.
@@ -394,10 +396,12 @@ class Runtime(ABC):
                 another form than this runtime's.
         """
         step = state.get("steps_done")
-        schedule = self.course.at(step if isinstance(step, int) and step > 0 else 0)
+        schedule = self.schedule_plan.at(step if isinstance(step, int) and step > 0 else 0)
         if schedule is not self.schedule:
             self._adopt(schedule)
-        check = partial(check_state, state, self.schedule, self._updaters, self._form, self.own)
+        check = partial(
+            check_state, state, self.schedule, self._updaters, self._form, self.updated_stages
+        )
         if self.world:
             self.world.agree(check)
         else:

@@ -50,14 +50,14 @@ def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
             counts = [None] * len(result.losses) if result.counts is None else result.counts.cpu()
             losses = map(LossValue, result.losses.cpu(), counts)
             report((result.step, dict(zip(result.microbatches, losses, strict=True))))
-    return _training.measures, ask("part") if keep else None
+    return _training.measures, ask("local_state") if keep else None
 
 
 def ask(name: str, *args: Any) -> Any:
     """Call a method; return its result if it is this rank's part, or this is the first rank."""
     assert _training is not None
     value = getattr(_training, name)(*args)
-    if _training.rank and name != "part":
+    if _training.rank and name != "local_state":
         return None
     value = value.state_dict() if isinstance(value, nn.Module) else value
     return tree_map_only(Tensor, Tensor.cpu, value)

@@ -39,7 +39,7 @@ from toolkit.runtime.microbatches import Batch, BatchReader, Share, StepResult, 
 from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.shared_status import Process, records
 from toolkit.runtime.process_group.watch import JobFailedError
-from toolkit.runtime.state import joined, merged
+from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
@@ -226,7 +226,7 @@ class Controlled(Runtime):
         UserError: the arguments do not fit together, or cannot be pickled.
     """
 
-    _overlaps = _alike = True
+    _overlaps = _same_sized = True
     _way_out = "load a state, such as the one kept last"
 
     def __init__(
@@ -274,7 +274,7 @@ class Controlled(Runtime):
 
     def _begin(self) -> None:
         """Have the ranks make what they train."""
-        training = self.stages, self.course, self.optimizer, self.loss
+        training = self.stages, self.schedule_plan, self.optimizer, self.loss
         self._processes.call(controlled_rank.build, training, *self._given)
         self._controller.runtime = self
         self._start = self._processes.starts
@@ -307,7 +307,7 @@ class Controlled(Runtime):
             self.recoveries.append(Recovery(why, self.steps_done, restart, seconds))
 
     def _steps(self, source: BatchReader) -> Steps:
-        raise AssertionError("the ranks follow the course")
+        raise AssertionError("the ranks follow the plan")
 
     def _phases(self, source: BatchReader) -> Steps:
         """Train in stretches of ``keep_every`` steps; repeat one in which a rank is lost."""
@@ -329,7 +329,7 @@ class Controlled(Runtime):
                     if self.kept is None or n_lost == _MOST_LOST:
                         raise
                     self._restore(self.kept, str(error))
-            self.schedule = self.course.at(self.steps_done)
+            self.schedule = self.schedule_plan.at(self.steps_done)
 
     def _stretch(self, source: BatchReader, shares: list[Share], first: int, length: int) -> Steps:
         """Send the ranks their data, a few steps ahead, and collect their losses.
@@ -338,8 +338,8 @@ class Controlled(Runtime):
         Only the steps that are not done yet yield a result.
         """
         ahead = _AHEAD + max(
-            self.course.at(step).timing.steps_under_way
-            for step in (first, *self.course.changes(range(first, first + length)))
+            self.schedule_plan.at(step).timing.steps_under_way
+            for step in (first, *self.schedule_plan.changes(range(first, first + length)))
         )
         self._processes.begin(controlled_rank.train, length, self._keep_every is not None)
         # New ranks do not have this training: the caller restores it.
@@ -371,7 +371,7 @@ class Controlled(Runtime):
         measured, rank_states = zip(*self._processes.results(), strict=True)
         self._measures = any(measured)
         if self._keep_every is not None:
-            self.kept = joined(rank_states)
+            self.kept = join_states(rank_states)
 
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""
@@ -381,7 +381,7 @@ class Controlled(Runtime):
         )
         receivers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self._processes.n_ranks):
-            receivers[tuple(microbatches_read(self.course, rank, step))].append(rank)
+            receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(rank)
         for microbatches, ranks in receivers.items():
             if microbatches:
                 *rank_inputs, rank_targets = (
@@ -395,8 +395,8 @@ class Controlled(Runtime):
         self.stages.model.load_state_dict(state)
         return self.stages.model
 
-    def _part(self) -> dict[str, Any]:
-        return reduce(merged, self._ask("part"))
+    def _local_state(self) -> dict[str, Any]:
+        return reduce(merged, self._ask("local_state"))
 
     def _averages(self) -> Weights:
         return self._ask("averages")[0]
@@ -423,14 +423,14 @@ class Controlled(Runtime):
         else:
             self._restore(state)
         self._unfinished, self.steps_done = None, state["steps_done"]
-        self.schedule = self.course.at(self.steps_done)
+        self.schedule = self.schedule_plan.at(self.steps_done)
 
-    def follow(self, course: Schedule) -> None:
-        """Train by ``course`` from the next step on; see :meth:`Runtime.follow`."""
+    def set_schedule(self, schedule_plan: Schedule) -> None:
+        """Train by ``schedule_plan`` from the next step on; see :meth:`Runtime.set_schedule`."""
         self._check_ended()
-        self.check_course(course)
-        self._ask("follow", course)
-        self.course, self.schedule = course, course.at(self.steps_done)
+        self.check_schedule_plan(schedule_plan)
+        self._ask("set_schedule", schedule_plan)
+        self.schedule_plan, self.schedule = schedule_plan, schedule_plan.at(self.steps_done)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         raise AssertionError("the ranks load states")

@@ -38,7 +38,7 @@ from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.process_group.peer_requests import PeerRequests
 from toolkit.runtime.stage import Values
 from toolkit.runtime.stage_optimizers import StageOptimizers, on_cpu
-from toolkit.runtime.state import joined
+from toolkit.runtime.state import join_states
 from toolkit.runtime.step_optimizer import FollowsSettings, StepOptimizer
 from toolkit.runtime.step_options import allows_whole_steps
 from toolkit.runtime.training_state import TrainingState
@@ -281,7 +281,7 @@ class CyclicDataParallel(nn.Module):
             self._saved = None
         self.optimizer.forget_state()
         self._requests = PeerRequests(self.world, self._is_ready, self._answer)
-        self.world.watch.farewells.append(self._leave)
+        self.world.watch.exit_hooks.append(self._leave)
         watch(model, self)
         self._traits = traits(model)
         return runtime
@@ -578,7 +578,7 @@ class CyclicDataParallel(nn.Module):
         assert self._requests is not None
         stages_of: dict[int, list[int]] = {}
         for stage, owner in enumerate(self.schedule.owners):
-            if stage not in runtime.own:
+            if stage not in runtime.updated_stages:
                 stages_of.setdefault(owner, []).append(stage)
         newest: dict[int, dict[str, Tensor]] = {}
         subject = "averages" if self._averaged else "weights"
@@ -608,7 +608,7 @@ class CyclicDataParallel(nn.Module):
         assert self._runtime is not None
         kind, *stages = subject.split()
         if kind == "state":
-            return on_cpu(self._runtime.part_after(steps_done))
+            return on_cpu(self._runtime.local_state_after(steps_done))
         averaged = kind == "averages"
         return on_cpu(self._runtime.newest_of([*map(int, stages)], averaged=averaged))
 
@@ -686,10 +686,10 @@ class CyclicDataParallel(nn.Module):
         self._check("forward", "the end of training", between_steps=True)
         self._runtime.await_updates(self.steps_done)
         with self._inside():
-            rank_states = [self._runtime.part_after(self.steps_done)]
+            rank_states = [self._runtime.local_state_after(self.steps_done)]
             for owner in sorted({*self.schedule.owners, 0} - {self.world.rank}):
                 rank_states.append(self._requests.ask(owner, "state", self.steps_done))
-        stage_states = joined(on_cpu(rank_states))
+        stage_states = join_states(on_cpu(rank_states))
         return TrainingState.of_stages(
             stage_states,
             self._runtime.trained,
@@ -706,7 +706,7 @@ class CyclicDataParallel(nn.Module):
         self._end_messages()
         assert self._requests is not None
         self._requests.leave()
-        self.world.watch.farewells.remove(self._leave)
+        self.world.watch.exit_hooks.remove(self._leave)
         self._runtime = self._requests = self._shown = None
 
     def _end_messages(self) -> None:

@@ -24,7 +24,7 @@ from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, StepResult
 from toolkit.runtime.rank import Feed, Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
-from toolkit.runtime.state import part_of
+from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
 from toolkit.runtime.weight_store import WeightStore
@@ -82,7 +82,7 @@ class Distributed(OnRanks):
     pacing: bool = False
 
     knows_costs = True
-    _overlaps = _alike = True
+    _overlaps = _same_sized = True
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
@@ -178,10 +178,10 @@ class Distributed(OnRanks):
         ending: bool | None = False
         window = _FIRST_WINDOW
         while not ending:
-            self._follow(self.steps_done)
+            self._set_schedule_of(self.steps_done)
             length = max(1, window // len(self.schedule.timing.starts))
             window = min(2 * window, _WINDOW)
-            if (change := self.course.next_change(self.steps_done)) is not None:
+            if (change := self.schedule_plan.next_change(self.steps_done)) is not None:
                 length = min(length, change - self.steps_done)
             program = self.schedule.lower(length, self.steps_done).verify()
             with self._messages(layouts) as messages:
@@ -222,7 +222,7 @@ class Distributed(OnRanks):
     @property
     def has_whole_gradients(self) -> bool:
         """Whether this rank has the gradients of all stages before their updates."""
-        return self.overlap and self.updates_wait and len(self.own) == len(self.stages)
+        return self.overlap and self.updates_wait and len(self.updated_stages) == len(self.stages)
 
     def whole_gradients(self, step: int) -> list[tuple[dict[str, nn.Parameter], Weights]]:
         """Return each stage's parameters, and their gradients at ``step``, by name.
@@ -268,7 +268,7 @@ class Distributed(OnRanks):
 
     def show_own(self, *, averaged: bool) -> None:
         """Put the newest weights of the stages that this rank updates into the model."""
-        for stage, tensors in self.newest_of(self.own, averaged=averaged).items():
+        for stage, tensors in self.newest_of(self.updated_stages, averaged=averaged).items():
             for name, master in self._runners[stage].masters.items():
                 master.data = tensors[name]
 
@@ -282,11 +282,11 @@ class Distributed(OnRanks):
         self._weight_store.forget()
         self._kept_buffers = {}
 
-    def part_after(self, steps_done: int) -> dict[str, Any]:
+    def local_state_after(self, steps_done: int) -> dict[str, Any]:
         """Return what this rank alone adds to the state after ``steps_done`` steps."""
         self.world.finish_computing()
         versions = {}
-        for stage in self.own:
+        for stage in self.updated_stages:
             # A version that is still to be freed, or to be read by a step under way, may be there.
             oldest = self.schedule.oldest_version(stage, steps_done)
             stage_versions = dict(self._weight_store.versions[stage])
@@ -295,9 +295,15 @@ class Distributed(OnRanks):
                 for version, weights in stage_versions.items()
                 if oldest <= version <= steps_done
             }
-        owned = [stage for stage in self.own if self.schedule.owners[stage] == self.rank]
-        leads = self.rank == 0
-        state = part_of(steps_done, self.stages, self._runners, versions, owned, leads=leads)
+        owned = [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
+        state = local_state_of(
+            steps_done,
+            self.stages,
+            self._runners,
+            versions,
+            owned,
+            is_rank_zero=self.rank == 0,
+        )
         fixed = state["fixed"]
         return state | {
             "fixed": fixed
@@ -309,7 +315,7 @@ class Distributed(OnRanks):
         if not self._kept_buffers:
             buffers = {
                 name: buffer
-                for stage in self.own
+                for stage in self.updated_stages
                 for name, buffer in self.stages[stage].named_buffers()
             }
             self._kept_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -324,14 +330,16 @@ class Distributed(OnRanks):
         first_weights = self._weight_store.share(messages, program.first_step)
         runners, updaters = (
             dict(enumerate(self._runners)),
-            {stage: self._runners[stage] for stage in self.own},
+            {stage: self._runners[stage] for stage in self.updated_stages},
         )
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
         rank.weights = first_weights
         return rank
 
     def _go_over(self, schedule: Schedule) -> None:
-        state = self._weight_store.handed_over(self.course, self._part_of(self.own))
+        state = self._weight_store.handed_over(
+            self.schedule_plan, self._local_state_of(self.updated_stages)
+        )
         self._adopt(schedule)
         self._load(state)
 
@@ -360,7 +368,9 @@ class Distributed(OnRanks):
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
         return Measurements(
-            self.course, self.world.gather(self._meter.record, "measurements"), self._stage_bytes
+            self.schedule_plan,
+            self.world.gather(self._meter.record, "measurements"),
+            self._stage_bytes,
         )
 
     def time_costs(self, n_steps: int) -> None:
@@ -379,7 +389,7 @@ class Distributed(OnRanks):
         return running_costs(op_seconds_of_ranks, next(reversed(self._layouts.values())), *links)
 
     @property
-    def own(self) -> list[int]:
+    def updated_stages(self) -> list[int]:
         """The stages that this rank updates."""
         return self._weight_store.updated
 
@@ -392,14 +402,14 @@ class Distributed(OnRanks):
         """Return the names of what averages of stage ``j`` follow; see ``options.ema``."""
         return [*self._runners[j].averaged()]
 
-    def _part(self) -> dict[str, Any]:
-        return self._part_of(
-            [stage for stage in self.own if self.schedule.owners[stage] == self.rank]
+    def _local_state(self) -> dict[str, Any]:
+        return self._local_state_of(
+            [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
         )
 
-    def _part_of(self, own: Collection[int]) -> dict[str, Any]:
+    def _local_state_of(self, own: Collection[int]) -> dict[str, Any]:
         state_arguments = self.stages, self._runners, self._weight_store.versions, own
-        return part_of(self.steps_done, *state_arguments, leads=self.rank == 0)
+        return local_state_of(self.steps_done, *state_arguments, is_rank_zero=self.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
@@ -408,11 +418,11 @@ class Distributed(OnRanks):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._weight_store.load(state)
-        for stage in self.own:
+        for stage in self.updated_stages:
             self._runners[stage].load(state["stages"][stage])
 
     def _reads(self, step: int) -> list[int]:
-        return microbatches_read(self.course, self.rank, step)
+        return microbatches_read(self.schedule_plan, self.rank, step)
 
     def _find_layouts(self, shape: Shape | None, source: BatchReader | None = None) -> Layouts:
         """Return the layouts for micro-batches of ``shape``, which not every rank has seen.
@@ -437,7 +447,7 @@ class Distributed(OnRanks):
             computed_stages = [
                 stage for stage in range(len(self.stages)) if self.rank in ranks(stage)
             ]
-            warm_up(self._runners, layouts, inputs, device, computed_stages, self.own)
+            warm_up(self._runners, layouts, inputs, device, computed_stages, self.updated_stages)
         if source is not None and self._is_counted(layouts, source):
             layouts = layouts.with_counts()
         self._layouts[input_shape] = layouts
@@ -461,11 +471,11 @@ class Distributed(OnRanks):
         return any(self.world.gather(counted, "kinds of loss"))
 
 
-def microbatches_read(course: Schedule, rank: int, step: int) -> list[int]:
+def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:
     """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
-    end_stages, microbatches = (0, course.n_stages - 1), range(course.n_microbatches)
+    end_stages, microbatches = (0, schedule_plan.n_stages - 1), range(schedule_plan.n_microbatches)
     readers = (
-        {course.rank(stage, microbatch, step) for stage in end_stages}
+        {schedule_plan.rank(stage, microbatch, step) for stage in end_stages}
         for microbatch in microbatches
     )
     return [microbatch for microbatch, ranks in enumerate(readers) if rank in ranks]

@@ -55,7 +55,7 @@ class EarlyEnd:
             return False
         if done == self.before - self._lead - 1:
             self._wanted[0] = self.wants(self._moments)
-            group = self.world.objects
+            group = self.world.object_group
             self._vote = dist.all_reduce(self._wanted, group=group, async_op=True)
         elif done == self.before - self._lead:
             with self.world.watch.waiting("a vote of all ranks", range(self.world.size)):

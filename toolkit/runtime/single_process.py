@@ -16,7 +16,7 @@ from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank, Watching
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.state import load_model, loaded, part_of
+from toolkit.runtime.state import load_model, loaded, local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
@@ -111,12 +111,19 @@ class SingleProcess(Runtime):
             yield result
             del result  # or its outputs would live through the next step
 
-    def _part(self) -> dict[str, Any]:
+    def _local_state(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
-        return part_of(self.steps_done, self.stages, self._runners, versions, self.own, leads=True)
+        return local_state_of(
+            self.steps_done,
+            self.stages,
+            self._runners,
+            versions,
+            self.updated_stages,
+            is_rank_zero=True,
+        )
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        load_model(state, self.stages, self._runners, self.own)
+        load_model(state, self.stages, self._runners, self.updated_stages)
         for stage, runner in enumerate(self._runners):
             self._versions[stage] = loaded(state, stage, runner)
             runner.load(state["stages"][stage])

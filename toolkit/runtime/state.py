@@ -17,18 +17,18 @@ from toolkit.schedule import Schedule
 _KEYS = {"steps_done", "model", "versions", "stages"}
 
 
-def part_of(
+def local_state_of(
     steps_done: int,
     stages: Stages,
     updaters: Sequence[Updater],
     versions: Mapping[int, Mapping[int, Weights]],
     own: Collection[int],
     *,
-    leads: bool,
+    is_rank_zero: bool,
 ) -> dict[str, Any]:
-    """Return what one rank alone adds to the state of a run; see :func:`joined`.
+    """Return what one rank alone adds to the state of a run; see :func:`join_states`.
 
-    It adds the updaters' states and the ``versions`` of its ``own`` stages; the rank that ``leads``
+    It adds the updaters' states and the ``versions`` of its ``own`` stages; rank zero
     also adds what belongs to no stage.
     """
     trained = {name for updater in updaters for name in updater.masters}
@@ -38,7 +38,7 @@ def part_of(
         name: tensor
         for name, tensor in stages.model.state_dict().items()
         if name not in trained and name not in other_names
-        if (home[name] in own if name in home else leads)
+        if (home[name] in own if name in home else is_rank_zero)
     }
     for stage in own:
         # The model's own tensor is empty on ranks without the stage.
@@ -87,7 +87,7 @@ def part_of_stages(
     return tree_map_only(Tensor, Tensor.cpu, state_of_read)
 
 
-def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def join_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state of a run, from the parts of all ranks.
 
     Returns:

@@ -126,8 +126,10 @@ class Switching:
                 " switch.loss_factor, or use runtime=distributed"
             )
         for schedule in candidates.values():
-            runtime.check_course(switched(runtime.course, runtime.steps_done + 1, schedule))
-        self.candidates, final_schedule = dict(candidates), runtime.course.final
+            runtime.check_schedule_plan(
+                switched(runtime.schedule_plan, runtime.steps_done + 1, schedule)
+            )
+        self.candidates, final_schedule = dict(candidates), runtime.schedule_plan.final
         names = [name for name, schedule in candidates.items() if schedule == final_schedule]
         self.present = names[0] if names else final_schedule.name
         self.candidates.setdefault(self.present, final_schedule)
@@ -237,7 +239,7 @@ class Switching:
         Raises:
             UserError: the earlier run went over to a schedule that is no candidate.
         """
-        course, self._window = self.runtime.course, state["window"]
+        schedule_plan, self._window = self.runtime.schedule_plan, state["window"]
         for look in (Look(**values) for values in state["looks"]):
             if look.schedule not in self.candidates:
                 raise UserError(
@@ -246,8 +248,8 @@ class Switching:
             self._by_loss(look.loss)
             self._take(look)
             if look.reason:
-                course = switched(course, look.step, self.candidates[look.schedule])
-        self.runtime.follow(course)
+                schedule_plan = switched(schedule_plan, look.step, self.candidates[look.schedule])
+        self.runtime.set_schedule(schedule_plan)
 
     def parts(self) -> list[tuple[str, int]]:
         """Return the schedules by which the run has trained, and the steps of each."""

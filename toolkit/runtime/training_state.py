@@ -96,7 +96,7 @@ class TrainingState:
     ) -> dict[str, Any]:
         """Return the state that ``runtime`` loads to continue with the newest ``weights``."""
         step = self.steps_done
-        schedule = runtime.course.at(step)
+        schedule = runtime.schedule_plan.at(step)
         versions, stages = [], []
         for stage, names in enumerate(runtime.trained):
             newest = {name: weights[name] for name in names}

@@ -149,18 +149,18 @@ class WeightStore:
                 averages |= self._broadcast(self._averaged[stage], owner, runner.averages)
         return averages
 
-    def handed_over(self, course: Schedule, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state from which this rank can go over to the next schedule of ``course``.
+    def handed_over(self, schedule_plan: Schedule, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state from which this rank can go over to the next schedule of a plan.
 
         A rank that will update a stage gets that stage's state, unless it updates it now. Every
         rank calls it.
 
         Args:
-            course: schedules of the same ranks.
-            part: the state of the stages that this rank updates, as of :func:`part_of`.
+            schedule_plan: schedules of the same ranks.
+            part: the state of the stages that this rank updates, as of :func:`local_state_of`.
         """
         state, step = part, part["steps_done"]
-        next_updaters, stages_of = _updaters(course.at(step)), defaultdict(list)
+        next_updaters, stages_of = _updaters(schedule_plan.at(step)), defaultdict(list)
         # Stages with the same chain of ranks travel together, so each chain is one relay.
         for stage, owner in enumerate(self.schedule.owners):
             stages_of[handed_on(owner, next_updaters[stage] - self._updaters[stage])].append(stage)
@@ -168,7 +168,7 @@ class WeightStore:
             if self.world.rank in chain:
                 sent_state = None
                 if self.world.rank == chain[0]:
-                    versions_read = {stage: course.versions(stage, step) for stage in stages}
+                    versions_read = {stage: schedule_plan.versions(stage, step) for stage in stages}
                     sent_state = part_of_stages(part, self.stages, versions_read)
                 state = merged(state, self.world.relay(sent_state, chain))
         newest = {

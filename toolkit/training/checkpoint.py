@@ -25,7 +25,7 @@ from toolkit.errors import UserError, first_line, shortened
 from toolkit.files import check_regular, replacing
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.join import World
-from toolkit.runtime.state import joined, merged
+from toolkit.runtime.state import join_states, merged
 
 _MAGIC = b"cdp-toolkit checkpoint 2\n"
 _ROWS = "rows by rank"
@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
-    """Write every rank's part of a state: ``Runtime.part()`` as ``runtime``, and its own values.
+    """Write every rank's part of a state: its ``local_state()`` as ``runtime``, and its own values.
 
     Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
     """
@@ -115,7 +115,7 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
                             Tensor, lambda tensor: tensor.to("meta"), stages[stage]
                         )
                 rank_states.append(rank_state)
-            runtime = joined(rank_state.pop("runtime") for rank_state in rank_states)
+            runtime = join_states(rank_state.pop("runtime") for rank_state in rank_states)
             state = reduce(merged, rank_states, {}) | {"runtime": runtime}
             return tree_map(_joined_rows, state, is_leaf=_has_rows)
         except (LookupError, TypeError, AttributeError) as error:
@@ -204,12 +204,14 @@ class Checkpoints:
         path = self.folder / f"step_{step:09d}.ckpt"
         is_rank_0 = runtime.rank == 0
         if self.sharded:
-            rank_state = {"runtime": runtime.part(), **(rest if is_rank_0 else {})}
+            rank_state = {"runtime": runtime.local_state(), **(rest if is_rank_0 else {})}
             write_sharded(path, rank_state, runtime.world)
         else:
             # state_dict() copies; a single process writes at once and need not.
             is_single_process = runtime.world is None
-            state = joined([runtime.part()]) if is_single_process else runtime.state_dict()
+            state = (
+                join_states([runtime.local_state()]) if is_single_process else runtime.state_dict()
+            )
             if is_rank_0:
                 self.folder.mkdir(exist_ok=True)
                 write(path, {"runtime": state, **rest})
@@ -236,7 +238,7 @@ class Checkpoints:
         for path, sharded in reversed(from_rank_0(runtime, candidates)):
             try:
                 if sharded:
-                    return read_sharded(path, runtime.own, runtime.world), damaged
+                    return read_sharded(path, runtime.updated_stages, runtime.world), damaged
                 with _raise_on_every_rank(runtime.world):
                     state = read(path) if runtime.rank == 0 else None
                 return from_rank_0(runtime, state), damaged

@@ -15,7 +15,7 @@ from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.stage import Values
-from toolkit.runtime.state import load_model, part_of
+from toolkit.runtime.state import load_model, local_state_of
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
@@ -72,13 +72,18 @@ class Baseline(OnRanks):
         self._settle()
         return super()._averages()
 
-    def _part(self) -> dict[str, Any]:
+    def _local_state(self) -> dict[str, Any]:
         self._settle()
-        leads = self.rank == 0
-        saved_stages = self.own if leads or self._all_save else ()
+        is_rank_zero = self.rank == 0
+        saved_stages = self.updated_stages if is_rank_zero or self._all_save else ()
         versions = {stage: self._versions(stage) for stage in saved_stages}
-        return part_of(
-            self.steps_done, self.stages, self._updaters, versions, saved_stages, leads=leads
+        return local_state_of(
+            self.steps_done,
+            self.stages,
+            self._updaters,
+            versions,
+            saved_stages,
+            is_rank_zero=is_rank_zero,
         )
 
     def _versions(self, j: int) -> dict[int, Weights]:
@@ -87,7 +92,7 @@ class Baseline(OnRanks):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._settle()
-        load_model(state, self.stages, self._updaters, self.own)
+        load_model(state, self.stages, self._updaters, self.updated_stages)
         for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
             updater.load(stage_state)
 

@@ -18,7 +18,7 @@ from toolkit.runtime.baselines.baseline import Released
 from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
-from toolkit.runtime.state import joined
+from toolkit.runtime.state import join_states
 from toolkit.runtime.updater import Updater
 
 
@@ -81,8 +81,8 @@ class FSDP(Synchronous):
             stage.reshard()
         return super()._module()
 
-    def _part(self) -> dict[str, Any]:
-        state = super()._part()
+    def _local_state(self) -> dict[str, Any]:
+        state = super()._local_state()
         frozen = {
             name: parameter.data
             for stage in self._chain.stages
@@ -94,7 +94,7 @@ class FSDP(Synchronous):
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`Runtime.state_dict`; the ranks gather their shares."""
         with self.world.watch.waiting("the shares of all ranks", self._everyone):
-            return joined([tree_map_only(Tensor, _whole, self.part())])
+            return join_states([tree_map_only(Tensor, _whole, self.local_state())])
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class TorchPipelining(Baseline):
         return self.stages.model
 
     @property
-    def own(self) -> list[int]:
+    def updated_stages(self) -> list[int]:
         """The stages that this rank updates."""
         return self._own
 

@@ -47,8 +47,8 @@ class World:
         watch: the failure watch; every wait for others is within ``watch.waiting``.
         store: store that all ranks share.
         group: process group; None for that of all processes.
-        objects: process group of Python objects: one of gloo, so that they take no GPU memory.
-        theirs: whether the script had made torch's process group before.
+        object_group: process group of Python objects: one of gloo, so that they take no GPU memory.
+        script_made_group: whether the script had made torch's process group before.
     """
 
     rank: int
@@ -58,8 +58,8 @@ class World:
     watch: Watch
     store: dist.Store
     group: dist.ProcessGroup | None = None
-    objects: dist.ProcessGroup | None = None
-    theirs: bool = False
+    object_group: dist.ProcessGroup | None = None
+    script_made_group: bool = False
     _name: str = "world"
     _part: bool = False  # of a job
     _n_names: int = field(default=0, init=False)
@@ -189,7 +189,7 @@ class World:
         """
         gathered: list[Any] = [None] * self.size
         with self.watch.waiting(f"{what} of all ranks", range(self.size)):
-            dist.all_gather_object(gathered, (what, value), group=self.objects)
+            dist.all_gather_object(gathered, (what, value), group=self.object_group)
         disagreeing = [rank for rank, (label, _) in enumerate(gathered) if label != what]
         if disagreeing:
             raise UserError(
@@ -217,9 +217,9 @@ class World:
 
         def hand_on(chunk: Tensor) -> None:
             for rank in senders:
-                dist.recv(chunk, rank, group=self.objects)
+                dist.recv(chunk, rank, group=self.object_group)
             for rank in receivers:
-                sends.append(cast(dist.Work, dist.isend(chunk, rank, group=self.objects)))
+                sends.append(cast(dist.Work, dist.isend(chunk, rank, group=self.object_group)))
 
         with self.watch.waiting("state of stages", ranks):
             hand_on(size)
@@ -256,7 +256,7 @@ class World:
         if self.rank >= n_ranks:
             return None
         # No gloo group of objects: in torch 2.11 ranks outside it split NCCL's group, and hang.
-        return replace(self, size=n_ranks, group=group, objects=group, _name=name, _part=True)
+        return replace(self, size=n_ranks, group=group, object_group=group, _name=name, _part=True)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         if self._part:
@@ -346,16 +346,16 @@ def join(
         else:  # messages start in other threads, and would mix with the script's own
             groups["group"] = dist.new_group(backend=backend, timeout=patience)
         if script_has_group or backend == "nccl":
-            groups["objects"] = dist.new_group(backend="gloo", timeout=patience)
+            groups["object_group"] = dist.new_group(backend="gloo", timeout=patience)
     _joined = World(
-        rank, size, own_device, backend, watch, store, **groups, theirs=script_has_group
+        rank, size, own_device, backend, watch, store, **groups, script_made_group=script_has_group
     )
     if script_has_group:
         _leave_before_destruction()
     return _joined
 
 
-def joined() -> World | None:
+def current_world() -> World | None:
     """Return the ranks that this process has joined, or None."""
     return _joined
 
@@ -365,7 +365,7 @@ def leave() -> None:
     global _joined
     if _joined is not None:
         _joined.watch.stop()
-        if not _joined.theirs:
+        if not _joined.script_made_group:
             dist.destroy_process_group()
         _joined = None
 

@@ -69,9 +69,9 @@ class PeerRequests:
         size = torch.zeros(1, dtype=torch.int64)
         with self._world.watch.waiting(f"{subject} of rank {rank}", [rank]):
             store.set(f"requests/{self._name}/{rank}/{number}", question)
-            dist.recv(size, rank, group=self._world.objects, tag=tag)
+            dist.recv(size, rank, group=self._world.object_group, tag=tag)
             flat = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(flat, rank, group=self._world.objects, tag=tag)
+            dist.recv(flat, rank, group=self._world.object_group, tag=tag)
         # Ranks of one job trust each other; optimizers' states may have values of any type.
         fault, value = torch.load(io.BytesIO(flat.numpy().tobytes()), weights_only=False)
         if fault:
@@ -137,4 +137,4 @@ class PeerRequests:
         flat = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
         tag = _FIRST_TAG + question.number
         for message in (torch.tensor([len(flat)]), flat):
-            dist.send(message, question.asker, group=self._world.objects, tag=tag)
+            dist.send(message, question.asker, group=self._world.object_group, tag=tag)

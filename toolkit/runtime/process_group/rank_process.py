@@ -90,7 +90,7 @@ def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
     full_traceback = error.__traceback__
     if frames := full_traceback and full_traceback.tb_next:  # without this module's own
         message += "\n\n" + "".join(traceback.format_exception(type(error), error, frames))
-    world = join.joined()
+    world = join.current_world()
     place = (
         f", {world.watch.record.position}" if world and world.watch.record.step is not None else ""
     )

@@ -152,7 +152,7 @@ class Watch:
         timeout: seconds after which a rank that does not answer ends the job.
         on_failure: function that the watch's thread calls with the reason, as far as this rank
             knows it, before the process ends. It has 0.3 s.
-        farewells: functions that complete what others wait for, before this rank leaves.
+        exit_hooks: functions that complete what others wait for, before this rank leaves.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -161,7 +161,7 @@ class Watch:
         self.size = size
         self.timeout = timeout
         self.on_failure: Callable[[str], None] = lambda message: None
-        self.farewells: list[Callable[[], None]] = []
+        self.exit_hooks: list[Callable[[], None]] = []
         self.record = Record()
         self._shared, self._writing = SharedStatus(), threading.Lock()
         self._beat = min(BEAT, timeout / 8)
@@ -242,8 +242,8 @@ class Watch:
         """Stop to watch: this rank leaves. After an uncaught exception its part is unfinished."""
         if not self._watching:
             return
-        while self.farewells and not hasattr(sys, "last_value"):
-            self.farewells.pop()()
+        while self.exit_hooks and not hasattr(sys, "last_value"):
+            self.exit_hooks.pop()()
         self._watching = False
         os.write(self._pipe[1], b"\0")
         self._thread.join()
