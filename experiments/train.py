@@ -27,7 +27,7 @@ from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
     from toolkit.results import Tracker
-    from toolkit.runtime import Look, Switching
+    from toolkit.runtime import SwitchDecision, Switching
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.training import Epoch, Outcome, Step, TrainingRun
 
@@ -159,7 +159,7 @@ class Records(ExitStack):
         self.enter_context(self.progress)
         self.run = run
         if run.switching is not None:
-            run.switching.on_look = self.look
+            run.switching.on_decision = self.switch_decision
         profile = Profile(run.record["profile"], folder / "profile.json", here=here)
         self.profile = self.enter_context(profile)
 
@@ -174,15 +174,15 @@ class Records(ExitStack):
         self.delays.put([asdict(delay) for delay in step.result.delays])
         self.profile.step()
 
-    def look(self, look: "Look") -> None:
-        values: dict[str, float] = {"switch/seconds": look.seconds}
-        values |= {f"switch/predicted/{name}": t for name, t in look.predicted.items()}
+    def switch_decision(self, decision: "SwitchDecision") -> None:
+        values: dict[str, float] = {"switch/seconds": decision.seconds}
+        values |= {f"switch/predicted/{name}": t for name, t in decision.predicted.items()}
         if self.run.switching is not None:
-            chosen = self.run.switching.candidates[look.schedule]
+            chosen = self.run.switching.candidates[decision.schedule]
             values["switch/staleness"] = chosen.mean_staleness
-        self.tracker.log(values, look.step)
-        if look.reason:
-            self.line(f"step {look.step}: {look.schedule} from here on ({look.reason})")
+        self.tracker.log(values, decision.step)
+        if decision.reason:
+            self.line(f"step {decision.step}: {decision.schedule} from here on ({decision.reason})")
 
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -228,21 +228,18 @@ def conclude_switching(switching: "Switching", folder: Path, tracker: "Tracker")
     from toolkit.figures import switching as draw
     from toolkit.schedule.choice import phases_of
 
-    parts = [part for part in switching.parts() if part[1]]
-    looks, begins = switching.looks, [0, *(look.step for look in switching.looks)]
-    taken = [
-        look.seconds
-        for look, begin in zip(looks, begins, strict=False)
-        for _ in range(look.step - begin)
-    ]
-    notes = [f"trained {' and then '.join(f'{n} steps by {name}' for name, n in parts)}"]
+    phases = [(name, n_steps) for name, n_steps in switching.phases() if n_steps]
+    step_seconds: list[float] = []
+    for decision in switching.decisions:
+        step_seconds += [decision.seconds] * (decision.step - len(step_seconds))
+    notes = [f"trained {' and then '.join(f'{n} steps by {name}' for name, n in phases)}"]
     with suppress(UserError):  # a schedule of the user's own has no name
-        repeated = phases_of([(switching.candidates[name], n) for name, n in parts])
+        repeated = phases_of([(switching.candidates[name], n) for name, n in phases])
         notes[0] += f"; to repeat it, leave switch out and give {repeated}"
     with note_write_errors(notes, folder):
-        write_csv(folder / "looks.csv", [asdict(look) for look in looks])
-        if looks:
-            figure = draw(taken, [name for name, n in parts for _ in range(n)])
+        write_csv(folder / "looks.csv", [asdict(decision) for decision in switching.decisions])
+        if switching.decisions:
+            figure = draw(step_seconds, [name for name, n in phases for _ in range(n)])
             save(figure, folder / "switching")
             tracker.log({"switching": figure})
     return notes

@@ -28,7 +28,7 @@ from toolkit.figures import save, switching
 from toolkit.files import write_csv
 from toolkit.format import MB
 from toolkit.options import SwitchOptions
-from toolkit.runtime import Distributed, Look, Switching, join, launch, report
+from toolkit.runtime import Distributed, SwitchDecision, Switching, join, launch, report
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.plain_values import alike
 
@@ -75,7 +75,7 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
             if rank == 0:
                 latest = [max(moment) for moment in zip(*of_ranks, strict=True)]
                 seconds = [end - begin for begin, end in pairwise(latest)]
-                looks, parts = (chooser.looks, chooser.parts()) if chooser else ([], [])
+                looks, parts = (chooser.decisions, chooser.phases()) if chooser else ([], [])
                 report((name, number, seconds, looks, parts))
 
 
@@ -100,7 +100,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """A row for each schedule: seconds of a step in each phase, and of the whole run."""
     task = check(config, device, seed)
     folder = output_folder()
-    runs: list[tuple[str, int, list[float], list[Look], list[tuple[str, int]]]] = []
+    runs: list[tuple[str, int, list[float], list[SwitchDecision], list[tuple[str, int]]]] = []
 
     def take(_: int, found: Any) -> None:
         runs.append(found)

@@ -53,7 +53,7 @@ def test_falls_back_when_the_loss_rises_and_returns_when_it_is_calm():
     found = []
     for batch, loss in zip(batches, losses, strict=True):
         switching.runtime.step(*batch)
-        look = switching.look(0.1, loss)
+        look = switching.decide(0.1, loss)
         found.append((look.schedule, look.reason))
     assert [*map(" ".join, found)] == [
         *["cdp_v1 "] * 3,
@@ -77,7 +77,7 @@ def test_resumes_across_changes(saved):
     def train(switching, steps):
         for step in steps:
             switching.runtime.step(*batches[step])
-            switching.trained(1, 0.1, losses[step])
+            switching.record_steps(1, 0.1, losses[step])
         return switching
 
     whole = train(Switching(in_one_process(V2), CANDIDATES, options), range(8))
@@ -86,9 +86,9 @@ def test_resumes_across_changes(saved):
     again.resume(first.state())
     again.runtime.load_state_dict(copy.deepcopy(first.runtime.state_dict()))
     train(again, range(saved, 8))
-    assert [look.reason for look in again.looks] == ["", LOSS_ROSE, "", LOSS_CALM]
-    assert [look.loss for look in again.looks] == [2, 5, 4, 1.5]
-    assert again.parts() == [("cdp_v2", 4), ("dp", 4), ("cdp_v2", 0)]
+    assert [look.reason for look in again.decisions] == ["", LOSS_ROSE, "", LOSS_CALM]
+    assert [look.loss for look in again.decisions] == [2, 5, 4, 1.5]
+    assert again.phases() == [("cdp_v2", 4), ("dp", 4), ("cdp_v2", 0)]
     assert again.runtime.schedule_plan == whole.runtime.schedule_plan
     assert_same(again.runtime.module().state_dict(), whole.runtime.module().state_dict(), 0, 0)
 
@@ -106,17 +106,14 @@ def test_refuses_what_it_cannot_decide_or_run():
 
 
 def costs_at(step):
-    """Fast links, slow ones from step 4 to 14, and fast ones again."""
+    """Fast links, slow ones from step 4 to 12, and fast ones again."""
     cost = StageCost(0, 0, parameter_bytes=1e6, forward_seconds=0.1, backward_seconds=0.2)
-    slow = 4 <= step < 14
+    slow = 4 <= step < 12
     return (cost,) * 2, Hardware("made up", 1, 1e12, 1e6 if slow else 1e9, speeds=(1, 1))
 
 
 class Scripted(Distributed):
-    """Knows its costs beforehand, on rank 0 only; rank 1 wants a look from step 5 on."""
-
-    def end_early(self, every, wants):
-        super().end_early(every, lambda at: self.rank == 1 and self.steps_done + len(at) >= 5)
+    """Knows its costs beforehand, on rank 0 only."""
 
     def costs(self):
         super().costs()  # its messages are real
@@ -141,7 +138,7 @@ def on_ranks():
         list(replayed.run(typed))
         found[dtype] = (
             steps,
-            switching.looks,
+            switching.decisions,
             switching.runtime.module().state_dict(),
             replayed.module().state_dict(),
         )
@@ -163,9 +160,9 @@ def test_ranks_switch_together_and_their_changes_replay_to_the_bit(ranks, dtype)
         steps, looks, switched, replayed = found[dtype]
         assert steps == [*range(18)]
         changes = [(look.step, look.schedule, look.reason) for look in looks if look.reason]
-        assert changes == [(8, "cdp_v1", COSTS), (16, "dp", COSTS)]
-        # Where nothing changes the next look is far away, unless a rank wants one.
-        assert [look.step for look in looks] == [2, 8, 12, 16, 18]
+        assert changes == [(10, "cdp_v1", COSTS), (12, "dp", COSTS)]
+        # After a decision that changes nothing, the next one is four times as far away.
+        assert [look.step for look in looks] == [2, 10, 12, 14, 18]
         assert not any(isnan(look.loss) or look.seconds <= 0 for look in looks)
         assert_same(switched, replayed, rtol=0, atol=0)
         assert repr(looks) == repr(ranks[0][0][dtype][1])  # all ranks know the same

@@ -7,7 +7,7 @@ import pytest
 from tests.stages import cut
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
 from toolkit.errors import UserError
-from toolkit.runtime import Look, Switching
+from toolkit.runtime import SwitchDecision, Switching
 from toolkit.schedule.choice import phases_of
 from toolkit.training import StoppedError, run_with_checkpoints
 from toolkit.training.run_with_checkpoints import Signals
@@ -20,14 +20,14 @@ LOSSES = [4.0, 7.0, 5.0, 3.0]  # what is seen at each look
 @pytest.fixture(autouse=True)
 def scripted():
     """Cut models by hand, and let each look see a loss of :data:`LOSSES`."""
-    plain = Switching.look
+    plain = Switching.decide
 
-    def look(self, seconds: float, loss: float) -> Look:
-        return plain(self, seconds, LOSSES[len(self.looks)])
+    def decide(self, seconds: float, loss: float) -> SwitchDecision:
+        return plain(self, seconds, LOSSES[len(self.decisions)])
 
     with (
         mock.patch("toolkit.training.training_run.partition", cut),
-        mock.patch.object(Switching, "look", look),
+        mock.patch.object(Switching, "decide", decide),
     ):
         yield
 
@@ -35,16 +35,21 @@ def scripted():
 def test_a_run_resumes_across_changes_and_its_phases_repeat_it(tmp_path):
     whole = run_with_checkpoints(built(*OPTIONS, *CHOOSING), tmp_path / "whole")
     switching = whole.run.switching
-    assert switching.parts() == [("CDP-v1", 4), ("DP", 4), ("CDP-v1", 0)]
+    assert switching.phases() == [("CDP-v1", 4), ("DP", 4), ("CDP-v1", 0)]
     for at in (3, 4, 5):
         folder, run = tmp_path / f"stopped {at}", built(*OPTIONS, *CHOOSING)
         with pytest.raises(StoppedError):
             stopped_at(run, folder, at)
         again = run_with_checkpoints(built(*OPTIONS, *CHOOSING), folder, resume=True)
         assert again.resumed_at == at
-        assert [k.schedule for k in again.run.switching.looks] == ["CDP-v1", "DP", "DP", "CDP-v1"]
+        assert [k.schedule for k in again.run.switching.decisions] == [
+            "CDP-v1",
+            "DP",
+            "DP",
+            "CDP-v1",
+        ]
         assert_identical(weights(again), weights(whole))
-    parts = [(switching.candidates[name], n) for name, n in switching.parts() if n]
+    parts = [(switching.candidates[name], n) for name, n in switching.phases() if n]
     repeated = phases_of(parts)
     assert repeated == (
         "schedule=dp stages=2 microbatches=2 'schedule.phases=[{schedule:cdp_v1,steps:4}]'"

@@ -11,7 +11,7 @@ from toolkit.runtime.process_group.rank_process import RankError, report
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.single_process import ORDERS, SingleProcess
 from toolkit.runtime.step_options import StepOptions
-from toolkit.runtime.switching import Look, Switching
+from toolkit.runtime.switching import SwitchDecision, Switching
 from toolkit.runtime.updater import by_name
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "CyclicDataParallel",
     "Distributed",
     "JobFailedError",
-    "Look",
     "RankError",
     "SingleProcess",
     "StepOptions",
     "StepResult",
+    "SwitchDecision",
     "Switching",
     "World",
     "by_name",

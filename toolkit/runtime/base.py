@@ -16,7 +16,6 @@ from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
-from toolkit.runtime.early_end import Wants
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
@@ -132,13 +131,6 @@ class Runtime(ABC):
 
     def time_costs(self, n_steps: int) -> None:
         """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
-        return
-
-    def end_early(self, every: int, wants: Wants) -> None:
-        """Let a :meth:`run` end before its last batch where a rank ``wants`` it; by default, never.
-
-        All ranks then end before the same step, a multiple of ``every``.
-        """
         return
 
     def costs(self) -> tuple[Costs, Hardware]:

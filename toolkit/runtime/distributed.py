@@ -1,6 +1,5 @@
 """One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
-import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.model.trace import kept_generators
 from toolkit.runtime.base import OnRanks, Steps
-from toolkit.runtime.early_end import NEVER, EarlyEnd, Wants
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, StepResult
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.rank import Feed, Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import local_state_of
@@ -99,7 +97,6 @@ class Distributed(OnRanks):
         self._stage_bytes = [sum(x.nbytes for x in stage) for stage in masters]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._stopwatch: Stopwatch | None = None
-        self._ends_early: tuple[int, Wants] = NEVER
         self._meter: Meter | None = None
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
@@ -120,42 +117,25 @@ class Distributed(OnRanks):
             while (steps_left := end - self.steps_done) > 0:
                 length = min(window, steps_left, self.record - self.n_recorded or steps_left)
                 program = self.schedule.lower(length, self.steps_done).verify()
-                self.steps_done = yield from self._run(program, feed, messages)
-                if self.steps_done < program.steps.stop:
-                    break
+                yield from self._run(program, feed, messages)
+                self.steps_done = program.steps.stop
         feed.skip_to(self.steps_done)
 
-    def _run(
-        self, program: Program, feed: MicrobatchQueue, messages: Messages
-    ) -> Generator[StepResult, None, int]:
-        """Train by ``program``; return the training steps done."""
+    def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
+        """Train by ``program``."""
         rank = self._begin(program, feed, messages, self._loss)
         meter = self._meter if self.n_recorded < self.record else None
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
             meter.stopwatch = self._stopwatch
-        end = EarlyEnd(program, self.world, *(NEVER if meter else self._ends_early))
-        timed = meter or self._stopwatch
-        executor = Executor(rank, messages, program, timed, overlap=self.overlap, limit=end.limit)
-        rank.next_step = end.before
+        executor = Executor(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
         for i in executor.run(executor.ends):
-            step = cast(int, i.step)
-            if end.ended(step + 1, time.perf_counter()):
-                executor.end_here()
-            else:
-                rank.next_step = end.before
-                executor.go_on(end.limit)
-            yield feed.result(step)
+            yield feed.result(cast(int, i.step))
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
-        return rank.next_step
-
-    def end_early(self, every: int, wants: Wants) -> None:
-        """Let runs end early; see :meth:`Runtime.end_early`."""
-        self._ends_early = every, wants
 
     def stepwise(
         self, feed: Feed, shape: Shape, *, counted: bool = False

@@ -36,8 +36,7 @@ class Executor:
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
     program exactly. With ``stepwise`` a training step begins with its first op and not before, and
     :meth:`end_here` can end the program after any step, if all ranks do. Updates of
-    training steps after ``update_limit`` wait for :meth:`allow_updates`. With a ``limit`` no later
-    training step begins before :meth:`go_on`, and :meth:`end_here` ends the program after that one.
+    training steps after ``update_limit`` wait for :meth:`allow_updates`.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Executor:
         *,
         overlap: bool,
         stepwise: bool = False,
-        limit: float = inf,
         update_limit: float = inf,
     ) -> None:
         self._rank = rank
@@ -66,7 +64,7 @@ class Executor:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         # With ``stepwise`` no step begins before its first op: the caller may end here first.
-        limit = program.first_step - 1 if stepwise else limit
+        limit = program.first_step - 1 if stepwise else inf
         self._flow = Dataflow(
             self._order,
             self._world.rank,
@@ -90,12 +88,6 @@ class Executor:
         self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
         self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
         self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
-
-    def go_on(self, limit: float) -> None:
-        """Allow training steps up to ``limit`` to begin."""
-        with self._changed:
-            self._flow.raise_limit(limit)
-            self._changed.notify_all()
 
     def allow_updates(self, step: int, limit: float) -> None:
         """Let updates up to step ``limit`` begin, and all that those up to ``step`` wait for."""

@@ -146,7 +146,7 @@ def fit(
         while (n_left := len(batches) - position.step) > 0:
             n_steps = min(n_left, callback.steps(position, n_left))
             if switching:
-                n_steps = min(n_steps, switching.steps_to_look())
+                n_steps = min(n_steps, switching.steps_to_decision())
             losses, begin_seconds = [], time.perf_counter()
             batches_until_pause = batches.between(position.step, position.step + n_steps)
             for index, result in enumerate(runtime.run(batches_until_pause)):
@@ -159,7 +159,7 @@ def fit(
             loss = _add_losses(position, losses, runtime)
             _check(run, loss, position, "training")
             if switching:
-                switching.trained(len(losses), time.perf_counter() - begin_seconds, loss)
+                switching.record_steps(len(losses), time.perf_counter() - begin_seconds, loss)
                 position.switching = switching.state()
             if position.step < len(batches):
                 callback.end(position)
