@@ -164,7 +164,7 @@ memory workers=[1000000000000] | workers=1000000000000
 bench bench=failure bench.ranks=1 | bench.ranks .* got 1
 bench bench=failure bench.timeout=0 | bench.timeout .* got 0
 bench bench=failure bench.faults=[burnt] | bench.faults .*'burnt'
-bench bench=data_fuzz bench.mutations=0 | bench.mutations .* got 0
+bench bench=fuzz bench.command_lines=0 | bench.command_lines .* got 0
 bench bench=peak device=cpu | device=cpu
 bench bench=one_device device=cpu bench.stages=0 | bench.stages .* got 0
 """
@@ -373,7 +373,7 @@ def test_help_does_not_wait_for_torch():
     [
         ("train", "seed=abc", "seed=abc"),
         ("compare", "sed=1", "option sed: .* seed"),
-        ("bench", "foo", "bench=foo .* .* checkpoint_fuzz, .*, data_fuzz"),
+        ("bench", "foo", "bench=foo .* .* controller, .*, fuzz"),
     ],
 )
 def test_refuses_in_a_process(name, argument, pattern):

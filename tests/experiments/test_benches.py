@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.experiments.command import complete, refused, rows, run
-from tests.thorough import more, thorough
+from tests.thorough import thorough
 from tests.training.test_data import write_images
 from toolkit.runtime import StepOptions
 
@@ -135,72 +135,6 @@ def test_bench_resume(tmp_path):
     (row,) = complete("bench", tmp_path, "bench=resume", *given)["metrics"]
     done = {"runs": 1, "kills": 1, "bit-identical": 1, "failed": 0}
     assert row == {"runtime": "single_process", "rule": "cdp_v2"} | done
-
-
-def test_bench_fuzz(tmp_path):
-    few = {"command_lines": 1, "mutations": 30, "order_files": 30, "datasets": 30}
-    slow = more({"folders": 0, "kills": 0}, {"folders": 6, "kills": 2})
-    given = options(**few, **slow)
-    found = complete("bench", tmp_path, "bench=fuzz", "device=cpu", *given)["metrics"]
-    counts = {row["attack"]: row["examples"] for row in found}
-    assert counts == few | {name: n for name, n in slow.items() if n}
-    assert not any(row["failed"] for row in found)
-
-
-def test_bench_fuzz_finds_what_is_accepted(benchmark_module, monkeypatch):
-    monkeypatch.setattr("toolkit.schedule.program.verify", lambda program: None)
-    attack = benchmark_module("mutated").mutations()
-    row = benchmark_module("hostile").attacked("mutations", *attack, 10, 0)
-    assert row["failed"] == 1
-    assert "accepted: " in row["message"]
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "outcome"),
-    [
-        (0, "written", "ran"),
-        (2, "error: a=1: choose b", "refused"),
-        (None, "3%| epochs", "long"),
-        (None, "", None),
-        (1, "Traceback", None),
-        (2, "usage", None),
-        (-11, "error: a", None),
-        (2, "error: a\nb\nc\nd", None),
-        (2, f"error: {'x' * 4000}", None),
-    ],
-)
-def test_bench_fuzz_judges_a_command_line(benchmark_module, status, output, outcome):
-    judged = benchmark_module("forked").judged
-    if outcome:
-        assert judged(status, output) == outcome
-    else:
-        with pytest.raises(AssertionError):
-            judged(status, output)
-
-
-def fuzz_checkpoints(folder, mutations):
-    given = *options(mutations=mutations), f"hydra.run.dir={folder}", "device=cpu"
-    finished = run("bench", "bench=checkpoint_fuzz", *given)
-    return finished, rows(folder / "mutations.csv")
-
-
-def test_damaged_checkpoints_do_not_go_unnoticed(tmp_path):
-    finished, rounds = fuzz_checkpoints(tmp_path, more(10, 20))
-    assert finished.status == 0, finished.err
-    damaged = {"bits flipped", "cut", "grown", "zeroed", "noise"}
-    for done in rounds:
-        wanted = {"previous"} if done["kind"] in damaged else {"refused", "previous"}
-        assert done["outcome"] in wanted, done
-    assert {done["subject"] for done in rounds} >= {"sgd", "adamw", "sharded"}
-    assert all(done["target"] for done in rounds if done["outcome"] == "refused")
-
-
-@thorough
-def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr("toolkit.runtime.state.difference", lambda *a: None)
-    finished, rounds = fuzz_checkpoints(tmp_path, 10)
-    assert finished.status == 1
-    assert {"silent", "traceback"} & {done["outcome"] for done in rounds}
 
 
 def test_bench_architectures(tmp_path):

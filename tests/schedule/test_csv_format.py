@@ -2,10 +2,12 @@
 
 import csv
 import io
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, schedules
 from tests.schedule.test_pipeline_orders import torchs
@@ -295,6 +297,21 @@ def test_content_that_is_no_order_is_refused(orders, place, value):
     assert message.startswith(place)
     assert value in message
     assert place == "orders" or "0F0" in message  # an example of what is expected
+
+
+PIECES = ("", ",", "\n", "0", "F", "9B9", "-1", "\0", "ü", "1W0", "0I0", '"')
+EDITS = st.tuples(st.floats(0, 1), st.integers(0, 6), st.sampled_from(PIECES))
+
+
+@given(st.sampled_from(PIPELINES), st.lists(EDITS, min_size=1, max_size=3))
+@quick
+def test_a_damaged_file_is_refused_or_makes_a_valid_program(schedule, edits):
+    text = schedule.to_csv()
+    for share, n_removed, piece in edits:
+        begin = int(share * len(text))
+        text = text[:begin] + piece + text[begin + n_removed :]
+    with suppress(UserError):
+        Schedule.from_csv(text).lower(2).verify()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tests.experiments.command import refused, run
 from tests.thorough import more
+from tests.training.test_damaged_checkpoints import BYTES
 from tests.training.test_data import CLASSES, CPU, write_images, write_ten
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, class_folders, image_folder
@@ -258,6 +261,48 @@ def test_what_is_no_file(root, becomes):
     skipping = image_folder(str(root), 16, 0, damaged="skip")
     list(skipping.test(4, CPU))
     assert skipping.damaged == ([] if becomes == "missing" else [str(path)])
+
+
+@pytest.mark.parametrize("damaged", ["refuse", "skip"])
+@pytest.mark.parametrize("kind", BYTES)
+def test_damaged_bytes_are_named_or_read_as_pil_reads_them(root, kind, damaged):
+    random = Random(kind)
+    paths = sorted((root / "val").rglob("*.*g"))
+    for _ in range(more(3, 20)):
+        path = random.choice(paths)
+        content = path.read_bytes()
+        path.write_bytes(BYTES[kind](content, random))
+        images = image_folder(str(root), 16, 0, damaged=damaged)
+        try:
+            with Image.open(path) as image:
+                expected = v2.PILToTensor()(v2.CenterCrop(16)(v2.Resize(18)(image.convert("RGB"))))
+        except Exception:  # decoders raise anything on garbled bytes
+            expected = None
+        if expected is not None:
+            pixels = torch.cat([x for x, _ in images.test(4, CPU)])[paths.index(path)]
+            assert ((pixels * STD + MEAN) * 255 - expected).abs().max() < 1.1
+        elif damaged == "refuse":
+            with pytest.raises(UserError, match=f"^{path} .*data.damaged=skip$"):
+                list(images.test(4, CPU))
+        else:
+            assert len(torch.cat([x for x, _ in images.test(4, CPU)])) == len(paths)
+            assert [*images.damaged] == [str(path)]
+        path.write_bytes(content)
+
+
+def test_training_skips_a_damaged_image(root):
+    """From the command line; by default it is refused."""
+    broken = root / "train/cat/0.png"
+    cut(broken, 300)
+    data = ("data=image_folder", f"data.root={root}", "data.image_size=16", "data.num_workers=1")
+    tiny = ("model=resnet8", "epochs=2", "batch=3")
+    message = refused("train", *data, *tiny, f"hydra.run.dir={root}/refused")
+    assert message.startswith(f"{broken} ")
+    assert "data.damaged=skip" in message
+    finished = run("train", *data, *tiny, "data.damaged=skip", f"hydra.run.dir={root}/run")
+    assert finished.status == 0, finished.err
+    assert finished.err.count("warning: ") == 1
+    assert f"warning: {broken} is damaged" in finished.err
 
 
 # CIFAR-10 in class folders

@@ -5,10 +5,13 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from tests.thorough import more
 from tests.training.test_run_with_checkpoints import assert_identical, configured, weights
 from toolkit.cli import build_run
 from toolkit.errors import UserError
@@ -244,6 +247,32 @@ def test_a_spoilt_sample_is_named(make, got, split):
     batches = samples.train(32, 0, 0, CPU) if split == "train" else samples.test(32, CPU)
     with pytest.raises(UserError, match=f"^{split}: sample 7 .*{got}"):
         list(batches)
+
+
+PARTS = st.one_of(
+    st.lists(st.integers(0, 2), max_size=4).map(torch.zeros),
+    st.sampled_from([torch.zeros(3, 8, 8, dtype=kind) for kind in (torch.uint8, torch.complex64)]),
+    st.just(torch.zeros(3, 8, 8)),
+    st.integers(-2, 4),
+    st.sampled_from([None, 1.5, "cat", {}, float("nan"), 2**70]),
+)
+
+
+@given(PARTS | st.lists(PARTS, max_size=3).map(tuple))
+@settings(deadline=None, max_examples=more(100, 1000))
+def test_any_sample_is_read_or_named(sample):
+    batches = Datasets(Spoilt(lambda x, y: sample), Noisy(8), 10).train(32, 0, 0, CPU)
+    message = ""
+    try:
+        ((inputs, targets),) = batches
+    except UserError as error:
+        message = str(error)
+    if message:
+        assert "\n" not in message
+        assert "sample 7 " in message
+    else:
+        assert len(inputs) == 32
+        assert 0 <= targets.min() <= targets.max() < 10
 
 
 class Negative(Noisy):
