@@ -1,7 +1,7 @@
 """Schedules as an animated picture: ops light up as they run, over the activations alive.
 
 The picture is an SVG without script. It follows the reader's light or dark theme, and stands still
-where animations are unwelcome. ``python -m toolkit.figures.animation`` prints that of README.md.
+where animations are unwelcome. ``python docs/animation.py`` prints that of README.md.
 """
 
 import sys
@@ -33,60 +33,51 @@ _KEY = (
 )
 
 
-def animation(shown: Mapping[str, Schedule], n_slots: int = 24) -> str:
+def animation(schedule_of_title: Mapping[str, Schedule], n_slots: int = 24) -> str:
     """Return an SVG of schedules side by side, all on one clock.
 
     Args:
-        shown: schedules by title, from left to right.
+        schedule_of_title: schedules, from left to right.
         n_slots: slots from the start of the training, in a loop.
     """
     grid_width = n_slots * _SLOT
-    grid_shapes = [rows(schedule.layout) for schedule in shown.values()]
+    grid_shapes = [rows(schedule.layout) for schedule in schedule_of_title.values()]
     grid_height = max(n_rows for _, n_rows in grid_shapes) * _ROW
-    totals = {title: _activations(schedule, n_slots) for title, schedule in shown.items()}
-    scale = _CURVE / max(max(values) for values in totals.values())
-    total_width, total_height = (
-        _LEFT + len(shown) * (grid_width + _GAP),
-        _TOP + grid_height + 16 + _CURVE + _BOTTOM,
-    )
+    baseline = grid_height + 16 + _CURVE
+    activations = [_activations(schedule, n_slots) for schedule in schedule_of_title.values()]
+    pixels_per_microbatch = _CURVE / max(map(max, activations))
+    total_width = _LEFT + len(schedule_of_title) * (grid_width + _GAP)
+    total_height = _TOP + baseline + _BOTTOM
     seconds = n_slots * _SECONDS
     elements = [
         '<svg xmlns="http://www.w3.org/2000/svg"'
         f' viewBox="0 0 {total_width:g} {total_height:g}" role="img">',
-        f"<title>{' beside '.join(shown)}</title><style>{_STYLE}</style>",
+        f"<title>{' beside '.join(schedule_of_title)}</title><style>{_STYLE}</style>",
         f'<clipPath id="now"><rect y="-20" width="{grid_width:g}" height="400">'
         f'<animate attributeName="width" from="0" to="{grid_width:g}" dur="{seconds:g}s"'
         ' repeatCount="indefinite"/></rect></clipPath>',
         f'<text x="0" y="{_TOP + grid_height + 16 + _CURVE / 2:g}">memory</text>',
     ]
-    name, n_rows = grid_shapes[0]
-    elements += [
-        f'<text x="0" y="{_TOP + (row + 0.7) * _ROW:g}">{name} {row}</text>'
-        for row in range(n_rows)
-    ]
-    for column, (title, schedule) in enumerate(shown.items()):
-        left_edge, baseline, values = (
-            _LEFT + column * (grid_width + _GAP),
-            grid_height + 16 + _CURVE,
-            totals[title],
-        )
-        grid = _grid(schedule, n_slots)
-        curve_offset, path = (
-            f"translate(0 {baseline:g})",
-            steps([*enumerate(values)], n_slots, _SLOT, scale),
-        )
-        curve = f'<path class="memory" transform="{curve_offset}" d="{path}"/>'
-        peak_height = baseline - max(values) * scale
-        peak_label = f"peak: {max(values):g} micro-batches"
+    row_name, n_rows = grid_shapes[0]
+    for row in range(n_rows):
+        elements.append(f'<text x="0" y="{_TOP + (row + 0.7) * _ROW:g}">{row_name} {row}</text>')
+
+    for column, (title, schedule) in enumerate(schedule_of_title.items()):
+        left_edge = _LEFT + column * (grid_width + _GAP)
+        levels = activations[column]
+        path = steps([*enumerate(levels)], n_slots, _SLOT, pixels_per_microbatch)
+        curve = f'<path class="memory" transform="translate(0 {baseline:g})" d="{path}"/>'
+        peak_height = baseline - max(levels) * pixels_per_microbatch
+        # The whole picture is drawn faintly; the moving window shows it again in full.
         elements += [
             f'<g transform="translate({left_edge:g} {_TOP:g})">',
             f'<text class="title" y="-10">{title}</text>',
-            f'<g class="later"><g id="schedule{column}">{grid}{curve}</g></g>',
+            f'<g class="later"><g id="schedule{column}">{_grid(schedule, n_slots)}{curve}</g></g>',
             f'<g clip-path="url(#now)"><use href="#schedule{column}"/></g>',
             f'<text class="key" x="{grid_width:g}" y="{baseline + 16:g}">{_KEY}</text>',
             f'<path class="axis" d="M0 {baseline:g}H{grid_width:g}"/>',
             f'<path class="axis" stroke-dasharray="2 3" d="M0 {peak_height:g}H{grid_width:g}"/>',
-            f'<text y="{baseline + 16:g}">{peak_label}</text></g>',
+            f'<text y="{baseline + 16:g}">peak: {max(levels):g} micro-batches</text></g>',
         ]
     return "\n".join([*elements, "</svg>\n"])
 
@@ -119,7 +110,10 @@ def _n_steps(schedule: Schedule, n_slots: int) -> int:
 
 
 if __name__ == "__main__":
-    workers = 4
-    titles = f"Data parallelism, {workers} workers", f"Cyclic data parallelism, {workers} workers"
-    made = catalog.data_parallel(workers), catalog.cyclic(workers)
-    sys.stdout.write(animation(dict(zip(titles, made, strict=True))))
+    picture = animation(
+        {
+            "Data parallelism, 4 workers": catalog.data_parallel(4),
+            "Cyclic data parallelism, 4 workers": catalog.cyclic(4),
+        }
+    )
+    sys.stdout.write(picture)
