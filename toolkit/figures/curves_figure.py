@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -32,10 +33,9 @@ def accuracy(curves: Curves) -> Figure:
     Raises:
         UserError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
-    factor = ACCURACY.factor
-    percentages = {
-        rule: [[factor * share for share in run] for run in runs] for rule, runs in curves.items()
-    }
+    percentages = {}
+    for rule, runs in curves.items():
+        percentages[rule] = [[ACCURACY.factor * share for share in run] for run in runs]
     return over_epochs(percentages, ACCURACY)
 
 
@@ -55,49 +55,26 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         curves: by rule, one sequence a run, in the metric's unit.
         by: the metric.
     """
-    if not curves or not all(curves.values()):
-        rules_without_runs = (
-            ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
-        )
-        raise UserError(f"there are no runs of {rules_without_runs} to draw")
-    for rule, runs in curves.items():
-        if len(lengths := sorted({len(run) for run in runs})) > 1:
-            raise UserError(f"runs of {rule} differ in their epochs: got {lengths}; cut the longer")
+    _check(curves)
+    # Diverged runs are masked. An epoch in which all runs of a rule have diverged has no mean.
+    masked_runs = {rule: np.ma.masked_invalid(np.array(runs)) for rule, runs in curves.items()}
+    means = [values.mean(0) for values in masked_runs.values()]
+    n_epochs = max(map(len, means))
+    last_third = 2 * n_epochs // 3
+    spread = np.ma.ptp(np.ma.concatenate(means))
+    last_spread = np.ma.ptp(np.ma.concatenate([mean[last_third:] for mean in means]))
     with drawing((5.2, 2.6)) as figure:
         axes = figure.subplots()
-        n_epochs = max(len(run) for runs in curves.values() for run in runs)
-        last_third = 2 * n_epochs // 3
-        # Diverged runs are masked. An epoch in which all runs of a rule have diverged has no mean.
-        values_of_rule = {
-            rule: np.ma.masked_invalid(np.array(runs, dtype=float)) for rule, runs in curves.items()
-        }
-        all_means, last_means = (
-            np.ma.concatenate([values.mean(0)[first_epoch:] for values in values_of_rule.values()])
-            for first_epoch in (0, last_third)
-        )
         panels = [axes]
         # An inset magnifies the last epochs if their means lie close together. Lines that end far
         # apart need none, and would run below it.
-        if n_epochs >= _LAST_EPOCHS and np.ma.ptp(last_means) < np.ma.ptp(all_means) / 2:
+        if n_epochs >= _LAST_EPOCHS and last_spread < spread / 2:
             panels.append(axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42)))
             panels[1].tick_params(labelsize=6)
             panels[1].set_title("the last epochs", fontsize=6, pad=2)
-        for index, (rule, values) in enumerate(values_of_rule.items()):
-            low, mean, high = (
-                reduce(0).filled(np.nan) for reduce in (values.min, values.mean, values.max)
-            )
-            line_style = series(index)
-            point_style = {
-                "marker": MARKERS[index % len(MARKERS)],
-                "label": fill(rule, 28),
-                **line_style,
-            }
+        for index, (rule, values) in enumerate(masked_runs.items()):
             for panel, first_epoch in zip(panels, (0, last_third), strict=False):
-                n_points = min(len(mean) - first_epoch, _MOST_POINTS)
-                epochs = np.linspace(first_epoch, len(mean) - 1, n_points).round().astype(int)
-                band_style = {"color": line_style["color"], "alpha": 0.18, "linewidth": 0}
-                panel.fill_between(epochs + 1, low[epochs], high[epochs], **band_style)
-                panel.plot(epochs + 1, mean[epochs], **point_style)
+                _draw_rule(panel, rule, index, values, first_epoch)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:
@@ -106,6 +83,34 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         legend_right(axes)
     return figure
+
+
+def _check(curves: Curves) -> None:
+    """Raise UserError if there is nothing to draw, or runs of a rule differ in length."""
+    rules_without_runs = [rule for rule, runs in curves.items() if not len(runs)]
+    if rules_without_runs or not curves:
+        names = ", ".join(rules_without_runs) or "any rule"
+        raise UserError(f"there are no runs of {names} to draw")
+    for rule, runs in curves.items():
+        lengths = sorted({len(run) for run in runs})
+        if len(lengths) > 1:
+            raise UserError(f"runs of {rule} differ in their epochs: got {lengths}; cut the longer")
+
+
+def _draw_rule(
+    axes: Axes, rule: str, index: int, values: "np.ma.MaskedArray[Any, Any]", first_epoch: int
+) -> None:
+    """Draw the mean of a rule's runs, and the band that they span, from ``first_epoch`` on."""
+    n_epochs = values.shape[1]
+    n_points = min(n_epochs - first_epoch, _MOST_POINTS)
+    epochs = np.linspace(first_epoch, n_epochs - 1, n_points).round().astype(int)
+    low = values.min(0).filled(np.nan)[epochs]
+    mean = values.mean(0).filled(np.nan)[epochs]
+    high = values.max(0).filled(np.nan)[epochs]
+    line_style = series(index)
+    axes.fill_between(epochs + 1, low, high, color=line_style["color"], alpha=0.18, linewidth=0)
+    marker = MARKERS[index % len(MARKERS)]
+    axes.plot(epochs + 1, mean, marker=marker, label=fill(rule, 28), **line_style)
 
 
 def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
@@ -120,8 +125,8 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
     period = curve.edges[-1]
     with drawing((5.6, 2.6)) as figure:
         axes = figure.subplots()
-        simultaneous, edges = curve.levels / unit, curve.edges / period
-        axes.stairs(simultaneous, edges, color=BLACK, label="together", baseline=None)
+        edges = curve.edges / period
+        axes.stairs(curve.levels / unit, edges, color=BLACK, label="together", baseline=None)
         for index, n_workers in enumerate(workers):
             times, total = curve.shifted(n_workers)
             label = f"N = {n_workers}, shifted: {-curve.reduction(n_workers):z.1%}"

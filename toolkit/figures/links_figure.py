@@ -11,10 +11,17 @@ from numpy.typing import NDArray
 
 from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, drawing
 
-_FAMILIES = {  # from top to bottom
-    "DDP": BLACK, "delayed": ORANGE, "CDP-v1": BLUE, "CDP-v2": GREEN, "affordable": VERMILION,
-    "groups": PURPLE, "compute": "#777777",
-}  # fmt: skip
+# Beginnings of the methods' names, from top to bottom: first the baseline, last what no method can
+# beat.
+_FAMILIES = {
+    "DDP": BLACK,
+    "delayed": ORANGE,
+    "CDP-v1": BLUE,
+    "CDP-v2": GREEN,
+    "affordable": VERMILION,
+    "groups": PURPLE,
+    "compute": "#777777",
+}
 
 Rows = Sequence[Mapping[str, Any]]
 Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
@@ -31,28 +38,28 @@ def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
         traffic: Mbit/s in each window, by link and method; may be empty.
         window: seconds of a window.
     """
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    methods = sorted(dict.fromkeys(row["method"] for row in rows), key=_place)
-    traffic_methods = sorted(
-        dict.fromkeys(method for curves in traffic.values() for method in curves), key=_place
-    )
-    heights = [
-        0.9 + 0.19 * len(methods),
-        *[0.4 + 0.72 * len(traffic_methods)] * bool(traffic_methods),
-    ]
+    methods = sorted({row["method"]: None for row in rows}, key=_place)
+    traffic_names: dict[str, None] = {}
+    for curves in traffic.values():
+        traffic_names |= dict.fromkeys(curves)
+    traffic_methods = sorted(traffic_names, key=_place)
+    times_height = 0.9 + 0.19 * len(methods)
+    if not traffic_methods:
+        with drawing((7.2, times_height)) as figure:
+            _draw_times(figure, rows, methods)
+        return figure
+    heights = [times_height, 0.4 + 0.72 * len(traffic_methods)]
     with drawing((7.2, sum(heights))) as figure:
-        if not traffic_methods:
-            _draw_times(figure, rows, links, methods)
-            return figure
-        times_panel, traffic_panel = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[
-            :, 0
-        ]
-        _draw_times(times_panel, rows, links, methods)
+        panels = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)
+        times_panel, traffic_panel = panels[:, 0]
+        _draw_times(times_panel, rows, methods)
         _draw_traffic(traffic_panel, traffic, traffic_methods, window)
     return figure
 
 
-def _draw_times(figure: Any, rows: Rows, links: list[str], methods: list[str]) -> None:
+def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
+    """Draw a panel a link and a row a method; rows of other families are divided by a line."""
+    links = list(dict.fromkeys(row["link"] for row in rows))
     panels = figure.subplots(1, len(links), squeeze=False, sharex=True, sharey=True)[0]
     is_relative = all(row["/ DDP"] is not None for row in rows)
     for axes, link in zip(panels, links, strict=True):
@@ -61,10 +68,10 @@ def _draw_times(figure: Any, rows: Rows, links: list[str], methods: list[str]) -
             _draw_row(axes, row, methods.index(row["method"]), is_relative)
         if is_relative:
             axes.axvline(1, color=BLACK, linewidth=0.6, zorder=0)
-        measured_ratio = link_rows[0]["M/C"]
-        axes.set_title(
-            link if measured_ratio is None else f"{link}\nmeasured M/C {measured_ratio:.2f}"
-        )
+        title = link
+        if link_rows[0]["M/C"] is not None:
+            title += f"\nmeasured M/C {link_rows[0]['M/C']:.2f}"
+        axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.grid(axis="x", color="#DDDDDD", linewidth=0.5)
         axes.set_axisbelow(True)
@@ -80,15 +87,24 @@ def _draw_times(figure: Any, rows: Rows, links: list[str], methods: list[str]) -
 
 
 def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -> None:
-    column_names = ("/ DDP", "least", "most") if relative else ("step (s)", "min", "max")
-    value, low, high = (row[name] for name in column_names)
+    if relative:
+        value, low, high = row["/ DDP"], row["least"], row["most"]
+    else:
+        value, low, high = row["step (s)"], row["min"], row["max"]
     colour = _colour(row["method"])
     axes.plot([min(low, value), max(high, value)], [height] * 2, color=colour, alpha=0.45, lw=2.5)
     axes.plot([value], [height], color=colour, marker="o", linestyle="none", markersize=4)
-    label_style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 6}
-    # A white box keeps the number legible over the line at 1.
-    label_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
-    axes.annotate(f"{value:.2f}", (max(high, value), height), (4, 0), color=colour, **label_style)
+    axes.annotate(
+        f"{value:.2f}",
+        (max(high, value), height),
+        (4, 0),
+        color=colour,
+        textcoords="offset points",
+        va="center",
+        fontsize=6,
+        # A white box keeps the number legible over the line at 1.
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+    )
 
 
 def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: float) -> None:
@@ -98,37 +114,37 @@ def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: floa
     """
     panels = figure.subplots(len(methods), len(traffic), squeeze=False, sharex="col", sharey="col")
     for column, (link, curves) in zip(panels.T, traffic.items(), strict=True):
-        peak_rate = max(
-            (float(curve.max()) for curve in curves.values() if len(curve)), default=0.0
-        )
+        measured_curves = [curve for curve in curves.values() if len(curve)]
+        peak_rate = max((float(curve.max()) for curve in measured_curves), default=0.0)
         unit, unit_name = (1000, "Gbit/s") if peak_rate >= 2000 else (1, "Mbit/s")
         for axes, method in zip(column, methods, strict=True):
-            curve = curves.get(method, np.zeros(0))
-            edges = window * np.arange(len(curve) + 1)
-            text_style: dict[str, Any] = {"transform": axes.transAxes, "va": "bottom"}
-            if len(curve):
-                mean = float(curve.mean())
-                axes.stairs(curve / unit, edges, fill=True, color=_colour(method), alpha=0.75)
-                axes.axhline(mean / unit, color=VERMILION, linewidth=1)
-                peak_label = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
-                axes.text(1, 1, peak_label, ha="right", color=VERMILION, **text_style)
-            axes.text(0, 1, method, color=_colour(method), **text_style)
+            if len(curves.get(method, ())):
+                _draw_curve(axes, curves[method] / unit, window, _colour(method))
+            axes.text(0, 1, method, color=_colour(method), transform=axes.transAxes, va="bottom")
             axes.yaxis.set_major_locator(MaxNLocator(2))
         column[0].set_title(f"sent by all ranks, {link} ({unit_name})", pad=14)
-        longest = max((len(curve) for curve in curves.values()), default=1)
-        column[0].set_xlim(0, window * longest)
+        column[0].set_xlim(0, window * max(map(len, curves.values()), default=1))
         column[0].set_ylim(0, 1.05 * peak_rate / unit or None)
         column[-1].set_xlabel("time (s)")
 
 
+def _draw_curve(axes: Axes, curve: NDArray[np.float64], window: float, colour: str) -> None:
+    edges = window * np.arange(len(curve) + 1)
+    mean = float(curve.mean())
+    axes.stairs(curve, edges, fill=True, color=colour, alpha=0.75)
+    axes.axhline(mean, color=VERMILION, linewidth=1)
+    label = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
+    axes.text(1, 1, label, ha="right", color=VERMILION, transform=axes.transAxes, va="bottom")
+
+
 def _place(method: str) -> int:
-    """Return the position of a method: DDP first, and what no method can beat last."""
-    return next(
-        (position for position, family in enumerate(_FAMILIES) if method.startswith(family)),
-        len(_FAMILIES),
-    )
+    """Return the position of a method's family; other methods come last."""
+    for position, family in enumerate(_FAMILIES):
+        if method.startswith(family):
+            return position
+    return len(_FAMILIES)
 
 
 def _colour(method: str) -> str:
     """Return the colour of the method's family; purple for other methods."""
-    return next((colour for name, colour in _FAMILIES.items() if method.startswith(name)), PURPLE)
+    return [*_FAMILIES.values(), PURPLE][_place(method)]

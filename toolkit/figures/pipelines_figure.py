@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from toolkit.figures.style import MARKERS, SERIES, drawing
+from toolkit.format import count
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -25,8 +26,10 @@ def pipelines(rows: Rows) -> Figure:
             micro-batches; ``idle``, a share of time; ``flush``, whether all weights are fresh.
     """
     sizes = list(dict.fromkeys(row["microbatches"] for row in rows))
-    styles = _looks(rows)
-    n_columns, n_lines = min(len(sizes), _COLUMNS), -(-len(sizes) // _COLUMNS)
+    n_ranks = rows[0]["ranks"]
+    styles = _styles(rows)
+    n_columns = min(len(sizes), _COLUMNS)
+    n_lines = -(-len(sizes) // _COLUMNS)
     with drawing((1.8 + 1.9 * n_columns, 0.5 + 2.1 * n_lines)) as figure:
         grid = figure.subplots(n_lines, n_columns, squeeze=False, sharex=True, sharey=True)
         panels = list(grid.flat)
@@ -35,15 +38,14 @@ def pipelines(rows: Rows) -> Figure:
         for axes in panels[max(0, len(sizes) - n_columns) :]:
             axes.tick_params(labelbottom=True)  # also above an empty place
         for axes, n_microbatches in zip(panels, sizes, strict=False):
-            n_ranks = rows[0]["ranks"]
             axes.set_title(
-                f"{n_ranks} rank{'s' * (n_ranks > 1)},"
-                f" {n_microbatches} micro-batch{'es' * (n_microbatches > 1)}"
+                f"{count(n_ranks, 'rank')},"
+                f" {n_microbatches} micro-batch{'' if n_microbatches == 1 else 'es'}"
             )
             for row in rows:
                 if row["microbatches"] == n_microbatches:
-                    point = [row["activations"]], [row["idle"]]
-                    axes.plot(*point, clip_on=False, **styles[row["method"]])
+                    style = styles[row["method"]]
+                    axes.plot([row["activations"]], [row["idle"]], clip_on=False, **style)
         _scale(panels[0], rows)
         figure.supxlabel("activations of the fullest rank (micro-batches)", fontsize=8)
         figure.supylabel("idle share of a rank's time", fontsize=8)
@@ -54,21 +56,23 @@ def pipelines(rows: Rows) -> Figure:
     return figure
 
 
-def _looks(rows: Rows) -> dict[str, dict[str, Any]]:
+def _styles(rows: Rows) -> dict[str, dict[str, Any]]:
     """Return the style of each method; sizes differ so that several points at one place show."""
-    flushes = {row["method"]: row["flush"] for row in rows}
     styles: dict[str, dict[str, Any]] = {}
-    numbers = {True: 0, False: 0}
-    for method, flush in flushes.items():
-        index, numbers[flush] = numbers[flush], numbers[flush] + 1
-        style: dict[str, Any] = {"linestyle": "none", "color": SERIES[index % len(SERIES)]}
+    n_flushing = 0
+    n_late = 0
+    for method, flush in {row["method"]: row["flush"] for row in rows}.items():
         if flush:
             # Each round of colours shifts the markers, so that no pair repeats soon.
+            index = n_flushing
             marker = MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
-            style |= {"marker": marker, "markersize": max(4, 8 - 3 * index)}
+            style: dict[str, Any] = {"marker": marker, "markersize": max(4, 8 - 3 * index)}
+            n_flushing += 1
         else:
-            style |= {"marker": "o", "markersize": 7 + 3 * index, "markerfacecolor": "none"}
-        styles[method] = style
+            index = n_late
+            style = {"marker": "o", "markersize": 7 + 3 * index, "markerfacecolor": "none"}
+            n_late += 1
+        styles[method] = style | {"linestyle": "none", "color": SERIES[index % len(SERIES)]}
     return styles
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     instruction: Instruction
 
 
-def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
+def schedules(drawn: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     """Draw one column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
@@ -49,47 +49,50 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     1 is all activations of one. Slots and memory have one scale in all columns.
 
     Args:
-        shown: what is drawn, from left to right.
+        drawn: what is drawn, from left to right.
         n_steps: training steps of each.
 
     Raises:
         UserError: no schedule, or something else among them.
     """
-    shown = [shown] if isinstance(shown, Schedule | str) else [*shown]
-    not_schedules = [schedule for schedule in shown if not isinstance(schedule, Schedule)]
-    if not_schedules or not shown:
+    drawn = [drawn] if isinstance(drawn, Schedule | str) else [*drawn]
+    not_schedules = [schedule for schedule in drawn if not isinstance(schedule, Schedule)]
+    if not_schedules or not drawn:
         received = repr(not_schedules[0]) if not_schedules else "none"
         raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {received}")
-    programs = [_lowered(schedule, n_steps) for schedule in shown]
-    activations = [
-        [live_stages / program.schedule.n_stages for live_stages in program.total_activations()]
-        for program in programs
-    ]
-    grid_shapes = [rows(schedule.layout) for schedule in shown]
+    programs = [_lowered(schedule, n_steps) for schedule in drawn]
+    activations = [_activations(program) for program in programs]
+    peak = max(map(max, activations))
+    grid_shapes = [rows(schedule.layout) for schedule in drawn]
     n_slots = max(program.n_slots for program in programs)
     max_rows = max(n_rows for _, n_rows in grid_shapes)
     grid_height = min(_TALLEST, max(_GRID, _ROW * max_rows))
-    with drawing((_COLUMN * len(shown) + 0.4, grid_height + _MEMORY + _AROUND)) as figure:
+    with drawing((_COLUMN * len(drawn) + 0.4, grid_height + _MEMORY + _AROUND)) as figure:
         grids, memories = figure.subplots(
-            2, len(shown), squeeze=False, height_ratios=(grid_height, _MEMORY), sharex=True
+            2, len(drawn), squeeze=False, height_ratios=(grid_height, _MEMORY), sharex=True
         )
-        for program, slot_activations, grid_axes, memory_axes in zip(
-            programs, activations, grids, memories, strict=True
-        ):
-            _draw_grid(grid_axes, program, _WIDE / n_slots, 72 * grid_height / max_rows)
-            grid_axes.set_title(program.schedule.name)
-            _draw_memory(memory_axes, slot_activations)
-            memory_axes.set_ylim(0, 1.2 * max(map(max, activations)))
-            memory_axes.set_xlabel("slot")
-            memory_axes.xaxis.set_major_locator(MultipleLocator(_ticks(shown[0], n_slots)))
-            memory_axes.tick_params(labelleft=memory_axes is memories[0])
+        for column, program in enumerate(programs):
+            _draw_grid(grids[column], program, _WIDE / n_slots, 72 * grid_height / max_rows)
+            grids[column].set_title(program.schedule.name)
+            axes = memories[column]
+            _draw_memory(axes, activations[column])
+            axes.set_ylim(0, 1.2 * peak)
+            axes.set_xlabel("slot")
+            axes.xaxis.set_major_locator(MultipleLocator(_ticks(drawn[0], n_slots)))
+            axes.tick_params(labelleft=column == 0)
         align(grids, grid_shapes)
         memories[0].set_ylabel("activations\n(micro-batches)")
         memories[0].set_xlim(0, n_slots)
-        keys = _keys(shown)
-        ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
-        figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
+        keys = _keys(drawn)
+        n_columns = 2 if len(drawn) == 1 and len(keys) > 3 else len(keys)
+        figure.legend(handles=keys, loc="outside lower center", ncols=n_columns)
     return figure
+
+
+def _activations(program: Program) -> list[float]:
+    """Return all ranks' activations in each slot, in micro-batches."""
+    n_stages = program.schedule.n_stages
+    return [live_stages / n_stages for live_stages in program.total_activations()]
 
 
 def _ticks(schedule: Schedule, n_slots: int) -> float:
@@ -102,18 +105,18 @@ def _lowered(schedule: Schedule, n_steps: int) -> Program:
     """Lower a schedule to the program that is drawn; each phase before the last has one step."""
     if isinstance(schedule, PhasedSchedule):
         phases = tuple(Phase(phase.schedule, 1) for phase in schedule.phases)
-        schedule, n_steps = replace(schedule, phases=phases), n_steps + len(phases) - 1
+        return replace(schedule, phases=phases).lower(n_steps + len(phases) - 1)
     return schedule.lower(n_steps)
 
 
 def _keys(drawn_schedules: Sequence[Schedule]) -> list[Patch | Line2D]:
     """Return the legend's entries; those that only some schedules need, if one is drawn."""
-    fill_of_name = {"forward": SKY, "backward": ORANGE}
-    if any(schedule.splits_backward for schedule in drawn_schedules):
-        fill_of_name["backward of weights"] = YELLOW
     keys: list[Patch | Line2D] = [
-        Patch(color=fill, label=name) for name, fill in fill_of_name.items()
+        Patch(color=SKY, label="forward"),
+        Patch(color=ORANGE, label="backward"),
     ]
+    if any(schedule.splits_backward for schedule in drawn_schedules):
+        keys.append(Patch(color=YELLOW, label="backward of weights"))
     if any(schedule.max_staleness for schedule in drawn_schedules):
         keys.append(Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"))
     return keys
@@ -121,50 +124,49 @@ def _keys(drawn_schedules: Sequence[Schedule]) -> list[Patch | Line2D]:
 
 def cells(program: Program) -> Iterator[Cell]:
     """Yield the ops of ``program`` as cells of its grid."""
-    tick = program.schedule.timing.ticks_per_slot
-    layout = program.schedule.layout
-    delays = {step: program.schedule.delays(step) for step in program.steps}
+    schedule = program.schedule
+    ticks_per_slot = schedule.timing.ticks_per_slot
+    delays = {step: schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
         for instruction in instructions:
             if instruction.action.computes:
-                step, microbatch = instruction.step or 0, instruction.microbatch or 0
-                stale = delays[step][instruction.stage][microbatch] > 0
+                microbatch = instruction.microbatch or 0
                 yield Cell(
-                    instruction.tick / tick, row_of(layout, rank, microbatch), stale, instruction
+                    slot=instruction.tick / ticks_per_slot,
+                    row=row_of(schedule.layout, rank, microbatch),
+                    stale=delays[instruction.step or 0][instruction.stage][microbatch] > 0,
+                    instruction=instruction,
                 )
 
 
 def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> None:
     """Draw the cells, each about ``width`` times ``height`` points."""
-    drawn_cells = list(cells(program))
-    corners = [(0, -0.45), (1, -0.45), (1, 0.45), (0, 0.45)]
-    rectangles = [
-        [(slot + right, row + down) for right, down in corners] for slot, row, *_ in drawn_cells
-    ]
-    fills = [
-        to_rgba(_FILL[instruction.action], 0.4 + 0.3 * ((instruction.step or 0) % 3))
-        for *_, instruction in drawn_cells
-    ]
-    cell_style: dict[str, Any] = {
-        "edgecolors": "white",
-        "linewidths": min(0.6, 0.1 * width, 0.1 * height),
-    }
-    axes.add_collection(PolyCollection(rectangles, facecolors=fills, **cell_style))
-    bars = [
-        [(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)]
-        for slot, row, is_stale, _ in drawn_cells
-        if is_stale
-    ]
+    rectangles = []
+    fills = []
+    bars = []  # below the stage of a cell that reads late weights
+    labels = []
+    for slot, row, stale, instruction in cells(program):
+        left, right, top, bottom = slot, slot + 1, row - 0.45, row + 0.45
+        rectangles.append([(left, top), (right, top), (right, bottom), (left, bottom)])
+        opacity = 0.4 + 0.3 * ((instruction.step or 0) % 3)
+        fills.append(to_rgba(_FILL[instruction.action], opacity))
+        labels.append((slot + 0.5, row, str(instruction.stage)))
+        if stale:
+            bars.append([(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)])
+    edge_width = min(0.6, 0.1 * width, 0.1 * height)
+    axes.add_collection(
+        PolyCollection(rectangles, facecolors=fills, edgecolors="white", linewidths=edge_width)
+    )
     bar_width = min(1.0, 0.15 * height)
     axes.add_collection(
         LineCollection(bars, colors=BLACK, linewidths=bar_width, capstyle="projecting")
     )
-    digits = len(str(program.schedule.n_stages - 1))
-    font_size = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
+    n_digits = len(str(program.schedule.n_stages - 1))
+    font_size = min(_LETTERS, 1.3 * width / n_digits, 0.75 * height)
     if font_size >= _SMALLEST:
-        cell_style = {"ha": "center", "va": "center", "fontsize": font_size, "in_layout": False}
-        for slot, row, _, instruction in drawn_cells:
-            axes.text(slot + 0.5, row, str(instruction.stage), **cell_style)
+        for label in labels:
+            # A text that takes part in the layout would make it slow.
+            axes.text(*label, ha="center", va="center", fontsize=font_size, in_layout=False)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
 
@@ -174,5 +176,11 @@ def _draw_memory(axes: Axes, slot_activations: Sequence[float]) -> None:
     axes.stairs(slot_activations, color=BLUE)
     peak = max(slot_activations)
     axes.hlines(peak, 0, len(slot_activations), color=BLACK, linewidth=0.6, linestyle=":")
-    label_style: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 7}
-    axes.annotate(f"peak {peak:.4g}", (len(slot_activations), peak), (0, 3), **label_style)
+    axes.annotate(
+        f"peak {peak:.4g}",
+        (len(slot_activations), peak),
+        (0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=7,
+    )

@@ -12,9 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color).
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -66,7 +71,8 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     """
     path = Path(path)
     name = path.stem if path.suffix in (".png", ".svg") else path.name
-    png, svg = path.with_name(f"{name}.png"), path.with_name(f"{name}.svg")
+    png = path.with_name(f"{name}.png")
+    svg = path.with_name(f"{name}.svg")
     with style():
         figure.savefig(png, bbox_inches="tight")
         figure.savefig(svg, bbox_inches="tight", metadata={"Date": None})
@@ -93,7 +99,8 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
 
 def series(k: int, n_colours: int = len(SERIES)) -> dict[str, Any]:
     """Return the style of the k-th line of a panel: a colour, and dashes after ``n_colours``."""
-    return {"color": SERIES[k % n_colours], "linestyle": ("-", "--", "-.")[k // n_colours % 3]}
+    dashes = ("-", "--", "-.")[k // n_colours % 3]
+    return {"color": SERIES[k % n_colours], "linestyle": dashes}
 
 
 def legend_right(axes: Axes) -> None:

@@ -1,6 +1,7 @@
 """Step times of a run that switches its schedule, over the training steps."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from matplotlib.figure import Figure
 
@@ -10,7 +11,7 @@ from toolkit.figures.style import BLACK, drawing, legend_right, series
 def switching(
     seconds: Sequence[float],
     schedules: Sequence[str],
-    others: Mapping[str, Sequence[float]] | None = None,
+    fixed: Mapping[str, Sequence[float]] | None = None,
     changes: Sequence[int] = (),
 ) -> Figure:
     """Draw the time of each step, and below it the schedule in force.
@@ -18,35 +19,29 @@ def switching(
     Args:
         seconds: of each training step.
         schedules: name of the schedule of each step.
-        others: seconds of each step by fixed schedules, by name.
+        fixed: seconds of each step by fixed schedules, by name.
         changes: steps at which the machine changed.
     """
-    names = list(dict.fromkeys([*(others or {}), *schedules]))
+    fixed = fixed or {}
+    names = dict.fromkeys([*fixed, *schedules])
     line_styles = {name: series(index) for index, name in enumerate(names)}
     with drawing((7.0, 3.4)) as figure:
         times_axes, schedule_axes = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
-        for name, fixed_seconds in (others or {}).items():
+        for name, fixed_seconds in fixed.items():
             times_axes.plot(fixed_seconds, label=f"{name}, fixed", alpha=0.7, **line_styles[name])
         times_axes.plot(seconds, color=BLACK, linewidth=1.6, label="switching")
         times_axes.set_yscale("log")
         times_axes.set_ylabel("seconds of a step")
         legend_right(times_axes)
         for step, name in enumerate(schedules):
-            schedule_axes.axvspan(
-                step - 0.5, step + 0.5, color=line_styles[name]["color"], linewidth=0
-            )
-        first_steps = [
-            index
-            for index, name in enumerate(schedules)
-            if index == 0 or name != schedules[index - 1]
-        ]
-        for first_step, next_step in zip(
-            first_steps, [*first_steps[1:], len(schedules)], strict=True
-        ):
-            centre = (first_step + next_step - 1) / 2
-            schedule_axes.text(
-                centre, 0.5, schedules[first_step], ha="center", va="center", color="white"
-            )
+            colour = line_styles[name]["color"]
+            schedule_axes.axvspan(step - 0.5, step + 0.5, color=colour, linewidth=0)
+        first_step = 0
+        for name, steps in groupby(schedules):
+            n_steps = len([*steps])
+            centre = first_step + (n_steps - 1) / 2
+            schedule_axes.text(centre, 0.5, name, ha="center", va="center", color="white")
+            first_step += n_steps
         for axes in (times_axes, schedule_axes):
             for step in changes:
                 axes.axvline(step - 0.5, color=BLACK, linestyle=":", linewidth=0.8)
