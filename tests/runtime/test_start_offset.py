@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
-from toolkit.runtime.executor import StartOffset
+from toolkit.runtime.start_offset import StartOffset
 from toolkit.schedule import Action, catalog
 
 

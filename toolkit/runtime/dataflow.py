@@ -38,11 +38,20 @@ class Dataflow:
     """The instructions of a rank, by their positions in its program.
 
     An instruction in the background can begin when it is open, what it needs has ended, and the
-    earlier ones of its queue have begun. ``ordered``: all messages to a rank are one queue.
+    earlier ones of its queue have begun::
 
-    With a ``limit`` only what follows from training steps up to it can begin, see
-    :func:`last_step`, and messages of earlier steps do not queue behind those of later ones. With
-    an ``update_limit`` only updates of training steps up to it can begin.
+        closed --open()--> open --needs have ended, first of its queue--> admitted
+                                                            admitted --within the limits--> ready
+
+    ``ordered``: all messages to a rank are one queue. With a ``limit`` only what follows from
+    training steps up to it can begin, see :func:`last_step`, and messages of earlier steps do not
+    queue behind those of later ones. With an ``update_limit`` only updates of training steps up to
+    it can begin.
+
+    Attributes:
+        needs: for each position, the positions that have to end before.
+        ended: for each position, whether it has ended.
+        n_left: how many instructions have not ended.
     """
 
     def __init__(
@@ -56,14 +65,15 @@ class Dataflow:
     ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
-        self.n_left = len(instructions)  # that have not ended
+        self.n_left = len(instructions)
         self.ended = bytearray(len(instructions))
-        self._lacking = list(map(len, self.needs))
-        self._users: list[list[int]] = [[] for _ in instructions]
+        self._n_lacking = list(map(len, self.needs))  # by position: needs that have not ended
+        self._users: list[list[int]] = [[] for _ in instructions]  # by position: who needs it
         self._limit = limit
         self._update_limit = update_limit
-        self._held: defaultdict[int, list[int]] = defaultdict(list)  # by step, beyond the limit
-        self._held_updates: defaultdict[int, list[int]] = defaultdict(list)  # likewise
+        # Positions that only a limit holds back, by training step.
+        self._beyond_limit: defaultdict[int, list[int]] = defaultdict(list)
+        self._updates_beyond_limit: defaultdict[int, list[int]] = defaultdict(list)
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
@@ -75,23 +85,24 @@ class Dataflow:
         # behind one of a later step that the limit holds.
         positions = range(len(instructions))
         for position in positions if limit == inf else sorted(positions, key=self._step):
-            i = instructions[position]
-            if (name := queue_of(i, ordered=ordered)) is not None:
+            name = queue_of(instructions[position], ordered=ordered)
+            if name is not None:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)
 
     def raise_limit(self, step: float) -> None:
         """Allow what follows from training steps up to ``step`` to begin."""
         self._limit = max(self._limit, step)
-        for admitted_step in [step for step in self._held if step <= self._limit]:
-            for position in self._held.pop(admitted_step):
-                self._admit(position)
+        self._admit_until(self._limit, self._beyond_limit)
 
     def raise_update_limit(self, step: float) -> None:
         """Allow the updates of training steps up to ``step`` to begin."""
         self._update_limit = max(self._update_limit, step)
-        for admitted_step in [step for step in self._held_updates if step <= self._update_limit]:
-            for position in self._held_updates.pop(admitted_step):
+        self._admit_until(self._update_limit, self._updates_beyond_limit)
+
+    def _admit_until(self, limit: float, positions_of_step: dict[int, list[int]]) -> None:
+        for admitted_step in [step for step in positions_of_step if step <= limit]:
+            for position in positions_of_step.pop(admitted_step):
                 self._admit(position)
 
     def cut(self) -> Collection[int]:
@@ -107,7 +118,8 @@ class Dataflow:
             ):
                 remaining.add(position)
         removed = [p for p in range(len(self.instructions)) if p not in remaining]
-        for position in removed:  # all of them, before what waits for one is looked at
+        # Mark all before any is released: a release may admit what still waits for another.
+        for position in removed:
             self.ended[position] = True
         self.n_left -= len(removed)
         for position in removed:
@@ -163,7 +175,8 @@ class Dataflow:
         releases = [p for p in self._ready if self.instructions[p].action == Action.FREE]
         if not releases:
             return None
-        self._ready.remove(position := min(releases))
+        position = min(releases)
+        self._ready.remove(position)
         heapify(self._ready)
         return position
 
@@ -176,18 +189,20 @@ class Dataflow:
 
     def _release(self, position: int) -> None:
         for user in self._users[position]:
-            self._lacking[user] -= 1
+            self._n_lacking[user] -= 1
             self._consider(user)
 
     def lacks_nothing(self, position: int) -> bool:
         """Whether everything that an instruction needs has ended."""
-        return self._lacking[position] == 0
+        return self._n_lacking[position] == 0
 
     def held_up_by(self, position: int) -> int:
         """Return the first instruction of the chain that ``position`` waits for; else itself."""
-        while unfinished := [p for p in self.needs[position] if not self.ended[p]]:
+        while True:
+            unfinished = [need for need in self.needs[position] if not self.ended[need]]
+            if not unfinished:
+                return position
             position = unfinished[0]
-        return position
 
     def _consider(self, position: int) -> None:
         """Mark an instruction as ready if it can begin in the background."""
@@ -196,7 +211,7 @@ class Dataflow:
             position < self._n_opened
             and not self.ended[position]
             and in_background(self.instructions[position])
-            and self._lacking[position] == 0
+            and self._n_lacking[position] == 0
             and (queue is None or (bool(queue) and queue[0] == position))
         ):
             self._admit(position)
@@ -206,8 +221,8 @@ class Dataflow:
         step = self._step(position)
         is_update = self.instructions[position].action == Action.UPDATE
         if step > self._limit:
-            self._held[step].append(position)
+            self._beyond_limit[step].append(position)
         elif is_update and step > self._update_limit:
-            self._held_updates[step].append(position)
+            self._updates_beyond_limit[step].append(position)
         else:
             heappush(self._ready, position)

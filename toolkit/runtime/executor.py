@@ -1,17 +1,18 @@
 """Executes a rank's program: ops one after another, messages and updates concurrently.
 
-The main thread computes, in the order of the program, and waits only for what the next op uses. A
-second thread begins messages and makes updates, each as soon as its inputs are there. Waiters, one
-a peer, stage and kind, wait for messages to end. A receive begins early, so that its message need
-not wait for this rank. Of the messages to a rank the one needed first is sent first.
+::
+
+    main thread     computes ops in the order of the program; waits only for what the next op uses
+    second thread   begins messages and makes updates, each as soon as its inputs are there
+    waiters         one a peer, stage and kind; each waits for its messages to end, in order
+
+A receive begins early, so that its message need not wait for this rank. Of the messages to a rank
+the one needed first is sent first.
 """
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
-from functools import partial
-from itertools import islice
 from math import inf
 from queue import SimpleQueue
 
@@ -21,22 +22,26 @@ from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_o
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.measurements import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
-from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
-from toolkit.runtime.streams import after, mark, own_stream
+from toolkit.runtime.start_offset import StartOffset
+from toolkit.runtime.streams import after, current_stream, mark, own_stream
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
-_Coming = SimpleQueue["tuple[int, Transfer, float] | None"]  # None ends a waiter
+_TransferQueue = SimpleQueue["tuple[int, Transfer, float] | None"]
+"""Positions, their transfers and when these began; None ends the waiter."""
 
 
 class Executor:
     """Carries out the instructions of one rank.
 
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
-    program exactly. With ``stepwise`` a training step begins with its first op and not before, and
-    :meth:`end_here` can end the program after any step, if all ranks do. Updates of
-    training steps after ``update_limit`` wait for :meth:`allow_updates`.
+    program exactly. With ``stepwise`` a training step begins with its first op and not before, so
+    that :meth:`end_here` can end the program after any step, if all ranks do. Updates of training
+    steps after ``update_limit`` wait for :meth:`allow_updates`.
+
+    Attributes:
+        ends: positions of the last op of each training step.
     """
 
     def __init__(
@@ -53,76 +58,70 @@ class Executor:
         self._rank = rank
         self._messages = messages
         self._meter = meter
+        self._overlap = overlap
+        self._stepwise = stepwise
         self._world = messages.world
         self._watch = messages.world.watch
-        self._turn = StartOffset(program, self._world)
-        self._order = program.ranks[self._world.rank]
-        self._tags = tags(self._order)
-        last_ops = {i.step: position for position, i in enumerate(self._order) if i.action.computes}
-        self.ends = frozenset(last_ops.values())  # positions of the last op of each training step
+        self._start_offset = StartOffset(program, self._world)
+        self._instructions = program.ranks[self._world.rank]
+        self._tags = tags(self._instructions)
+        self._lookahead = program.schedule.lookahead
+        last_ops = {
+            i.step: position for position, i in enumerate(self._instructions) if i.action.computes
+        }
+        self.ends = frozenset(last_ops.values())
         if messages.pacer is not None:
-            sends = (i for i in self._order if i.action == Action.SEND)
+            sends = (i for i in self._instructions if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
-        # With ``stepwise`` no step begins before its first op: the caller may end here first.
-        limit = program.first_step - 1 if stepwise else inf
-        self._flow = Dataflow(
-            self._order,
+
+        self._dataflow = Dataflow(
+            self._instructions,
             self._world.rank,
             # NCCL has no tags: messages between two ranks match by order alone.
             ordered=messages.ordered,
-            limit=limit,
+            # With ``stepwise`` no step begins before its first op: the caller may end here first.
+            limit=program.first_step - 1 if stepwise else inf,
             # Without overlap the main thread makes updates before it returns to the caller.
             update_limit=update_limit if overlap else inf,
         )
-        self._stepwise = stepwise
-        self._ending = False
-        self._overlap = overlap
-        self._ahead = program.schedule.lookahead
-        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
-        self._marks: dict[int, torch.cuda.Event] = {}
-        self._device = device = self._world.device
-        self._ops = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._unsent: set[int] = set()
+        # All threads share _dataflow, _unsent, _turns, _waiters and _failure: each reads and
+        # changes them with this condition held, and notifies the others of a change.
+        self._changed = threading.Condition()
+        self._unsent: set[int] = set()  # positions of sends that have begun and not ended
+        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
+        self._waiters: dict[tuple, tuple[_TransferQueue, threading.Thread]] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
-        self._changed = threading.Condition()  # all threads share _flow, _unsent and _failure
-        self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
-        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
+        self._ending = False
+        # Received parts of a gradient sum, by stage and step, with their positions.
+        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
+        self._device = self._world.device
+        self._op_ends: dict[int, torch.cuda.Event] = {}  # on the device, by position
+        self._op_stream = current_stream(self._device)
 
     def allow_updates(self, step: int, limit: float) -> None:
         """Let updates up to step ``limit`` begin, and all that those up to ``step`` wait for."""
         if self._overlap:
             with self._changed:
-                self._flow.raise_update_limit(limit)
-                self._flow.open_sums(step)
+                self._dataflow.raise_update_limit(limit)
+                self._dataflow.open_sums(step)
                 self._changed.notify_all()
 
     def await_sums(self, step: int) -> None:
         """Wait until the updates of ``step`` have all gradients; they have to be on this rank."""
-        updates = [
-            position
-            for position, i in enumerate(self._order)
-            if i.action == Action.UPDATE and i.step == step
-        ]
         with self._changed:
-            self._flow.open_sums(step)
+            self._dataflow.open_sums(step)
             self._changed.notify_all()
-        for position in updates:
-            self._await(partial(self._flow.lacks_nothing, position), partial(int, position))
-            self._add_received(self._order[position])
+        for position, i in enumerate(self._instructions):
+            if i.action == Action.UPDATE and i.step == step:
+                self._await_inputs(position)
+                self._add_received(i)
 
     def await_updates(self, step: int) -> None:
         """Wait until this rank has made its updates of all training steps up to ``step``."""
-        updates = [
-            position
-            for position, i in enumerate(self._order)
-            if i.action == Action.UPDATE and last_step(i) <= step
-        ]
-        for position in updates:
-            self._await(partial(self._has_ended, position), partial(int, position))
-
-    def _has_ended(self, position: int) -> bool:
-        return bool(self._flow.ended[position])
+        for position, i in enumerate(self._instructions):
+            if i.action == Action.UPDATE and last_step(i) <= step:
+                self._await_end(position)
 
     def end_here(self) -> None:
         """Let :meth:`run`, when it continues, end with the training steps that have begun."""
@@ -130,13 +129,17 @@ class Executor:
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
         """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
-        thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
-        thread.start()
-        remaining: Collection[int] = ()  # if the program is cut
+        second_thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
+        second_thread.start()
+        remaining: Collection[int] | None = None  # positions, if the program is cut
         try:
-            for position, i in enumerate(self._order):
-                if self._ending and position not in (remaining := remaining or self._cut()):
-                    continue
+            for position, i in enumerate(self._instructions):
+                if self._ending:
+                    if remaining is None:
+                        with self._changed:
+                            remaining = self._dataflow.cut()
+                    if position not in remaining:
+                        continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
                 if self._messages.pacer is not None and position in self.ends:
@@ -153,7 +156,8 @@ class Executor:
                 self._closed = True
                 self._changed.notify_all()
             # The second thread creates waiters, so it ends before they do.
-            thread.join()
+            second_thread.join()
+            # A copy: a waiter that begins the next send may create another.
             for transfers, _ in [*self._waiters.values()]:
                 transfers.put(None)
         # Not after a failure: a message from a dead rank never ends.
@@ -164,22 +168,23 @@ class Executor:
         """Carry out an instruction on the main thread, or wait for it."""
         with self._changed:
             if i.action.computes:
-                self._flow.raise_limit(last_step(i))
+                self._dataflow.raise_limit(last_step(i))
             if not self._overlap:
-                self._flow.open(position + 1)
+                self._dataflow.open(position + 1)
                 self._changed.notify_all()
         self._open_until(i.tick)
-        self._turn.before(i)
+        self._start_offset.before(i)
         self._watch.at(i, i.step, i.peers)
         if in_background(i):
-            self._await(lambda: bool(self._flow.ended[position]), lambda: position)
+            self._await_end(position)
             return
-        self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
+        self._await_inputs(position)
         self._watch.at(i, i.step)
         self._measured(i, self._compute)
         # The op is only queued on the device. The mark lets other streams wait for its end.
-        if (end := mark(self._device)) is not None:
-            self._marks[position] = end
+        end = mark(self._device)
+        if end is not None:
+            self._op_ends[position] = end
         self._end(position)
 
     def _open_until(self, tick: int) -> None:
@@ -187,34 +192,41 @@ class Executor:
         if self._overlap:
             with self._changed:
                 # Look ahead only as far as needed: a receive begun early takes memory.
-                self._flow.open_until(tick + self._ahead)
+                self._dataflow.open_until(tick + self._lookahead)
                 self._changed.notify_all()
 
     def _next_op(self, position: int) -> Instruction:
         """Return the op after ``position``, or the last instruction."""
-        later_instructions = islice(self._order, position + 1, None)
-        return next((i for i in later_instructions if i.action.computes), self._order[-1])
-
-    def _cut(self) -> Collection[int]:
-        with self._changed:
-            return self._flow.cut()
+        for later_position in range(position + 1, len(self._instructions)):
+            if self._instructions[later_position].action.computes:
+                return self._instructions[later_position]
+        return self._instructions[-1]
 
     def _finish(self) -> None:
         """Wait until everything has been done, received and sent."""
-        self._turn.finish()
+        self._start_offset.finish()
         with self._changed:
-            self._flow.open(len(self._order))
+            self._dataflow.open(len(self._instructions))
             self._changed.notify_all()
-        self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
+        self._await(lambda: self._dataflow.n_left == 0, lambda: self._dataflow.ended.index(0))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
 
-    def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
-        """Wait until ``done``; report to the failure watch which instruction holds up ``what``."""
+    def _await_inputs(self, position: int) -> None:
+        self._await(lambda: self._dataflow.lacks_nothing(position), lambda: position)
+
+    def _await_end(self, position: int) -> None:
+        self._await(lambda: bool(self._dataflow.ended[position]), lambda: position)
+
+    def _await(self, is_reached: Callable[[], bool], awaited: Callable[[], int]) -> None:
+        """Wait until ``is_reached()``; raise what has failed meanwhile.
+
+        The failure watch learns which instruction holds up the one at position ``awaited()``.
+        """
         reported = None
         with self._changed:
-            while self._failure is None and not done():
-                held_up = self._flow.held_up_by(what())
-                i = self._order[held_up]
+            while self._failure is None and not is_reached():
+                held_up = self._dataflow.held_up_by(awaited())
+                i = self._instructions[held_up]
                 if held_up != reported and i.action.communicates:
                     self._watch.at(i, i.step, i.peers)
                     reported = held_up
@@ -222,7 +234,7 @@ class Executor:
         if self._failure is None:
             return
         position, error = self._failure
-        i = self._order[position]
+        i = self._instructions[position]
         if i.action.communicates and is_backend_error(error):
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
@@ -240,12 +252,13 @@ class Executor:
 
     def _end(self, position: int) -> None:
         with self._changed:
-            self._flow.end(position)
-            # At once, before the second thread has time for them: the next version may arrive. On a
-            # GPU that thread waits until the device has done with them.
-            while self._ops is None and (release := self._flow.next_release()) is not None:
-                self._measured(self._order[release], self._compute)
-                self._flow.end(release)
+            self._dataflow.end(position)
+            if self._op_stream is None:
+                # Free weights at once, before the second thread has time for it: the next version
+                # may arrive. On a GPU that thread first waits until the device is done with them.
+                while (release := self._dataflow.next_release()) is not None:
+                    self._measured(self._instructions[release], self._compute)
+                    self._dataflow.end(release)
             self._changed.notify_all()
 
     def _fail(self, position: int, error: BaseException) -> None:
@@ -271,25 +284,27 @@ class Executor:
         """Return the next instruction to begin; None at the end."""
         with self._changed:
             while not self._closed and self._failure is None:
-                if (position := self._flow.next()) is not None:
+                position = self._dataflow.next()
+                if position is not None:
                     return position
                 self._changed.wait()
         return None
 
     def _begin(self, position: int) -> None:
-        i, tag = self._order[position], self._tags[position]
+        i = self._instructions[position]
         key = (i.stage, i.step)
         # Keep inputs alive until the device is done with them: after() ends before this returns.
         kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
-        with after(self._device, [self._marks.get(p) for p in self._flow.needs[position]]):
+        with after(self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]):
             if i.action == Action.RECV:
-                self._put(position, self._messages.receive(i, tag))
+                self._put(position, self._messages.receive(i, self._tags[position]))
                 return
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
                 self._add_received(i)
             if i.action == Action.SEND:
-                kept_alive.append(payload := self._rank.give(i))
+                payload = self._rank.give(i)
+                kept_alive.append(payload)
                 self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
                 contribution = self._rank.give(i) if i.gives(self._world.rank) else None
@@ -303,10 +318,10 @@ class Executor:
         """Add the parts that have come to the sum that ``i`` uses."""
         # In the order of the program: messages arrive in any, and floating-point sums depend on it.
         for position, gradient_sum in sorted(self._received.pop((i.stage, i.step), ())):
-            self._rank.take(self._order[position], gradient_sum)
+            self._rank.take(self._instructions[position], gradient_sum)
 
     def _send(self, position: int, payload: Payload) -> int:
-        i = self._order[position]
+        i = self._instructions[position]
         transfer = self._messages.send(i, payload, self._tags[position])
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._changed:
@@ -315,35 +330,37 @@ class Executor:
         self._begin_sends(next_sends)
         return transfer.flat.nbytes
 
-    def _begin_sends(self, taken: Sequence[tuple[int, Transfer]]) -> None:
-        for position, transfer in taken:
+    def _begin_sends(self, sends: Sequence[tuple[int, Transfer]]) -> None:
+        for position, transfer in sends:
             transfer.begin()
             self._put(position, transfer)
 
     def _put(self, position: int, transfer: Transfer) -> None:
         """Let a waiter wait for the end of ``transfer``."""
-        i = self._order[position]
+        i = self._instructions[position]
         # One waiter per peer, stage and kind: a late message must not hold up the others.
         queue_name = queue_of(i, ordered=False) or ("send", *i.peers, i.buffer, i.stage)
+        # Both the second thread and waiters, which begin the next send, may create a waiter.
         with self._changed:
             if queue_name not in self._waiters:
-                transfers = _Coming()
+                transfers = _TransferQueue()
                 # Daemons: a message from a dead rank never ends, but the process must.
                 waiter = threading.Thread(
                     target=self._wait_for_all, args=(transfers,), name="waiter", daemon=True
                 )
                 self._waiters[queue_name] = transfers, waiter
                 waiter.start()
+            transfers, _ = self._waiters[queue_name]
         began = 0.0 if self._meter is None else self._meter.now()
-        self._waiters[queue_name][0].put((position, transfer, began))
+        transfers.put((position, transfer, began))
 
     # The waiters' threads.
 
-    def _wait_for_all(self, coming: _Coming) -> None:
+    def _wait_for_all(self, transfers: _TransferQueue) -> None:
         position = 0  # to blame if not even a stream can be made
         try:
             with own_stream(self._device):
-                while (item := coming.get()) is not None:
+                while (item := transfers.get()) is not None:
                     position = item[0]
                     self._wait_for(*item)
                     del item  # or the message would live until the next one
@@ -351,7 +368,7 @@ class Executor:
             self._fail(position, error)
 
     def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
-        i = self._order[position]
+        i = self._instructions[position]
         with after(self._device):
             transfer.wait()
             if i.leaves(self._world.rank):
@@ -369,53 +386,14 @@ class Executor:
 
     def _store(self, position: int, payload: Payload) -> None:
         """Take over what has been received; part of a sum waits until the sum is used."""
-        i = self._order[position]
+        i = self._instructions[position]
         if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
             self._received[i.stage, i.step].append((position, payload))
             return
-        if isinstance(payload, tuple) and self._ops is not None:
-            # The ops' stream reads memory that this stream allocated; the allocator must know.
+        if isinstance(payload, tuple) and self._op_stream is not None:
+            # The ops' stream reads memory that this stream allocated. The allocator must know, or
+            # it would hand the memory out again while an op still reads it.
             for tensor in payload:
                 if tensor is not None:
-                    tensor.record_stream(self._ops)
+                    tensor.record_stream(self._op_stream)
         self._rank.take(i, payload)
-
-
-class StartOffset:
-    """The start of ``program`` on one rank, which waits for its place in the schedule.
-
-    Only its first forward makes a rank wait; after that dependencies keep the order. The rank that
-    starts first, the leader, gives each other rank its turn at the tick at which that one starts,
-    so no clock is needed.
-    """
-
-    def __init__(self, program: Program, world: World) -> None:
-        self.world, self._name = world, world.next_name()
-        ticks = program.first_forwards()
-        self._leader = min(ticks, key=lambda rank: (ticks[rank], rank), default=world.rank)
-        later_starts = [(tick, rank) for rank, tick in ticks.items() if tick > ticks[self._leader]]
-        self._waiting = sorted(later_starts) if world.rank == self._leader else []
-        self._my_turn = next((tick for tick, rank in later_starts if rank == world.rank), None)
-
-    def before(self, i: Instruction) -> None:
-        """Give the others their turn, or wait for this rank's, as ``i`` is about to begin."""
-        while self._waiting and i.tick >= self._waiting[0][0]:
-            _, rank = self._waiting.pop(0)
-            # GPU ops are queued: end them first, or the other rank starts before this tick.
-            self.world.finish_computing()
-            self.world.store.set(self._key(rank), "")
-        if self._my_turn is not None and i.action == Action.FORWARD:
-            self._my_turn = None
-            watch = self.world.watch
-            with watch.waiting("its turn to start", [self._leader]):
-                patience = timedelta(seconds=2 * watch.timeout)
-                self.world.store.wait([self._key(self.world.rank)], patience)
-            self.world.store.delete_key(self._key(self.world.rank))
-
-    def finish(self) -> None:
-        """Give the turns that are left, at the end of the leader's program."""
-        for _, rank in self._waiting:
-            self.world.store.set(self._key(rank), "")
-
-    def _key(self, rank: int) -> str:
-        return f"turn/{self._name}/{rank}"

@@ -25,6 +25,11 @@ def enter_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Return the stream on which this thread gives work to ``device``; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def mark(device: torch.device) -> "torch.cuda.Event | None":
     """Return a blocking event after what this thread has given ``device``; None on the CPU."""
     if device.type != "cuda":
@@ -34,13 +39,14 @@ def mark(device: torch.device) -> "torch.cuda.Event | None":
 
 def finish_stream(device: torch.device) -> None:
     """Wait until ``device`` has done what this thread gave it."""
-    if (end := mark(device)) is not None:
+    end = mark(device)
+    if end is not None:
         end.synchronize()
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on ``device`` on a stream that only this thread uses, if there are at most 32."""
+    """Work on ``device`` on a stream that only this thread uses, if at most 32 threads have one."""
     enter_device(device)
     if device.type != "cuda":
         yield
