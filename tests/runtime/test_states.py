@@ -30,11 +30,11 @@ def make(case, kind=None):
 @contextlib.contextmanager
 def no_gather(runtime):
     """Within, the whole model is not brought together."""
-    runtime._module = None
+    runtime.module = None
     try:
         yield
     finally:
-        del runtime._module
+        del runtime.module
 
 
 def rank_0_first(states):

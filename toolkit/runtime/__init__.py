@@ -1,6 +1,7 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
-from toolkit.runtime.controller import Controlled, Controller
+from toolkit.runtime.controlled import Controlled
+from toolkit.runtime.controller import Controller
 from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel, prepare
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatch_losses import separable

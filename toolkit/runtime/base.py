@@ -1,16 +1,13 @@
-"""The base class of all runtimes, and the checks of their arguments."""
+"""The interface of all runtimes, and the checks of their arguments."""
 
-import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, whole
@@ -19,11 +16,9 @@ from toolkit.model.partition import check_stages
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
-from toolkit.runtime.process_group.join import World, join
-from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.state import check_state, form_of, join_states
+from toolkit.runtime.process_group.join import World
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule, switched
 
 Steps = Generator[StepResult, None, None]
@@ -33,7 +28,8 @@ Steps = Generator[StepResult, None, None]
 class Runtime(ABC):
     """Trains a model on global batches, as one of ``n_ranks`` processes that make the same calls.
 
-    Where steps overlap, the methods raise UserError while a :meth:`run` is not exhausted.
+    Where steps overlap, the methods raise UserError while a :meth:`run` is not exhausted. Those
+    that compute in the calling process are :class:`~toolkit.runtime.local_runtime.LocalRuntime`.
 
     Args:
         stages: the model, partitioned, on the device of this process.
@@ -80,36 +76,16 @@ class Runtime(ABC):
         self.check_schedule_plan(self.schedule_plan)
         self.schedule = self.schedule_plan.at(0)
         self._loss = checked_loss(self.loss, self.options, self.stages.results)
-        self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
-        self._updaters: Sequence[Updater] = ()  # of each stage
         devices = {parameter.device for parameter in self.stages.model.parameters()}
         self._device = devices.pop() if len(devices) == 1 else None
 
-    @property
-    def world(self) -> World | None:
-        """The processes that train together; None for a single process."""
-        return None
+    # What a runtime can do.
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
         """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
         return
-
-    def check_schedule_plan(self, schedule_plan: Schedule) -> None:
-        """Raise UserError if the runtime cannot run a schedule of the plan, or its options."""
-        for step in (0, *schedule_plan.changes(range(sys.maxsize))):
-            self.check_schedule(schedule_plan.at(step))
-            self._check_options(schedule_plan.at(step))
-
-    def _check_options(self, schedule: Schedule) -> None:
-        self.options.check(schedule, whole_step=self._whole_step)
-
-    def _make_runners(self) -> list[StageRunner]:
-        runner_arguments = self.optimizer, self.lr_scheduler, self.seed, self.options
-        return [
-            StageRunner(stage, index, *runner_arguments) for index, stage in enumerate(self.stages)
-        ]
 
     @classmethod
     def can_run(cls, schedule: Schedule) -> bool:
@@ -120,28 +96,21 @@ class Runtime(ABC):
             return False
         return True
 
+    def check_schedule_plan(self, schedule_plan: Schedule) -> None:
+        """Raise UserError if the runtime cannot run a schedule of the plan, or its options."""
+        for step in (0, *schedule_plan.changes(range(sys.maxsize))):
+            self.check_schedule(schedule_plan.at(step))
+            self._check_options(schedule_plan.at(step))
+
+    def _check_options(self, schedule: Schedule) -> None:
+        self.options.check(schedule, whole_step=self._whole_step)
+
+    # The ranks.
+
     @property
-    def measures(self) -> bool:
-        """Whether :meth:`measurements` has something to return."""
-        return False
-
-    def measurements(self) -> Measurements:
-        """Return what all ranks measured; UserError if nothing was. Every rank calls it."""
-        raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
-
-    def time_costs(self, n_steps: int) -> None:
-        """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
-        return
-
-    def costs(self) -> tuple[Costs, Hardware]:
-        """Return the costs of stages, as timed last, and of links as they are now.
-
-        Every rank calls it, between runs.
-
-        Raises:
-            UserError: nothing was timed, or the runtime does not know its costs.
-        """
-        raise UserError(f"{type(self).__name__} does not know its costs: use Distributed")
+    def world(self) -> World | None:
+        """The processes that train together; None for a single process."""
+        return None
 
     @property
     def rank(self) -> int:
@@ -161,6 +130,8 @@ class Runtime(ABC):
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
         return self.world.total(values) if self.world else values
+
+    # Training.
 
     def step(self, inputs: Any, targets: Tensor) -> StepResult:
         """Run one training step, to its last update; return the results of this rank.
@@ -200,35 +171,41 @@ class Runtime(ABC):
                 raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
         n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
-        n_microbatches = self.schedule.n_microbatches
-        reader_arguments = (
+        source = BatchReader(
             batches,
-            n_microbatches,
+            self.schedule.n_microbatches,
             self._reads,
             self.steps_done,
             self._device,
             n_steps,
+            alike=self._same_sized,
         )
-        source = BatchReader(*reader_arguments, alike=self._same_sized)
         if not self._overlaps:
-            yield from self._phases(source)
+            yield from self._train_on(source)
         elif n_steps:
             source.look()
             # Stays set if the caller leaves the run or a step raises: updates are missing then.
-            self._unfinished = steps = self._phases(source)
+            steps = self._train_on(source)
+            self._unfinished = steps
             yield from steps
+            # Another run may have begun, if a state was loaded within this one.
             if self._unfinished is steps:
                 self._unfinished = None
 
-    def _phases(self, source: BatchReader) -> Steps:
-        """Train on the batches of ``source``, by one schedule after another."""
-        self._set_schedule_of(self.steps_done)
-        while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
-            yield from self._steps(source.take(change - self.steps_done))
-            if self.steps_done < change or source.n_steps == 0:
-                return
-            self._set_schedule_of(change)
-        yield from self._steps(source)
+    @abstractmethod
+    def _train_on(self, source: BatchReader) -> Steps:
+        """Train on the batches of ``source``, by one schedule of the plan after another."""
+
+    def _reads(self, step: int) -> Sequence[int]:
+        """Return the micro-batches that this rank reads at ``step``, ascending; by default all."""
+        return range(self.schedule.n_microbatches)
+
+    def _check_ended(self) -> None:
+        if self._unfinished:
+            raise UserError(
+                "the last run() was not exhausted, and its last updates are missing: exhaust it, or"
+                f" {self._way_out}"
+            )
 
     def switch(self, schedule: Schedule) -> None:
         """Train by ``schedule`` from the next step on, with all state. Every rank calls it.
@@ -241,6 +218,7 @@ class Runtime(ABC):
         """
         self.set_schedule(switched(self.schedule_plan, self.steps_done, schedule))
 
+    @abstractmethod
     def set_schedule(self, schedule_plan: Schedule) -> None:
         """Train by ``schedule_plan`` from the next step on, with all state. Every rank calls it.
 
@@ -248,64 +226,22 @@ class Runtime(ABC):
             schedule_plan: its schedules before the next step are those of the present plan; before
                 a state is loaded, those that led to the state.
         """
-        self._check_ended()
-        self.check_schedule_plan(schedule_plan)
-        self.schedule_plan = schedule_plan
-        self._set_schedule_of(self.steps_done)
 
-    def _set_schedule_of(self, step: int) -> None:
-        """Go over to the schedule of ``step``, with all state. Every rank calls it."""
-        if self.schedule is not (schedule := self.schedule_plan.at(step)):
-            self._go_over(schedule)
-
-    def _go_over(self, schedule: Schedule) -> None:
-        """Train by another schedule, with all state."""
-        state = self._state()
-        self._adopt(schedule)
-        self._load(state)
-
-    def _adopt(self, schedule: Schedule) -> None:
-        """Train by another schedule; a state is loaded next."""
-        self.schedule = schedule
+    # Weights and states.
 
     @abstractmethod
-    def _steps(self, source: BatchReader) -> Steps:
-        """Train on the batches of ``source``. With overlapping steps their number is known."""
-
-    def _check_ended(self) -> None:
-        if self._unfinished:
-            raise UserError(
-                "the last run() was not exhausted, and its last updates are missing: exhaust it, or"
-                f" {self._way_out}"
-            )
-
-    def _reads(self, step: int) -> Sequence[int]:
-        """Return the micro-batches that this rank reads at ``step``, ascending; by default all."""
-        return range(self.schedule.n_microbatches)
-
     def module(self) -> nn.Module:
         """Return the whole model with the newest weights, on every rank. Every rank calls it.
 
         Do not change its weights: a schedule may still read older versions. Load a state instead.
         """
-        self._check_ended()
-        return self._module()
 
     @abstractmethod
-    def _module(self) -> nn.Module: ...
-
     def averages(self) -> Weights:
         """Return the average of each trained parameter and running statistic, by name.
 
         The same on every rank; empty without ``options.ema``. Every rank calls it.
         """
-        self._check_ended()
-        return self._averages()
-
-    def _averages(self) -> Weights:
-        return {
-            name: tensor for updater in self._updaters for name, tensor in updater.averages.items()
-        }
 
     @torch.no_grad()
     def extrapolated(self) -> Weights:
@@ -315,65 +251,41 @@ class Runtime(ABC):
         (and no weight decay) that is the model of error feedback, x_{t+1} = x_t - 2 u_t + u_{t-1}
         (arXiv 2606.30634), whose gradients are those of x_{t-1}. Every rank calls it.
         """
-        self._check_ended()
         weights: Weights = {}
-        for stage, versions in self._local_state()["versions"].items():
+        for stage, versions in self.local_state()["versions"].items():
             if self.steps_done - 1 in versions and any(self.schedule.staleness[stage]):
-                previous, newest = (
-                    versions[self.steps_done - 1],
-                    versions[self.steps_done],
-                )
-                # At 2.0: previous + 2 (newest - previous).
-                weights |= {
-                    name: torch.lerp(previous[name], tensor, 2.0) for name, tensor in newest.items()
-                }
+                previous = versions[self.steps_done - 1]
+                for name, newest in versions[self.steps_done].items():
+                    # At 2.0: previous + 2 (newest - previous).
+                    weights[name] = torch.lerp(previous[name], newest, 2.0)
         if self.world:
-            for rank_weights in self.world.gather(
-                {name: tensor.cpu() for name, tensor in weights.items()}, "weights"
-            ):
-                weights = {
-                    name: tensor.to(self._device) for name, tensor in rank_weights.items()
-                } | weights
+            on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
+            for rank_weights in self.world.gather(on_cpu, "weights"):
+                for name, tensor in rank_weights.items():
+                    if name not in weights:
+                        weights[name] = tensor.to(self._device)
         return weights
 
+    @abstractmethod
     def skipped(self) -> list[int]:
         """Return each stage's number of updates skipped as not finite. Every rank calls it."""
-        self._check_ended()
-        counts = torch.zeros(len(self.stages), 2, dtype=torch.int64)
-        for stage in self.updated_stages:
-            counts[stage] = torch.tensor([self._updaters[stage].n_skipped, 1])
-        # Several ranks may update a stage, and count alike: divide the sum by their number.
-        skipped, ranks = self.total(counts).unbind(1)
-        return (skipped // ranks.clamp(min=1)).tolist()
 
+    @abstractmethod
     def local_state(self) -> dict[str, Any]:
         """Return what this rank alone adds to :meth:`state_dict`. Every rank calls it.
 
         Its tensors are the runtime's own, which the next step may change. Tensors that ranks share
         are DTensors.
         """
-        self._check_ended()
-        return self._local_state()
 
     @abstractmethod
-    def _local_state(self) -> dict[str, Any]: ...
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all state except the position in the data, on every rank.
 
         Every rank calls it. Any runtime with the same update rule can load it.
         """
-        self._check_ended()
-        return self._state()
 
-    def _state(self) -> dict[str, Any]:
-        local_state = self._local_state()
-        if not self.world:
-            return join_states([copy.deepcopy(local_state)])
-        return join_states(
-            self.world.gather(tree_map_only(Tensor, Tensor.cpu, local_state), "states")
-        )
-
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, taken by any runtime. Every rank calls it.
 
@@ -381,64 +293,37 @@ class Runtime(ABC):
 
         Args:
             state: as :meth:`state_dict` returns it; weights and optimizer states of stages that
-                are not in :attr:`own` may be meta tensors.
+                are not in :attr:`updated_stages` may be meta tensors.
 
         Raises:
             UserError: the state is of other stages, lacks weights that the schedule reads, or has
                 another form than this runtime's.
         """
-        step = state.get("steps_done")
-        schedule = self.schedule_plan.at(step if isinstance(step, int) and step > 0 else 0)
-        if schedule is not self.schedule:
-            self._adopt(schedule)
-        check = partial(
-            check_state, state, self.schedule, self._updaters, self._form, self.updated_stages
-        )
-        if self.world:
-            self.world.agree(check)
-        else:
-            check()
-        if self._unfinished:
-            self._unfinished.close()
-            self._unfinished = None
-        self._load(state)
-        self.steps_done = state["steps_done"]
 
-    @abstractmethod
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that has been checked."""
+    # What it measures.
 
+    @property
+    def measures(self) -> bool:
+        """Whether :meth:`measurements` has something to return."""
+        return False
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class OnRanks(Runtime):
-    """A runtime whose ranks are processes of their own.
+    def measurements(self) -> Measurements:
+        """Return what all ranks measured; UserError if nothing was. Every rank calls it."""
+        raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
 
-    Args:
-        world: the ranks; those of this job by default.
-    """
+    def time_costs(self, n_steps: int) -> None:
+        """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
+        return
 
-    world: World = cast(World, None)  # the ranks are known once the arguments have been checked
+    def costs(self) -> tuple[Costs, Hardware]:
+        """Return the costs of stages, as timed last, and of links as they are now.
 
-    distributed = True
+        Every rank calls it, between runs.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        devices = {tensor.device for tensor in self.stages.model.parameters()}
-        n_ranks = self.schedule.n_ranks
-        if self.world is None:
-            on_cpu = all(device.type == "cpu" for device in devices)
-            self.world = join(n_ranks, device="cpu" if on_cpu else "auto")
-        if self.world.size != n_ranks:
-            raise UserError(
-                f"the schedule has {n_ranks} ranks and the world {self.world.size}: give"
-                f" world.part({n_ranks}), or a schedule for {self.world.size}"
-            )
-        if other_devices := sorted(str(device) for device in devices - {self.world.device}):
-            raise UserError(
-                f"rank {self.rank} computes on {self.world.device} and the model is on"
-                f" {', '.join(other_devices)}: move it with model.to(world.device) before"
-                " partition()"
-            )
+        Raises:
+            UserError: nothing was timed, or the runtime does not know its costs.
+        """
+        raise UserError(f"{type(self).__name__} does not know its costs: use Distributed")
 
 
 def _check_arguments(

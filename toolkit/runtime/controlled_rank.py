@@ -18,8 +18,8 @@ from toolkit.runtime.process_group.rank_process import receive, report
 _training: Distributed | None = None
 
 
-class _Received:
-    """The batches that the controller sends, as far as this rank reads them."""
+class _ReceivedBatches:
+    """The batches that the controller sends, as far as this rank reads them; they are Divisible."""
 
     def parts(self, n_parts: int, wanted: Callable[[int], Any]) -> Iterator[Batch]:
         for index in count():
@@ -28,14 +28,22 @@ class _Received:
                 yield tuple(torch.as_tensor(tensor) for tensor in inputs), torch.as_tensor(targets)
 
 
-def build(given: tuple[Any, ...], reach: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Join the other ranks, and make what they train of ``given`` and ``options``."""
+def build(
+    training: tuple[Any, ...], join_options: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Join the other ranks, and make what they train.
+
+    Args:
+        training: positional arguments of ``Distributed``, the stages first.
+        join_options: arguments of :func:`toolkit.runtime.join`.
+        options: further arguments of ``Distributed``.
+    """
     global _training
     _training = None  # its memory is free before the next takes any
-    world = join(**reach)
-    stages: Stages = given[0]
+    world = join(**join_options)
+    stages: Stages = training[0]
     stages.model.to(world.device)
-    _training = Distributed(*given, world=world, **options)
+    _training = Distributed(*training, world=world, **options)
 
 
 def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
@@ -45,19 +53,25 @@ def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
         Whether steps have been measured; this rank's part of the state, if the controller keeps it.
     """
     assert _training is not None
-    for result in _training.run(_Received(), n_steps):  # type: ignore[arg-type]
+    for result in _training.run(_ReceivedBatches(), n_steps):  # type: ignore[arg-type]
         if result.microbatches:
             counts = [None] * len(result.losses) if result.counts is None else result.counts.cpu()
             losses = map(LossValue, result.losses.cpu(), counts)
             report((result.step, dict(zip(result.microbatches, losses, strict=True))))
-    return _training.measures, ask("local_state") if keep else None
+    return _training.measures, call_method("local_state") if keep else None
 
 
-def ask(name: str, *args: Any) -> Any:
-    """Call a method; return its result if it is this rank's part, or this is the first rank."""
+def call_method(name: str, *args: Any) -> Any:
+    """Call a method of the training.
+
+    Returns:
+        Its result on the CPU; None on other ranks than the first, whose result is the same, except
+        for ``local_state``.
+    """
     assert _training is not None
     value = getattr(_training, name)(*args)
     if _training.rank and name != "local_state":
         return None
-    value = value.state_dict() if isinstance(value, nn.Module) else value
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
     return tree_map_only(Tensor, Tensor.cpu, value)

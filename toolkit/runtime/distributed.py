@@ -13,8 +13,9 @@ from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.model.trace import kept_generators
-from toolkit.runtime.base import OnRanks, Steps
+from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
+from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
@@ -158,7 +159,7 @@ class Distributed(OnRanks):
         ending: bool | None = False
         window = _FIRST_WINDOW
         while not ending:
-            self._set_schedule_of(self.steps_done)
+            self._use_schedule_of(self.steps_done)
             length = max(1, window // len(self.schedule.timing.starts))
             window = min(2 * window, _WINDOW)
             if (change := self.schedule_plan.next_change(self.steps_done)) is not None:
@@ -329,12 +330,15 @@ class Distributed(OnRanks):
         store_arguments = self.world, self.stages, schedule, self._runners
         self._weight_store = WeightStore(*store_arguments, loads=True)
 
-    def _module(self) -> nn.Module:
-        """Until the next :meth:`run` it takes the memory of the whole model."""
+    def module(self) -> nn.Module:
+        """Return the whole model, which takes memory until the next :meth:`run`."""
+        self._check_ended()
         self._weight_store.collect()
         return self.stages.model
 
-    def _averages(self) -> Weights:
+    def averages(self) -> Weights:
+        """Return the averages of all stages; see :meth:`Runtime.averages`."""
+        self._check_ended()
         return self._weight_store.averages()
 
     @property

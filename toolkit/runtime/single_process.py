@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import UserError, check_choice
-from toolkit.runtime.base import Runtime, Steps
+from toolkit.runtime.base import Steps
 from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle, recorder_for
 from toolkit.runtime.grouped import Grouped, GroupedPass
+from toolkit.runtime.local_runtime import LocalRuntime
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank, Watching
@@ -27,7 +28,7 @@ _WINDOW = 64  # training steps lowered at once
 
 
 @dataclass(eq=False, repr=False)
-class SingleProcess(Runtime):
+class SingleProcess(LocalRuntime):
     """Trains stages by a schedule in this process.
 
     The trajectory depends only on the schedule's staleness and correction, the seed, the order of
@@ -100,7 +101,9 @@ class SingleProcess(Runtime):
         )
         return None
 
-    def _module(self) -> nn.Module:
+    def module(self) -> nn.Module:
+        """Return the model, which is trained in place."""
+        self._check_ended()
         return self.stages.model
 
     def _steps(self, source: BatchReader) -> Steps:

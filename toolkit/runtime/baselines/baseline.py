@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.runtime.base import OnRanks, Steps
+from toolkit.runtime.base import Steps
+from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.stage import Values
@@ -64,13 +65,15 @@ class Baseline(OnRanks):
     def _settle(self) -> None:
         """Finish what the last step left open, before the weights are read or replaced."""
 
-    def _module(self) -> nn.Module:
+    def module(self) -> nn.Module:
+        """Return the whole model with the newest weights, on every rank."""
         self._settle()
         return self.stages.model
 
-    def _averages(self) -> Weights:
+    def averages(self) -> Weights:
+        """Return the averages of weights; see :meth:`Runtime.averages`."""
         self._settle()
-        return super()._averages()
+        return super().averages()
 
     def _local_state(self) -> dict[str, Any]:
         self._settle()

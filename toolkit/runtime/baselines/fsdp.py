@@ -70,7 +70,8 @@ class FSDP(Synchronous):
         return self.world.watch.waiting("the weights of all ranks", self._everyone)
 
     @torch.no_grad()
-    def _module(self) -> nn.Module:
+    def module(self) -> nn.Module:
+        """Return the whole model, from the shares of all ranks. Every rank calls it."""
         self._released.restore()
         for stage, full_weights in zip(self._chain.stages, self._whole, strict=True):
             assert isinstance(stage, FSDPModule)
@@ -79,7 +80,7 @@ class FSDP(Synchronous):
             for name, parameter in stage.named_parameters():
                 full_weights[name].copy_(parameter)
             stage.reshard()
-        return super()._module()
+        return super().module()
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()

@@ -90,7 +90,8 @@ class TorchPipelining(Baseline):
         _torch_schedule(schedule)
 
     @torch.no_grad()
-    def _module(self) -> nn.Module:
+    def module(self) -> nn.Module:
+        """Return the whole model, from the ranks of its stages. Every rank calls it."""
         self._released.restore()
         for stage, owner in zip(self.stages, self._owners, strict=True):
             with self.world.watch.waiting(f"the weights of rank {owner}", [owner]):

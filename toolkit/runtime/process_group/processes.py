@@ -39,8 +39,8 @@ class Processes:
         hosts: machines of the ranks, as in :func:`ray_machines`; none: this machine.
 
     Attributes:
-        elsewhere: whether ranks may be on other machines.
-        starts: how often the ranks have started.
+        on_other_machines: whether ranks may be on other machines.
+        n_starts: how often the ranks have started.
         store: where the ranks meet.
         alive: ranks whose processes run.
         process_ids: by rank.
@@ -54,11 +54,11 @@ class Processes:
         if not timeout > 0:
             raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
         self.timeout = timeout
-        self.starts = 0
+        self.n_starts = 0
         self.store: dist.TCPStore | None = None  # in which the ranks meet
         self._open_machines = partial(ray_machines, hosts) if hosts else this_machine
         self._machines: list[Machine] = []
-        self.elsewhere = bool(hosts)
+        self.on_other_machines = bool(hosts)
         self._cut_short = False  # whether a message to or from a machine is
         self.alive: set[int] = set()
         self.process_ids: dict[int, int] = {}
@@ -206,7 +206,7 @@ class Processes:
                 for local_rank, rank in numbered_ranks
             }
             self._send(machine, "start", environments)
-        self.starts += 1
+        self.n_starts += 1
 
     def _to_ranks(self, ranks: Collection[int], message: bytes) -> None:
         for machine in self._machines:

@@ -1,0 +1,176 @@
+"""Runtimes whose stages, weights and updates are in the calling process."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from toolkit.errors import UserError
+from toolkit.runtime.base import Runtime, Steps
+from toolkit.runtime.microbatches import BatchReader
+from toolkit.runtime.process_group.join import World, join
+from toolkit.runtime.stage import StageRunner
+from toolkit.runtime.state import check_state, form_of, join_states
+from toolkit.runtime.updater import Updater, Weights
+from toolkit.schedule import Schedule
+
+
+class LocalRuntime(Runtime):
+    """A runtime that updates stages itself.
+
+    A subclass sets ``_updaters``, one for each stage, and says in ``_steps`` how it trains,
+    in ``_local_state`` and ``_load`` what its state is.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._form = form_of(self.stages)
+        self._updaters: Sequence[Updater] = ()  # of each stage
+
+    def _make_runners(self) -> list[StageRunner]:
+        return [
+            StageRunner(stage, index, self.optimizer, self.lr_scheduler, self.seed, self.options)
+            for index, stage in enumerate(self.stages)
+        ]
+
+    # Training.
+
+    def _train_on(self, source: BatchReader) -> Steps:
+        self._use_schedule_of(self.steps_done)
+        while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
+            yield from self._steps(source.take(change - self.steps_done))
+            # The batches ended before the change.
+            if self.steps_done < change or source.n_steps == 0:
+                return
+            self._use_schedule_of(change)
+        yield from self._steps(source)
+
+    @abstractmethod
+    def _steps(self, source: BatchReader) -> Steps:
+        """Train on the batches of ``source``. With overlapping steps their number is known."""
+
+    def set_schedule(self, schedule_plan: Schedule) -> None:
+        """Train by ``schedule_plan`` from the next step on; see :meth:`Runtime.set_schedule`."""
+        self._check_ended()
+        self.check_schedule_plan(schedule_plan)
+        self.schedule_plan = schedule_plan
+        self._use_schedule_of(self.steps_done)
+
+    def _use_schedule_of(self, step: int) -> None:
+        """Go over to the schedule of ``step``, with all state. Every rank calls it."""
+        schedule = self.schedule_plan.at(step)
+        if self.schedule is not schedule:
+            self._go_over(schedule)
+
+    def _go_over(self, schedule: Schedule) -> None:
+        """Train by another schedule, with all state."""
+        state = self._joined_state()
+        self._adopt(schedule)
+        self._load(state)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Train by another schedule; a state is loaded next."""
+        self.schedule = schedule
+
+    # Weights and states.
+
+    def averages(self) -> Weights:
+        """Return the averages of weights and running statistics; see :meth:`Runtime.averages`."""
+        self._check_ended()
+        averages: Weights = {}
+        for updater in self._updaters:
+            averages |= updater.averages
+        return averages
+
+    def skipped(self) -> list[int]:
+        """Return each stage's number of updates skipped as not finite. Every rank calls it."""
+        self._check_ended()
+        counts = torch.zeros(len(self.stages), 2, dtype=torch.int64)
+        for stage in self.updated_stages:
+            counts[stage] = torch.tensor([self._updaters[stage].n_skipped, 1])
+        # Several ranks may update a stage, and count alike: divide the sum by their number.
+        skipped, ranks = self.total(counts).unbind(1)
+        return (skipped // ranks.clamp(min=1)).tolist()
+
+    def local_state(self) -> dict[str, Any]:
+        """Return what this rank alone adds to the state; see :meth:`Runtime.local_state`."""
+        self._check_ended()
+        return self._local_state()
+
+    @abstractmethod
+    def _local_state(self) -> dict[str, Any]:
+        """Return :meth:`local_state`, also within a run, where one schedule follows another."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all state on every rank; see :meth:`Runtime.state_dict`."""
+        self._check_ended()
+        return self._joined_state()
+
+    def _joined_state(self) -> dict[str, Any]:
+        local_state = self._local_state()
+        if not self.world:
+            return join_states([copy.deepcopy(local_state)])
+        on_cpu = tree_map_only(Tensor, Tensor.cpu, local_state)
+        return join_states(self.world.gather(on_cpu, "states"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
+        step = state.get("steps_done")
+        schedule = self.schedule_plan.at(step if isinstance(step, int) and step > 0 else 0)
+        if schedule is not self.schedule:
+            self._adopt(schedule)
+
+        def check() -> None:
+            check_state(state, self.schedule, self._updaters, self._form, self.updated_stages)
+
+        # A rank that alone refused the state would leave the others in their next wait for it.
+        if self.world:
+            self.world.agree(check)
+        else:
+            check()
+        if self._unfinished:
+            self._unfinished.close()
+            self._unfinished = None
+        self._load(state)
+        self.steps_done = state["steps_done"]
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that has been checked."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class OnRanks(LocalRuntime):
+    """A runtime whose ranks are processes of their own.
+
+    Args:
+        world: the ranks; those of this job by default.
+    """
+
+    world: World = cast(World, None)  # the ranks are known once the arguments have been checked
+
+    distributed = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        devices = {tensor.device for tensor in self.stages.model.parameters()}
+        n_ranks = self.schedule.n_ranks
+        if self.world is None:
+            on_cpu = all(device.type == "cpu" for device in devices)
+            self.world = join(n_ranks, device="cpu" if on_cpu else "auto")
+        if self.world.size != n_ranks:
+            raise UserError(
+                f"the schedule has {n_ranks} ranks and the world {self.world.size}: give"
+                f" world.part({n_ranks}), or a schedule for {self.world.size}"
+            )
+        if other_devices := sorted(str(device) for device in devices - {self.world.device}):
+            raise UserError(
+                f"rank {self.rank} computes on {self.world.device} and the model is on"
+                f" {', '.join(other_devices)}: move it with model.to(world.device) before"
+                " partition()"
+            )
