@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
-from toolkit.format import pipeline_cells, table
+from toolkit.format import table
 
 LEGEND = """\
 activations, weights: the most that a rank holds (all ranks together), all versions
@@ -29,7 +29,7 @@ boundaries: messages of outputs of stages and their gradients, likewise
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipelines
+    from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipeline_cells, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.results import describe_cpu, write_result

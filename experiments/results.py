@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import format as cells
+from toolkit.cost.pipeline_table import pipeline_cells
+from toolkit.cost.situations import situation_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
+from toolkit.plan.plan import plan_cells
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
 from toolkit.results.tuning import edges
@@ -162,7 +165,7 @@ def _prediction_errors(result: Result) -> Rows:
 
 def _situations_short(result: Result) -> Rows:
     """The rows without slow links, and those at M = C."""
-    rows = [cells.situation_cells(row) for row in result["metrics"]]
+    rows = [situation_cells(row) for row in result["metrics"]]
     return [{k: row[k] for k in row if k != "M/C"} for row in rows if row["M/C"] in ("0", "1")]
 
 
@@ -214,11 +217,11 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("activations", _each(_on_one_device)),
     ("communication_measured", _each(measured)),
     ("communication", _each(counted)),
-    ("plan", _each(cells.plan_cells)),
-    ("pipelines", _each(cells.pipeline_cells)),
+    ("plan", _each(plan_cells)),
+    ("pipelines", _each(pipeline_cells)),
     ("simulated", _simulated),
     (f"situations{_SHORT}", _situations_short),
-    ("situations", _each(cells.situation_cells)),
+    ("situations", _each(situation_cells)),
     ("stability_limits", _each(_limits)),
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import counts
-from toolkit.format import situation_cells, table
+from toolkit.format import table
 
 LEGEND = """\
 M/C: time in which all parameters cross a link once, by that of a training step of computation
@@ -26,7 +26,7 @@ machine is a group
 
 @entry_point("situations")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.situations import assess, situations
+    from toolkit.cost.situations import assess, situation_cells, situations
     from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()

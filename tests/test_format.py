@@ -76,17 +76,6 @@ COMPARED = {
 TESTED = COMPARED | {
     "margin": 1.5, "equivalence_p": 0.0312, "verdict": "equivalent within 1.5"
 }  # fmt: skip
-PIPELINE = {
-    "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
-    "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
-    "traffic": 0.5, "messages": 2.0, "boundaries": 14.0,
-}  # fmt: skip
-SITUATION = {
-    "situation": "model parallelism", "workers": 8, "ratio": 0.5, "devices_dp": 64, "devices": 36,
-    "activations_dp": 0.125, "activations": 0.125, "cdp_v1_time": 0.774, "cdp_v1_staleness": 1.0,
-    "cdp_v2_time": 0.919, "cdp_v2_staleness": 0.4375, "affordable_time": 0.85,
-    "affordable_staleness": 0.45,
-}  # fmt: skip
 AGAIN = {
     "workers": 8, "recomputed": [0, 2], "extra_time": 0.0926, "peak_bytes_together": 2**33,
     "peak_bytes_shifted": 2**32, "reduction": 0.5, "largest_reduction": 0.6,
@@ -127,16 +116,6 @@ RANK = {
             "N": 8, "computed again": "0, 2", "extra time": "9.3%", "together": "8.0 GiB",
             "at once": "4.0 GiB", "below": "50.0%", "limit": "60.0%", "op after op": "2.0 GiB",
             "this below": "75.0%",
-        }),
-        (form.pipeline_cells(PIPELINE), {
-            "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A",
-            "idle": "46.7%", "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)",
-            "flush": "yes", "sent (messages)": "1/2 P (2)", "boundaries": "14",
-        }),
-        (form.situation_cells(SITUATION), {
-            "situation": "model parallelism", "workers": 8, "M/C": "0.5", "devices": "64 → 36",
-            "activations": "0.125", "CDP-v1": "0.77 (1.00)", "CDP-v2": "0.92 (0.44)",
-            "affordable": "0.85 (0.45)",
         }),
         (form.rank_cells(RANK), {
             "rank": 1, "peak activations (MB)": "4.863", "peak weights (MB)": "0.001",

@@ -60,7 +60,8 @@ def bytes_in(text: str | float) -> float:
         number = 0.0
     if not match or not number > 0:
         raise UserError(f"memory is a number of bytes above 0, such as 16GiB: got {text}")
-    return number * (1024.0 if match[3] else 1000.0) ** " KMGT".index(match[2] or " ")
+    base = 1024.0 if match[3] else 1000.0
+    return number * base ** " KMGT".index(match[2] or " ")
 
 
 def digits(value: float) -> str:
@@ -84,10 +85,7 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
         form: a format of tabulate.
         width: characters of a line, at most; by default the terminal's, if there is one.
     """
-    cells = [
-        [f"{value:g}" if isinstance(value, float) else value for value in row.values()]
-        for row in rows
-    ]
+    cells = [[_general(value) for value in row.values()] for row in rows]
     headers = list(rows[0])
     aligned = _aligned(headers, cells, form)
     if width is None:
@@ -95,24 +93,30 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
     if form != "simple" or _width_of(aligned) <= width:
         return aligned
     split_headers = [header.replace(" ", "\n").replace("_", "_\n") for header in headers]
-    if _width_of(narrow := _aligned(split_headers, cells, form)) <= width:
+    narrow = _aligned(split_headers, cells, form)
+    if _width_of(narrow) <= width:
         return narrow
-    turned_rows = [
-        ["" if value is None else value for value in row] for row in zip_longest(headers, *cells)
-    ]
-    upright = _aligned(turned_rows[0], turned_rows[1:], form)
+    first_column, *other_columns = zip_longest(headers, *cells)
+    upright = _aligned(first_column, other_columns, form)
     return min(upright, narrow, key=_width_of)
+
+
+def _general(value: object) -> object:
+    """Return a float as short text, and other values unchanged."""
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _aligned(headers: Sequence[str], cells: Sequence[Sequence[object]], form: str) -> str:
     """Return a table whose columns of numbers are aligned to the right."""
-    columns = zip_longest(*cells, fillvalue="")
+    alignments = []
+    for column in zip_longest(*cells, fillvalue=""):
+        alignments.append("right" if all(map(_is_number, column)) else "left")
     return tabulate(
         cells,
         headers=headers,
         tablefmt=form,
         disable_numparse=True,  # keep formatted cells unchanged
-        colalign=["right" if all(map(_is_number, column)) else "left" for column in columns],
+        colalign=alignments,
     )
 
 
@@ -132,8 +136,10 @@ def plus_minus(value: float | None, width: float | None, sign: str = "", decimal
     """Return ``value ± width``, the value alone without a width, or a dash without a value."""
     if value is None or isnan(value):
         return "-"
-    has_width = width and not isnan(width)
-    return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if has_width else "")
+    text = f"{value:{sign}z.{decimals}f}"
+    if width and not isnan(width):
+        text += f" ± {width:.{decimals}f}"
+    return text
 
 
 def metric_cells(row: Row, by: Metric, first: str) -> Cells:
@@ -146,10 +152,10 @@ def metric_cells(row: Row, by: Metric, first: str) -> Cells:
         f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
         f"paired difference from {first}": plus_minus(difference, width, "+", by.decimals),
     }
-    if (margin := row.get("margin")) is None:
-        return cells
-    p = plus_minus(row["equivalence_p"], None, decimals=3)
-    return cells | {f"at a margin of {margin:g}": row["verdict"] or "-", "p (equivalence)": p}
+    if row.get("margin") is not None:
+        cells[f"at a margin of {row['margin']:g}"] = row["verdict"] or "-"
+        cells["p (equivalence)"] = plus_minus(row["equivalence_p"], None, decimals=3)
+    return cells
 
 
 def rate_cells(row: Row) -> Cells:
@@ -164,8 +170,10 @@ def staleness_cells(row: Row) -> Cells:
 
 def peak_cells(row: Row) -> Cells:
     """Return the peaks of activations and traffic, over all workers together."""
-    peak, traffic = f"{row['peak_activations']:g}", f"{row['traffic_max']:g}"
-    return {"peak activations": peak, "largest traffic in a slot": traffic}
+    return {
+        "peak activations": f"{row['peak_activations']:g}",
+        "largest traffic in a slot": f"{row['traffic_max']:g}",
+    }
 
 
 def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
@@ -179,7 +187,8 @@ def again_cells(row: Row) -> Cells:
 
     *at once*: all workers compute at the same time; *op after op*: as order "scheduled" runs them.
     """
-    together_bytes, in_turn_bytes = row["peak_bytes_together"], row["peak_bytes_in_turn"]
+    together_bytes = row["peak_bytes_together"]
+    in_turn_bytes = row["peak_bytes_in_turn"]
     return {
         "N": row["workers"],
         "computed again": ", ".join(map(str, row["recomputed"])) or "none",
@@ -196,88 +205,42 @@ def again_cells(row: Row) -> Cells:
 def counted_cells(row: Row) -> Cells:
     """Return a footprint counted from programs."""
     return measured_cells(row, "") | {
-        "kept": f"{_fraction(row['parameters'])} P",
-        "in a slot": f"{_fraction(row['traffic_in_slot'])} P",
-        "rounds": _fraction(row["rounds"]),
+        "kept": f"{fraction(row['parameters'])} P",
+        "in a slot": f"{fraction(row['traffic_in_slot'])} P",
+        "rounds": fraction(row["rounds"]),
     }
 
 
-def measured_cells(row: Row, how: str = "_measured") -> Cells:
-    """Return a footprint measured on processes, or otherwise determined."""
+def measured_cells(row: Row, suffix: str = "_measured") -> Cells:
+    """Return a footprint measured on processes, or the one in columns with another suffix."""
     names = ("ranks", "activations", "total_activations", "weights", "traffic", "messages")
-    value = {name: _fraction(row[name + how]) for name in names}
+    text = {name: fraction(row[name + suffix]) for name in names}
     return {
         "setting": row["setting"],
         "rule": row["rule"],
-        "ranks": value["ranks"],
-        "activations (all)": f"{value['activations']} ({value['total_activations']}) A",
-        "weights": f"{value['weights']} P",
-        "sent": f"{value['traffic']} P",
-        "messages": value["messages"],
+        "ranks": text["ranks"],
+        "activations (all)": f"{text['activations']} ({text['total_activations']}) A",
+        "weights": f"{text['weights']} P",
+        "sent": f"{text['traffic']} P",
+        "messages": text["messages"],
     }
 
 
-def agreement(row: Row, how: str) -> str:
-    """Return yes if every value of ``row`` equals its counterpart named ``... + how``."""
-    names = [name for name in row if name + how in row]
-    return "yes" if all(row[name] == row[name + how] for name in names) else "no"
-
-
-def pipeline_cells(row: Row) -> Cells:
-    """Return a pipeline that :func:`toolkit.cost.pipeline_table.assess` counted."""
-    activations, total_activations, messages, boundaries = (
-        float(row[key]) for key in ("activations", "total_activations", "messages", "boundaries")
-    )
-    return {
-        "micro-batches": row["microbatches"],
-        "method": row["method"],
-        "activations (all)": f"{activations:.4g} ({total_activations:.4g}) A",
-        "idle": f"{row['idle']:z.1%}",
-        "weights": f"{_fraction(row['weights'])} P",
-        **staleness_cells(row),
-        "flush": "yes" if row["flush"] else "no",
-        "sent (messages)": f"{_fraction(row['traffic'])} P ({messages:.4g})",
-        "boundaries": f"{boundaries:.4g}",
-    }
-
-
-def situation_cells(row: Row) -> Cells:
-    """Return what :func:`toolkit.cost.situations.assess` found; times are by that of DP."""
-    cells = {"situation": row["situation"], "workers": row["workers"]}
-    cells["M/C"] = f"{row['ratio']:g}"
-    for name in ("devices", "activations"):
-        dp_text, cdp_text = (f"{row[key]:.4g}" for key in (f"{name}_dp", name))
-        cells[name] = dp_text if dp_text == cdp_text else f"{dp_text} → {cdp_text}"
-    for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
-        cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
-    return cells
-
-
-def plan_cells(row: Row) -> Cells:
-    """Return a prediction of :class:`toolkit.plan.Plan`."""
-    return {
-        "schedule": row["schedule"],
-        "by DDP's time": f"{row['ratio']:.2f}",
-        "ms a step": digits(row["seconds"] * 1e3),
-        "fullest rank": size(row["memory"]),
-        "ranks": row["ranks"],
-        "staleness": f"{row['staleness']:.2f}",
-        "MB a step": digits(row["traffic"] / MB),
-        "fits": "yes" if row["fits"] else "no",
-    }
+def agreement(row: Row, suffix: str) -> str:
+    """Return yes if every value of ``row`` equals its counterpart named ``... + suffix``, or no."""
+    names = [name for name in row if name + suffix in row]
+    return "yes" if all(row[name] == row[name + suffix] for name in names) else "no"
 
 
 def rank_cells(row: Row) -> Cells:
     """Return a rank's peak memory and traffic over the recorded steps."""
-    measured = {
-        f"{statistic} {name} (MB)": _megabytes(row[f"{statistic}_{name}"])
-        for name in ("activations", "weights")
-        for statistic in ("peak", "predicted", "most")
-        if f"{statistic}_{name}" in row
-    }
-    return {
-        "rank": row["rank"],
-        **measured,
+    cells = {"rank": row["rank"]}
+    for name in ("activations", "weights"):
+        for statistic in ("peak", "predicted", "most"):
+            key = f"{statistic}_{name}"
+            if key in row:
+                cells[f"{statistic} {name} (MB)"] = _megabytes(row[key])
+    return cells | {
         "messages sent": row["messages_sent"],
         "sent (MB)": _megabytes(row["bytes_sent"]),
         "messages received": row["messages_received"],
@@ -285,7 +248,8 @@ def rank_cells(row: Row) -> Cells:
     }
 
 
-def _fraction(value: float | Fraction) -> str:
+def fraction(value: float | Fraction) -> str:
+    """Return a number as the nearest fraction of small numbers, such as 14/9."""
     return str(Fraction(value).limit_denominator(10_000))
 
 

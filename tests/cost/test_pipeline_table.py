@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from tests.schedule.test_v_schedules import WHOLE, bubble, most
-from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipelines
+from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipeline_cells, pipelines
 from toolkit.errors import UserError
 
 LATE = ("PipeDream", "PipeDream-2BW", "CDP-v1", "CDP-v2")
@@ -129,3 +129,16 @@ def test_workers_send_parameters_only():
     assert {row["boundaries"] for row in rows.values()} == {0}
     assert rows["gradient accumulation"]["ranks"] == 1
     assert rows["ZeRO-DP"]["weights"] < rows["DP"]["weights"]
+
+
+def test_cells_of_a_row():
+    row = {
+        "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
+        "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
+        "traffic": 0.5, "messages": 2.0, "boundaries": 14.0,
+    }  # fmt: skip
+    assert pipeline_cells(row) == {
+        "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A",
+        "idle": "46.7%", "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)",
+        "flush": "yes", "sent (messages)": "1/2 P (2)", "boundaries": "14",
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.cost.situations import WITHIN, Situation, assess, situations
+from toolkit.cost.situations import WITHIN, Situation, assess, situation_cells, situations
 from toolkit.errors import UserError
 
 
@@ -67,3 +67,17 @@ def test_machines_save_what_groups_do_not_send():
 def test_refuses(workers, ratios, named):
     with pytest.raises(UserError, match=named):
         situations(workers, ratios)
+
+
+def test_cells_of_a_row():
+    row = {
+        "situation": "model parallelism", "workers": 8, "ratio": 0.5, "devices_dp": 64,
+        "devices": 36, "activations_dp": 0.125, "activations": 0.125, "cdp_v1_time": 0.774,
+        "cdp_v1_staleness": 1.0, "cdp_v2_time": 0.919, "cdp_v2_staleness": 0.4375,
+        "affordable_time": 0.85, "affordable_staleness": 0.45,
+    }  # fmt: skip
+    assert situation_cells(row) == {
+        "situation": "model parallelism", "workers": 8, "M/C": "0.5", "devices": "64 → 36",
+        "activations": "0.125", "CDP-v1": "0.77 (1.00)", "CDP-v2": "0.92 (0.44)",
+        "affordable": "0.85 (0.45)",
+    }  # fmt: skip

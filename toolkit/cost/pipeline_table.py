@@ -14,6 +14,7 @@ from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
+from toolkit.format import fraction, staleness_cells
 from toolkit.schedule import Action, Schedule, catalog
 from toolkit.schedule.catalog import Method
 from toolkit.schedule.steady_state import footprint, settled_steps, steps_to_time
@@ -134,4 +135,21 @@ def assess(method: str, schedule: Schedule) -> dict[str, Any]:
         "traffic": counted_footprint.traffic,
         "messages": counted_footprint.messages,
         "boundaries": Fraction(boundaries, counted_footprint.ranks),
+    }
+
+
+def pipeline_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of :func:`assess` as the cells of a printed table, by heading."""
+    return {
+        "micro-batches": row["microbatches"],
+        "method": row["method"],
+        "activations (all)": (
+            f"{float(row['activations']):.4g} ({float(row['total_activations']):.4g}) A"
+        ),
+        "idle": f"{row['idle']:z.1%}",
+        "weights": f"{fraction(row['weights'])} P",
+        **staleness_cells(row),
+        "flush": "yes" if row["flush"] else "no",
+        "sent (messages)": f"{fraction(row['traffic'])} P ({float(row['messages']):.4g})",
+        "boundaries": f"{float(row['boundaries']):.4g}",
     }

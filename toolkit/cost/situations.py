@@ -4,7 +4,7 @@ Stages are equal, a backward takes twice its forward, and updates take no time. 
 training step of computation; M that in which all parameters cross a link once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,3 +126,18 @@ def _hardware(situation: Situation) -> Hardware:
         return links
     workers_per_machine = situation.workers // situation.machines
     return replace(links, ranks_per_machine=workers_per_machine, local_bandwidth=_LOCAL * bandwidth)
+
+
+def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of :func:`assess` as the cells of a printed table, by heading.
+
+    Times are by that of DP; in brackets is the mean staleness.
+    """
+    cells = {"situation": row["situation"], "workers": row["workers"], "M/C": f"{row['ratio']:g}"}
+    for name in ("devices", "activations"):
+        dp_text = f"{row[f'{name}_dp']:.4g}"
+        cdp_text = f"{row[name]:.4g}"
+        cells[name] = dp_text if dp_text == cdp_text else f"{dp_text} → {cdp_text}"
+    for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
+        cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
+    return cells

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from toolkit.cost.situations import situation_cells
 from toolkit.errors import UserError
 from toolkit.format import (
     counted_cells,
     metric_cells,
     rank_cells,
     reduction_cells,
-    situation_cells,
     staleness_cells,
 )
 from toolkit.metric import ACCURACY, Metric

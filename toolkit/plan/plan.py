@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, whole
-from toolkit.format import count, duration, plan_cells, size, table
+from toolkit.format import MB, count, digits, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
@@ -192,6 +192,20 @@ class Plan:
 
         lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         return lines + pd.DataFrame(map(plan_cells, self.rows())).to_html(index=False)
+
+
+def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of :meth:`Plan.rows` as the cells of a printed table, by heading."""
+    return {
+        "schedule": row["schedule"],
+        "by DDP's time": f"{row['ratio']:.2f}",
+        "ms a step": digits(row["seconds"] * 1e3),
+        "fullest rank": size(row["memory"]),
+        "ranks": row["ranks"],
+        "staleness": f"{row['staleness']:.2f}",
+        "MB a step": digits(row["traffic"] / MB),
+        "fits": "yes" if row["fits"] else "no",
+    }
 
 
 def plan(
