@@ -20,8 +20,9 @@ from toolkit.cost.pipeline_table import pipelines
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB
 from toolkit.model import build, gpt, partition
-from toolkit.plan import best_offsets, search, search_steady
-from toolkit.plan.order_problem import OrderProblem, Word, order_problem
+from toolkit.plan import SearchSpace, best_offsets, search, search_steady
+from toolkit.plan.order_problem import OrderProblem, RankOrder
+from toolkit.plan.search_space import order_problem
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -55,10 +56,10 @@ def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[dict[str, Any]
         ("ZB-V", there + there[::-1], 2 * p, 6 * m),
     ):
         begin, costs = time.perf_counter(), (_UNIT,) * len(placement)
-        found = search(
-            costs, m, placement=placement, memory=memory, split_backward=name != "1F1B",
-            catalogue=False, seconds=seconds, seed=seed,
-        )  # fmt: skip
+        space = SearchSpace(
+            costs, m, placement=placement, memory=memory, split_backward=name != "1F1B"
+        )
+        found = search(space, catalogue=False, seconds=seconds, seed=seed)
         times = least, found.seconds, found.bound
         yield _row((name, p, m, len(costs) // p), memory, "closed form", times, begin)
     begin, peaks = time.perf_counter(), best_offsets([1.0] * p, p)
@@ -77,9 +78,8 @@ def _brute_force(n: int, seed: int) -> Iterator[dict[str, Any]]:
             words[0] = [w for w in words[0] if (f := [c for c in w if c % 2 == 0]) == sorted(f)]
         least = min(map(all_orders.period, product(*words)))
         begin = time.perf_counter()
-        found = search(
-            costs, n, memory=float(n), split_backward=split, catalogue=False, seconds=10, seed=seed
-        )
+        space = SearchSpace(costs, n, memory=float(n), split_backward=split)
+        found = search(space, catalogue=False, seconds=10, seed=seed)
         name = "halves" if split else "whole backwards"
         tried = prod(map(len, words))
         times = least, found.seconds, found.bound
@@ -93,21 +93,21 @@ def _unrolled(given: OrderProblem) -> OrderProblem:
         tuple((d + k * size, lag) for d, lag in needed) for k in range(m) for needed in given.needs
     ]
     return OrderProblem(
-        given.placement * m, 1, given.kinds, given.seconds * m, tuple(needs), given.held * m,
-        given.work * m, given.waiting * m, given.room, given.updates * m,
+        given.placement * m, 1, given.kinds, given.seconds * m, tuple(needs), given.kept_bytes * m,
+        given.workspace_bytes * m, given.waiting_bytes * m, given.room, given.update_seconds * m,
     )  # fmt: skip
 
 
-def _words(given: OrderProblem, rank: int) -> list[Word]:
+def _words(given: OrderProblem, rank: int) -> list[RankOrder]:
     """All orders of a rank that fit and run what an op needs before it."""
-    chains, m = given.of_rank[rank], given.n_microbatches
-    found: list[Word] = [[]]
+    chains, m = given.chains_of_rank[rank], given.n_microbatches
+    found: list[RankOrder] = [[]]
     for _ in range(len(chains) * m):
         found = [[*word, c] for word in found for c in chains if _may_follow(given, word, c)]
     return [word for word in found if given.fits(rank, word)]
 
 
-def _may_follow(given: OrderProblem, word: Word, c: int) -> bool:
+def _may_follow(given: OrderProblem, word: RankOrder, c: int) -> bool:
     k, own = word.count(c), given.placement[c // len(given.kinds)]
     needed = [d for d, _ in given.needs[c] if given.placement[d // len(given.kinds)] == own]
     return k < given.n_microbatches and all(word.count(d) > k for d in needed)
@@ -144,10 +144,15 @@ def _unequal(
         for n in config.stages:
             find = search_steady if limit in late else search
             try:
-                found = find(
-                    costs[n * p], m, ranks=p, memory=memory, hardware=hardware,
-                    seconds=config.seconds, seed=seed,
-                )  # fmt: skip
+                space = SearchSpace(
+                    costs[n * p],
+                    m,
+                    ranks=p,
+                    memory=memory,
+                    hardware=hardware,
+                    split_backward=limit not in late,
+                )
+                found = find(space, seconds=config.seconds, seed=seed)
             except UserError as error:  # the stages do not fit
                 tqdm.write(f"{n} stages a rank: {error}")
             else:

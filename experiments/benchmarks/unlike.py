@@ -23,7 +23,7 @@ from benchmarks import slept
 from toolkit.cli.check_options import check_counts
 from toolkit.cost import simulate
 from toolkit.errors import UserError
-from toolkit.plan import deal, search
+from toolkit.plan import SearchSpace, assign_by_speed, search
 from toolkit.runtime import Distributed, join, launch
 from toolkit.runtime.process_group.join import World
 from toolkit.schedule import Schedule
@@ -52,20 +52,25 @@ def compare(task: SimpleNamespace) -> list[Row]:
     """Measure costs, deal by them, and train by each schedule, as one rank."""
     torch.set_num_threads(1)
     world, alike = join(device="cpu"), [1.0] * task.ranks
-    _, runtime = _trained(world, task, deal(task.stages, task.microbatches, alike))
+    _, runtime = _trained(world, task, assign_by_speed(task.stages, task.microbatches, alike))
     costs, hardware = runtime.costs()
 
     def searched(speeds: Sequence[float]) -> Schedule:
         found = None
         if world.rank == 0:
             machine = replace(hardware, speeds=speeds)
-            given: Any = {"ranks": task.ranks, "hardware": machine, "split_backward": False}
-            limits: Any = {"seconds": task.search_seconds, "seed": task.seed}
-            found = search(costs, task.microbatches, **given, **limits).schedule
+            space = SearchSpace(
+                costs,
+                task.microbatches,
+                ranks=task.ranks,
+                hardware=machine,
+                split_backward=False,
+            )
+            found = search(space, seconds=task.search_seconds, seed=task.seed).schedule
         return world.gather(found)[0]
 
     ways: dict[str, Callable[[Sequence[float]], Schedule]] = {
-        "micro-batches": lambda speeds: deal(task.stages, task.microbatches, speeds),
+        "micro-batches": lambda speeds: assign_by_speed(task.stages, task.microbatches, speeds),
         "stages": searched,
     }
     rows = []

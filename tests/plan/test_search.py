@@ -11,8 +11,10 @@ from toolkit.cost.affordable_delay import step_seconds
 from toolkit.errors import UserError
 from toolkit.plan import exact
 from toolkit.plan.list_schedule import list_schedule
-from toolkit.plan.order_problem import order_problem
+from toolkit.plan.order_bound import step_bound
 from toolkit.plan.search import search
+from toolkit.plan.search_space import SearchSpace, order_problem
+from toolkit.plan.stage_groups import StageGroups
 from toolkit.schedule import Schedule, catalog
 
 V_OF_3 = (0, 1, 2, 2, 1, 0)
@@ -43,10 +45,10 @@ def test_times_are_those_of_the_simulator(make, sizes, placement, split):
     schedule = make(*sizes)
     costs = stages(*(1 + j % 3 for j in range(sizes[0])))
     given = problem(costs, sizes[1], placement, split_backward=split)
-    words = given.words(schedule)
+    words = given.orders_of(schedule)
     assert given.period(words) == step_seconds(schedule, costs, UNIT)
     assert given.schedule(words, schedule.name) == schedule
-    assert given.bound() <= given.period(words)
+    assert step_bound(given) <= given.period(words)
 
 
 def test_messages_updates_and_unequal_ranks_count():
@@ -54,7 +56,7 @@ def test_messages_updates_and_unequal_ranks_count():
     hardware = Hardware("slow", 1, 20, 1, link_latency=0.125, speeds=(1, 2, 1))
     schedule = catalog.one_f_one_b(3, 6)
     given = order_problem(costs, 6, range(3), hardware, split_backward=False)
-    assert given.period(given.words(schedule)) == pytest.approx(
+    assert given.period(given.orders_of(schedule)) == pytest.approx(
         step_seconds(schedule, costs, hardware), rel=1e-12
     )
 
@@ -70,12 +72,15 @@ def test_messages_updates_and_unequal_ranks_count():
     ids=["1F1B", "ZB-H1", "ZB-V"],
 )
 def test_known_schedules_are_found_and_proven(split, placement, memory, m, least):
-    found = search(
+    space = SearchSpace(
         stages(*[1.0] * len(placement)),
         m,
         placement=placement,
         memory=memory,
         split_backward=split,
+    )
+    found = search(
+        space,
         catalogue=False,
         exact=None if placement == V_OF_3 else False,
         seconds=10,
@@ -135,9 +140,8 @@ def test_no_order_of_all_is_faster(costs, room):
     """Two stages, three micro-batches: every order, not only those in order of micro-batches."""
     ranks = [[o for o in orders_of(3, r == 0) if most_held(o) <= room] for r in range(2)]
     times = [step_of(orders, costs) for orders in product(*ranks)]
-    found = search(
-        stages(*costs), 3, memory=room, split_backward=False, catalogue=False, exact=True, seconds=1
-    )
+    space = SearchSpace(stages(*costs), 3, memory=room, split_backward=False)
+    found = search(space, catalogue=False, exact=True, seconds=1)
     assert found.seconds == found.bound == min(t for t in times if t is not None)
 
 
@@ -156,7 +160,7 @@ def test_bounds_hold(seed):
     placement = draw.choice([(0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 0, 1)])
     given = order_problem(costs, 3, placement, hardware, memory=[16.0] * (max(placement) + 1))
     solved, bound = exact.solve(given, list_schedule(given, [1.0, 0.0, *range(12)]), 10)
-    assert given.bound() <= given.period(solved) + 1e-9
+    assert step_bound(given) <= given.period(solved) + 1e-9
     assert given.period(solved) == pytest.approx(bound)
 
 
@@ -191,7 +195,7 @@ def test_words_of_three_stages_by_brute_force(split):
 def test_unequal_stages_are_faster_than_the_catalogue():
     """A large last stage: 1F1B with halves, at the memory of 1F1B."""
     costs = stages(1.0, 1.0, 1.0, 2.0)
-    found = search(costs, 6, memory=4, exact=False, seconds=3)
+    found = search(SearchSpace(costs, 6, memory=4), exact=False, seconds=3)
     best = min(
         step_seconds(make(4, 6), costs, UNIT) for make in (catalog.one_f_one_b, catalog.gpipe)
     )
@@ -205,7 +209,7 @@ def test_unequal_stages_are_faster_than_the_catalogue():
 def test_stages_go_to_the_ranks_that_suit_them():
     hardware = Hardware("two kinds", 1, 1e9, 1e9, speeds=(1, 3))
     costs = stages(3.0, 1.0, 1.0, 3.0)
-    found = search(costs, 4, ranks=2, hardware=hardware, seconds=5, exact=False)
+    found = search(SearchSpace(costs, 4, ranks=2, hardware=hardware), seconds=5, exact=False)
     load = [
         sum(costs[j].forward_seconds for j in range(4) if found.placement[j] == r) for r in (0, 1)
     ]
@@ -230,16 +234,17 @@ def test_listed_orders_end_and_fit(placement, room):
 def test_neighbours_on_a_rank_run_as_one_op():
     """Merged orders take no less time and room than the split ones that they stand for."""
     given = problem(stages(*[1.0] * 8), 4, [0] * 4 + [1] * 4, memory=[24.0] * 2)
-    merged = given.merged
-    assert given.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    groups = StageGroups(given)
+    merged = groups.merged
+    assert groups.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert merged.seconds == (2.0,) * 12
     words = list_schedule(merged, [9.0, 0.0, *range(12)])
-    assert given.split(words)[0][:4] == [0, 3, 6, 9]
-    assert given.period(given.split(words)) <= merged.period(words)
-    assert given.peaks(given.split(words)) <= merged.peaks(words)
-    assert given.bound() <= merged.bound()
+    assert groups.split(words)[0][:4] == [0, 3, 6, 9]
+    assert given.period(groups.split(words)) <= merged.period(words)
+    assert given.peaks(groups.split(words)) <= merged.peaks(words)
+    assert step_bound(given) <= step_bound(merged)
     alone = problem(stages(*[1.0] * 8), 4, [0, 1] * 4)
-    assert alone.merged is alone
+    assert StageGroups(alone).merged is alone
 
 
 def test_messages_that_wait_take_room():
@@ -250,7 +255,7 @@ def test_messages_that_wait_take_room():
     timeline = simulate(schedule.lower(6).verify(), costs, UNIT)
     assert given.peaks(words) == [timeline.peak_memory(0), timeline.peak_memory(1)]
     assert given.peaks(words)[1] > 1.5  # one micro-batch, and inputs of others
-    found = search(costs, 4, split_backward=False, memory=2.0, seconds=1, exact=False)
+    found = search(SearchSpace(costs, 4, split_backward=False, memory=2.0), seconds=1, exact=False)
     assert max(found.memory) <= 2.0
 
 
@@ -258,8 +263,8 @@ def test_recomputing_stages_hold_less_and_take_longer():
     costs = recomputing(stages(1.0, 1.0), "all")
     given = problem(costs, 2, memory=[3.0] * 2)
     assert given.seconds == (1.0, 3.0, 0.0) * 2
-    assert given.held == (0.0, 0.0)
-    found = search(costs, 4, memory=3.0, seconds=1, exact=False)
+    assert given.kept_bytes == (0.0, 0.0)
+    found = search(SearchSpace(costs, 4, memory=3.0), seconds=1, exact=False)
     assert max(found.memory) <= 3.0
 
 
@@ -283,17 +288,19 @@ def search_with_peaks(monkeypatch, peaks):
     rooms = []
     timelines = map(Measured, peaks)
 
-    def make_problem(costs, m, where, hardware, split_backward, room, optimizer_bytes):
+    make_problem = SearchSpace.problem
+
+    def problem_in(space, placement, room):
         if [*room] not in rooms[-1:]:
             rooms.append([*room])
-        return order_problem(costs, m, where, hardware, split_backward, room, optimizer_bytes)
+        return make_problem(space, placement, room)
 
-    # The package's own ``search`` is the function, which hides the module of that name.
-    monkeypatch.setitem(search.__globals__, "order_problem", make_problem)
-    monkeypatch.setitem(search.__globals__, "simulated", lambda *_: next(timelines))
-    options = {"split_backward": False, "exact": False, "seconds": 0.2, "placement": (0, 1)}
+    monkeypatch.setattr(SearchSpace, "problem", problem_in)
+    monkeypatch.setattr(SearchSpace, "simulate", lambda *_: next(timelines))
+    options = {"split_backward": False, "placement": (0, 1)}
+    space = SearchSpace(stages(1.0, 1.0), 4, memory=[2.0, 4.0], **options)
     try:
-        found = search(stages(1.0, 1.0), 4, memory=[2.0, 4.0], **options)
+        found = search(space, exact=False, seconds=0.2)
     except UserError as error:
         return rooms, str(error)
     return rooms, found
@@ -320,20 +327,21 @@ def test_mistakes():
     with pytest.raises(
         UserError, match=r"stages \[0\] with one micro-batch take 1 bytes of rank 0"
     ):
-        search(costs, 2, memory=0.5)
+        search(SearchSpace(costs, 2, memory=0.5))
     with pytest.raises(UserError, match=r"placement is the rank of each of 2 stages.*got \[0, 2\]"):
-        search(costs, 2, placement=[0, 2])
+        SearchSpace(costs, 2, placement=[0, 2])
     with pytest.raises(UserError, match="each of 3 ranks runs a stage: got 2 stages"):
-        search(costs, 2, ranks=3)
+        SearchSpace(costs, 2, ranks=3)
     with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 1"):
-        search(costs, 2, memory=[1.0])
+        SearchSpace(costs, 2, memory=[1.0])
 
 
 def test_the_fewest_limits_that_cannot_be_met_together():
     """1F1B takes 33 s with 4 micro-batches on rank 0; faster steps need more room there alone."""
     costs = stages(*[1.0] * 4)
-    options = {"split_backward": False, "catalogue": False, "exact": False, "seconds": 2}
-    assert search(costs, 8, memory=4, step_seconds=33, **options).seconds == 33
+    options = {"catalogue": False, "exact": False, "seconds": 2}
+    four, three = (SearchSpace(costs, 8, memory=k, split_backward=False) for k in (4, 3))
+    assert search(four, step_seconds=33, **options).seconds == 33
     given = problem(costs, 8, split_backward=False, memory=[3.0, 2.0, 2.0, 1.0])
     assert exact.conflict(given, 33, 20) == (0,)
     assert exact.conflict(given, 32, 20) == ()
@@ -344,9 +352,9 @@ def test_the_fewest_limits_that_cannot_be_met_together():
     with pytest.raises(
         UserError, match=r"no orders take 33 s a step in 3 bytes of rank 0: the fast"
     ):
-        search(costs, 8, memory=3, step_seconds=33, **options)
+        search(three, step_seconds=33, **options)
     with pytest.raises(UserError, match=r"no orders take 30 s a step in any memory: the fastest"):
-        search(costs, 8, memory=4, step_seconds=30, **options)
+        search(four, step_seconds=30, **options)
 
 
 def test_rooms_of_two_ranks_in_conflict():
@@ -367,10 +375,8 @@ def test_without_or_tools_exact_says_what_to_install(monkeypatch):
 def test_progress_is_reported():
     said = []
     search(
-        stages(1.0, 2.0, 1.5),
-        9,
+        SearchSpace(stages(1.0, 2.0, 1.5), 9, memory=2),
         seconds=2.5,
-        memory=2,
         exact=False,
         progress=lambda *x: said.append(x),
     )
@@ -381,6 +387,6 @@ def test_progress_is_reported():
 
 
 def test_what_is_found_is_an_ordinary_schedule():
-    found = search(stages(1.0, 2.0), 3, memory=2, seconds=1, exact=False)
+    found = search(SearchSpace(stages(1.0, 2.0), 3, memory=2), seconds=1, exact=False)
     again = Schedule.from_csv(found.schedule.to_csv(), name="searched")
     assert again == found.schedule

@@ -1,4 +1,4 @@
-"""The fastest rank orders of small problems, by OR-tools' CP-SAT: a proof, or a bound.
+"""Least training steps of small problems, by OR-tools' CP-SAT: a proof, or a bound.
 
 Starts are whole ticks; a training step takes a period, in which each rank runs its ops. Seconds are
 rounded down to ticks, so that the bound holds; there is no rounding if all are multiples of a tick.
@@ -13,8 +13,11 @@ from math import floor, inf, isfinite
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.plan.order_problem import OrderProblem, Word
+from toolkit.plan.order_bound import step_bound
+from toolkit.plan.order_problem import OrderProblem, RankOrder
+from toolkit.plan.search_space import OnSearch
 
+_SMALL = 1000  # ops of a training step
 _LEVELS = 10**6  # of a rank's room, where bytes are rounded
 
 
@@ -23,45 +26,45 @@ def available() -> bool:
     return find_spec("ortools") is not None
 
 
+def is_small(problem: OrderProblem) -> bool:
+    """Whether OR-tools is asked by default."""
+    return problem.n_ops <= _SMALL
+
+
 def solve(
     problem: OrderProblem,
-    words: list[Word],
+    orders: list[RankOrder],
     seconds: float,
-    report: Callable[[str, float, float], None] | None = None,
-    workers: int = 8,
-) -> tuple[list[Word], float]:
+    report: OnSearch | None = None,
+) -> tuple[list[RankOrder], float]:
     """Improve orders until they are proven to be the fastest, or ``seconds`` have passed.
 
     Args:
         problem: the problem.
-        words: ``[rank]``, orders to begin with.
+        orders: ``[rank]``, to begin with.
         seconds: limit of the solver.
-        report: called with the activity, the seconds of a step with ``words``, and the bound.
-        workers: threads of the solver.
+        report: called with the activity, the seconds of a step with ``orders``, and the bound.
 
     Returns:
-        The best orders, ``words`` or better, and seconds that none falls below.
+        The best orders, ``orders`` or better, and seconds that none falls below.
 
     Raises:
         UserError: OR-tools is not installed.
     """
-    cp = cp_model()
-    tick = problem.tick()
-    model, starts, period = _model(cp, problem, tick)
-    model.minimize(period)
-    known_seconds = problem.period(words)
-    for chain_starts, variables in zip(problem.starts(words), starts, strict=True):
+    model = _Model(problem)
+    model.cp.minimize(model.period)
+    first_seconds = problem.period(orders)
+    for chain_starts, variables in zip(problem.starts(orders), model.starts, strict=True):
         for start, variable in zip(chain_starts, variables, strict=True):
-            model.add_hint(variable, floor(start / tick))
-    solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
+            model.cp.add_hint(variable, floor(start / problem.tick))
+    solver = _solver(seconds)
     if report:
-        solver.best_bound_callback = lambda bound: report("proving", known_seconds, bound * tick)
-    status = solver.solve(model)
-    if status in (cp.OPTIMAL, cp.FEASIBLE):
-        words = min(words, _words(problem, starts, solver.value), key=problem.period)
-    return words, solver.best_objective_bound * tick
+        solver.best_bound_callback = lambda bound: report(
+            "proving", first_seconds, bound * problem.tick
+        )
+    if solver.status_name(solver.solve(model.cp)) in ("OPTIMAL", "FEASIBLE"):
+        orders = min(orders, model.orders(solver.value), key=problem.period)
+    return orders, solver.best_objective_bound * problem.tick
 
 
 def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tuple[int, ...] | None:
@@ -79,31 +82,31 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
     Raises:
         UserError: OR-tools is not installed.
     """
-    cp, end = cp_model(), time.monotonic() + seconds
-    limited = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
-
-    def impossible(ranks: Sequence[int], seconds: float) -> bool:
-        room = [
-            room_bytes if rank in ranks else inf for rank, room_bytes in enumerate(problem.room)
-        ]
-        relaxed_problem = replace(problem, room=tuple(room))
-        if relaxed_problem.bound() > step_seconds * (1 + 1e-9):
-            return True
-        tick = relaxed_problem.tick()
-        model, _, period = _model(cp, relaxed_problem, tick)
-        model.add(period <= floor(step_seconds / tick + 1e-6))
-        solver = cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.1, seconds)
-        solver.parameters.num_workers = 8
-        return solver.solve(model) == cp.INFEASIBLE
-
-    if not impossible(limited, seconds / 2):
+    cp_model()  # raises before any bound decides
+    end = time.monotonic() + seconds
+    limited_ranks = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
+    if not _is_impossible(problem, limited_ranks, step_seconds, seconds / 2):
         return None
-    for size in range(len(limited)):
-        for ranks in combinations(limited, size):
-            if (seconds_left := end - time.monotonic()) > 0 and impossible(ranks, seconds_left / 2):
+    for size in range(len(limited_ranks)):
+        for ranks in combinations(limited_ranks, size):
+            seconds_left = end - time.monotonic()
+            if seconds_left > 0 and _is_impossible(problem, ranks, step_seconds, seconds_left / 2):
                 return ranks
-    return tuple(limited)
+    return tuple(limited_ranks)
+
+
+def _is_impossible(
+    problem: OrderProblem, ranks: Sequence[int], step_seconds: float, seconds: float
+) -> bool:
+    """Whether it is proven that no orders are so fast if only ``ranks`` have limited room."""
+    room = [room_bytes if rank in ranks else inf for rank, room_bytes in enumerate(problem.room)]
+    relaxed_problem = replace(problem, room=tuple(room))
+    if step_bound(relaxed_problem) > step_seconds * (1 + 1e-9):
+        return True
+    model = _Model(relaxed_problem)
+    model.cp.add(model.period <= floor(step_seconds / relaxed_problem.tick + 1e-6))
+    solver = _solver(max(0.1, seconds))
+    return bool(solver.status_name(solver.solve(model.cp)) == "INFEASIBLE")
 
 
 def cp_model() -> Any:
@@ -117,108 +120,119 @@ def cp_model() -> Any:
     return cp_model
 
 
-def _words(
-    problem: OrderProblem, starts: list[list[Any]], value: Callable[[Any], int]
-) -> list[Word]:
-    n_kinds = len(problem.kinds)
-    return [
-        [
-            chain
-            for *_, chain in sorted(
-                (value(start), chain % n_kinds, chain)
-                for chain in chains
-                for start in starts[chain]
-            )
-        ]
-        for chains in problem.of_rank
-    ]
+def _solver(seconds: float) -> Any:
+    solver = cp_model().CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 8
+    return solver
 
 
-def _model(cp: Any, problem: OrderProblem, tick: float) -> tuple[Any, list[list[Any]], Any]:
-    """Build the model; return it, its starts ``[chain][microbatch]`` and its period."""
-    model = cp.CpModel()
-    n_kinds, n_microbatches = len(problem.kinds), problem.n_microbatches
+class _Model:
+    """Constraints on the starts of a training step's ops.
 
-    def ticks(amount: float) -> int:
-        return floor(amount / tick + 1e-6)
-
-    op_ticks = [ticks(amount) for amount in problem.seconds]
-    lags = [ticks(lag) for chain_needs in problem.needs for _, lag in chain_needs]
-    update_ticks = [ticks(amount) for amount in problem.updates]
-    # The longest row of ops: all of them in turn.
-    horizon = n_microbatches * (sum(op_ticks) + sum(lags)) + sum(update_ticks)
-    starts = [[model.new_int_var(0, horizon, "") for _ in range(n_microbatches)] for _ in op_ticks]
-    period = model.new_int_var(ticks(problem.bound()), horizon, "period")
-    model.add(starts[0][0] == 0)
-    for chain, chain_needs in enumerate(problem.needs):
-        for before, after in pairwise(starts[chain]):
-            model.add(after >= before + op_ticks[chain])
-        for needed_chain, lag in chain_needs:
-            for before, after in zip(starts[needed_chain], starts[chain], strict=True):
-                model.add(after >= before + op_ticks[needed_chain] + ticks(lag))
-    for rank, chains in enumerate(problem.of_rank):
-        spans = {
-            chain: [
-                model.new_fixed_size_interval_var(start, op_ticks[chain], "")
-                for start in starts[chain]
-            ]
-            for chain in chains
-        }
-        model.add_no_overlap([span for chain_spans in spans.values() for span in chain_spans])
-        for chain in chains:
-            end = starts[chain][-1] + op_ticks[chain]
-            model.add(end <= starts[chains[0]][0] + period)
-            if chain % n_kinds == n_kinds - 1:
-                model.add(
-                    end + update_ticks[chain // n_kinds] <= starts[chain - n_kinds + 1][0] + period
-                )
-        if isfinite(problem.room[rank]):
-            _limit(model, problem, rank, starts, spans, op_ticks, horizon, tick)
-    return model, starts, period
-
-
-def _limit(
-    model: Any,
-    problem: OrderProblem,
-    rank: int,
-    starts: list[list[Any]],
-    spans: dict[int, list[Any]],
-    op_ticks: list[int],
-    horizon: int,
-    tick: float,
-) -> None:
-    """Add the constraint that the rank keeps to its room.
-
-    Workspace, messages that wait and activations each take an interval of bytes.
+    Attributes:
+        cp: OR-tools' model.
+        starts: its variables, ``[chain][microbatch]``, in ticks.
+        period: its variable, the ticks of a training step.
     """
-    n_kinds, room = len(problem.kinds), problem.room[rank]
-    byte_counts = [*problem.held, *problem.work, *problem.waiting, room]
-    exact = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
-    bytes_per_level = 1.0 if exact else room / _LEVELS
-    intervals, interval_levels = [], []
-    for chain, chain_spans in spans.items():
-        if work_levels := floor(problem.work[chain] / bytes_per_level):
-            intervals += chain_spans
-            interval_levels += [work_levels] * len(chain_spans)
-        if waiting_levels := floor(problem.waiting[chain] / bytes_per_level):
-            needed_chain, lag = problem.needs[chain][-1]
-            for sent, op_start in zip(starts[needed_chain], starts[chain], strict=True):
-                arrival, length = (
-                    sent + op_ticks[needed_chain] + floor(lag / tick + 1e-6),
-                    model.new_int_var(0, horizon, ""),
-                )
-                intervals.append(model.new_interval_var(arrival, length, op_start, ""))
-                interval_levels.append(waiting_levels)
-        if chain % n_kinds == 0 and (
-            held_levels := floor(problem.held[chain // n_kinds] / bytes_per_level)
-        ):
-            last_chain = chain + n_kinds - 1
-            for op_start, backward_start in zip(starts[chain], starts[last_chain], strict=True):
-                length = model.new_int_var(0, horizon, "")
-                intervals.append(
-                    model.new_interval_var(
-                        op_start, length, backward_start + op_ticks[last_chain], ""
-                    )
-                )
-                interval_levels.append(held_levels)
-    model.add_cumulative(intervals, interval_levels, floor(room / bytes_per_level))
+
+    def __init__(self, problem: OrderProblem) -> None:
+        self.problem = problem
+        self.cp = cp_model().CpModel()
+        n_microbatches = problem.n_microbatches
+        self.op_ticks = [self.ticks(seconds) for seconds in problem.seconds]
+        update_ticks = [self.ticks(seconds) for seconds in problem.update_seconds]
+        lags = [self.ticks(lag) for chain_needs in problem.needs for _, lag in chain_needs]
+        # The longest row of ops: all of them in turn.
+        self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(update_ticks)
+        self.starts = [[self.variable() for _ in range(n_microbatches)] for _ in self.op_ticks]
+        self.period = self.cp.new_int_var(self.ticks(step_bound(problem)), self.horizon, "period")
+        self.cp.add(self.starts[0][0] == 0)
+        for chain, chain_needs in enumerate(problem.needs):
+            for previous_start, start in pairwise(self.starts[chain]):
+                self.cp.add(start >= previous_start + self.op_ticks[chain])
+            for needed_chain, lag in chain_needs:
+                for needed_start, start in zip(
+                    self.starts[needed_chain], self.starts[chain], strict=True
+                ):
+                    arrival = needed_start + self.op_ticks[needed_chain] + self.ticks(lag)
+                    self.cp.add(start >= arrival)
+        for rank, chains in enumerate(problem.chains_of_rank):
+            spans = {chain: self.spans(chain) for chain in chains}
+            self.cp.add_no_overlap([span for row in spans.values() for span in row])
+            for stage in problem.stages_of_rank[rank]:
+                self.end_within_period(rank, stage, update_ticks[stage])
+            if isfinite(problem.room[rank]):
+                self.limit_memory(rank, spans)
+
+    def ticks(self, seconds: float) -> int:
+        """Return whole ticks, rounded down."""
+        return floor(seconds / self.problem.tick + 1e-6)
+
+    def variable(self) -> Any:
+        """Return a new variable in ticks."""
+        return self.cp.new_int_var(0, self.horizon, "")
+
+    def spans(self, chain: int) -> list[Any]:
+        """Return an interval for each op of ``chain``."""
+        return [
+            self.cp.new_fixed_size_interval_var(start, self.op_ticks[chain], "")
+            for start in self.starts[chain]
+        ]
+
+    def end_within_period(self, rank: int, stage: int, update_ticks: int) -> None:
+        """Let the ops of a stage end before its rank, and its weights, begin the next step."""
+        rank_start = self.starts[self.problem.chains_of_rank[rank][0]][0]
+        chains = self.problem.chains(stage)
+        for chain in chains:
+            end = self.starts[chain][-1] + self.op_ticks[chain]
+            self.cp.add(end <= rank_start + self.period)
+        self.cp.add(end + update_ticks <= self.starts[chains[0]][0] + self.period)
+
+    def limit_memory(self, rank: int, spans: dict[int, list[Any]]) -> None:
+        """Keep a rank to its room: workspace, waiting messages and activations are intervals."""
+        problem = self.problem
+        room = problem.room[rank]
+        byte_counts = [*problem.kept_bytes, *problem.workspace_bytes, *problem.waiting_bytes, room]
+        has_whole_bytes = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
+        bytes_per_level = 1.0 if has_whole_bytes else room / _LEVELS
+        intervals: list[Any] = []
+        levels: list[int] = []
+        for chain, chain_spans in spans.items():
+            starts = self.starts[chain]
+            if level := floor(problem.workspace_bytes[chain] / bytes_per_level):
+                intervals += chain_spans
+                levels += [level] * len(chain_spans)
+            if level := floor(problem.waiting_bytes[chain] / bytes_per_level):
+                sender, lag = problem.needs[chain][-1]
+                message_ticks = self.op_ticks[sender] + self.ticks(lag)
+                arrivals = [start + message_ticks for start in self.starts[sender]]
+                intervals += self.intervals(arrivals, starts)
+                levels += [level] * len(starts)
+            stage, kind = divmod(chain, problem.n_kinds)
+            level = floor(problem.kept_bytes[stage] / bytes_per_level)
+            if kind == 0 and level:
+                last_chain = problem.chains(stage)[-1]
+                ends = [start + self.op_ticks[last_chain] for start in self.starts[last_chain]]
+                intervals += self.intervals(starts, ends)
+                levels += [level] * len(starts)
+        self.cp.add_cumulative(intervals, levels, floor(room / bytes_per_level))
+
+    def intervals(self, starts: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
+        """Return intervals from each start to its end."""
+        return [
+            self.cp.new_interval_var(start, self.variable(), end, "")
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def orders(self, value: Callable[[Any], int]) -> list[RankOrder]:
+        """Return a solution's rank orders; of ops that start together, the first kind first."""
+        orders = []
+        for chains in self.problem.chains_of_rank:
+            timed_chains = [
+                (value(start), chain % self.problem.n_kinds, chain)
+                for chain in chains
+                for start in self.starts[chain]
+            ]
+            orders.append([chain for *_, chain in sorted(timed_chains)])
+        return orders

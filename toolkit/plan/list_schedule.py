@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from toolkit.plan.order_problem import OrderProblem, Word
+from toolkit.plan.order_problem import OrderProblem, RankOrder
 
 
-def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[Word]:
+def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[RankOrder]:
     """Order the ops of all ranks: of the ops it can begin soon, a rank runs that of least key.
 
     A forward waits where the rank's micro-batches could then no longer end, the oldest first.
@@ -16,93 +16,114 @@ def list_schedule(problem: OrderProblem, keys: Sequence[float]) -> list[Word]:
         keys: seconds between micro-batches, seconds for which a rank waits for a lower key, and
             those of each chain's op on micro-batch 0.
     """
-    interval, patience, *offsets = keys
-    n_microbatches, n_kinds, needs, held_bytes = (
-        problem.n_microbatches,
-        len(problem.kinds),
-        problem.needs,
-        problem.held,
-    )
+    lists = _Lists(problem, keys)
     ranks = range(problem.n_ranks)
-    ends: list[list[float]] = [[] for _ in offsets]
-    rank_orders: list[Word] = [[] for _ in ranks]
-    free_at = [0.0 for _ in ranks]
-    stages_of_rank = [
-        [chain // n_kinds for chain in chains if chain % n_kinds == 0] for chains in problem.of_rank
-    ]
-    whole_model = [sum(held_bytes[stage] for stage in stages) for stages in stages_of_rank]
-    workspace_bytes = [max(problem.work[chain] for chain in chains) for chains in problem.of_rank]
-    free_bytes = [
-        room - workspace for room, workspace in zip(problem.room, workspace_bytes, strict=True)
-    ]
+    choices = [lists.next_op(rank) for rank in ranks]
+    while True:
+        start, chain, rank = min((*choices[rank], rank) for rank in ranks)
+        if chain < 0:
+            return lists.orders
+        lists.run(rank, chain, start)
+        # The op can change what its rank runs next, and that of ranks which need its result.
+        for changed_rank in {rank, *lists.ranks_waiting[chain]}:
+            choices[changed_rank] = lists.next_op(changed_rank)
 
-    # A forward fits only if the micro-batches under way can still end, the oldest first: it
-    # needs room for all their remaining stages. Otherwise the rank would wait for ever.
-    def fits(rank: int, stage: int) -> bool:
-        bytes_left = free_bytes[rank] - held_bytes[stage]
-        if bytes_left >= whole_model[rank]:
-            return True
-        n_forwards = {
-            rank_stage: len(ends[rank_stage * n_kinds]) + (rank_stage == stage)
-            for rank_stage in stages_of_rank[rank]
-        }
-        n_backwards = {
-            rank_stage: len(ends[rank_stage * n_kinds + n_kinds - 1])
-            for rank_stage in stages_of_rank[rank]
-        }
-        for microbatch in range(min(n_backwards.values()), max(n_forwards.values())):
-            if (
-                sum(
-                    held_bytes[rank_stage]
-                    for rank_stage in stages_of_rank[rank]
-                    if n_forwards[rank_stage] <= microbatch
-                )
-                > bytes_left
-            ):
-                return False
-            bytes_left += sum(
-                held_bytes[rank_stage]
-                for rank_stage in stages_of_rank[rank]
-                if n_backwards[rank_stage] <= microbatch < n_forwards[rank_stage]
-            )
-        return bytes_left >= 0
 
-    def choose(rank: int) -> tuple[float, int]:
+class _Lists:
+    """Orders so far, and what ranks can run next."""
+
+    def __init__(self, problem: OrderProblem, keys: Sequence[float]) -> None:
+        self.problem = problem
+        self.interval, self.patience, *self.keys = keys
+        self.orders: list[RankOrder] = [[] for _ in problem.room]
+        self.ends: list[list[float]] = [[] for _ in problem.seconds]  # [chain][microbatch]
+        self.free_at = [0.0 for _ in problem.room]
+        self.free_bytes = [
+            room - max(problem.workspace_bytes[chain] for chain in chains)
+            for room, chains in zip(problem.room, problem.chains_of_rank, strict=True)
+        ]
+        self.microbatch_bytes = [
+            sum(problem.kept_bytes[stage] for stage in stages) for stages in problem.stages_of_rank
+        ]
+        self.ranks_waiting: list[set[int]] = [set() for _ in problem.seconds]  # for each chain
+        for chain, needs in enumerate(problem.needs):
+            for needed_chain, _ in needs:
+                rank = problem.placement[chain // problem.n_kinds]
+                self.ranks_waiting[needed_chain].add(rank)
+
+    def next_op(self, rank: int) -> tuple[float, int]:
         """Return the start of the rank's next op, and its chain; the chain is -1 without an op."""
-        candidates, earliest_start, now = [], inf, free_at[rank]
-        for chain in problem.of_rank[rank]:
+        problem = self.problem
+        ends = self.ends
+        n_kinds = problem.n_kinds
+        candidates = []
+        earliest_start = inf
+        for chain in problem.chains_of_rank[rank]:
             microbatch = len(ends[chain])
-            if microbatch == n_microbatches:
+            if microbatch == problem.n_microbatches:
                 continue
-            start = now
-            for needed_chain, lag in needs[chain]:
+            start = self.free_at[rank]
+            for needed_chain, lag in problem.needs[chain]:
                 needed_ends = ends[needed_chain]
                 if len(needed_ends) <= microbatch:
                     break
                 if needed_ends[microbatch] + lag > start:
                     start = needed_ends[microbatch] + lag
             else:
-                if chain % n_kinds or fits(rank, chain // n_kinds):
-                    candidates.append((offsets[chain] + microbatch * interval, start, chain))
+                if chain % n_kinds or self._fits(rank, chain // n_kinds):
+                    key = self.keys[chain] + microbatch * self.interval
+                    candidates.append((key, start, chain))
                     earliest_start = min(earliest_start, start)
-        return min(
-            (candidate for candidate in candidates if candidate[1] <= earliest_start + patience),
+        latest_start = earliest_start + self.patience
+        _, start, chain = min(
+            (candidate for candidate in candidates if candidate[1] <= latest_start),
             default=(0, inf, -1),
-        )[1:]
+        )
+        return start, chain
 
-    choices = [choose(rank) for rank in ranks]
-    while choices_of_ranks := [(*choices[rank], rank) for rank in ranks if choices[rank][1] >= 0]:
-        start, chain, rank = min(choices_of_ranks)
-        free_at[rank] = start + problem.seconds[chain]
-        ends[chain].append(free_at[rank])
-        rank_orders[rank].append(chain)
-        if chain % n_kinds in (0, n_kinds - 1):
-            free_bytes[rank] += (
-                held_bytes[chain // n_kinds] if chain % n_kinds else -held_bytes[chain // n_kinds]
-            )
-        for waiting_rank in problem.users[chain]:
-            choices[waiting_rank] = choose(waiting_rank)
-    return rank_orders
+    def run(self, rank: int, chain: int, start: float) -> None:
+        """Run the next op of ``chain`` on ``rank``."""
+        problem = self.problem
+        stage, kind = divmod(chain, problem.n_kinds)
+        self.free_at[rank] = start + problem.seconds[chain]
+        self.ends[chain].append(self.free_at[rank])
+        self.orders[rank].append(chain)
+        if kind == 0:
+            self.free_bytes[rank] -= problem.kept_bytes[stage]
+        elif kind == problem.n_kinds - 1:
+            self.free_bytes[rank] += problem.kept_bytes[stage]
+
+    def _fits(self, rank: int, new_stage: int) -> bool:
+        """Whether all micro-batches under way can still end after a forward of ``new_stage``.
+
+        They end in turn, the oldest first: each needs room for its remaining stages, and then frees
+        all of them. Otherwise the rank would wait for ever.
+        """
+        kept_bytes = self.problem.kept_bytes
+        bytes_left = self.free_bytes[rank] - kept_bytes[new_stage]
+        if bytes_left >= self.microbatch_bytes[rank]:
+            return True
+
+        stages = self.problem.stages_of_rank[rank]
+        n_forwards = {}
+        n_backwards = {}
+        for stage in stages:
+            chains = self.problem.chains(stage)
+            n_forwards[stage] = len(self.ends[chains[0]])
+            n_backwards[stage] = len(self.ends[chains[-1]])
+        n_forwards[new_stage] += 1
+        for microbatch in range(min(n_backwards.values()), max(n_forwards.values())):
+            remaining_bytes = 0.0
+            freed_bytes = 0.0
+            for stage in stages:
+                if n_forwards[stage] <= microbatch:
+                    remaining_bytes += kept_bytes[stage]
+                elif n_backwards[stage] <= microbatch:
+                    freed_bytes += kept_bytes[stage]
+            if remaining_bytes > bytes_left:
+                return False
+            bytes_left += freed_bytes
+        return bytes_left >= 0
 
 
 def simple_keys(problem: OrderProblem) -> Iterator[tuple[float, ...]]:
@@ -111,22 +132,23 @@ def simple_keys(problem: OrderProblem) -> Iterator[tuple[float, ...]]:
     They differ in the interval between micro-batches, in whether backwards go before forwards, and
     in how long backwards of weights are put off: not at all, or until a rank would wait.
     """
-    n_kinds, n_stages = len(problem.kinds), len(problem.held)
-    start_alone, now = [0.0] * len(problem.seconds), 0.0
-    for chain in (
-        *range(0, n_kinds * n_stages, n_kinds),
-        *range(n_kinds * (n_stages - 1) + 1, 0, -n_kinds),
-    ):
-        start_alone[chain] = now
-        now += problem.seconds[chain]
-    busiest_seconds = max(map(problem.load, range(problem.n_ranks))) / problem.n_microbatches
+    start_alone = [0.0] * len(problem.seconds)
+    end = 0.0
+    for chain in problem.path:
+        start_alone[chain] = end
+        end += problem.seconds[chain]
+
+    weight_delays = [0.0]
+    if problem.n_kinds == 3:
+        weight_delays = [0.0, end, 100 * end]
+    busiest_seconds = problem.busiest_seconds
     for interval in (busiest_seconds / 2, busiest_seconds, 2 * busiest_seconds):
-        for backward_lead in (0.0, now):  # of the backwards
-            for weight_delay in (0.0, now, 100 * now) if n_kinds == 3 else (0.0,):
-                keys = [
-                    start + (0 if chain % n_kinds else backward_lead)
-                    for chain, start in enumerate(start_alone)
-                ]
-                for chain in range(2, len(keys), 3) if n_kinds == 3 else ():
-                    keys[chain] = keys[chain - 1] + weight_delay
+        for backward_lead in (0.0, end):
+            for weight_delay in weight_delays:
+                keys = [*start_alone]
+                for stage in range(problem.n_stages):
+                    forward, backward, *weight_chains = problem.chains(stage)
+                    keys[forward] += backward_lead
+                    for chain in weight_chains:
+                        keys[chain] = keys[backward] + weight_delay
                 yield (interval, 0.0, *keys)

@@ -13,7 +13,8 @@ from toolkit.format import duration
 from toolkit.plan.candidates import LARGEST, Candidate, candidates
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
-from toolkit.plan.search import Found, search
+from toolkit.plan.search import search
+from toolkit.plan.search_space import SearchResult, SearchSpace
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.choice import choice_of, options_of
 
@@ -108,7 +109,7 @@ class Sweep:
         activity = "searching for affordable delays"
         self._add(self._each(activity, self.machines.settle, tasks, len(tasks)))
 
-    def search(self, seconds: float) -> Found | None:
+    def search(self, seconds: float) -> SearchResult | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
         pipelines = [
             prediction
@@ -123,14 +124,17 @@ class Sweep:
         machines, costs = self.machines, self._costs(fastest)
         limits = [machines.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
         begin = time.monotonic()
-        search_result = search(
+        space = SearchSpace(
             costs,
             fastest.schedule.n_microbatches,
             ranks=fastest.schedule.n_ranks,
             hardware=machines.hardware,
             memory=limits,
-            seconds=seconds,
             optimizer_bytes=machines.optimizer_bytes(costs),
+        )
+        search_result = search(
+            space,
+            seconds=seconds,
             progress=lambda activity, step_seconds, bound: self.on_progress(
                 f"searching for rank orders ({' '.join(duration(step_seconds))})",
                 min(1.0, (time.monotonic() - begin) / seconds),

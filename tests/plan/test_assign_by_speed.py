@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.cost import Hardware, StageCost, simulate
 from toolkit.errors import UserError
-from toolkit.plan import deal
+from toolkit.plan import assign_by_speed
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from toolkit.plan import deal
     ],
 )
 def test_a_rank_gets_micro_batches_by_its_speed(m, speeds, expected):
-    schedule = deal(3, m, speeds)
+    schedule = assign_by_speed(3, m, speeds)
     ranks = [[schedule.rank(j, k) for k in range(m)] for j in range(3)]
     assert [ranks[0].count(r) for r in range(len(speeds))] == expected
     assert ranks[0] == ranks[1] == ranks[2]
@@ -30,4 +30,4 @@ def test_a_rank_gets_micro_batches_by_its_speed(m, speeds, expected):
 @pytest.mark.parametrize(("m", "speeds", "named"), [(3, (1, 0.1), "rank 1"), (2, (1, 0), "speeds")])
 def test_refuses(m, speeds, named):
     with pytest.raises(UserError, match=named):
-        deal(2, m, speeds)
+        assign_by_speed(2, m, speeds)

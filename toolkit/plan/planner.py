@@ -21,7 +21,7 @@ from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
-from toolkit.plan.search import Found
+from toolkit.plan.search_space import SearchResult
 from toolkit.plan.sweep import NEAR, SLOW, Sweep
 from toolkit.schedule.catalog import METHODS
 
@@ -55,7 +55,7 @@ class Plan:
     given: str
     n_candidates: int
     left_out: Mapping[int, str] = field(default_factory=dict)
-    searched: Found | None = None
+    searched: SearchResult | None = None
 
     @property
     def verdict(self) -> str:

@@ -1,0 +1,299 @@
+"""Annealing of rank orders: random changes, of which faster ones stay.
+
+The search has two stages. A block is a placement and the keys of list scheduling: a change of it
+moves many ops at once. Then single ops change their places in the orders.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import exp, inf
+from typing import TypeVar
+
+from toolkit.errors import UserError
+from toolkit.plan import exact as exact_solver
+from toolkit.plan.list_schedule import simple_keys
+from toolkit.plan.order_bound import step_bound
+from toolkit.plan.order_problem import OrderProblem, RankOrder
+from toolkit.plan.search_space import OnSearch, SearchSpace
+from toolkit.plan.stage_groups import StageGroups
+from toolkit.plan.stage_placement import Places
+from toolkit.schedule import catalog
+
+TIE = 1e-9
+"""Relative difference of sums of seconds, or bytes, that are equal."""
+
+_T = TypeVar("_T")
+_Block = tuple[Places, tuple[float, ...]]
+"""A placement, and the keys of :func:`list_schedule`."""
+
+_HEAT = 0.02, 2e-4  # of annealing, first and last, relative to a step
+
+
+class OrderAnnealing:
+    """A search for orders in a room that may be less than the limits.
+
+    Attributes:
+        n_tried: orders that were timed.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        room: Sequence[float],
+        draw: random.Random,
+        progress: OnSearch | None,
+    ) -> None:
+        self.n_tried = 0
+        self._draw = draw
+        self._progress = progress
+        self._last_report = time.monotonic()
+        room_of_attempt = tuple(room)
+
+        @lru_cache(1000)
+        def groups_of(placement: Places) -> StageGroups:
+            return StageGroups(space.problem(placement, room_of_attempt))
+
+        self._groups_of = groups_of
+
+    def best(
+        self,
+        placements: Sequence[Places],
+        placement_is_free: bool,
+        end: float,
+        exact: bool | None,
+        catalogue: bool,
+    ) -> tuple[OrderProblem, list[RankOrder], float]:
+        """Return the best orders, their problem, and a bound on the seconds of a step.
+
+        The time until ``end`` is shared: first keys and placements, then OR-tools on merged
+        stages, then single places of ops, and last OR-tools on all stages.
+
+        Args:
+            placements: those to begin with.
+            placement_is_free: whether to look for others.
+            end: time at which the search ends, by :func:`time.monotonic`.
+            exact: as in :func:`toolkit.plan.search`.
+            catalogue: as in :func:`toolkit.plan.search`.
+
+        Raises:
+            UserError: on each placement a rank has no room for one micro-batch.
+        """
+        begin = time.monotonic()
+        seconds_left = end - time.monotonic()
+        block, candidates = self._first_block(placements, catalogue)
+        bound = 0.0
+        if not placement_is_free:
+            bound = step_bound(self._groups_of(block[0]).problem)
+
+        # 1. Keys and placements.
+        use_exact = exact_solver.available() if exact is None else exact
+        block_share = 0.3 if use_exact else 0.5
+        block = self._anneal_block(
+            block, placement_is_free, begin + block_share * seconds_left, bound
+        )
+        groups = self._groups_of(block[0])
+        problem = groups.problem
+        orders = groups.list_orders(block[1])
+
+        # 2. OR-tools on merged stages, if neighbours were merged.
+        if use_exact and groups.merged is not problem and exact_solver.is_small(groups.merged):
+            orders, _ = self._solve(groups.merged, orders, begin + 0.6 * seconds_left)
+        candidates.append((problem, groups.split(orders)))
+        problem, orders = min(
+            candidates, key=lambda pair: (not _fits(*pair), pair[0].period(pair[1]))
+        )
+
+        # 3. Single places of ops.
+        bound = step_bound(problem)
+        use_exact = use_exact and (exact is True or exact_solver.is_small(problem))
+        seconds_left = end - time.monotonic()
+        exact_seconds = 0.7 * seconds_left if use_exact else 0.0
+        orders = self._anneal_places(problem, orders, end - exact_seconds, bound)
+
+        # 4. OR-tools on all stages.
+        if use_exact and problem.period(orders) > bound * (1 + TIE):
+            orders, proven_bound = self._solve(problem, orders, end)
+            bound = max(bound, proven_bound)
+        return problem, orders, bound
+
+    def _first_block(
+        self, placements: Sequence[Places], catalogue: bool
+    ) -> tuple[_Block, list[tuple[OrderProblem, list[RankOrder]]]]:
+        """Return the fastest block of simple keys, and the catalogue's orders."""
+        blocks: list[_Block] = []
+        catalogue_orders = []
+        for placement in placements:
+            try:
+                problem = self._groups_of(placement).problem
+            except UserError as error:  # a rank has no room
+                room_error = error
+                continue
+            blocks += [(placement, keys) for keys in simple_keys(problem)]
+            if catalogue:
+                catalogue_orders += [(problem, orders) for orders in _catalogue_orders(problem)]
+        if not blocks:
+            raise room_error
+        return min(blocks, key=self._block_seconds), catalogue_orders
+
+    def _block_seconds(self, block: _Block) -> float:
+        """Return the seconds of a training step; infinite if a rank has no room."""
+        placement, keys = block
+        try:
+            groups = self._groups_of(placement)
+        except UserError:
+            return inf
+        return groups.merged.period(groups.list_orders(keys))
+
+    def _block_fits(self, block: _Block) -> bool:
+        placement, keys = block
+        groups = self._groups_of(placement)
+        return _fits(groups.merged, groups.list_orders(keys))
+
+    def _solve(
+        self, problem: OrderProblem, orders: list[RankOrder], end: float
+    ) -> tuple[list[RankOrder], float]:
+        """Return ``orders`` or better ones, and a bound, by OR-tools."""
+        seconds = max(1.0, end - time.monotonic())
+        exact_orders, bound = exact_solver.solve(problem, orders, seconds, self._report)
+        is_better = _fits(problem, exact_orders) or not _fits(problem, orders)
+        return exact_orders if is_better else orders, bound
+
+    def _anneal_block(
+        self, block: _Block, placement_is_free: bool, end: float, bound: float
+    ) -> _Block:
+        """Anneal keys, and ranks of stages if they are free."""
+        longest_op = max(self._groups_of(block[0]).problem.seconds)
+
+        def change(block: _Block) -> _Block:
+            placement, keys = block
+            if placement_is_free and self._draw.random() < 0.5:
+                return self._changed_placement(placement), keys
+            return placement, self._changed_keys(keys, longest_op)
+
+        return self._anneal(block, change, self._block_seconds, self._block_fits, end, bound)
+
+    def _changed_placement(self, placement: Places) -> Places:
+        """Move a stage to the rank of another one or of a neighbour, or exchange two stages."""
+        draw = self._draw
+        stage_ranks = [*placement]
+        n_stages = len(stage_ranks)
+        stage = draw.randrange(n_stages)
+        other_stage = draw.randrange(n_stages)
+        # The rank of the moved stage needs another one.
+        if draw.random() < 0.7 and stage_ranks.count(stage_ranks[stage]) > 1:
+            neighbours = (max(stage - 1, 0), min(stage + 1, n_stages - 1))
+            stage_ranks[stage] = stage_ranks[draw.choice((other_stage, *neighbours))]
+        else:
+            stage_ranks[stage] = placement[other_stage]
+            stage_ranks[other_stage] = placement[stage]
+        return tuple(stage_ranks)
+
+    def _changed_keys(self, keys: Sequence[float], longest_op: float) -> tuple[float, ...]:
+        draw = self._draw
+        interval, patience, *chain_keys = keys
+        deviation = interval * draw.choice((0.2, 1.0, 4.0))
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            chain_keys[draw.randrange(len(chain_keys))] += draw.gauss(0, deviation)
+        if draw.random() < 0.2:
+            interval *= exp(draw.gauss(0, 0.2))
+        if draw.random() < 0.2:
+            patience = draw.choice((0.0, draw.random())) * longest_op
+        return (interval, patience, *chain_keys)
+
+    def _anneal_places(
+        self, problem: OrderProblem, orders: list[RankOrder], end: float, bound: float
+    ) -> list[RankOrder]:
+        """Anneal single places of ops in the orders."""
+        draw = self._draw
+
+        def change(orders: list[RankOrder]) -> list[RankOrder]:
+            rank = draw.randrange(len(orders))
+            order = [*orders[rank]]
+            position = draw.randrange(len(order))
+            new_position = position + draw.choice((-1, 1)) * int(1 + draw.expovariate(0.4))
+            new_position = min(max(new_position, 0), len(order) - 1)
+            order.insert(new_position, order.pop(position))
+            if not problem.fits(rank, order):
+                return orders
+            return [*orders[:rank], order, *orders[rank + 1 :]]
+
+        def fits(orders: list[RankOrder]) -> bool:
+            return _fits(problem, orders)
+
+        return self._anneal(orders, change, problem.period, fits, end, bound)
+
+    def _anneal(
+        self,
+        first: _T,
+        change: Callable[[_T], _T],
+        seconds_of: Callable[[_T], float],
+        fits: Callable[[_T], bool],
+        end: float,
+        bound: float,
+    ) -> _T:
+        """Return the best of many changes, until ``end`` or the ``bound``.
+
+        Early on, slower changes are accepted too, so that the search leaves local minima.
+        """
+        current = best = first
+        current_seconds = seconds_of(first)
+        best_seconds = current_seconds if fits(first) else inf
+        begin = now = time.monotonic()
+        hot, cold = _HEAT
+        while now < end and best_seconds > bound * (1 + TIE):
+            heat = hot * (cold / hot) ** ((now - begin) / (end - begin)) * current_seconds
+            now = time.monotonic()
+            changed = change(current)
+            if changed is current:
+                continue
+            self.n_tried += 1
+            changed_seconds = seconds_of(changed)
+            # The chance to accept a slower change falls with the heat.
+            if changed_seconds <= current_seconds or self._draw.random() < exp(
+                (current_seconds - changed_seconds) / heat
+            ):
+                current = changed
+                current_seconds = changed_seconds
+                if current_seconds < best_seconds and fits(current):
+                    best = current
+                    best_seconds = current_seconds
+            self._report("annealing", best_seconds, bound)
+        return best
+
+    def _report(self, activity: str, seconds: float, bound: float) -> None:
+        """Call ``progress``, at most once a second."""
+        if self._progress is None:
+            return
+        now = time.monotonic()
+        if now - self._last_report > 1:
+            self._last_report = now
+            self._progress(activity, seconds, bound)
+
+
+def _fits(problem: OrderProblem, orders: list[RankOrder]) -> bool:
+    """Whether ranks have room for activations and for messages that wait."""
+    peaks = problem.peaks(orders)
+    return all(peak <= room * (1 + TIE) for peak, room in zip(peaks, problem.room, strict=True))
+
+
+def _catalogue_orders(problem: OrderProblem) -> Iterator[list[RankOrder]]:
+    """Yield the catalogue's orders that have this placement and fit into the room."""
+    for method in catalog.METHODS.values():
+        if method.kind != "pipeline":
+            continue
+        options = {}
+        if "n_ranks" in method.options:
+            options = {"n_ranks": problem.n_ranks}
+        try:
+            schedule = method(problem.n_stages, problem.n_microbatches, **options)
+        except UserError:  # these sizes do not suit it
+            continue
+        placements = {*zip(*schedule.layout.cycles, strict=True)}  # of each micro-batch
+        kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
+        if schedule.max_staleness or placements != {problem.placement} or kinds != {*problem.kinds}:
+            continue
+        orders = problem.orders_of(schedule)
+        if all(map(problem.fits, range(problem.n_ranks), orders)):
+            yield orders
