@@ -19,8 +19,29 @@ CONTENTS = """
 docs/from_scratch
 docs/explorer
 experiments/README
-experiments/results/README
 conf/README
+```
+
+```{toctree}
+:caption: Results
+:hidden:
+experiments/results/README
+experiments/results/accuracy
+experiments/results/own_rates
+experiments/results/language_models
+experiments/results/delays
+experiments/results/learning_rates
+experiments/results/memory
+experiments/results/checkpointing
+experiments/results/situations
+experiments/results/links
+experiments/results/plans
+experiments/results/searched_orders
+experiments/results/pipelines
+experiments/results/communication
+experiments/results/architectures
+experiments/results/speed
+experiments/results/failures
 ```
 
 ```{toctree}

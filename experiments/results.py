@@ -2,8 +2,8 @@
 
     python experiments/results.py [--check]
 
-Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README.md and experiments/results/README.md
-show the table of experiments/results/NAME/result.json and its origin. --check only compares.
+Between ``<!-- result: NAME -->`` and ``<!-- end -->``, README.md and the pages of results show
+the table of experiments/results/NAME/result.json and its origin. --check only compares.
 """
 
 import re
@@ -24,7 +24,7 @@ from toolkit.schedule import labels
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 _SHORT = "_short"  # ends the name of a table with some of a result's rows
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -12,12 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 MISSING = [name for name in ("playwright", "sphinx", "furo", "myst_nb") if find_spec(name) is None]
+RESULTS = sorted(ROOT.glob("experiments/results/*.md"))
 SHOWN = [
     "index.html",
     "docs/explorer.html",
     "docs/from_scratch.html",
     "experiments/README.html",
-    "experiments/results/README.html",
+    *(f"experiments/results/{page.stem}.html" for page in RESULTS),
     "conf/README.html",
     "notebooks/1_schedules.html",
     "docs/python/schedule.html",

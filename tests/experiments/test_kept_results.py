@@ -1,4 +1,4 @@
-"""Numbers in README and on the page of results are those of the kept results."""
+"""Numbers in README and on the pages of results are those of the kept results."""
 
 import json
 import re
@@ -9,7 +9,9 @@ from tests.experiments.command import EXPERIMENTS
 
 RESULTS = EXPERIMENTS / "results"
 KEPT = sorted(path.parent.name for path in RESULTS.glob("*/result.json"))
-PAGES = [EXPERIMENTS.parent / "README.md", RESULTS / "README.md"]
+INDEX = RESULTS / "README.md"
+ANSWERS = sorted({*RESULTS.glob("*.md")} - {INDEX})
+PAGES = [EXPERIMENTS.parent / "README.md", INDEX, *ANSWERS]
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def results(monkeypatch):
     return results
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["readme", "results"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_pages_show_the_kept_results(results, page):
     assert page in results.PAGES
     assert results.rendered(page.read_text()) == page.read_text()
@@ -40,11 +42,31 @@ def test_check_finds_a_typed_number(results, tmp_path, monkeypatch):
     assert typed.read_text() == page.read_text()
 
 
-def test_page_has_every_result():
-    page = (RESULTS / "README.md").read_text()
-    assert sorted(re.findall(r"<!-- result: (\w+) -->", page)) == KEPT
+def test_pages_have_every_result_once():
+    pages = "".join(page.read_text() for page in ANSWERS)
+    assert sorted(re.findall(r"<!-- result: (\w+) -->", pages)) == KEPT
     figures = {f"{path.parent.name}/{path.name}" for path in RESULTS.glob("*/*.png")}
-    assert figures <= set(re.findall(r"\]\((\S+?\.png)\)", page))
+    assert figures <= set(re.findall(r"\]\((\S+?\.png)\)", pages))
+
+
+@pytest.mark.parametrize("page", ANSWERS, ids=lambda page: page.stem)
+def test_a_page_asks_one_question_and_opens_with_its_finding(page):
+    text = page.read_text()
+    assert re.match(r"# [^\n]+\?\n\n\*\*[^*]+\.\*\*\n\n", text)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+    assert len(text.splitlines()) <= 350
+    assert f"]({page.name})" in INDEX.read_text()
+
+
+def test_the_index_has_ten_findings():
+    """Each has a number, besides its own, and a link to its page."""
+    findings = INDEX.read_text().partition("## Ten findings\n")[2].partition("\nM is")[0]
+    sentences = re.split(r"^\d+\. ", findings, flags=re.MULTILINE)[1:]
+    assert len(sentences) == 10
+    for sentence in sentences:
+        text, _, link = sentence.rpartition("](")
+        assert re.search(r"\d", text)
+        assert (RESULTS / link.partition(")")[0].partition("#")[0]) in ANSWERS
 
 
 def test_origin_says_how_rates_were_chosen(results, tmp_path, monkeypatch):
