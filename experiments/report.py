@@ -34,7 +34,8 @@ def main(config: DictConfig) -> None:
     from toolkit import __version__
     from toolkit.results.collect import frame
     from toolkit.results.publish import publish
-    from toolkit.results.report import build_report, to_html
+    from toolkit.results.report import build_report
+    from toolkit.results.report_page import to_html
     from toolkit.results.runs import read_runs
 
     runs = read_runs(folders)

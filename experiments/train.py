@@ -59,7 +59,6 @@ def main(config: DictConfig) -> Ended:
         name=f"{run.schedule.name}, seed {config.seed}",
         group=Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None,
         resume=resumed,
-        here=is_rank_zero(),
     ) as tracker:
         with Records(run, folder, tracker, resumed) as records:
             try:

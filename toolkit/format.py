@@ -106,7 +106,7 @@ def _general(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _aligned(headers: Sequence[str], cells: Sequence[Sequence[object]], form: str) -> str:
+def _aligned(headers: Sequence[object], cells: Sequence[Sequence[object]], form: str) -> str:
     """Return a table whose columns of numbers are aligned to the right."""
     alignments = []
     for column in zip_longest(*cells, fillvalue=""):

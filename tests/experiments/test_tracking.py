@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.command import TINY, run, succeeded
 from tests.results.fake_wandb import wait_for_offline_run
-from toolkit.results import Tracker, provenance, wandb_run
+from toolkit.results import Tracker, provenance, tracker
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 _NAMED = "rule", "schedule_label", "schedule_family"
@@ -18,7 +18,7 @@ TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(wandb_run, "_reported", set())
+    monkeypatch.setattr(tracker, "_reported", set())
 
 
 def files_with(folder, text):

@@ -16,7 +16,8 @@ from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
 from toolkit.results.publish import publish, wandb_report
-from toolkit.results.report import Command, Report, Table, Text, build_report
+from toolkit.results.report import build_report
+from toolkit.results.report_page import Command, Report, Table, Text
 from toolkit.results.runs import read_runs
 from toolkit.schedule import catalog
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.results import folders
 from toolkit.results import paired_difference
-from toolkit.results.report import Command, Figure, Table, Text, build_report
+from toolkit.results.report import build_report
+from toolkit.results.report_page import Command, Figure, Table, Text
 from toolkit.results.runs import read_runs
 
 FOLDER = {"_target_": "toolkit.training.data.image_folder"}

@@ -7,7 +7,8 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 
 from tests.results import folders
-from toolkit.results.report import Command, Figure, Report, Table, Text, build_report, to_html
+from toolkit.results.report import build_report
+from toolkit.results.report_page import Command, Figure, Report, Table, Text, to_html
 from toolkit.results.runs import read_runs
 
 HOSTILE = "<script>alert(1)</script>\"'&"

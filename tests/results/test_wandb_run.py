@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.errors import UserError
 from toolkit.options import TrackingOptions
-from toolkit.results import track, wandb_run
+from toolkit.results import track, tracker, wandb_run
 from toolkit.runtime.microbatches import StepResult
 from toolkit.training import Epoch, Step
 
@@ -20,7 +20,7 @@ from toolkit.training import Epoch, Step
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """No note was printed before; the user has no key."""
-    monkeypatch.setattr(wandb_run, "_reported", set())
+    monkeypatch.setattr(tracker, "_reported", set())
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
@@ -29,7 +29,13 @@ def begin(folder, *, resume=False, own=None, **options):
     tracking = {"mode": "offline", **options}
     config = {"seed": 3, "model": {"name": "resnet8"}, "resume": None, "tracking": tracking}
     return track(
-        config, folder, device="a machine", name="a run", resume=resume, own=own, group="many"
+        config,
+        folder,
+        device="a machine",
+        name="a run",
+        resume=resume,
+        run_folder=own,
+        group="many",
     )
 
 

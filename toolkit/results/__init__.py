@@ -13,7 +13,8 @@ from toolkit.results.statistics import (
     over_seeds,
     paired_difference,
 )
-from toolkit.results.wandb_run import Tracker, track, track_measured, track_schedule
+from toolkit.results.tracker import Tracker
+from toolkit.results.wandb_run import track, track_measured, track_schedule
 
 __all__ = [
     "Equivalence",

@@ -138,6 +138,11 @@ class Group:
         run_of_seed = {run.seed: run for run in by_start if run.counts and run.seed is not None}
         return dict(sorted(run_of_seed.items()))
 
+    @property
+    def n_diverged(self) -> int:
+        """Number of runs whose loss diverged."""
+        return sum(run.diverged and not run.counts for run in self.runs)
+
     def baseline(self, others: Sequence["Group"]) -> "Group":
         """Return the first group with these settings if several have them, else the first."""
         comparable_groups = [group for group in others if group.settings == self.settings]

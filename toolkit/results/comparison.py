@@ -172,11 +172,9 @@ def train_one(
         folder,
         device=describe(run.device),
         name=f"{run.schedule.name}, seed {seed}",
-        job_type="compare",
         group=group_of(folder),
         resume=True,
-        own=run_folder,
-        here=is_rank_zero(),
+        run_folder=run_folder,
     ) as tracker:
         tracker.config({"rule": name})
         track_schedule(tracker, run.schedule)

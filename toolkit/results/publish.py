@@ -12,9 +12,10 @@ from unicodedata import category
 from toolkit.errors import UserError, first_line
 from toolkit.format import table
 from toolkit.metric import ACCURACY
-from toolkit.results.report import Block, Command, Report, Table, Text
+from toolkit.results.report_page import Block, Command, Report, Table, Text
 from toolkit.results.runs import Run
-from toolkit.results.wandb_run import STEP, WANDB_RUN, environment, group_of, read_identity
+from toolkit.results.tracker import STEP
+from toolkit.results.wandb_run import WANDB_RUN, environment, group_of, read_identity
 
 _LONGEST_TITLE = 128
 _CLIENT = {
