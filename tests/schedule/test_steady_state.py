@@ -29,7 +29,6 @@ from toolkit.schedule import (
 )
 from toolkit.schedule.paper_table import RULES as PAPERS_RULES
 from toolkit.schedule.paper_table import SETTINGS, compare
-from toolkit.schedule.program import received_of, traffic_of
 from toolkit.schedule.steady_state import (
     Footprint,
     footprint,
@@ -38,6 +37,7 @@ from toolkit.schedule.steady_state import (
     steady_steps,
     steps_to_time,
 )
+from toolkit.schedule.traffic import received_of, traffic_of
 
 RULES = [1, "freshest"]
 DP = 0  # the rules by their delay

@@ -10,7 +10,7 @@ from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.cost.timeline import COMPUTE, UPDATE, Span, Timeline
 from toolkit.schedule import Action, Schedule
-from toolkit.schedule.program import rounds
+from toolkit.schedule.traffic import rounds
 
 
 def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:

@@ -14,7 +14,7 @@ from toolkit.errors import UserError, suggest, whole
 from toolkit.files import conf
 from toolkit.model.analysis import Work
 from toolkit.schedule import Action
-from toolkit.schedule.program import rounds
+from toolkit.schedule.traffic import rounds
 
 _LATENCIES = "link_latency", "local_latency"
 

@@ -51,8 +51,8 @@ from toolkit.schedule.instruction import (
     LETTERS,
     collector_paused,
 )
-from toolkit.schedule.program import traffic_of
 from toolkit.schedule.steady_state import steady_steps
+from toolkit.schedule.traffic import traffic_of
 
 
 def simulate(

@@ -45,32 +45,41 @@ def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
 def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:
     """For each of the instructions of ``rank`` the positions of those that it waits for, ascending.
 
-    A sum of gradients is used when all parts before have been added; a received part is added when
-    the sum is used, and later parts after it was sent. A weight version is freed after its last
-    use, and comes again only after that.
+    A sum of gradients is used when all contributions before have been added; a received one is
+    added when the sum is used, and later ones after it was sent. A weight version is freed after
+    its last use, and comes again only after that.
     """
     return [tuple(sorted(positions)) for positions in unsorted_needs(instructions, rank)]
 
 
 def unsorted_needs(instructions: Sequence[Instruction], rank: int) -> Iterator[list[int]]:
     """Yield the positions of :func:`needs` in any order."""
-    do = _Needs(rank).do
+    needs_of_action = _Needs(rank).of_action
     for position, i in enumerate(instructions):
-        yield do[i.action](position, i)
+        yield needs_of_action[i.action](position, i)
 
 
 class _Needs:
-    """Positions that make, use and free each buffer of the rank."""
+    """What instructions wait for: ``of_action[action](position, instruction)``, in order.
+
+    Attributes:
+        maker: position of what made weights or what crosses a boundary.
+        last_free: position of the last free of weights.
+        users: positions that use weights.
+        contributions: positions that have added to a sum since it was last used.
+        sent_sum: position that sent a sum.
+        microbatch_ops: positions of a stage's ops on a micro-batch.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.made: dict[tuple, int] = {}  # weights and boundaries
-        self.freed: dict[tuple, int] = {}  # weights
-        self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
-        self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
-        self.handed: defaultdict[tuple, list[int]] = defaultdict(list)  # sums sent
-        self.kept: defaultdict[tuple, list[int]] = defaultdict(list)  # ops on a micro-batch
-        self.do: list[Callable[[int, Instruction], list[int]]] = [
+        self.maker: dict[tuple, int] = {}
+        self.last_free: dict[tuple, int] = {}
+        self.users: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.contributions: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.sent_sum: dict[tuple, list[int]] = {}
+        self.microbatch_ops: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.of_action: list[Callable[[int, Instruction], list[int]]] = [
             *[self.op] * len(Kind),
             self.update,
             self.predict,
@@ -80,63 +89,68 @@ class _Needs:
 
     def op(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, version, buffer, _ = i
-        microbatch_ops = self.kept[stage, microbatch, step]
+        microbatch_ops = self.microbatch_ops[stage, microbatch, step]
         needed = [*microbatch_ops]
         microbatch_ops.append(position)
         for weights in i.reads if buffer else ((stage, version),):
             needed += self._use(position, weights)
         if action == FORWARD:
             needed += self._take((ACTIVATION, stage - 1, microbatch, step))
-            self.made[ACTIVATION, stage, microbatch, step] = position
+            self.maker[ACTIVATION, stage, microbatch, step] = position
         elif action != BACKWARD_WEIGHT:
             needed += self._take((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
-            self.made[ACTIVATION_GRADIENT, stage, microbatch, step] = position
+            self.maker[ACTIVATION_GRADIENT, stage, microbatch, step] = position
         if action in (BACKWARD, BACKWARD_WEIGHT):
-            needed += self.handed[stage, step]  # or the message could take this part along
-            self.parts[stage, step].append(position)
+            # Before the sum is sent it must not grow, or the message could take this one along.
+            needed += self.sent_sum.get((stage, step), ())
+            self.contributions[stage, step].append(position)
         return needed
 
     def update(self, position: int, i: Instruction) -> list[int]:
-        needed = self.parts.pop((i.stage, i.step), [])
+        needed = self.contributions.pop((i.stage, i.step), [])
         if i.step is not None:  # it begins with the version before
             needed += self._use(position, (i.stage, i.step))
-        self.made[i.stage, i.version] = position
+        self.maker[i.stage, i.version] = position
         return needed
 
     def predict(self, position: int, i: Instruction) -> list[int]:
-        self.made[i.weights] = position
-        return [maker for weights in i.reads for maker in self._use(position, weights)]
+        self.maker[i.weights] = position
+        needed = []
+        for weights in i.reads:
+            needed += self._use(position, weights)
+        return needed
 
     def free(self, position: int, i: Instruction) -> list[int]:
         if i.buffer == ACTIVATION:
-            return self.kept.pop((i.stage, i.microbatch, i.step), [])
-        self.freed[i.weights] = position
-        return self.uses.pop(i.weights, []) + self._take(i.weights)
+            return self.microbatch_ops.pop((i.stage, i.microbatch, i.step), [])
+        self.last_free[i.weights] = position
+        return self.users.pop(i.weights, []) + self._take(i.weights)
 
     def communicate(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, _, buffer, _ = i
         if microbatch is not None:
             if action == SEND:
                 return self._take((buffer, stage, microbatch, step))
-            self.made[buffer, stage, microbatch, step] = position
+            self.maker[buffer, stage, microbatch, step] = position
             return []
         if buffer == WEIGHTS:
             if not i.leaves(self.rank):
                 return self._use(position, i.weights)
-            self.made[i.weights] = position
-            return [self.freed[i.weights]] if i.weights in self.freed else []
-        needed = [] if action == RECV else self.parts.pop((stage, step), [])
+            self.maker[i.weights] = position
+            return [self.last_free[i.weights]] if i.weights in self.last_free else []
+        # What a received sum is added to may still be incomplete: only who uses it waits.
+        needed = [] if action == RECV else self.contributions.pop((stage, step), [])
         if i.leaves(self.rank):
-            self.parts[stage, step].append(position)
+            self.contributions[stage, step].append(position)
         elif action == SEND:
-            self.handed[stage, step] = [position]
+            self.sent_sum[stage, step] = [position]
         return needed
 
-    def _use(self, position: int, key: tuple) -> list[int]:
-        self.uses[key].append(position)
-        return [self.made[key]] if key in self.made else []
+    def _use(self, position: int, weights: tuple) -> list[int]:
+        self.users[weights].append(position)
+        return [self.maker[weights]] if weights in self.maker else []
 
     def _take(self, key: tuple) -> list[int]:
         """Return the position that made a buffer; empty if it existed before the program."""
-        maker = self.made.pop(key, None)
+        maker = self.maker.pop(key, None)
         return [] if maker is None else [maker]

@@ -3,12 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
+from toolkit.schedule.traffic import NOTHING, Traffic, total_traffic, traffic_of
 from toolkit.schedule.verify import verify
 
 if TYPE_CHECKING:
@@ -21,13 +20,20 @@ class Program:
 
     Each stage's ``schedule.first_holders`` begin with the older versions that are read. Ticks count
     from the start of ``first_step``; ``schedule.timing.ticks_per_slot`` of them make a slot.
+
+    Args:
+        schedule: what was lowered.
+        n_steps: training steps.
+        ranks: ``[rank]``, its instructions in order.
+        first_step: the first of the training steps.
+        changes: ticks at which all have finished, and another schedule begins.
     """
 
     schedule: "Schedule"
     n_steps: int
-    ranks: tuple[tuple[Instruction, ...], ...] = field(repr=False)  # [rank], in order
+    ranks: tuple[tuple[Instruction, ...], ...] = field(repr=False)
     first_step: int = 0
-    changes: tuple[int, ...] = ()  # ticks at which all have finished, and another schedule begins
+    changes: tuple[int, ...] = ()
 
     @property
     def steps(self) -> range:
@@ -41,14 +47,15 @@ class Program:
     @cached_property
     def n_slots(self) -> int:
         """Slots until the last rank has finished."""
-        last_tick = max(i.tick for rank in self.ranks for i in rank)
+        last_tick = max(i.tick for instructions in self.ranks for i in instructions)
         return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
     def verify(self) -> "Program":
         """Replay the program and return it.
 
-        Raises UserError if an instruction lacks what it needs, or does what it must not; the
-        message names rank, slot and instruction.
+        Raises:
+            UserError: an instruction lacks what it needs, or does what it must not; the message
+                names rank, slot and instruction.
         """
         verify(self)
         return self
@@ -60,34 +67,48 @@ class Program:
     def first_forwards(self, since: int = 0) -> dict[int, int]:
         """Return the first forward of each rank that begins with the model's first stage.
 
-        The first from the tick ``since`` on, in ticks from there.
+        Args:
+            since: tick before which forwards do not count; the ticks returned count from it.
         """
         starts = {}
         for rank, instructions in enumerate(self.ranks):
-            forwards = (i for i in instructions if i.action == Action.FORWARD and i.tick >= since)
-            if (first := next(forwards, None)) is not None and first.stage == 0:
-                starts[rank] = first.tick - since
+            for i in instructions:
+                if i.action == Action.FORWARD and i.tick >= since:
+                    if i.stage == 0:
+                        starts[rank] = i.tick - since
+                    break
         return starts
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
-        tick = self.schedule.timing.ticks_per_slot
-        return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
+        return tuple(self._peak_of_slots(_live_activations(rank)) for rank in self.ranks)
 
     def total_activations(self) -> tuple[int, ...]:
         """Return the most activations of all ranks at one moment of each slot, ``[slot]``."""
-        gained: Counter[int] = Counter()
+        change_at_tick: Counter[int] = Counter()
         for instructions in self.ranks:
-            levels = [(0, 0), *_alive(instructions)]
-            for (_, before), (tick, alive) in pairwise(levels):
-                gained[tick] += alive - before
-        ticks = sorted(gained)
-        changes = zip(ticks, accumulate(gained[tick] for tick in ticks), strict=True)
-        return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
+            previous = 0
+            for tick, n_live in _live_activations(instructions):
+                change_at_tick[tick] += n_live - previous
+                previous = n_live
+        levels = []
+        n_live = 0
+        for tick in sorted(change_at_tick):
+            n_live += change_at_tick[tick]
+            levels.append((tick, n_live))
+        return self._peak_of_slots(levels)
+
+    def _peak_of_slots(self, levels: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        ticks_per_slot = self.schedule.timing.ticks_per_slot
+        return tuple(most_by_slot(levels, self.n_slots, ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
         """Return the most stage-activations that each rank holds at once, ``[rank]``."""
-        return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
+        peaks = []
+        for instructions in self.ranks:
+            levels = (n_live for _, n_live in _live_activations(instructions))
+            peaks.append(max(levels, default=0))
+        return tuple(peaks)
 
     def peak_weights(self) -> tuple[int, ...]:
         """Return the most stage-parameters held at once, ``[rank]``: all versions, and predictions.
@@ -100,99 +121,51 @@ class Program:
             n_versions = len(self.schedule.versions(stage, self.first_step))
             for rank in self.schedule.first_holders(stage, self.first_step):
                 first_weights[rank] += n_versions
-        return tuple(
-            max(
-                accumulate(
-                    (_weights_gained(i, rank) for i in instructions), initial=first_weights[rank]
-                )
-            )
-            for rank, instructions in enumerate(self.ranks)
-        )
+        peaks = []
+        for rank, instructions in enumerate(self.ranks):
+            n_held = peak = first_weights[rank]
+            for i in instructions:
+                n_held += _weights_gained(i, rank)
+                peak = max(peak, n_held)
+            peaks.append(peak)
+        return tuple(peaks)
 
-    def traffic(self, slots: range | None = None) -> tuple[tuple["Traffic", ...], ...]:
+    def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
         """Weights and gradients sent: ``[slot][rank]``.
 
-        A message counts in the slot that begins when it is sent. Collectives among n ranks count
-        by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
-        each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
-        ``slots`` are consecutive; None: all.
+        A message counts in the slot that begins when it is sent; see
+        :mod:`toolkit.schedule.traffic` for collectives.
+
+        Args:
+            slots: consecutive slots; None: all.
         """
-        slots = range(self.n_slots + 1) if slots is None else slots
-        total = [[NOTHING] * len(self.ranks) for _ in slots]
+        if slots is None:
+            slots = range(self.n_slots + 1)
+        table = [[NOTHING] * len(self.ranks) for _ in slots]
         for rank, instructions in enumerate(self.ranks):
-            sent_by_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
+            sent_in_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
                 if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
-                    sent_by_slot[self.slot(i)].append(traffic_of(i, rank))
-            for slot, messages in sent_by_slot.items():
-                total[slots.index(slot)][rank] = together(messages)
-        return tuple(map(tuple, total))
-
-
-class Traffic(NamedTuple):
-    """Parameter messages of one rank in one slot, and their size in stage-parameters."""
-
-    messages: int
-    units: Fraction
-
-
-NOTHING = Traffic(0, Fraction(0))
-
-
-def together(found: Sequence[Traffic]) -> Traffic:
-    """Return the sum of all messages and units."""
-    return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
-
-
-def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
-    """Return what all ranks send in each slot, in stage-parameters, from ``[slot][rank]``."""
-    return tuple(sum((sent.units for sent in slot if sent.units), Fraction()) for slot in traffic)
-
-
-def rounds(action: Action, n_ranks: int) -> int:
-    """Return how many messages of a collective, a ring or a binomial tree, wait for each other."""
-    return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
-
-
-def traffic_of(i: Instruction, rank: int) -> Traffic:
-    """Return what ``rank`` sends by an instruction that moves weights or gradients."""
-    if i.action == Action.ALL_REDUCE:
-        messages = rounds(i.action, len(i.peers))
-        return Traffic(messages, Fraction(messages, len(i.peers)))
-    if i.action == Action.BROADCAST:
-        messages = _tree_children(i.peers.index(rank), len(i.peers))
-    else:
-        messages = int(
-            i.action == Action.SEND or (i.action == Action.REDUCE and rank != i.peers[0])
-        )
-    return Traffic(messages, Fraction(messages))
-
-
-def received_of(i: Instruction, rank: int) -> Traffic:
-    """Return what ``rank`` receives by an instruction that moves something."""
-    if i.action == Action.ALL_REDUCE:
-        return traffic_of(i, rank)
-    if i.action == Action.REDUCE:
-        messages = _tree_children(i.peers.index(rank), len(i.peers))
-    else:
-        messages = int(i.action.communicates and i.leaves(rank))
-    return Traffic(messages, Fraction(messages))
-
-
-def _tree_children(position: int, n: int) -> int:
-    """Return how many children ``position`` has in the binomial tree over 0 .. n-1 with root 0."""
-    bits = range(position.bit_length(), n.bit_length())
-    return sum(position + (1 << bit) < n for bit in bits)
+                    sent_in_slot[self.slot(i)].append(traffic_of(i, rank))
+            for slot, messages in sent_in_slot.items():
+                table[slot - slots.start][rank] = total_traffic(messages)
+        return tuple(map(tuple, table))
 
 
 def most_by_slot(
-    changes: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
+    levels: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
 ) -> Iterator[int]:
-    """Yield the highest level in each slot, from ordered ``changes`` = (tick, level from then on).
+    """Yield the highest level in each slot, from ordered ``levels`` = (tick, level from then on).
 
-    What is released exactly at a slot's start does not count in that slot.
+    What is released exactly at a slot's start does not count in that slot::
+
+        slot        0         1         2
+        level 3          +----+
+              2     +----+    +----+
+              1                    +---------
+        yields      3         2         1
     """
-    pending = [*changes]
+    pending = [*levels]
     level = index = 0
     for slot in range(n_slots):
         peak = level
@@ -203,17 +176,17 @@ def most_by_slot(
         yield peak
 
 
-def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """(tick, stage-activations alive) after each forward and each release."""
-    alive = 0
+def _live_activations(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """Yield (tick, stage-activations alive) after each forward and each release."""
+    n_live = 0
     for i in instructions:
         if i.action == Action.FORWARD:
-            alive += 1
+            n_live += 1
         elif i.action == Action.FREE and i.buffer == Buffer.ACTIVATION:
-            alive -= 1
+            n_live -= 1
         else:
             continue
-        yield i.tick, alive
+        yield i.tick, n_live
 
 
 def _weights_gained(i: Instruction, rank: int) -> int:

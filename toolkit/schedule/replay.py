@@ -24,8 +24,9 @@ from toolkit.schedule.instruction import (
 # Looked up once: the loop below is the hot one.
 _OTHER_END = {SEND: RECV, RECV: SEND}
 _COLLECTIVES = (ALL_REDUCE, REDUCE, BROADCAST)
-# At one tick: what releases and moves, then forwards, then backwards, which free as they go.
-_PHASES = [1, *[2] * BACKWARD_WEIGHT, *[0] * (len(Action) - UPDATE)]
+# By action, its turn at a tick: what releases and moves is first, then forwards, and then
+# backwards, which free as they go.
+_TURNS = [1, *[2] * BACKWARD_WEIGHT, *[0] * (len(Action) - UPDATE)]
 
 
 class DeadlockError(Exception):
@@ -50,8 +51,8 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     n_ranks = len(ranks)
 
     def head(instruction: Instruction, rank: int) -> int:
-        """Return its place among the ready as one number: by tick, phase and rank."""
-        return (instruction.tick * 3 + _PHASES[instruction.action]) * n_ranks + rank
+        """Return its place among the ready as one number: by tick, turn and rank."""
+        return (instruction.tick * 3 + _TURNS[instruction.action]) * n_ranks + rank
 
     ready = [head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)

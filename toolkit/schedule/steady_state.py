@@ -7,9 +7,10 @@ from fractions import Fraction
 from math import gcd
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
-from toolkit.schedule.program import Program, Traffic, rounds, together, traffic_of, units_sent
+from toolkit.schedule.program import Program
 from toolkit.schedule.replay import replay
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.traffic import Traffic, rounds, total_traffic, traffic_of, units_sent
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def footprint(schedule: Schedule) -> Footprint:
     ranked_instructions = (
         (i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions
     )
-    sent = together(
+    sent = total_traffic(
         [traffic_of(i, rank) for i, rank in ranked_instructions if belongs_to(i, settled)]
     )
     return Footprint(

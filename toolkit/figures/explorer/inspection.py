@@ -29,8 +29,8 @@ from toolkit.schedule import (
 )
 from toolkit.schedule.choice import Choice
 from toolkit.schedule.dependencies import dependencies, needs
-from toolkit.schedule.program import units_sent
 from toolkit.schedule.steady_state import steps_to_time
+from toolkit.schedule.traffic import units_sent
 
 LARGEST = 32  # stages or micro-batches in a drawing
 _STEPS = 3  # training steps that are simulated where messages take no time

@@ -30,7 +30,8 @@ from toolkit.runtime.streams import finish_stream
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program, Schedule
 from toolkit.schedule.overlapped_weights import most_weights
-from toolkit.schedule.program import NOTHING, Traffic, most_by_slot, received_of, traffic_of
+from toolkit.schedule.program import most_by_slot
+from toolkit.schedule.traffic import NOTHING, Traffic, received_of, traffic_of
 
 
 class Event(NamedTuple):

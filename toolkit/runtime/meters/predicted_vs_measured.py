@@ -16,8 +16,8 @@ from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.rank_process import report
 from toolkit.schedule import Buffer
 from toolkit.schedule.paper_table import RULES, SETTINGS
-from toolkit.schedule.program import traffic_of
 from toolkit.schedule.steady_state import belongs_to, footprint, settled_steps, steady_slots
+from toolkit.schedule.traffic import traffic_of
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 
