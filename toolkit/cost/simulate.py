@@ -9,37 +9,21 @@ does; or, if ``hardware.shared_ports``, messages of different pairs share the ba
 collective takes both ports of all its ranks, in program order. Only a rank that begins with
 stage 0 waits for a clock, so that workers keep their stagger.
 
-Memory: weights, activations, gradients, optimizer state if given, stage inputs from arrival to
-backward, and workspace of running ops and of values between stages. What BACKWARD_INPUT leaves for
-BACKWARD_WEIGHT is not counted. A recomputing stage holds its activations during its backward (its
-first half, if split), which takes longer by one forward.
+Memory: see :mod:`toolkit.cost.memory_changes`. A recomputing stage holds its activations during its
+backward (its first half, if split), which takes longer by one forward.
 
 Cost: one event per instruction, in order of time: see :mod:`toolkit.cost.event_queue`.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import inf
 
 from toolkit.cost.event_queue import EventQueue, Ports
 from toolkit.cost.hardware import Hardware, check_hardware
+from toolkit.cost.memory_changes import MemoryChanges
 from toolkit.cost.stage_costs import Costs, moved_bytes
-from toolkit.cost.timeline import (
-    ACTIVATIONS,
-    COMPUTE,
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER,
-    RECEIVE,
-    SEND,
-    UPDATE,
-    WEIGHTS,
-    WORKING,
-    Change,
-    Span,
-    Timeline,
-)
+from toolkit.cost.timeline import ACTIVATIONS, COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Program, Schedule
 from toolkit.schedule.instruction import (
@@ -77,7 +61,6 @@ def simulate(
     return simulation.timeline()
 
 
-_Use = tuple[int, str, float, int | None]  # rank, lane, bytes, other end
 _new = tuple.__new__  # of many named tuples: their own constructors take twice as long
 _FROM_OUTPUT = (BACKWARD, BACKWARD_INPUT)  # start from the output's gradient
 
@@ -91,7 +74,8 @@ def _check(
             " schedule.lower(n_steps).verify()"
         )
     check_hardware(hardware)
-    n_stages, n_ranks = program.schedule.n_stages, len(program.ranks)
+    n_stages = program.schedule.n_stages
+    n_ranks = len(program.ranks)
     for name, entries, n_expected, unit in (
         ("costs", costs, n_stages, "stages"),
         ("optimizer_bytes", optimizer_bytes or costs, n_stages, "stages"),
@@ -105,56 +89,50 @@ def _check(
 
 
 class _Simulation:
-    """Spans of instructions, and changes of the memory that ranks hold."""
+    """Spans of instructions, and changes of the memory that ranks hold.
+
+    An instruction has a number in the event queue. Its method here gets the time at which what it
+    needs is there; once its end is known, ``events.end`` makes its users ready.
+    """
 
     def __init__(
         self, program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
     ) -> None:
-        schedule, n_ranks = program.schedule, len(program.ranks)
+        schedule = program.schedule
+        n_ranks = len(program.ranks)
         self.program = program
         self.costs = costs
         self.hardware = hardware
         self.events = EventQueue(program, shared=hardware.shared_ports)
-        self.overlaps = bool(self.events.pairs)
-        self.under_way: dict[int, tuple[float, float]] = {}  # by rank: a pair's backward
-        self.slot = schedule.timing.ticks_per_slot
+        self.memory = MemoryChanges(program, costs, optimizer_bytes)
         self.spans: list[Span] = []
-        self.changes: list[Change] = []
         self.step_ends: dict[int, float] = {}
-        # Of each stage
-        self.seconds = [cost.op_seconds(hardware) for cost in costs]
+        self.slot = schedule.timing.ticks_per_slot
+
+        # What is looked up for each instruction.
+        self.has_pairs = bool(self.events.pairs)
+        self.op_seconds = [cost.op_seconds(hardware) for cost in costs]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
-        self.working = [cost.working_bytes for cost in costs]
-        self.kept = [cost.kept_bytes for cost in costs]
-        self.moved = moved_bytes(costs)
-        # [local][buffer][stage], seconds of a message
-        self.messages = [
-            {
-                buffer: [hardware.message(n_bytes, local=local) for n_bytes in bytes_of_stage]
-                for buffer, bytes_of_stage in moved_items
+        self.working_bytes = [cost.working_bytes for cost in costs]
+        self.message_bytes = moved_bytes(costs)
+        self.message_seconds = {
+            is_local: {
+                buffer: [hardware.message(n_bytes, local=is_local) for n_bytes in stage_bytes]
+                for buffer, stage_bytes in self.message_bytes.items()
             }
-            for moved_items in [self.moved.items()]
-            for local in (False, True)
-        ]
+            for is_local in (False, True)
+        }
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
-        self.moved_by_update = [
+        self.update_bytes = [
             cost.update_bytes(state_bytes) for cost, state_bytes in zip(costs, states, strict=True)
         ]
-        self.since = program.first_step  # the first step of the schedule that runs
-        self.computed = self._starts(schedule.at(program.first_step), 0)  # ends of ops, by rank
-        self.boundaries: dict[tuple, float] = {}  # when each is there, where it is
-        self.inputs: dict[tuple, float] = {}  # bytes of the inputs that stages keep
-        self.parts: defaultdict[tuple, list[float]] = defaultdict(list)  # when sums have them
-        for rank in range(n_ranks if optimizer_bytes else 0):
-            for stage in program.updated(rank):
-                self._hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
-        for stage in range(schedule.n_stages):
-            n_bytes = (
-                len(schedule.versions(stage, program.first_step)) * costs[stage].parameter_bytes
-            )
-            for rank in schedule.first_holders(stage, program.first_step):
-                self._hold(0.0, rank, WEIGHTS, n_bytes)
+
+        # What changes as instructions run.
+        self.schedule_step = program.first_step  # the first step of the schedule that runs
+        self.free_at = self._starts(schedule.at(program.first_step), 0)  # end of a rank's last op
+        self.boundaries: dict[tuple, float] = {}  # when outputs and their gradients are there
+        self.pair_under_way: dict[int, tuple[float, float]] = {}  # by rank: span of its backward
 
     def run(self) -> None:
         """Run all instructions, from each change of the schedule to the next."""
@@ -165,18 +143,19 @@ class _Simulation:
             Action.PREDICT: self._predict,
             Action.FREE: self._free,
         }
-        since = 0.0
+        start = 0.0
         for change in self.program.changes:
-            self.events.run(begin, change, since)
-            since = self.drain(change)
-        self.events.run(begin, inf, since)
+            self.events.run(begin, change, start)
+            start = self._drain(change)
+        self.events.run(begin, inf, start)
 
     def timeline(self) -> Timeline:
         """Return the timeline of all instructions that have run."""
+        schedule = self.program.schedule
         ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
-        schedule, n_ranks = self.program.schedule, len(self.program.ranks)
         steady_range = steady_steps(schedule, len(ends), self.program.first_step)
-        return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady_range)
+        n_ranks = len(self.program.ranks)
+        return Timeline(schedule.name, n_ranks, self.spans, self.memory.changes, ends, steady_range)
 
     def _starts(self, schedule: Schedule, tick: int) -> list[float]:
         """Return the earliest start of each rank from ``tick`` on.
@@ -184,221 +163,234 @@ class _Simulation:
         A rank that begins with stage 0 starts as in ``schedule``, so that workers keep their
         stagger; any other rank starts when its inputs arrive.
         """
-        timing, first_ticks = schedule.timing, self.program.first_forwards(tick)
-        busy_seconds = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
-        for op in timing.starts if any(first_ticks.values()) else ():
+        starts = [0.0] * len(self.program.ranks)
+        first_ticks = self.program.first_forwards(tick)
+        if not any(first_ticks.values()):
+            return starts
+        busy_seconds = [0.0] * len(starts)  # of compute in a training step
+        for op in schedule.timing.starts:
             rank = schedule.rank(op.stage, op.microbatch)
-            busy_seconds[rank] += self.seconds[op.stage][op.kind] / self.speeds[rank]
-        starts = [0.0] * len(busy_seconds)
-        for rank, start in first_ticks.items():
-            starts[rank] = start / timing.period * max(busy_seconds)
+            busy_seconds[rank] += self.op_seconds[op.stage][op.kind] / self.speeds[rank]
+        for rank, first_tick in first_ticks.items():
+            starts[rank] = first_tick / schedule.timing.period * max(busy_seconds)
         return starts
 
-    def drain(self, tick: int) -> float:
+    def _drain(self, tick: int) -> float:
         """Return when every rank has finished, before the next schedule begins at ``tick``."""
-        step = self.program.schedule.next_change(self.since)
+        step = self.program.schedule.next_change(self.schedule_step)
         assert step is not None
-        self.since, end = step, max(span.end for span in self.spans)
+        self.schedule_step = step
+        end = max(span.end for span in self.spans)
         starts = self._starts(self.program.schedule.at(step), tick)
-        self.computed = [end + start for start in starts]
+        self.free_at = [end + start for start in starts]
         return end
 
-    def _compute(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+    def _compute(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
-        tick, action, stage, microbatch, step, *_ = i
-        start = self.computed[rank]
+        tick, action, stage, microbatch, step, *_ = instruction
+        start = self.free_at[rank]
         if ready > start:
             start = ready
+        memory = self.memory
         if action == FORWARD and stage > 0:
             produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
-            if (rank, stage, microbatch, step) not in self.inputs:  # produced on this rank
-                n_bytes = self.costs[stage].extra_input_bytes
-                self.inputs[rank, stage, microbatch, step] = n_bytes
-                self._hold(produced_at, rank, INPUTS, n_bytes)
+            key = (rank, stage, microbatch, step)
+            if not memory.has_input(key):  # produced on this rank
+                memory.receive_input(produced_at, key, self.costs[stage].extra_input_bytes)
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             arrived_at = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
-            self._work(rank, arrived_at, start, self.moved[ACTIVATION_GRADIENT][stage + 1])
-        seconds = self.seconds[stage][action] / self.speeds[rank]
+            gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
+            memory.work(rank, arrived_at, start, gradient_bytes)
+
+        seconds = self.op_seconds[stage][action] / self.speeds[rank]
         span_end = end = start + seconds
-        if self.overlaps:
-            start, span_end, end = self._overlapped(g, rank, start, seconds)
-        self.computed[rank] = end
-        name, slot = f"{stage}{LETTERS[action]}{microbatch}", tick // self.slot
+        if self.has_pairs:
+            start, span_end, end = self._overlapped(number, rank, start, seconds)
+        self.free_at[rank] = end
+        name = f"{stage}{LETTERS[action]}{microbatch}"
+        slot = tick // self.slot
         span = (rank, COMPUTE, start, span_end, name, stage, microbatch, step, 0.0, None, slot)
         self.spans.append(_new(Span, span))
-        if working_bytes := self.working[stage][action != FORWARD]:
-            self._work(rank, start, end, working_bytes)
+
+        working_bytes = self.working_bytes[stage][action != FORWARD]
+        if working_bytes:
+            memory.work(rank, start, end, working_bytes)
         if action == FORWARD:
             self.boundaries[ACTIVATION, stage, microbatch, step] = end
-            self._hold(start, rank, ACTIVATIONS, self.kept[stage])
+            memory.hold_activations(start, rank, stage)
         else:
             if action in _FROM_OUTPUT:
                 self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
                 if self.costs[stage].recomputes:
-                    n_bytes = self.costs[stage].activation_bytes
-                    self._hold(start, rank, ACTIVATIONS, n_bytes)
-                    self._hold(end, rank, ACTIVATIONS, -n_bytes)
+                    activation_bytes = self.costs[stage].activation_bytes
+                    memory.hold(start, rank, ACTIVATIONS, activation_bytes)
+                    memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
             if action != BACKWARD_INPUT:
-                self._add_to_sum(rank, i, end)
-        self.events.end(g, end)
+                memory.add_to_sum(end, rank, stage, step)
+        self.events.end(number, end)
 
     def _overlapped(
-        self, g: int, rank: int, start: float, seconds: float
+        self, number: int, rank: int, start: float, seconds: float
     ) -> tuple[float, float, float]:
         """Return start of an op, end of its span, and its end; a pair's ops end together.
 
-        The spans of a pair follow one another, so that a rank is never busy twice.
+        The spans of a pair follow one another, so that a rank is never busy twice::
+
+            spans of a pair   | forward | backward |
+            ends of both ops                       |      results of both are there
         """
         factor = self.hardware.overlap_time
-        if g in self.events.pairs:
-            next_instruction = self.events.instruction(g + 1)
-            pair_seconds = (
-                seconds
-                + self.seconds[next_instruction.stage][next_instruction.action] / self.speeds[rank]
-            )
-            end = start + factor * pair_seconds
-            self.under_way[rank] = start + factor * seconds, end
+        if number in self.events.pairs:
+            backward = self.events.instruction(number + 1)
+            backward_seconds = self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
+            end = start + factor * (seconds + backward_seconds)
+            self.pair_under_way[rank] = start + factor * seconds, end
             return start, start + factor * seconds, end
-        if g - 1 in self.events.pairs:
-            start, end = self.under_way[rank]
+        if number - 1 in self.events.pairs:
+            start, end = self.pair_under_way[rank]
             return start, end, end
         return start, start + seconds, start + seconds
 
-    def _update(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+    def _update(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Update a stage's weights. A rank updates stages in turn, in parallel to its compute."""
-        seconds = self._moving(rank, self.moved_by_update[i.stage])
+        stage = instruction.stage
+        step = instruction.step or 0
+        seconds = self._memory_seconds(rank, self.update_bytes[stage])
 
         def begin(start: float, end: float) -> None:
-            self._drop_sum(rank, i, start, end)
+            self.memory.use_sum(start, end, rank, stage, instruction.step)
             # The new version is a separate tensor: late readers still use the old one.
-            self._hold(start, rank, WEIGHTS, self.costs[i.stage].parameter_bytes)
-            step = i.step or 0
+            self.memory.hold_weights(start, rank, stage)
             self.step_ends[step] = max(self.step_ends.get(step, 0.0), end)
             if seconds > 0:
-                self._record(i, start, end, (rank, UPDATE, 0.0, None))
-            self.events.end(g, end)
+                self._add_span(instruction, start, end, rank, UPDATE)
+            self.events.end(number, end)
 
-        self.events.occupy(g, ready, (~rank,), seconds, begin)
+        optimizer_lane = (~rank,)  # ports have numbers from 0
+        self.events.occupy(number, ready, optimizer_lane, seconds, begin)
 
-    def _predict(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+    def _predict(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Read two weight versions and write one, before the next op."""
-        start = max(self.computed[rank], ready)
-        end = start + self._moving(rank, 3 * self.costs[i.stage].parameter_bytes)
-        self.computed[rank] = end
-        self._hold(start, rank, WEIGHTS, self.costs[i.stage].parameter_bytes)
+        stage = instruction.stage
+        start = max(self.free_at[rank], ready)
+        end = start + self._memory_seconds(rank, 3 * self.costs[stage].parameter_bytes)
+        self.free_at[rank] = end
+        self.memory.hold_weights(start, rank, stage)
         if end > start:
-            self._record(i, start, end, (rank, COMPUTE, 0.0, None))
-        self.events.end(g, end)
+            self._add_span(instruction, start, end, rank, COMPUTE)
+        self.events.end(number, end)
 
-    def _message(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+    def _message(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Take the ports of a message."""
-        n_bytes, n_ranks, peer = self.moved[i.buffer][i.stage], len(self.machines), i.peers[0]
-        own_machine, peer_machine = self.machines[rank], self.machines[peer]
-        seconds = self.messages[own_machine == peer_machine][i.buffer][i.stage]
+        stage = instruction.stage
+        buffer = instruction.buffer
+        peer = instruction.peers[0]
+        machine = self.machines[rank]
+        peer_machine = self.machines[peer]
+        n_bytes = self.message_bytes[buffer][stage]
+        seconds = self.message_seconds[machine == peer_machine][buffer][stage]
         if not seconds:  # needs no port
-            self._send(g, rank, i, n_bytes, ready, ready)
+            self._send(number, rank, instruction, n_bytes, ready, ready)
             return
         # Ports within machines and, further on, between them; those that send come first.
-        ports = (
-            (rank, n_ranks + peer)
-            if own_machine == peer_machine
-            else (2 * n_ranks + own_machine, 3 * n_ranks + peer_machine)
-        )
-        begin = partial(self._send, g, rank, i, n_bytes)
-        self.events.occupy(g, ready, ports, seconds, begin)
+        n_ranks = len(self.machines)
+        ports = (rank, n_ranks + peer)
+        if machine != peer_machine:
+            ports = (2 * n_ranks + machine, 3 * n_ranks + peer_machine)
+        send = partial(self._send, number, rank, instruction, n_bytes)
+        self.events.occupy(number, ready, ports, seconds, send)
 
-    def _meet(self, g: int, rank: int, i: Instruction, ready: float) -> None:
+    def _meet(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Take the ports of a collective."""
-        n_bytes, n_ranks = self.moved[i.buffer][i.stage], len(self.machines)
-        ports: Ports = (*i.peers, *(n_ranks + peer for peer in i.peers))
-        if len(machines := {self.machines[peer] for peer in i.peers}) > 1:
-            ports += (
-                *(2 * n_ranks + machine for machine in machines),
-                *(3 * n_ranks + machine for machine in machines),
-            )
-        seconds = self.hardware.collective(i.action, n_bytes, i.peers)
-        begin = partial(self._collective, g, rank, i, n_bytes)
-        self.events.occupy(g, ready, ports, seconds, begin)
+        n_bytes = self.message_bytes[instruction.buffer][instruction.stage]
+        n_ranks = len(self.machines)
+        peers = instruction.peers
+        ports: Ports = (*peers, *(n_ranks + peer for peer in peers))
+        machines = {self.machines[peer] for peer in peers}
+        if len(machines) > 1:
+            ports += tuple(2 * n_ranks + machine for machine in machines)
+            ports += tuple(3 * n_ranks + machine for machine in machines)
+        seconds = self.hardware.collective(instruction.action, n_bytes, peers)
+        collective = partial(self._collective, number, instruction, n_bytes)
+        self.events.occupy(number, ready, ports, seconds, collective)
 
     def _send(
-        self, g: int, rank: int, i: Instruction, n_bytes: float, start: float, end: float
+        self,
+        number: int,
+        rank: int,
+        instruction: Instruction,
+        n_bytes: float,
+        start: float,
+        end: float,
     ) -> None:
-        _, _, stage, microbatch, step, _, buffer, (peer,) = i
-        self._record(i, start, end, (rank, SEND, n_bytes, peer), (peer, RECEIVE, n_bytes, rank))
+        """Deliver a message that is under way from ``start`` to ``end``."""
+        _, _, stage, microbatch, step, _, buffer, (peer,) = instruction
+        self._add_span(instruction, start, end, rank, SEND, n_bytes, peer)
+        self._add_span(instruction, start, end, peer, RECEIVE, n_bytes, rank)
         if microbatch is not None:
             key = (buffer, stage, microbatch, step)
-            produced_at, self.boundaries[key] = self.boundaries[key], end
+            produced_at = self.boundaries[key]
+            self.boundaries[key] = end
             if buffer == ACTIVATION:
-                next_cost = self.costs[stage + 1]
-                self._work(rank, produced_at, end, next_cost.extra_input_bytes)
-                self.inputs[peer, stage + 1, microbatch, step] = next_cost.input_bytes
-                self._hold(end, peer, INPUTS, next_cost.input_bytes)
+                next_stage = self.costs[stage + 1]
+                self.memory.work(rank, produced_at, end, next_stage.extra_input_bytes)
+                input_key = (peer, stage + 1, microbatch, step)
+                self.memory.receive_input(end, input_key, next_stage.input_bytes)
             else:
-                self._work(rank, produced_at, end, n_bytes)
+                self.memory.work(rank, produced_at, end, n_bytes)
         elif buffer == Buffer.WEIGHTS:
-            self._hold(end, peer, WEIGHTS, n_bytes)
+            self.memory.hold_weights(end, peer, stage)
         else:
-            self._drop_sum(rank, i, start, end)
-            self._add_to_sum(peer, i, end)
-        self.events.end(g, end)
+            self.memory.use_sum(start, end, rank, stage, step)
+            self.memory.add_to_sum(end, peer, stage, step)
+        self.events.end(number, end)
 
     def _collective(
-        self, g: int, rank: int, i: Instruction, n_bytes: float, start: float, end: float
+        self, number: int, instruction: Instruction, n_bytes: float, start: float, end: float
     ) -> None:
-        for peer in i.peers:
-            if units := float(traffic_of(i, peer).units):
-                self._record(i, start, end, (peer, SEND, units * n_bytes, None))
+        """Deliver a collective; its instruction is that of its root, the first of its peers."""
+        root = instruction.peers[0]
+        for peer in instruction.peers:
+            units = float(traffic_of(instruction, peer).units)
+            if units:
+                self._add_span(instruction, start, end, peer, SEND, units * n_bytes)
             else:
-                self._record(i, start, end, (peer, RECEIVE, n_bytes, None))
-            if i.action == Action.BROADCAST and peer != rank:
-                self._hold(end, peer, WEIGHTS, n_bytes)
-            elif i.action == Action.REDUCE and peer != rank:
-                self._drop_sum(peer, i, start, end)
-        self.events.end(g, end)
+                self._add_span(instruction, start, end, peer, RECEIVE, n_bytes)
+            if peer == root:
+                continue
+            if instruction.action == Action.BROADCAST:
+                self.memory.hold_weights(end, peer, instruction.stage)
+            elif instruction.action == Action.REDUCE:
+                self.memory.use_sum(start, end, peer, instruction.stage, instruction.step)
+        self.events.end(number, end)
 
-    def _free(self, g: int, rank: int, i: Instruction, when: float) -> None:
+    def _free(self, number: int, rank: int, instruction: Instruction, when: float) -> None:
         """Free a weight version, or the activations and inputs of a micro-batch."""
-        if i.buffer != ACTIVATION:
-            self._hold(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes)
+        _, _, stage, microbatch, step, *_ = instruction
+        if instruction.buffer == ACTIVATION:
+            self.memory.free_microbatch(when, (rank, stage, microbatch, step))
         else:
-            self._hold(when, rank, ACTIVATIONS, -self.kept[i.stage])
-            if input_bytes := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
-                self._hold(when, rank, INPUTS, -input_bytes)
-        self.events.end(g, when)
+            self.memory.free_weights(when, rank, stage)
+        self.events.end(number, when)
 
-    def _moving(self, rank: int, n_bytes: float) -> float:
+    def _memory_seconds(self, rank: int, n_bytes: float) -> float:
         """Return the seconds to move bytes between a rank and its memory."""
         return n_bytes / self.hardware.memory_bandwidth / self.hardware.speed(rank)
 
-    def _record(self, i: Instruction, start: float, end: float, *ports: _Use) -> None:
-        """Add a span for each rank and lane in ``ports``, with the bytes and their other end."""
-        label, step, slot = i.label, i.of_step, i.tick // self.slot
-        _, _, stage, microbatch, *_ = i
-        for rank, lane, n_bytes, peer in ports:
-            span = (rank, lane, start, end, label, stage, microbatch, step, n_bytes, peer, slot)
-            self.spans.append(_new(Span, span))
-
-    def _hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
-        """Hold bytes from ``when`` on; fewer if negative."""
-        self.changes.append(_new(Change, (when, rank, kind, n_bytes)))
-
-    def _work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
-        """Hold workspace from ``start`` to ``end``."""
-        if n_bytes > 0 and end > start:
-            self._hold(start, rank, WORKING, n_bytes)
-            self._hold(end, rank, WORKING, -n_bytes)
-
-    def _add_to_sum(self, rank: int, i: Instruction, when: float) -> None:
-        """Note that a gradient becomes part of a sum on ``rank`` at ``when`` seconds."""
-        self.parts[rank, i.stage, i.step].append(when)
-
-    def _drop_sum(self, rank: int, i: Instruction, start: float, end: float) -> None:
-        """Free the sum used from ``start`` to ``end``; parts after ``start`` begin another."""
-        part_times, gradient_bytes = (
-            self.parts.pop((rank, i.stage, i.step)),
-            self.costs[i.stage].gradient_bytes,
-        )
-        self._hold(min(part_times), rank, GRADIENTS, gradient_bytes)
-        self._hold(end, rank, GRADIENTS, -gradient_bytes)
-        if later_times := [when for when in part_times if when > start]:
-            self.parts[rank, i.stage, i.step] = later_times
+    def _add_span(
+        self,
+        instruction: Instruction,
+        start: float,
+        end: float,
+        rank: int,
+        lane: str,
+        n_bytes: float = 0.0,
+        peer: int | None = None,
+    ) -> None:
+        """Add a span of an update, a prediction or a message, with its bytes and its other end."""
+        label = instruction.label
+        step = instruction.of_step
+        slot = instruction.tick // self.slot
+        _, _, stage, microbatch, *_ = instruction
+        span = (rank, lane, start, end, label, stage, microbatch, step, n_bytes, peer, slot)
+        self.spans.append(_new(Span, span))

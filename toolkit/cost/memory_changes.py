@@ -1,0 +1,107 @@
+"""Memory that ranks hold while a program runs.
+
+It holds weights, activations, gradients, optimizer state if given, stage inputs from arrival to
+backward, and workspace of running ops and of values between stages. What BACKWARD_INPUT leaves for
+BACKWARD_WEIGHT is not counted.
+
+A sum of gradients takes memory from its first contribution until the instruction that uses it ends.
+Contributions that arrive after that instruction has begun start the next sum::
+
+    contributions   +     +            +
+    use of the sum             |----|
+    memory          [---------------]  [----- ...
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from toolkit.cost.stage_costs import Costs
+from toolkit.cost.timeline import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    WEIGHTS,
+    WORKING,
+    Change,
+)
+from toolkit.schedule import Program
+
+_new = tuple.__new__  # of many named tuples: their own constructors take twice as long
+
+
+class MemoryChanges:
+    """Changes of the memory of all ranks, in the order in which they are simulated.
+
+    Attributes:
+        changes: all of them so far.
+    """
+
+    def __init__(self, program: Program, costs: Costs, optimizer_bytes: Sequence[float]) -> None:
+        self.changes: list[Change] = []
+        self._parameter_bytes = [cost.parameter_bytes for cost in costs]
+        self._gradient_bytes = [cost.gradient_bytes for cost in costs]
+        self._kept_bytes = [cost.kept_bytes for cost in costs]
+        self._inputs: dict[tuple, float] = {}  # bytes, by rank, stage, micro-batch and step
+        self._contributions: defaultdict[tuple, list[float]] = defaultdict(list)  # times, by sum
+        schedule = program.schedule
+        if optimizer_bytes:
+            for rank in range(len(program.ranks)):
+                for stage in program.updated(rank):
+                    self.hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
+        for stage in range(schedule.n_stages):
+            n_versions = len(schedule.versions(stage, program.first_step))
+            for rank in schedule.first_holders(stage, program.first_step):
+                self.hold(0.0, rank, WEIGHTS, n_versions * self._parameter_bytes[stage])
+
+    def hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
+        """Hold bytes from ``when`` on; fewer if negative."""
+        self.changes.append(_new(Change, (when, rank, kind, n_bytes)))
+
+    def work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
+        """Hold workspace from ``start`` to ``end``."""
+        if n_bytes > 0 and end > start:
+            self.hold(start, rank, WORKING, n_bytes)
+            self.hold(end, rank, WORKING, -n_bytes)
+
+    def hold_weights(self, when: float, rank: int, stage: int) -> None:
+        """Hold one more version of a stage's weights."""
+        self.hold(when, rank, WEIGHTS, self._parameter_bytes[stage])
+
+    def free_weights(self, when: float, rank: int, stage: int) -> None:
+        """Free a version of a stage's weights."""
+        self.hold(when, rank, WEIGHTS, -self._parameter_bytes[stage])
+
+    def hold_activations(self, when: float, rank: int, stage: int) -> None:
+        """Hold what a forward saves for its backward."""
+        self.hold(when, rank, ACTIVATIONS, self._kept_bytes[stage])
+
+    def receive_input(self, when: float, key: tuple[int, int, int, int], n_bytes: float) -> None:
+        """Hold a stage's input from its arrival; ``key`` is rank, stage, micro-batch and step."""
+        self._inputs[key] = n_bytes
+        self.hold(when, key[0], INPUTS, n_bytes)
+
+    def has_input(self, key: tuple[int, int, int, int]) -> bool:
+        """Whether the input of ``key`` came by a message."""
+        return key in self._inputs
+
+    def free_microbatch(self, when: float, key: tuple[int, int, int, int]) -> None:
+        """Free the activations of a stage on a micro-batch, and its input."""
+        rank, stage, *_ = key
+        self.hold(when, rank, ACTIVATIONS, -self._kept_bytes[stage])
+        if input_bytes := self._inputs.pop(key, 0.0):
+            self.hold(when, rank, INPUTS, -input_bytes)
+
+    def add_to_sum(self, when: float, rank: int, stage: int, step: int | None) -> None:
+        """Add a gradient to the sum on ``rank``."""
+        self._contributions[rank, stage, step].append(when)
+
+    def use_sum(self, start: float, end: float, rank: int, stage: int, step: int | None) -> None:
+        """Free the sum that an instruction uses from ``start`` to ``end``."""
+        times = self._contributions.pop((rank, stage, step))
+        n_bytes = self._gradient_bytes[stage]
+        self.hold(min(times), rank, GRADIENTS, n_bytes)
+        self.hold(end, rank, GRADIENTS, -n_bytes)
+        later_times = [when for when in times if when > start]
+        if later_times:
+            self._contributions[rank, stage, step] = later_times
