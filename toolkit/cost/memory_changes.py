@@ -27,6 +27,9 @@ from toolkit.cost.timeline import (
 )
 from toolkit.schedule import Program
 
+InputKey = tuple[int, int, int | None, int | None]
+"""Rank, stage, micro-batch and step of a stage's input."""
+
 _new = tuple.__new__  # of many named tuples: their own constructors take twice as long
 
 
@@ -76,16 +79,16 @@ class MemoryChanges:
         """Hold what a forward saves for its backward."""
         self.hold(when, rank, ACTIVATIONS, self._kept_bytes[stage])
 
-    def receive_input(self, when: float, key: tuple[int, int, int, int], n_bytes: float) -> None:
-        """Hold a stage's input from its arrival; ``key`` is rank, stage, micro-batch and step."""
+    def receive_input(self, when: float, key: InputKey, n_bytes: float) -> None:
+        """Hold a stage's input from its arrival."""
         self._inputs[key] = n_bytes
         self.hold(when, key[0], INPUTS, n_bytes)
 
-    def has_input(self, key: tuple[int, int, int, int]) -> bool:
+    def has_input(self, key: InputKey) -> bool:
         """Whether the input of ``key`` came by a message."""
         return key in self._inputs
 
-    def free_microbatch(self, when: float, key: tuple[int, int, int, int]) -> None:
+    def free_microbatch(self, when: float, key: InputKey) -> None:
         """Free the activations of a stage on a micro-batch, and its input."""
         rank, stage, *_ = key
         self.hold(when, rank, ACTIVATIONS, -self._kept_bytes[stage])
