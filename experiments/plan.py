@@ -37,7 +37,7 @@ def main(config: DictConfig) -> None:
     from toolkit.plan import Limits, plan
     from toolkit.plan.candidates import data_options
     from toolkit.results import describe_cpu, write_result
-    from toolkit.schedule.choice import ORDERS_FILE
+    from toolkit.schedule.spec import ORDERS_FILE
     from toolkit.training import pick_device
 
     start = time.perf_counter()
@@ -99,7 +99,7 @@ def main(config: DictConfig) -> None:
     if measured:
         rules = ", ".join(rule.rule for rule in measured.rules)
         text += f"\n\nMeasured on this machine{rules and f', {rules}'}: {measured}"
-    for searched in (p for p in found.predictions if p.candidate.choice.orders):
+    for searched in (p for p in found.predictions if p.candidate.spec.orders):
         (folder / ORDERS_FILE).write_text(searched.schedule.to_csv())
         text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
     title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"

@@ -225,7 +225,7 @@ def conclude_switching(switching: "Switching", folder: Path, tracker: "Tracker")
     """Write and track what the run decided; return how to repeat it."""
     from toolkit.figures import save
     from toolkit.figures import switching as draw
-    from toolkit.schedule.choice import phases_of
+    from toolkit.schedule.spec import in_order
 
     phases = [(name, n_steps) for name, n_steps in switching.phases() if n_steps]
     step_seconds: list[float] = []
@@ -233,7 +233,7 @@ def conclude_switching(switching: "Switching", folder: Path, tracker: "Tracker")
         step_seconds += [decision.seconds] * (decision.step - len(step_seconds))
     notes = [f"trained {' and then '.join(f'{n} steps by {name}' for name, n in phases)}"]
     with suppress(UserError):  # a schedule of the user's own has no name
-        repeated = phases_of([(switching.candidates[name], n) for name, n in phases])
+        repeated = in_order((switching.candidates[name], n) for name, n in phases).overrides()
         notes[0] += f"; to repeat it, leave switch out and give {repeated}"
     with note_write_errors(notes, folder):
         write_csv(folder / "looks.csv", [asdict(decision) for decision in switching.decisions])

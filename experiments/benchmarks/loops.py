@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.cli.check_options import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import CyclicDataParallel, Distributed, World, join, launch
-from toolkit.schedule import plain_values
+from toolkit.schedule import ScheduleSpec
 
 RULES = ("dp", "cdp_v1", "cdp_v2")
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -101,7 +101,7 @@ def _train(
 def _runtime(
     model: nn.Module, rule: str, world: World, inputs: torch.Tensor, targets: torch.Tensor
 ) -> Run:
-    schedule = plain_values.build(rule, n=world.size)
+    schedule = ScheduleSpec.from_call(rule, {"n": world.size}).build()
     stages = partition(model, world.size, inputs.chunk(world.size)[0])
     runtime = Distributed(stages, schedule, _OPTIMIZER, F.cross_entropy, world=world)
     return lambda n: runtime.run([(inputs, targets)] * n)

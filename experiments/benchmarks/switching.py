@@ -30,7 +30,7 @@ from toolkit.format import MB
 from toolkit.options import SwitchOptions
 from toolkit.runtime import Distributed, SwitchDecision, Switching, join, launch, report
 from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.plain_values import alike
+from toolkit.schedule.spec import same_sized
 
 SWITCHING = "switching"
 
@@ -92,7 +92,7 @@ def rates_of(task: SimpleNamespace) -> list[float]:
 def schedules_of(task: SimpleNamespace, given: Sequence[Any]) -> dict[str, Schedule]:
     """Schedules by name."""
     usual = catalog.data_parallel(task.workers, n_stages=task.stages)
-    made = [alike(usual, each) for each in given]
+    made = [same_sized(usual, each).build() for each in given]
     return {schedule.name: schedule for schedule in made}
 
 

@@ -26,8 +26,7 @@ from tests.runtime.models import assert_same
 from tests.thorough import more, thorough
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, StepOptions, by_name
-from toolkit.schedule import catalog
-from toolkit.schedule.plain_values import build
+from toolkit.schedule import ScheduleSpec, catalog
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "experiments/examples"
@@ -367,7 +366,8 @@ REFERENCES = {
 def single_process(name, rule, **options):
     """Return the weights of the same training in a single process, on two micro-batches."""
     accumulate = 2 if name == "nanogpt" else 1
-    return REFERENCES[name](build(rule, n=2, n_stages=2, accumulate=accumulate), **options)
+    sizes = {"n": 2, "n_stages": 2, "accumulate": accumulate}
+    return REFERENCES[name](ScheduleSpec.from_call(rule, sizes).build(), **options)
 
 
 def assert_equal(found, expected, tolerance):

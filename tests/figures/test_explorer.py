@@ -18,37 +18,38 @@ from toolkit.cli import build_schedule, schema
 from toolkit.cli.check_options import check_given
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
-from toolkit.figures.explorer import Choice
+from toolkit.figures.explorer import ScheduleSpec
 from toolkit.figures.explorer.inspection import analyse, predict, texts, verdict, waits
 from toolkit.figures.explorer.page import draw, frame_of, steps
 from toolkit.figures.explorer.picture import in_seconds, in_slots
 from toolkit.figures.explorer.site import site_page
 from toolkit.schedule import RandomDelay, steady_state
-from toolkit.schedule.choice import METHODS, OWN, choice_of
+from toolkit.schedule.catalog import METHODS
+from toolkit.schedule.spec import RANK_ORDERS
 from toolkit.schedule.steady_state import footprint
 
-OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
-CHOICES = [
-    *(Choice(name, 4, 8) for name in METHODS),
-    Choice("cdp_v2", 3, 6),
-    Choice("cdp_v2", 4, 4, delay=1, placement="one", state="sharded"),
-    Choice("dp", 2, 3, delay=2, placement="per_stage_and_microbatch"),
-    Choice("zero_dp", 3, 3, state="replicated"),
-    Choice("interleaved_1f1b", 8, 8, n_ranks=4),
-    Choice("zero_cdp_v1", 3, 3, accumulate=2),
-    Choice("cdp_v1", 2, 4, chains="rotated"),
-    Choice("cdp_v2", 2, 4, groups=2, placement="one"),
-    Choice("pipedream_2bw", 3, 3, correction="extrapolate"),
-    Choice("dp", 2, 3, delay=[1, 2]),
-    Choice("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),
-    Choice("dp", 2, 2, delay=RandomDelay("geometric", most=4, p=0.5, seed=3)),
+OURS = ScheduleSpec(RANK_ORDERS, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+SPECS = [
+    *(ScheduleSpec(name, 4, 8) for name in METHODS),
+    ScheduleSpec("cdp_v2", 3, 6),
+    ScheduleSpec("cdp_v2", 4, 4, delay=1, placement="one", state="sharded"),
+    ScheduleSpec("dp", 2, 3, delay=2, placement="per_stage_and_microbatch"),
+    ScheduleSpec("zero_dp", 3, 3, state="replicated"),
+    ScheduleSpec("interleaved_1f1b", 8, 8, n_ranks=4),
+    ScheduleSpec("zero_cdp_v1", 3, 3, accumulate=2),
+    ScheduleSpec("cdp_v1", 2, 4, chains="rotated"),
+    ScheduleSpec("cdp_v2", 2, 4, groups=2, placement="one"),
+    ScheduleSpec("pipedream_2bw", 3, 3, correction="extrapolate"),
+    ScheduleSpec("dp", 2, 3, delay=[1, 2]),
+    ScheduleSpec("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),
+    ScheduleSpec("dp", 2, 2, delay=RandomDelay("geometric", most=4, p=0.5, seed=3)),
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(choice, n_steps=2):
+def drawn(spec, n_steps=2):
     """The drawing, as XML."""
-    picture = in_slots(analyse(choice, n_steps))
+    picture = in_slots(analyse(spec, n_steps))
     return ElementTree.fromstring(f"<page>{draw(picture, frame_of([picture]))}</page>")
 
 
@@ -68,40 +69,44 @@ def test_the_schedules_are_the_choices_of_the_configuration():
     assert sorted(METHODS) == sorted(choices([CONF], "schedule"))
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=Choice.python)
-def test_a_line_of_python_and_overrides_make_the_same_schedule(choice):
-    schedule = choice.build()
-    assert made(choice.python()) == schedule == composed(choice.overrides())
-    if choice.delay is None or isinstance(choice.delay, int):
-        assert choice_of(schedule).build() == schedule
+@pytest.mark.parametrize("spec", SPECS, ids=ScheduleSpec.python)
+def test_a_line_of_python_and_overrides_make_the_same_schedule(spec):
+    schedule = spec.build()
+    assert made(spec.python()) == schedule == composed(spec.overrides())
+    if spec.delay is None or isinstance(spec.delay, int):
+        assert ScheduleSpec.of(schedule).build() == schedule
 
 
 @pytest.mark.parametrize(
-    ("choice", "python", "overrides"),
+    ("spec", "python", "overrides"),
     [
-        (Choice("cdp_v2", delay="freshest", state="replicated"), "cyclic(n=4, n_stages=4)", ""),
-        (Choice("dp", accumulate=1), "data_parallel(n=4, n_stages=4)", ""),
         (
-            Choice("cdp_v1", 3, 6, placement="one", correction="extrapolate"),
+            ScheduleSpec("cdp_v2", delay="freshest", state="replicated"),
+            "cyclic(n=4, n_stages=4)",
+            "",
+        ),
+        (ScheduleSpec("dp", accumulate=1), "data_parallel(n=4, n_stages=4)", ""),
+        (
+            ScheduleSpec("cdp_v1", 3, 6, placement="one", correction="extrapolate"),
             "cyclic(n=6, delay=1, placement='one', n_stages=3, correction='extrapolate')",
             " schedule.correction=extrapolate schedule.placement=one",
         ),
     ],
 )
-def test_lines_are_as_short_as_they_can_be(choice, python, overrides):
-    sizes = f"stages={choice.stages} microbatches={choice.microbatches}"
-    assert choice.python() == f"catalog.{python}"
-    assert choice.overrides() == f"schedule={choice.schedule} {sizes}{overrides}"
-    assert composed(choice.overrides(), "train") == choice.build()
+def test_lines_are_as_short_as_they_can_be(spec, python, overrides):
+    sizes = f"stages={spec.stages} microbatches={spec.microbatches}"
+    assert spec.python() == f"catalog.{python}"
+    assert spec.overrides() == f"schedule={spec.method} {sizes}{overrides}"
+    assert composed(spec.overrides(), "train") == spec.build()
 
 
-@pytest.mark.parametrize("choice", [*CHOICES, OURS], ids=Choice.python)
-def test_every_op_is_drawn_once_in_its_place(choice):
+@pytest.mark.parametrize("spec", [*SPECS, OURS], ids=ScheduleSpec.python)
+def test_every_op_is_drawn_once_in_its_place(spec):
     """A row: the ops that it names; of each cell its colour, place, stage and staleness."""
-    schedule, n_steps = choice.build(), 2
+    schedule, n_steps = spec.build(), 2
     program = schedule.lower(n_steps)
     what = "micro-batch" if schedule.layout.name == "one" else "rank"
-    page = drawn(choice, n_steps)
+    page = drawn(spec, n_steps)
     (slot,) = {float(r.get("width")) + 1 for r in page.iter(f"{SVG}rect") if r.get("x")}
     name = next(text.text for text in page.iter(f"{SVG}text"))
     assert name == ("mb 0" if what == "micro-batch" else "rank 0")
@@ -132,7 +137,7 @@ def test_every_op_is_drawn_once_in_its_place(choice):
 
 def test_charts_have_the_heights_that_the_program_counts():
     assert steps([(0, 1), (1, 3), (2, 0)], end=3, width=10, scale=5) == "M0 0V-5H10V-15H20V0H30V0Z"
-    page = drawn(Choice("dp", 2, 2), n_steps=1)
+    page = drawn(ScheduleSpec("dp", 2, 2), n_steps=1)
     paths = {path.get("class"): path.get("d") for path in page.iter(f"{SVG}path")}
     _, *levels = paths["cdp-memory"].split("V")[:-1]
     per_slot = [-float(level.split("H")[0]) for level in levels]
@@ -145,7 +150,7 @@ def test_charts_have_the_heights_that_the_program_counts():
 
 def test_drawings_side_by_side_have_one_scale():
     """Memory of 2.5 is not drawn as high as memory of 4, nor 24 slots as long as 30."""
-    pictures = [in_slots(analyse(Choice(name, 4, 4), 3)) for name in ("dp", "cdp_v2")]
+    pictures = [in_slots(analyse(ScheduleSpec(name, 4, 4), 3)) for name in ("dp", "cdp_v2")]
     frame = frame_of(pictures)
     assert (frame.end, frame.memory, frame.sent) == (30, 4, 6)
     tops, widths = [], set()
@@ -157,7 +162,7 @@ def test_drawings_side_by_side_have_one_scale():
     assert len(widths) == 1
     assert tops[1] / tops[0] == pytest.approx(2.5 / 4, abs=0.01)
     for n, slot in ((8, 8), (16, 13)):  # 16 are scrolled, with room for two digits
-        pair = [in_slots(analyse(Choice(name, n, n), 3)) for name in ("cdp_v2", "dp")]
+        pair = [in_slots(analyse(ScheduleSpec(name, n, n), 3)) for name in ("cdp_v2", "dp")]
         assert frame_of(pair).scale == slot
 
 
@@ -166,7 +171,7 @@ def test_a_model_on_a_machine_is_drawn_in_seconds_and_bytes():
     costs = [StageCost(1, 3, activation_bytes=2.0**20, parameter_bytes=2.0**20)] * 4
     slow, found = Hardware("slow", 1.0, 2.0**40, 2.0**18), []
     for name in ("cdp_v2", "dp"):
-        analysis = analyse(Choice(name, 4, 4), 2)
+        analysis = analyse(ScheduleSpec(name, 4, 4), 2)
         found.append((analysis, predict(analysis, costs, slow)))
     dp = in_seconds(*found[1])
     assert {round(cell.end - cell.start, 2) for cell in dp.cells} == {1, 3}
@@ -187,7 +192,7 @@ def test_a_model_on_a_machine_is_drawn_in_seconds_and_bytes():
 
 
 def test_an_op_waits_for_its_rank_its_input_and_its_weights():
-    program = analyse(Choice("cdp_v2", 2, 2), 2).drawn
+    program = analyse(ScheduleSpec("cdp_v2", 2, 2), 2).drawn
     found = {
         (str(i.op), i.step): {(str(o.op), o.step) for o in others}
         for i, others in waits(program).items()
@@ -210,56 +215,56 @@ def test_the_page_of_the_site_has_every_schedule_and_verdict():
 
 
 def test_an_op_says_what_it_waits_for_and_frees():
-    def said(choice, op, n_steps=2):
-        found = texts(analyse(choice, n_steps).drawn)
+    def said(spec, op, n_steps=2):
+        found = texts(analyse(spec, n_steps).drawn)
         return next(text for i, text in found.items() if (str(i.op), i.step) == (op, 0))
 
-    assert said(Choice("cdp_v2", 2, 2), "0B0").splitlines() == [
+    assert said(ScheduleSpec("cdp_v2", 2, 2), "0B0").splitlines() == [
         "0B0 of step 0: backward of stage 0 on micro-batch 0; rank 0, slot 3; weights 0 (the"
         " newest)",
         "waits for: 0F0 of step 0; 1B0 of step 0",
         "frees: activation stage 0 microbatch 0 step 0",
     ]
-    assert "keeps its activations until slot 5" in said(Choice("gpipe", 2, 2), "1F1")
-    sharded = said(Choice("zero_cdp_v2", 4, 4), "1B1", 3)  # weights come anew for each op
+    assert "keeps its activations until slot 5" in said(ScheduleSpec("gpipe", 2, 2), "1F1")
+    sharded = said(ScheduleSpec("zero_cdp_v2", 4, 4), "1B1", 3)  # weights come anew for each op
     assert "weights stage 1 version 0 from rank 3" in sharded
     assert "frees: activation stage 1 microbatch 1 step 0; weights stage 1 version 0" in sharded
-    assert "broadcast weights" in said(Choice("zero_dp", 4, 4), "1F0")
+    assert "broadcast weights" in said(ScheduleSpec("zero_dp", 4, 4), "1F0")
 
 
-@pytest.mark.parametrize("choice", [Choice("zero_bubble", 3, 4), Choice("cdp_v1", 3, 3)])
-def test_hover_text_agrees_with_the_program(choice):
+@pytest.mark.parametrize("spec", [ScheduleSpec("zero_bubble", 3, 4), ScheduleSpec("cdp_v1", 3, 3)])
+def test_hover_text_agrees_with_the_program(spec):
     """Each activation is freed by one op, and each message of a boundary is waited for by one."""
-    text = "\n".join(title.text for title in drawn(choice).iter(f"{SVG}title"))
-    instructions = [str(i) for rank in analyse(choice, 2).drawn.ranks for i in rank]
+    text = "\n".join(title.text for title in drawn(spec).iter(f"{SVG}title"))
+    instructions = [str(i) for rank in analyse(spec, 2).drawn.ranks for i in rank]
     frees = sum(i.startswith("FREE activation") for i in instructions)
     receives = sum(i.startswith("RECV activation") for i in instructions)
     assert text.count("frees: activation stage") == frees
     assert len(re.findall("activation (?:gradient )?stage [^;]* from rank", text)) == receives
 
 
-def numbers_of(choice):
+def numbers_of(spec):
     """Key numbers by name, as (value, unit), of uniform stages."""
-    analysis = analyse(choice, 1)
-    timeline = predict(analysis, unit_costs(choice.stages), UNIT)
+    analysis = analyse(spec, 1)
+    timeline = predict(analysis, unit_costs(spec.stages), UNIT)
     return {n.name: (n.value, n.unit) for n in analysis.numbers(timeline, in_slots=True)}
 
 
 @pytest.mark.parametrize(
-    ("choice", "peak"),
+    ("spec", "peak"),
     [
-        (Choice("dp"), 4),
-        (Choice("cdp_v1"), 2.5),
-        (Choice("cdp_v2", correction="extrapolate"), 2.5),
-        (Choice("cdp_v2", placement="per_stage"), 2.5),
-        (Choice("zero_dp"), 4),
-        (Choice("gpipe"), 4),
+        (ScheduleSpec("dp"), 4),
+        (ScheduleSpec("cdp_v1"), 2.5),
+        (ScheduleSpec("cdp_v2", correction="extrapolate"), 2.5),
+        (ScheduleSpec("cdp_v2", placement="per_stage"), 2.5),
+        (ScheduleSpec("zero_dp"), 4),
+        (ScheduleSpec("gpipe"), 4),
     ],
 )
-def test_key_numbers_are_those_of_the_steady_state(choice, peak):
-    schedule = choice.build()
+def test_key_numbers_are_those_of_the_steady_state(spec, peak):
+    schedule = spec.build()
     steady, busy = steady_state(schedule), len(schedule.timing.starts) / schedule.n_ranks
-    found, sent = numbers_of(choice), steady.units_by_slot
+    found, sent = numbers_of(spec), steady.units_by_slot
     assert found["step time"][1] == "slots"
     assert {k: float(value) for k, (value, _) in found.items()} == {
         "ranks": schedule.n_ranks,
@@ -278,8 +283,11 @@ def test_key_numbers_are_those_of_the_steady_state(choice, peak):
 @pytest.mark.parametrize("placement", ["one", "per_stage"])
 def test_the_step_time_is_that_of_the_steady_state(placement):
     """Though the last step ends early."""
-    assert numbers_of(Choice("zero_bubble", 3, 3))["step time"][1] == "slots, half a backward 0.5"
-    analysis = analyse(Choice("cdp_v2", 8, 8, placement=placement), 1)
+    assert (
+        numbers_of(ScheduleSpec("zero_bubble", 3, 3))["step time"][1]
+        == "slots, half a backward 0.5"
+    )
+    analysis = analyse(ScheduleSpec("cdp_v2", 8, 8, placement=placement), 1)
     busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
     assert predict(analysis, unit_costs(8), UNIT).step_time == max(16, busy)
 
@@ -287,7 +295,7 @@ def test_the_step_time_is_that_of_the_steady_state(placement):
 @pytest.mark.parametrize(("n", "bandwidth"), [(4, 0.25), (6, 0.25)])
 def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     """They are not as long as those of a long training."""
-    analysis = analyse(Choice("zero_cdp_v1", n, n), 1)
+    analysis = analyse(ScheduleSpec("zero_cdp_v1", n, n), 1)
     costs = [StageCost(1 + j / 4, 2 + j / 2, parameter_bytes=1.0 + 3 * j) for j in range(n)]
     slow = Hardware("slow", 1.0, 1.0, bandwidth)
     found = predict(analysis, costs, slow).step_time

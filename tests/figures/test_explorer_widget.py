@@ -19,7 +19,8 @@ from toolkit.figures.explorer.inspection import predict
 from toolkit.figures.explorer.widget import UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.choice import OWN, SCHEDULES
+from toolkit.schedule.catalog import METHODS
+from toolkit.schedule.spec import RANK_ORDERS
 
 DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0"
 CYCLIC = catalog.cyclic(2)
@@ -68,10 +69,10 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
     assert number(explorer, "ranks") == "10"
     for shows in (False, True):  # the second schedule
         explorer.compare.value = shows
-        assert (visible(explorer.columns[1]), len(explorer.choices)) == (shows, 1 + shows)
+        assert (visible(explorer.columns[1]), len(explorer.specs)) == (shows, 1 + shows)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*METHODS, RANK_ORDERS])
 def test_every_schedule_can_be_chosen(explorer, name):
     """It brings its own options and defaults."""
     column = explorer.columns[0]
@@ -80,11 +81,11 @@ def test_every_schedule_can_be_chosen(explorer, name):
     column.schedule.value = name
     assert said(explorer) == ""
     assert name == "cdp_v2" or shown(explorer) != before
-    assert visible(column.orders) == (name == OWN)
+    assert visible(column.orders) == (name == RANK_ORDERS)
     workers = name in ("dp", "zero_dp") or "cdp_" in name
-    options = {"n_ranks": name != OWN and "n_ranks" in catalog.METHODS[name].options}
+    options = {"n_ranks": name != RANK_ORDERS and "n_ranks" in catalog.METHODS[name].options}
     options["accumulate"] = workers or name == "weipipe"
-    options["delay"] = workers or name == OWN
+    options["delay"] = workers or name == RANK_ORDERS
     options |= dict.fromkeys(("chains", "groups"), "cdp_" in name)
     assert {option: visible(column.options[option]) for option in options} == options
     own = {"zero_cdp_v1": (1, "sharded"), "cdp_v2": ("freshest", "replicated")}
@@ -113,7 +114,7 @@ def test_workers_start_in_groups(explorer):
     explorer.microbatches.value = 4
     assert options["groups"].value == "each worker"
     options["groups"].value = 2
-    assert explorer.choices[0].build() == catalog.cyclic(4, n_stages=2, groups=2)
+    assert explorer.specs[0].build() == catalog.cyclic(4, n_stages=2, groups=2)
     assert "schedule.groups=2" in explorer.to_html()
     options["groups"].value = 3
     assert "groups divides the 4 workers" in said(explorer)
@@ -140,7 +141,7 @@ def test_workers_accumulate(explorer):
     explorer.columns[1].options["accumulate"].value = 3
     assert ops(explorer, 1) == 3 * ops(explorer)
     assert number(explorer, "ranks", 1) == "2"
-    assert explorer.choices[1].build() == catalog.data_parallel(2, accumulate=3)
+    assert explorer.specs[1].build() == catalog.data_parallel(2, accumulate=3)
     assert "schedule.accumulate=3" in explorer.to_html()
 
 
@@ -158,7 +159,7 @@ def test_workers_accumulate(explorer):
 def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
     column = explorer.columns[0]
     if control == "orders":
-        column.schedule.value = OWN
+        column.schedule.value = RANK_ORDERS
     drawing = re.search("<h3>.*</svg>", shown(explorer), re.S)[0]
     {**column.options, "orders": column.orders}[control].value = value
     assert sentence in said(explorer)
@@ -183,7 +184,7 @@ def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, 
     ],
 )
 def test_a_schedule_is_explored_with_its_own_sizes_and_options(schedule):
-    first, second = Explorer(schedule, compare=schedule).choices
+    first, second = Explorer(schedule, compare=schedule).specs
     assert first.build() == second.build() == schedule
 
 
@@ -201,7 +202,7 @@ def test_a_schedule_is_explored_with_its_own_sizes_and_options(schedule):
         *(("dp", {"stages": n}, f"stages .*got {n!r}") for n in (0, 33, "4", None)),
         (CYCLIC, {"delay": 1, "orders": ["0F0"]}, "leave out delay, orders"),
         (CYCLIC, {"compare": catalog.cyclic(3)}, "2 x 2 and 3 x 3"),
-        (CYCLIC, {"compare": STUCK}, "no choice makes"),
+        (CYCLIC, {"compare": STUCK}, "no spec makes"),
         (CYCLIC, {"compare": catalog.gpipe(2, 33)}, "microbatches .*got 33"),
     ],
 )
@@ -287,11 +288,11 @@ def test_rank_orders_survive_python_and_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "0F0 0F1 0B0 0B1\n\n1F0 1B0 1F1 1B1\n"
     for options in ({}, {"delay": 1, "correction": "extrapolate"}):
-        explorer = Explorer(OWN, orders=text, **options)
-        (choice,), (path,) = explorer.choices, explorer.export("csv")
+        explorer = Explorer(RANK_ORDERS, orders=text, **options)
+        (spec,), (path,) = explorer.specs, explorer.export("csv")
         assert path.name == "rank_orders.csv"
-        read = composed(choice.overrides())
-        assert replace(read, name="rank orders") == choice.build() == made(choice.python())
+        read = composed(spec.overrides())
+        assert replace(read, name="rank orders") == spec.build() == made(spec.python())
 
 
 def test_exports_say_why_not(explorer, tmp_path):

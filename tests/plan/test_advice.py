@@ -12,8 +12,8 @@ from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.predictions import Prediction
 from toolkit.results import Estimate
+from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.choice import Choice
 
 GIB = 2**30
 NAMES = {method.label: name for name, method in METHODS.items()}
@@ -21,7 +21,7 @@ MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)
 
 
 def rule(name, activations, step, memory, spread=0.01, machine=MACHINE, placement=None):
-    candidate = Candidate(Choice(NAMES[name], 4, 4, placement=placement), 8)
+    candidate = Candidate(ScheduleSpec(NAMES[name], 4, 4, placement=placement), 8)
     late = {"DP": 0.0, "CDP-v1": 1.0, "CDP-v2": 0.375}[name]
     peaks = GIB, memory * GIB, GIB, GIB
     fits = all(peak <= machine.memory_of(k) for k, peak in enumerate(peaks))

@@ -20,8 +20,7 @@ from toolkit.plan.pilot import _predicted, _speed
 from toolkit.plan.predictions import Limits, Machines
 from toolkit.runtime.meters.predicted_vs_measured import equal_stages
 from toolkit.runtime.microbatches import StepResult
-from toolkit.schedule import catalog
-from toolkit.schedule.choice import Choice
+from toolkit.schedule import ScheduleSpec, catalog
 from toolkit.training.data import synthetic
 
 CPU = torch.device("cpu")
@@ -187,7 +186,7 @@ def test_running_statistics_are_those_of_the_last_images(training):
 
 def test_predictions_include_slack_latency_and_the_optimizers_state():
     slow = Hardware("slow", 1.0, 1e9, 1e9, link_latency=1.0)
-    candidate, costs = Candidate(Choice("gpipe", 2, 2), 1), unit_costs(2)
+    candidate, costs = Candidate(ScheduleSpec("gpipe", 2, 2), 1), unit_costs(2)
     found, without = (
         _predicted(candidate, costs, Machines(slow, Limits(), words), (0.5, 2.0))
         for words in (1.0, 0.0)

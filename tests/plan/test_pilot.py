@@ -16,7 +16,7 @@ from toolkit.model import Images, gpt
 from toolkit.plan import Limits, Plan, Prediction, largest_stable_rate, pilot
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.pilot import _corrected, _maker
-from toolkit.schedule.choice import Choice
+from toolkit.schedule import ScheduleSpec
 from toolkit.training.data import Tokens, synthetic
 
 LINK = Hardware("link", 1e12, 5e10, 1e5)
@@ -105,10 +105,13 @@ def test_the_rule_that_gains_is_trained():
 
 @pytest.mark.parametrize("name", ["dp", "cdp_v1", "cdp_v2", "zero_cdp_v1"])
 def test_late_weights_have_the_correction_that_bears_the_larger_rate(name):
-    made = _corrected(Candidate(Choice(name, 4, 4), 1)).schedule
+    made = _corrected(Candidate(ScheduleSpec(name, 4, 4), 1)).schedule
     rates = [
         largest_stable_rate(replaced.build(), momentum=0.9, nesterov=True).limit
-        for replaced in (Choice(name, 4, 4), Choice("cdp_v1", 4, 4, correction="extrapolate"))
+        for replaced in (
+            ScheduleSpec(name, 4, 4),
+            ScheduleSpec("cdp_v1", 4, 4, correction="extrapolate"),
+        )
     ]
     extrapolated = name == "cdp_v1"
     assert made.corrected.kind == ("extrapolate" if extrapolated else "none")
@@ -124,8 +127,10 @@ def test_an_optimizer_of_the_user_stays_without_corrections():
     assert found.of("DP").predicted.schedule.name == "GPipe"
 
 
-ROTATED = Choice("cdp_v1", 4, 2, chains="rotated", accumulate=2)
-FRESHER = Choice("cdp_v1", 4, 4, delay=[[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]])
+ROTATED = ScheduleSpec("cdp_v1", 4, 2, chains="rotated", accumulate=2)
+FRESHER = ScheduleSpec(
+    "cdp_v1", 4, 4, delay=[[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
+)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +138,12 @@ FRESHER = Choice("cdp_v1", 4, 4, delay=[[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]
     [
         (Candidate(ROTATED, 2, "parameters", "all"), "extrapolate"),
         (Candidate(FRESHER, 2, within=0.1), None),
-        (Candidate(Choice("pipedream_2bw", 2, 4), 2), "extrapolate"),
-        (Candidate(Choice("zero_cdp_v2", 4, 4), 2), "none"),
-        (Candidate(Choice("cdp_v1", 2, 2, placement="per_stage_and_microbatch"), 4), "extrapolate"),
+        (Candidate(ScheduleSpec("pipedream_2bw", 2, 4), 2), "extrapolate"),
+        (Candidate(ScheduleSpec("zero_cdp_v2", 4, 4), 2), "none"),
+        (
+            Candidate(ScheduleSpec("cdp_v1", 2, 2, placement="per_stage_and_microbatch"), 4),
+            "extrapolate",
+        ),
     ],
     ids=lambda value: value.label if isinstance(value, Candidate) else "",
 )
@@ -144,7 +152,7 @@ def test_the_best_of_a_plan_is_measured(best, correction):
     given = "model=resnet8 data=digits hardware=ethernet_10"
     base, mine = (
         Prediction(one, seconds, 1e6, one.schedule.n_ranks, one.schedule.mean_staleness)
-        for one, seconds in ((Candidate(Choice("dp", 8, 2), 4), 1.0), (best, 0.5))
+        for one, seconds in ((Candidate(ScheduleSpec("dp", 8, 2), 4), 1.0), (best, 0.5))
     )
     planned = Plan((), (), base, mine, Limits(memory=1e9), LINK, given, 2)
     found = planned.pilot(net(), PAIR, steps=2, seeds=1, compute="roofline")
@@ -162,7 +170,7 @@ def test_the_best_of_a_plan_is_measured(best, correction):
 
 
 def test_a_pipeline_without_late_weights_needs_no_training():
-    made = Prediction(Candidate(Choice("one_f_one_b", 2, 8), 1), 0.5, 1e6, 2, 0.0)
+    made = Prediction(Candidate(ScheduleSpec("one_f_one_b", 2, 8), 1), 0.5, 1e6, 2, 0.0)
     planned = Plan((), (), made, made, Limits(), LINK, "model=resnet8", 1)
     rules = planned.pilot(net(), PAIR, compute="roofline").rules
     limits = Limits(memory=sum(rule.predicted.memory for rule in rules) / 2)
@@ -181,13 +189,13 @@ def test_a_pipeline_without_late_weights_needs_no_training():
 @pytest.mark.parametrize(
     ("choice", "sizes"),
     [
-        (Choice("dp", 8, 2), (2, 4, "per_microbatch")),
+        (ScheduleSpec("dp", 8, 2), (2, 4, "per_microbatch")),
         (
-            Choice("dp", 2, 2, placement="per_stage_and_microbatch"),
+            ScheduleSpec("dp", 2, 2, placement="per_stage_and_microbatch"),
             (2, 4, "per_stage_and_microbatch"),
         ),
-        (Choice("gradient_accumulation", 8, 2), (2, 4, "one")),
-        (Choice("zb_v", 4, 2), (2, 4, "per_stage")),
+        (ScheduleSpec("gradient_accumulation", 8, 2), (2, 4, "one")),
+        (ScheduleSpec("zb_v", 4, 2), (2, 4, "per_stage")),
     ],
 )
 def test_the_usual_rules_are_measured_beside_data_parallelism(choice, sizes):

@@ -14,13 +14,13 @@ from toolkit.plan import Limits, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.predictions import Machines, front
 from toolkit.plan.sweep import choose, worth_settling
+from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.choice import Choice
 from toolkit.schedule.steady_state import steps_to_time
 
 IMAGES = Images(3, 16, 16, 10)
 SLOW = Hardware("slow links", 1e12, 5e10, 2e8, memory=1e9)
-ON_4 = Candidate(Choice("cdp_v1", 8, 4, chains="rotated"), 1)
+ON_4 = Candidate(ScheduleSpec("cdp_v1", 8, 4, chains="rotated"), 1)
 
 
 def net(depth=7):
@@ -36,7 +36,7 @@ def found():
 
 
 def made_up(seconds, memory=1.0, staleness=0.0, ranks=2, checkpoint="none", **more):
-    candidate = Candidate(Choice("dp", 2, 2), 1, checkpoint=checkpoint)
+    candidate = Candidate(ScheduleSpec("dp", 2, 2), 1, checkpoint=checkpoint)
     return Prediction(candidate, seconds, memory, ranks, staleness, **more)
 
 
@@ -53,13 +53,15 @@ def test_candidates_use_the_ranks_and_divide_the_batch(n_ranks, batch):
 
 
 def test_every_method_is_a_candidate_unless_its_late_weights_serve_nothing():
-    tried = {c.choice.schedule for c in (*candidates(1, 64), *candidates(4, 64))}
+    tried = {c.spec.method for c in (*candidates(1, 64), *candidates(4, 64))}
     assert tried == METHODS.keys() - {"published"}
 
 
 def test_workers_vary_in_chains_groups_and_rounds():
-    cyclic = [c.choice for c in candidates(4, 64) if c.choice.schedule == "cdp_v1" and c.is_plain]
-    varied = {(c.chains, c.groups, c.accumulate) for c in cyclic if not c.placement}
+    cyclic = [c.spec for c in candidates(4, 64) if c.spec.method == "cdp_v1" and c.is_plain]
+    varied = {
+        (c.chains or "in_order", c.groups, c.accumulate or 1) for c in cyclic if not c.placement
+    }
     assert varied == {*product(("in_order", "rotated"), (None, 2), (1, 2, 4))}
 
 
@@ -86,7 +88,7 @@ def test_options_of_samples(form, own, options):
 def test_no_prediction_is_below_its_bound(memory):
     machines = Machines(replace(UNIT, link_bandwidth=2.0), Limits(memory=memory), 1.0)
     for candidate in (c for c in candidates(3, 12) if c.is_plain):
-        costs = unit_costs(candidate.choice.stages, backward=2.0)
+        costs = unit_costs(candidate.spec.stages, backward=2.0)
         (predicted,) = machines.predict([candidate], [costs])
         bound = machines.bound(candidate, costs)
         assert bound.seconds <= predicted.seconds * (1 + 1e-9)
@@ -123,7 +125,7 @@ def test_predictions_are_those_of_the_simulator(found):
     timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
     assert base.seconds == pytest.approx(timeline.step_time, rel=1e-9)
     assert base.memory == max(map(timeline.peak_memory, range(2)))
-    assert base.candidate.choice.schedule == "dp"
+    assert base.candidate.spec.method == "dp"
 
 
 def test_slow_links_favour_late_weights(found):
@@ -173,7 +175,7 @@ def test_limits_hold(found, limits, kept):
 def test_the_hardware_limits_memory_where_the_limit_is_above_it():
     """Rank 0 has less memory than the limit, and rank 1 has more."""
     costs = unit_costs(2)
-    dp = Candidate(Choice("dp", 2, 2), 1)
+    dp = Candidate(ScheduleSpec("dp", 2, 2), 1)
     free = Machines(UNIT, Limits(), 1.0)
     (needed,) = (prediction.memory for prediction in free.predict([dp], [costs]))
     for memory, fits in ((needed, True), (0.9 * needed, False)):
@@ -186,7 +188,7 @@ def test_the_hardware_limits_memory_where_the_limit_is_above_it():
 def test_nothing_within_the_limits():
     found = plan(net(), IMAGES, SLOW, 2, batch=8, jobs=1, limits=Limits(memory=1e3))
     assert (found.best, found.front) == (None, ())
-    assert [p.candidate.choice.schedule for p in found.predictions] == ["dp"]
+    assert [p.candidate.spec.method for p in found.predictions] == ["dp"]
     assert "Nothing keeps the limits" in found.verdict
 
 

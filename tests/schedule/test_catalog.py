@@ -6,8 +6,7 @@ from inspect import signature
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.schedule import RandomDelay, catalog, timing
-from toolkit.schedule.plain_values import build
+from toolkit.schedule import RandomDelay, ScheduleSpec, catalog, timing
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,13 @@ def test_each_method_of_the_registry_is_built_by_name(method):
     options = {size: 8 if size == "n_microbatches" else 4 for size in sizes}
     own = method(**options)
     assert own.name == method.label
-    assert build(method.name, **options) == own
-    assert build(method.factory.__name__, **method.options, **options) == own
+    assert ScheduleSpec.from_call(method.name, options).build() == own
+    assert ScheduleSpec.from_call(method.factory.__name__, method.options | options).build() == own
 
 
 def test_a_schedule_of_plain_values():
     late = catalog.cyclic(2, RandomDelay(least=1, most=2))
-    assert build("cdp_v2", n=2, delay={"least": 1, "most": 2}) == late
-    assert build("cdp_v1", n=2) == catalog.cdp_v1(2)
+    assert ScheduleSpec("cdp_v2", 2, 2, {"least": 1, "most": 2}).build() == late
+    assert ScheduleSpec.from_call("cdp_v1", {"n": 2}).build() == catalog.cdp_v1(2)
     with pytest.raises(UserError, match=r"cdp_v3.*cdp_v1"):
-        build("cdp_v3", n=2)
+        ScheduleSpec.from_call("cdp_v3", {"n": 2})

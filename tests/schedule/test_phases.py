@@ -14,8 +14,16 @@ from toolkit.cost.hardware import UNIT
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import schedules
-from toolkit.schedule import Action, Buffer, Correction, Phase, after, catalog, switched
-from toolkit.schedule.plain_values import build
+from toolkit.schedule import (
+    Action,
+    Buffer,
+    Correction,
+    Phase,
+    ScheduleSpec,
+    after,
+    catalog,
+    switched,
+)
 from toolkit.schedule.steady_state import footprint, steady_steps, steps_to_time
 
 DP, V1, V2 = (f(2) for f in (catalog.data_parallel, catalog.METHODS["cdp_v1"], catalog.cyclic))
@@ -134,7 +142,7 @@ def test_lengths_in_epochs():
 
 def test_by_plain_values():
     phases = [{"schedule": "dp", "epochs": 1}, {"schedule": "cdp_v2", "steps": 2}]
-    built = build("cdp_v1", n=4, n_stages=3, phases=phases)
+    built = ScheduleSpec.from_call("cdp_v1", {"n": 4, "n_stages": 3, "phases": phases}).build()
     assert built == after(
         [Phase(catalog.data_parallel(4, n_stages=3), epochs=1), (catalog.cyclic(4, n_stages=3), 2)],
         catalog.cyclic(4, 1, n_stages=3),
@@ -162,9 +170,12 @@ def test_is_drawn_with_a_step_of_each():
             "equal n_ranks: got 1 of DP and 2",
         ),
         (lambda: after([Phase(DP, epochs=1)], V1).lower(1), "in_steps"),
-        (lambda: build("cdp_v1", n=2, phases=1), "got 1"),
-        (lambda: build("cdp_v1", n=2, phases=["dp"]), "got 'dp'"),
-        (lambda: build("cdp_v1", n=2, phases=[{"schedule": "pd"}]), "'pd'"),
+        (lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": 1}), "got 1"),
+        (lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": ["dp"]}), "got 'dp'"),
+        (
+            lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": [{"schedule": "pd"}]}),
+            "'pd'",
+        ),
     ],
 )
 def test_refuses(make, message):

@@ -8,7 +8,7 @@ from tests.stages import cut
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
 from toolkit.errors import UserError
 from toolkit.runtime import SwitchDecision, Switching
-from toolkit.schedule.choice import phases_of
+from toolkit.schedule.spec import in_order
 from toolkit.training import StoppedError, run_with_checkpoints
 from toolkit.training.run_with_checkpoints import Signals
 
@@ -50,7 +50,7 @@ def test_a_run_resumes_across_changes_and_its_phases_repeat_it(tmp_path):
         ]
         assert_identical(weights(again), weights(whole))
     parts = [(switching.candidates[name], n) for name, n in switching.phases() if n]
-    repeated = phases_of(parts)
+    repeated = in_order(parts).overrides()
     assert repeated == (
         "schedule=dp stages=2 microbatches=2 'schedule.phases=[{schedule:cdp_v1,steps:4}]'"
     )

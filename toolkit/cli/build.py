@@ -7,17 +7,22 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property, partial
 from inspect import Parameter, signature
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_class, get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli.check_options import check_counts, check_own
-from toolkit.errors import UserError, suggest
+from toolkit.errors import UserError
 from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
-from toolkit.schedule import Schedule, labels
-from toolkit.schedule.plain_values import DESCRIBED, with_phases
+from toolkit.schedule import Correction, RandomDelay, Schedule, ScheduleSpec, labels
+from toolkit.schedule.spec import (
+    OF_FILES,
+    check_file_options,
+    from_mapping,
+    is_of_catalogue,
+    with_phases,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,12 +34,6 @@ if TYPE_CHECKING:
 
 _JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
 _AFFORDABLE = "affordable"  # a delay; {within: 0.1} is one that may cost a tenth of a step
-_OF_METHODS = {
-    "placement": "per_microbatch",
-    "chains": "in_order",
-    "accumulate": 1,
-    "groups": None,
-}
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -190,35 +189,20 @@ def build_schedule(config: DictConfig) -> Schedule:
             f" +schedule@rules.{config}={config} (for simulate, +schedule@also.{config}={config})"
         )
     options = plain(config)
-    file = options.pop("file", None)
-    file_options = {"period": options.pop("period", None), "unfold": options.pop("unfold", False)}
+    if options.get("file") is not None or is_of_catalogue(options):
+        return ScheduleSpec.from_config(options).build()
+    check_file_options(options)
     phases = options.pop("phases", None) or []
-    described_choices = {
-        name: _described(options.pop(name), description_class)
-        for name, description_class in DESCRIBED.items()
-        if name in options
+    arguments = {name: value for name, value in options.items() if name not in OF_FILES}
+    described = {"delay": RandomDelay, "correction": Correction}
+    objects = {
+        name: from_mapping(arguments.pop(name), described_class)
+        for name, described_class in described.items()
+        if name in arguments
     }
-    if file == "":
-        raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
-    neutral_values = {"period": None, "unfold": False} if file is None else _OF_METHODS
-    for name, value in (options | file_options).items():
-        if value != neutral_values.get(name, value):
-            raise UserError(
-                f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains,"
-                " accumulate and groups belong to named methods, period and unfold to files: leave"
-                " one out"
-            )
-    if file is not None:
-        state_option = {"state": options["state"]} if "state" in options else {}
-        path = Path(file)
-        file_schedule = Schedule.from_csv(
-            path, name=path.stem, **file_options, **state_option, **described_choices
-        )
-        return with_phases(file_schedule, phases)
     as_factory = {"_partial_": True, "_convert_": "all"}
-    schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **as_factory)(
-        **described_choices
-    )
+    make = _made(arguments, "schedule", "toolkit.schedule.catalog.cyclic", **as_factory)
+    schedule = make(**objects)
     if not isinstance(schedule, Schedule):
         raise UserError(
             f"schedule: {config._target_} gives a {type(schedule).__name__}; expected a"
@@ -295,20 +279,6 @@ def build_schedules(config: DictConfig) -> dict[str, Schedule]:
     }
     label_of_key = labels({name: schedule.name for name, schedule in schedule_of_key.items()})
     return {label_of_key[name]: schedule for name, schedule in schedule_of_key.items()}
-
-
-def _described(value: Any, description_class: type) -> Any:
-    """Return ``value``, or ``description_class(**value)`` if it is a mapping."""
-    if not isinstance(value, dict):
-        return value
-    option_names = [field.name for field in fields(description_class)]
-    for name in map(str, value):
-        if name not in option_names:
-            raise UserError(
-                f"a {description_class.__name__} has no option {name!r}:"
-                f" {suggest(name, option_names)}"
-            )
-    return description_class(**value)
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":

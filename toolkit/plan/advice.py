@@ -252,7 +252,7 @@ def _command(pilot: "Pilot", choice: str) -> str:
     if choice in (STAY, UNDECIDED):
         return pilot.of("DP").predicted.candidate.command(pilot.given)
     late_candidate = pilot.late.predicted.candidate
-    name, n_rounds = late_candidate.choice.schedule, late_candidate.choice.accumulate or 1
+    name, n_rounds = late_candidate.spec.method, late_candidate.spec.accumulate or 1
     if choice == ADOPT and not pilot.late.predicted.staleness:
         return late_candidate.command(pilot.given)
     if choice == ADOPT:

@@ -13,9 +13,9 @@ from toolkit.files import started_by
 from toolkit.format import count
 from toolkit.model import InputSpec, Sequences
 from toolkit.model.partition import MEASURES
-from toolkit.schedule import CHAINS, Schedule
+from toolkit.schedule import CHAINS, Schedule, ScheduleSpec
 from toolkit.schedule.catalog import METHODS, Method
-from toolkit.schedule.choice import Choice, options_of
+from toolkit.schedule.spec import options_of
 from toolkit.training.data.tokens import BYTES
 
 _ROUNDS = 1, 2, 4  # micro-batches of a worker, or of a pipeline by its ranks
@@ -30,15 +30,15 @@ class Candidate:
     """A schedule, and how its stages are made.
 
     Attributes:
-        choice: the method, its sizes and options.
+        spec: the method, its sizes and options.
         batch: samples of a micro-batch.
         partition: measure that the stages share equally.
         checkpoint: ``none`` or ``all``: stages that compute their forward twice.
         within: share of a step that the fresher weights of an affordable delay may cost; None: the
-            delay is that of the choice.
+            delay is that of the spec.
     """
 
-    choice: Choice
+    spec: ScheduleSpec
     batch: int
     partition: str = "flops"
     checkpoint: str = "none"
@@ -47,7 +47,7 @@ class Candidate:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule; built anew in another process."""
-        return self.choice.build()
+        return self.spec.build()
 
     @property
     def is_plain(self) -> bool:
@@ -57,7 +57,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """The schedule and what differs from plain stages, in words."""
-        schedule, method = self.schedule, METHODS.get(self.choice.schedule)
+        schedule, method = self.schedule, METHODS.get(self.spec.method)
         # A delay that was searched for has no short name.
         name = schedule.name if method else "searched rank orders"
         if self.within is not None:
@@ -71,9 +71,9 @@ class Candidate:
 
     def options(self) -> str:
         """Options of ``experiments/simulate.py`` and ``train.py`` that make it."""
-        overrides = self.choice.overrides()
+        overrides = self.spec.overrides()
         if self.within is not None:
-            overrides = replace(self.choice, delay=None).overrides()
+            overrides = replace(self.spec, delay=None).overrides()
             overrides += f" 'schedule.delay={{within: {self.within:g}}}'"
         return (
             f"{overrides} batch={self.batch} partition={self.partition}"
@@ -96,30 +96,30 @@ def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidat
         stages: of workers that have the whole model, at most, or twice as many.
     """
     all_candidates: list[Candidate] = []
-    for choice in _choices(n_ranks, stages):
-        microbatches_per_step = choice.microbatches * (choice.accumulate or 1)
-        is_small = choice.stages * microbatches_per_step <= max(LARGEST, n_ranks**2)
-        if is_small and batch % microbatches_per_step == 0 and _exists(choice):
+    for spec in _specs(n_ranks, stages):
+        microbatches_per_step = spec.microbatches * (spec.accumulate or 1)
+        is_small = spec.stages * microbatches_per_step <= max(LARGEST, n_ranks**2)
+        if is_small and batch % microbatches_per_step == 0 and _exists(spec):
             stage_options = product(MEASURES, _CHECKPOINTS)
             all_candidates += [
-                Candidate(choice, batch // microbatches_per_step, *stage_option)
+                Candidate(spec, batch // microbatches_per_step, *stage_option)
                 for stage_option in stage_options
             ]
     return all_candidates
 
 
-def _exists(choice: Choice) -> bool:
-    """Whether a choice is possible, and gains from its late weights if it has any.
+def _exists(spec: ScheduleSpec) -> bool:
+    """Whether a spec is possible, and gains from its late weights if it has any.
 
     Late weights let staggered ops run earlier. Plain data parallelism has no such ops.
     """
     with suppress(UserError):
-        max_staleness = choice.build().max_staleness
-        return not max_staleness or METHODS[choice.schedule].kind != "data_parallel"
+        max_staleness = spec.build().max_staleness
+        return not max_staleness or METHODS[spec.method].kind != "data_parallel"
     return False
 
 
-def _choices(n_ranks: int, max_stages: int) -> Iterator[Choice]:
+def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
     """Yield the methods of the catalogue in all sizes that ``n_ranks`` allow."""
     usual_stages = min(n_ranks * -(-_STAGES // n_ranks), max_stages)
     for name, method in METHODS.items():
@@ -128,19 +128,19 @@ def _choices(n_ranks: int, max_stages: int) -> Iterator[Choice]:
             rank_option = n_ranks if "n_ranks" in method_options else None
             stages = n_ranks * method.stages_per_rank
             yield from (
-                Choice(name, stages, n_ranks * n_microbatches, n_ranks=rank_option)
+                ScheduleSpec(name, stages, n_ranks * n_microbatches, n_ranks=rank_option)
                 for n_microbatches in _ROUNDS
                 if n_ranks > 1
             )
         elif "placement" not in method_options:  # one device by nature
             yield from (
-                Choice(name, usual_stages, n_microbatches)
+                ScheduleSpec(name, usual_stages, n_microbatches)
                 for n_microbatches in (1, *_IN_FLIGHT)
                 if n_ranks == 1
             )
         elif n_ranks == 1:
             yield from (
-                Choice(name, usual_stages, n_microbatches, placement="one")
+                ScheduleSpec(name, usual_stages, n_microbatches, placement="one")
                 for n_microbatches in _IN_FLIGHT
             )
         else:
@@ -149,8 +149,8 @@ def _choices(n_ranks: int, max_stages: int) -> Iterator[Choice]:
 
 def _workers(
     name: str, method: Method, n_ranks: int, usual_stages: int, method_options: dict[str, Any]
-) -> Iterator[Choice]:
-    """Yield choices with a worker a rank, with a stage a rank, and with both."""
+) -> Iterator[ScheduleSpec]:
+    """Yield specs with a worker a rank, with a stage a rank, and with both."""
     groups = (
         [None, *(group_size for group_size in range(2, n_ranks) if n_ranks % group_size == 0)]
         if "groups" in method_options
@@ -161,22 +161,22 @@ def _workers(
     for stages, accumulate, chain_order, group_size in product(
         (usual_stages, 2 * usual_stages), rounds, chains, groups
     ):
-        yield Choice(
+        yield ScheduleSpec(
             name, stages, n_ranks, accumulate=accumulate, chains=chain_order, groups=group_size
         )
     if method.kind == "cyclic":
         yield from (
-            Choice(name, n_ranks, n_ranks, placement="per_stage", accumulate=accumulate)
+            ScheduleSpec(name, n_ranks, n_ranks, placement="per_stage", accumulate=accumulate)
             for accumulate in rounds
         )
-    square_choices = (
-        Choice(name, n_stages, n_stages, placement="per_stage_and_microbatch")
+    square_specs = (
+        ScheduleSpec(name, n_stages, n_stages, placement="per_stage_and_microbatch")
         for n_stages in range(2, isqrt(2 * n_ranks) + 1)
     )
-    fitting_choices = [
-        choice for choice in square_choices if _exists(choice) and choice.build().n_ranks <= n_ranks
+    fitting_specs = [
+        spec for spec in square_specs if _exists(spec) and spec.build().n_ranks <= n_ranks
     ]
-    yield from fitting_choices[-1:]
+    yield from fitting_specs[-1:]
 
 
 def data_options(form: InputSpec, *, own: bool = False) -> str:

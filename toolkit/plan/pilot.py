@@ -26,9 +26,8 @@ from toolkit.results import describe
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
-from toolkit.schedule import Schedule
+from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.choice import Choice
 from toolkit.schedule.placement import IN_ORDER
 from toolkit.training.loop import cross_entropy
 
@@ -153,7 +152,7 @@ def pilot(
     )  # fmt: skip
     if n_stages < 2:
         return replace(findings, untrained="the model cannot be cut into stages")
-    plain_candidate = Candidate(Choice("dp", n_stages, n_workers), batch, measure_name)
+    plain_candidate = Candidate(ScheduleSpec("dp", n_stages, n_workers), batch, measure_name)
     candidates = _tried(plain_candidate, placement, candidate)
     if optimizer is None:
         optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
@@ -260,26 +259,26 @@ def _tried(
 
     Without one: CDP-v1 and CDP-v2 of the sizes of ``plain_candidate``.
     """
-    dp_choice = replace(plain_candidate.choice, placement=placement)
-    cdp_choices = {
-        METHODS[name].label: replace(dp_choice, schedule=name) for name in ("cdp_v1", "cdp_v2")
+    dp_spec = replace(plain_candidate.spec, placement=placement)
+    cdp_specs = {
+        METHODS[name].label: replace(dp_spec, method=name) for name in ("cdp_v1", "cdp_v2")
     }
     if late_candidate:
-        dp_choice = replace(
-            dp_choice,
-            microbatches=late_candidate.choice.microbatches,
-            accumulate=late_candidate.choice.accumulate,
+        dp_spec = replace(
+            dp_spec,
+            microbatches=late_candidate.spec.microbatches,
+            accumulate=late_candidate.spec.accumulate,
         )
     if placement == "per_stage":
-        dp_choice = replace(plain_candidate.choice, schedule="gpipe")
+        dp_spec = replace(plain_candidate.spec, method="gpipe")
     if late_candidate:
         return {
-            "DP": replace(late_candidate, choice=dp_choice, within=None),
+            "DP": replace(late_candidate, spec=dp_spec, within=None),
             late_candidate.label.partition(",")[0]: late_candidate,
         }
     return {
-        rule: replace(plain_candidate, choice=choice)
-        for rule, choice in {"DP": dp_choice, **cdp_choices}.items()
+        rule: replace(plain_candidate, spec=spec)
+        for rule, spec in {"DP": dp_spec, **cdp_specs}.items()
     }
 
 
@@ -290,7 +289,7 @@ def _corrected(candidate: Candidate) -> Candidate:
     for correction in ("none", "extrapolate") if candidate.schedule.max_staleness else ():
         with suppress(UserError):  # sharded weights cannot be extrapolated
             corrected_candidate = replace(
-                candidate, choice=replace(candidate.choice, correction=correction)
+                candidate, spec=replace(candidate.spec, correction=correction)
             )
             rate = largest_stable_rate(
                 corrected_candidate.schedule, momentum=_MOMENTUM, nesterov=True

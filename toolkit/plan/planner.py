@@ -23,7 +23,6 @@ from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
 from toolkit.plan.sweep import NEAR, SLOW, Sweep
-from toolkit.schedule.catalog import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +110,7 @@ class Plan:
         """
         best_prediction = self.best or self.baseline
         schedule = best_prediction.schedule
-        choice = best_prediction.candidate.choice
+        spec = best_prediction.candidate.spec
         memory_limit = self.limits.memory
         hardware = self.hardware
         memories = [min(memory_limit, memory) for memory in hardware.memories]
@@ -121,12 +120,12 @@ class Plan:
             )
         }
         options |= {"given": self.given}
-        pipeline = choice.orders or METHODS[choice.schedule].kind == "pipeline"
+        pipeline = spec.family == "pipeline"
         if best_prediction.staleness or (
-            pipeline and schedule.n_stages == best_prediction.ranks and not choice.orders
+            pipeline and schedule.n_stages == best_prediction.ranks and not spec.orders
         ):
             return pilot(model, images, candidate=best_prediction.candidate, **options)
-        n_workers = best_prediction.ranks if pipeline else max(2, choice.microbatches)
+        n_workers = best_prediction.ranks if pipeline else max(2, spec.microbatches)
         placement = "per_stage" if pipeline else schedule.layout.name
         microbatch_size = max(
             1, best_prediction.candidate.batch * schedule.n_microbatches // n_workers
@@ -267,15 +266,15 @@ def plan(
         plainest_candidate,
     )
     slowest = SLOW * min(prediction.seconds for prediction in sweep.done.values())
-    near_choices = {
-        candidate.choice
+    near_specs = {
+        candidate.spec
         for candidate, prediction in sweep.done.items()
         if prediction.seconds <= slowest
     }
     more_candidates = [
         candidate
         for candidate in all_candidates
-        if candidate.choice in near_choices and candidate not in sweep.done
+        if candidate.spec in near_specs and candidate not in sweep.done
     ]
     sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
     sweep.settle()

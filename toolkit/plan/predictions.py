@@ -135,7 +135,7 @@ class Machines:
         delay = affordable_delay(
             candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state_bytes
         )
-        fresher = replace(candidate, choice=replace(candidate.choice, delay=delay), within=within)
+        fresher = replace(candidate, spec=replace(candidate.spec, delay=delay), within=within)
         return self.predict([fresher], [costs])[0]
 
     def memory_of(self, rank: int) -> float:

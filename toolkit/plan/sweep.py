@@ -15,8 +15,9 @@ from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace
+from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.choice import choice_of, options_of
+from toolkit.schedule.spec import options_of
 
 NEAR = 0.03
 """Share of a step, or of memory, that makes no difference to the verdict."""
@@ -66,9 +67,9 @@ class Sweep:
             if not isinstance(costs, UserError):
                 self.costs[_key(all_candidates[0])] = costs
                 return all_candidates
-            if all_candidates[0].choice.stages == 1:
+            if all_candidates[0].spec.stages == 1:
                 raise costs
-            max_stages = all_candidates[0].choice.stages // 2
+            max_stages = all_candidates[0].spec.stages // 2
 
     def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
         """Predict candidates, except those whose lower bound a prediction already dominates."""
@@ -85,7 +86,7 @@ class Sweep:
                 else:
                     self.costs[key] = costs
         costed_candidates = [candidate for candidate in tried if _key(candidate) in self.costs]
-        groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("choice"))]
+        groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))]
 
         # The pool takes tasks as workers become free, so each bound is compared with the
         # predictions made so far.
@@ -114,7 +115,7 @@ class Sweep:
         pipelines = [
             prediction
             for candidate, prediction in self.done.items()
-            if METHODS[candidate.choice.schedule].kind == "pipeline"
+            if METHODS[candidate.spec.method].kind == "pipeline"
         ]
         if not (pipelines := [prediction for prediction in pipelines if not prediction.staleness]):
             return None
@@ -140,8 +141,8 @@ class Sweep:
                 min(1.0, (time.monotonic() - begin) / seconds),
             ),
         )
-        order_choice = choice_of(replace(search_result.schedule, name="rank orders"))
-        searched_candidate = replace(fastest, choice=order_choice)
+        orders_spec = ScheduleSpec.of(search_result.schedule)
+        searched_candidate = replace(fastest, spec=orders_spec)
         self._add(machines.predict([searched_candidate], [costs]))
         return search_result
 
@@ -233,7 +234,7 @@ def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
         for prediction in done
         if prediction.fits
         and prediction.schedule.n_stages * prediction.schedule.n_microbatches <= _SEARCHED
-        and options_of(prediction.candidate.choice.schedule).get("delay") == 1
+        and options_of(prediction.candidate.spec.method).get("delay") == 1
         and not any(
             fresher.fits
             and fresher.staleness < prediction.staleness

@@ -15,8 +15,8 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE, with_own
 from toolkit.results import record
 from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
-from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.plain_values import build, from_mappings, with_phases
+from toolkit.schedule import Schedule, ScheduleSpec
+from toolkit.schedule.spec import is_of_catalogue
 
 DIGEST = "file_sha256"
 """Option of a rule in the ``runs.yaml`` of a comparison: digest of its file of rank orders."""
@@ -37,7 +37,6 @@ _INTERPOLATION = re.compile(r'"\$\{(\w+)\}"')
 _LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
 _MOST_SEEDS = 10_000  # of a comparison
 _MOST_OPS = 1_000_000  # of a schedule
-_CATALOG = "toolkit.schedule.catalog."
 
 
 @dataclass(frozen=True)
@@ -290,33 +289,19 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
     Raises:
         UserError: they do not describe a schedule of this version.
     """
-    name = str(options.get("_target_")).removeprefix(_CATALOG)
-    if name not in catalog.FACTORIES:
+    if not is_of_catalogue(options):
         raise UserError(f"{options.get('_target_')!r} is not a schedule of the catalogue")
     sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")
-    excluded_options = ("_target_", "file", "period", "unfold", DIGEST)
-    arguments = {
-        option: value for option, value in options.items() if option not in excluded_options
-    }
-    if arguments.pop("predict", False):  # its name in runs before there were others
-        arguments["correction"] = "extrapolate"
-    if arguments.get("delay", 0) is None:
-        del arguments["delay"]
+    config = {name: value for name, value in options.items() if name != DIGEST}
+    if config.pop("predict", False):  # its name in runs before there were other corrections
+        config["correction"] = "extrapolate"
     try:
-        if file := options.get("file"):
-            schedule_arguments: dict[str, Any] = from_mappings(arguments)
-            schedule_arguments |= {"state": arguments["state"]} if "state" in arguments else {}
-            schedule_arguments |= {
-                option: options[option] for option in ("period", "unfold") if option in options
-            }
-            path = Path(file)
-            check_regular(path)
-            schedule = Schedule.from_csv(path, name=path.stem, **schedule_arguments)
-            return with_phases(schedule, arguments.get("phases") or ())
-        return build(name, **arguments)
+        if config.get("file"):
+            check_regular(Path(config["file"]))
+        return ScheduleSpec.from_config(config).build()
     except (OSError, TypeError, OverflowError) as error:
         raise UserError(first_line(error)) from error
 

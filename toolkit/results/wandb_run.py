@@ -190,11 +190,10 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
         return
     from toolkit.figures import schedules
-    from toolkit.schedule import steady_state
-    from toolkit.schedule.choice import SCHEDULES, choice_of
+    from toolkit.schedule import ScheduleSpec, steady_state
 
     with suppress(UserError):  # no method of the catalogue
-        tracker.config({"schedule_family": SCHEDULES[choice_of(schedule).schedule].kind})
+        tracker.config({"schedule_family": ScheduleSpec.of(schedule).family})
     try:
         steady = steady_state(schedule)
     except ValueError as error:  # training may still accept the schedule

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.updater import MakeOptimizer, takes_names
-from toolkit.schedule import Kind, Op, Schedule, catalog
-from toolkit.schedule.plain_values import build
+from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
 
@@ -112,7 +111,7 @@ def schedule_of_rule(
         n = n if isinstance(n, int) else n_ranks if n is None else len(n) + 1
         sizes = {"n": n_ranks, "n_stages": n, "accumulate": accumulate}
         check_choice("rule", rule, _RULES)
-        schedule = build(rule, **sizes, **options)
+        schedule = ScheduleSpec.from_call(rule, {**sizes, **options}).build()
     if schedule.n_ranks != n_ranks or not schedule.layout.has_whole_models:
         raise UserError(
             f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with"

@@ -7,6 +7,7 @@ from toolkit.schedule.phases import Phase, PhasedSchedule, after, switched
 from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
 from toolkit.schedule.schedule import STATES, Schedule, labels
+from toolkit.schedule.spec import ScheduleSpec
 from toolkit.schedule.staleness import FRESHEST, RandomDelay
 from toolkit.schedule.steady_state import SteadyState, steady_state
 from toolkit.schedule.timing import Timing
@@ -30,6 +31,7 @@ __all__ = [
     "Program",
     "RandomDelay",
     "Schedule",
+    "ScheduleSpec",
     "SteadyState",
     "Timing",
     "after",

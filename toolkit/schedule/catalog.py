@@ -5,9 +5,10 @@ add a method, write its function, add its line to :data:`METHODS`, and add its c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec
 
 from toolkit.errors import UserError, whole
 from toolkit.schedule import bidirectional, pipeline_orders, timing, v_schedules
@@ -18,7 +19,28 @@ from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
 from toolkit.schedule.validate import check_forwards
 
+_P = ParamSpec("_P")
 
+
+def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
+    """Let the schedules that a function builds carry the plain values of its call."""
+    parameters = signature(factory)
+
+    @wraps(factory)
+    def build(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
+        from toolkit.schedule.spec import ScheduleSpec  # which reads the registry below
+
+        schedule = factory(*args, **kwargs)
+        arguments = parameters.bind(*args, **kwargs).arguments
+        spec = ScheduleSpec.from_call(factory.__name__, arguments)
+        # The schedule has its sizes as Python's own numbers.
+        spec = replace(spec, stages=schedule.n_stages, microbatches=schedule.n_workers)
+        return schedule.with_spec(spec)
+
+    return build
+
+
+@carries_spec
 def data_parallel(
     n: int,
     placement: str = "per_microbatch",
@@ -51,6 +73,7 @@ def data_parallel(
     )
 
 
+@carries_spec
 def cyclic(
     n: int,
     delay: Delay = FRESHEST,
@@ -98,6 +121,7 @@ dp, cdp_v2 = data_parallel, cyclic
 cdp_v1 = partial(cyclic, delay=1)
 
 
+@carries_spec
 def published(
     n: int, placement: str = "per_microbatch", state: str = "replicated", *, n_stages: int = 4
 ) -> Schedule:
@@ -113,6 +137,7 @@ def published(
     return Schedule(name, s, m, timing.simultaneous(s, m), placement, delay, state)
 
 
+@carries_spec
 def weipipe(
     n: int,
     placement: str = "per_microbatch",
@@ -142,12 +167,14 @@ def weipipe(
     return Schedule(name, s, k * n, when, placement, state=state, accumulate=k)
 
 
+@carries_spec
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
     """Accumulate gradients on one device, with one update a step; arguments as :func:`gpipe`."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule(_ACCUMULATION, s, m, timing.simultaneous(s, 1, m), "one")
 
 
+@carries_spec
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     """GPipe: all forwards, then all backwards. Source: arXiv 1811.06965.
 
@@ -158,11 +185,13 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("GPipe", pipeline_orders.gpipe, n_stages, n_microbatches)
 
 
+@carries_spec
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B, with a flush at each step; arguments as :func:`gpipe`. Source: arXiv 2006.09503."""
     return _pipeline("1F1B", pipeline_orders.one_f_one_b, n_stages, n_microbatches)
 
 
+@carries_spec
 def eager_1f1b(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B with up to 2S-1 micro-batches under way, so that messages have a slot to travel in.
 
@@ -171,6 +200,7 @@ def eager_1f1b(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("Eager1F1B", pipeline_orders.eager_1f1b, n_stages, n_microbatches)
 
 
+@carries_spec
 def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     """GPipe where rank r has stages r, r + n_ranks, ... Source: arXiv 2211.05953.
 
@@ -183,6 +213,7 @@ def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     return _pipeline("looped BFS", make, n_stages, n_microbatches)
 
 
+@carries_spec
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     """1F1B where rank r has stages r, r + n_ranks, ... Source: arXiv 2104.04473.
 
@@ -195,11 +226,13 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
     return _pipeline(_INTERLEAVED, make, n_stages, n_microbatches)
 
 
+@carries_spec
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with split backwards; arguments as :func:`gpipe`. Source: arXiv 2401.10241."""
     return _pipeline("ZB-H1", pipeline_orders.zero_bubble, n_stages, n_microbatches)
 
 
+@carries_spec
 def zb_h2(n_stages: int, n_microbatches: int) -> Schedule:
     """ZB-H2: no bubble from 2S-1 micro-batches on, which every rank holds; the paper's ZB-2P.
 
@@ -210,6 +243,7 @@ def zb_h2(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("ZB-H2", pipeline_orders.zb_h2, n_stages, n_microbatches)
 
 
+@carries_spec
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
     """ZB-V: the memory of 1F1B; no bubble from 2p-1 micro-batches on. Source: arXiv 2401.10241.
 
@@ -220,21 +254,25 @@ def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("ZB-V", v_schedules.zb_v, n_stages, n_microbatches)
 
 
+@carries_spec
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
     """V-Half: as :func:`zb_v`, half the memory and bubble of 1F1B. Source: arXiv 2405.15362."""
     return _pipeline("V-Half", v_schedules.v_half, n_stages, n_microbatches)
 
 
+@carries_spec
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     """V-Min: as :func:`zb_v`, a third of the memory of 1F1B. Source: arXiv 2405.15362."""
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
+@carries_spec
 def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B-V: as :func:`zb_v`, two thirds of the memory of 1F1B. Source: arXiv 2405.15362."""
     return _pipeline("1F1B-V", v_schedules.one_f_one_b_v, n_stages, n_microbatches)
 
 
+@carries_spec
 def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     """1F1B in waves: micro-batches go down and up the ranks W times. Source: arXiv 2308.15762.
 
@@ -247,6 +285,7 @@ def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     return _pipeline("Hanayo", make, n_stages, n_microbatches)
 
 
+@carries_spec
 def chimera(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B in two directions at once; every rank has two stages. Source: arXiv 2107.06925.
 
@@ -258,6 +297,7 @@ def chimera(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("Chimera", bidirectional.chimera, n_stages, n_microbatches)
 
 
+@carries_spec
 def dualpipe(n_stages: int, n_microbatches: int) -> Schedule:
     """Two directions and overlapped pairs of a forward and a backward. Source: arXiv 2412.19437.
 
@@ -268,6 +308,7 @@ def dualpipe(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("DualPipe", bidirectional.dualpipe, n_stages, n_microbatches)
 
 
+@carries_spec
 def dualpipe_v(n_stages: int, n_microbatches: int) -> Schedule:
     """DualPipe folded to a V, with one copy of the weights. Source: arXiv 2412.19437.
 
@@ -278,6 +319,7 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("DualPipeV", bidirectional.dualpipe_v, n_stages, n_microbatches)
 
 
+@carries_spec
 def pipedream(
     n_stages: int, n_microbatches: int, *, correction: str | Correction = "none"
 ) -> Schedule:
@@ -291,6 +333,7 @@ def pipedream(
     return Schedule(name, s, m, when, "per_stage", FRESHEST, correction=correction)
 
 
+@carries_spec
 def pipedream_2bw(
     n_stages: int, n_microbatches: int, *, correction: str | Correction = "none"
 ) -> Schedule:

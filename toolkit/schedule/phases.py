@@ -87,7 +87,7 @@ class PhasedSchedule(Schedule):
             else Phase(phase.schedule, max(1, round(phase.epochs * steps_per_epoch)))
             for phase in self.phases
         )
-        return replace(self, phases=phases)
+        return after(phases, self.final, self.name)
 
     @cached_property
     def _starts(self) -> tuple[tuple[int, Schedule], ...]:
@@ -117,7 +117,8 @@ class PhasedSchedule(Schedule):
     @property
     def final(self) -> Schedule:
         """See :meth:`Schedule.final`."""
-        return Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
+        last = Schedule(**{f.name: getattr(self, f.name) for f in _own(Schedule)})
+        return last if self.spec is None else last.with_spec(self.spec.preceded_by(()))
 
     def at(self, step: int) -> Schedule:
         """Return the schedule of a training step."""
@@ -194,7 +195,12 @@ def after(
         raise UserError("phases: give one or more, of schedules that have no phases themselves")
     field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
     field_values["name"] = name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
-    return PhasedSchedule(**field_values, phases=earlier_phases)
+    phased = PhasedSchedule(**field_values, phases=earlier_phases)
+    parts = [schedule, *(phase.schedule for phase in earlier_phases)]
+    if schedule.spec is None or any(part.spec is None for part in parts):
+        return phased
+    phased._set(spec=schedule.spec.preceded_by(earlier_phases))
+    return phased
 
 
 def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from toolkit.schedule.timing import Timing
 
 if TYPE_CHECKING:
     from toolkit.schedule.program import Program
+    from toolkit.schedule.spec import ScheduleSpec
 
 STATES = ("replicated", "sharded", "circulating")
 
@@ -66,6 +68,8 @@ class Schedule:
             delays are random.
         least_staleness: ``[stage][microbatch]``, the least; differs only if delays are random.
         layout: the ranks of each stage.
+        spec: the plain values that make it; None unless the catalogue built it. A copy by
+            ``dataclasses.replace`` has none.
 
     Raises:
         UserError: the choices contradict each other. If an op is to blame, the message shows the
@@ -86,6 +90,7 @@ class Schedule:
     staleness: Staleness = field(init=False, repr=False, compare=False)
     least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
+    spec: "ScheduleSpec | None" = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
@@ -134,6 +139,12 @@ class Schedule:
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    def with_spec(self, spec: "ScheduleSpec") -> "Schedule":
+        """Return the same schedule, which carries the plain values that make it."""
+        same = copy(self)
+        same._set(spec=spec)
+        return same
 
     def __repr__(self) -> str:
         delay = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"

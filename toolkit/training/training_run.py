@@ -23,7 +23,7 @@ from toolkit.runtime.process_group.join import World, join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule
-from toolkit.schedule.plain_values import alike
+from toolkit.schedule.spec import same_sized
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
@@ -189,7 +189,8 @@ def prepare(
         **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
     )
     candidates = [
-        alike(schedule.final, candidate_options) for candidate_options in options.switch.candidates
+        same_sized(schedule.final, candidate_options).build()
+        for candidate_options in options.switch.candidates
     ]
     candidate_of_name = {candidate.name: candidate for candidate in candidates}
     return TrainingRun(

@@ -1,6 +1,6 @@
 """Schedules to explore in a notebook, or as a static page."""
 
 from toolkit.figures.explorer.widget import Explorer
-from toolkit.schedule.choice import Choice
+from toolkit.schedule import ScheduleSpec
 
-__all__ = ["Choice", "Explorer"]
+__all__ = ["Explorer", "ScheduleSpec"]

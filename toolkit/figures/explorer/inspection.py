@@ -1,4 +1,4 @@
-"""What a choice costs: its program, steady state and predicted timeline, all by the toolkit."""
+"""What a schedule costs: its program, steady state and predicted timeline, all by the toolkit."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,10 +24,10 @@ from toolkit.schedule import (
     Instruction,
     Program,
     Schedule,
+    ScheduleSpec,
     SteadyState,
     steady_state,
 )
-from toolkit.schedule.choice import Choice
 from toolkit.schedule.dependencies import dependencies, needs
 from toolkit.schedule.steady_state import steps_to_time
 from toolkit.schedule.traffic import units_sent
@@ -58,7 +58,7 @@ class Number(NamedTuple):
 class Analysis:
     """A schedule, a program of the training steps that are drawn, and the steady state."""
 
-    choice: Choice
+    spec: ScheduleSpec
     schedule: Schedule
     drawn: Program
     steady: SteadyState
@@ -183,10 +183,10 @@ def costs_of(model: str, n_stages: int) -> Costs:
     return profile(partition(model_on_meta, n_stages, example, by="flops"), example)
 
 
-def drawable(choice: Choice) -> Schedule:
-    """Build ``choice``; raise UserError if it is impossible, or too large to draw."""
-    check_sizes(choice.stages, choice.microbatches, choice.accumulate)
-    schedule = choice.build()
+def drawable(spec: ScheduleSpec) -> Schedule:
+    """Build ``spec``; raise UserError if it is impossible, or too large to draw."""
+    check_sizes(spec.stages, spec.microbatches, spec.accumulate)
+    schedule = spec.build()
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     return schedule
 
@@ -203,21 +203,21 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
 
 
 @lru_cache(maxsize=16)
-def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower ``choice``; raise UserError if it is impossible."""
-    schedule = drawable(choice)
-    return Analysis(choice, schedule, schedule.lower(n_steps), steady_state(schedule))
+def analyse(spec: ScheduleSpec, n_steps: int) -> Analysis:
+    """Lower ``spec``; raise UserError if it is impossible."""
+    schedule = drawable(spec)
+    return Analysis(spec, schedule, schedule.lower(n_steps), steady_state(schedule))
 
 
-def settle(choice: Choice, costs: Costs, hardware: Hardware) -> Choice:
-    """Return ``choice`` with its affordable delay, as a matrix."""
-    if (n_pairs := choice.stages * choice.microbatches) > _SEARCHED:
+def settle(spec: ScheduleSpec, costs: Costs, hardware: Hardware) -> ScheduleSpec:
+    """Return ``spec`` with its affordable delay, as a matrix."""
+    if (n_pairs := spec.stages * spec.microbatches) > _SEARCHED:
         raise UserError(
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
             f" micro-batches: got {n_pairs}; toolkit.cost.affordable_delay has no limit"
         )
-    late_schedule = drawable(replace(choice, delay=1))
-    return replace(choice, delay=affordable_delay(late_schedule, costs, hardware))
+    late_schedule = drawable(replace(spec, delay=1))
+    return replace(spec, delay=affordable_delay(late_schedule, costs, hardware))
 
 
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:

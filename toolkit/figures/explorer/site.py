@@ -9,7 +9,8 @@ from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures.explorer.inspection import Analysis, analyse, costs_of, predict, verdict
 from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
-from toolkit.schedule.choice import METHODS, Choice
+from toolkit.schedule import ScheduleSpec
+from toolkit.schedule.catalog import METHODS
 
 SIZES = (4, 8)  # stages, and micro-batches
 SETTINGS = ("uniform", *(f"{model} on {machine}" for model in ("resnet50", "vit_b_16")
@@ -48,7 +49,7 @@ def _group(size: int, setting: str) -> Iterator[tuple[str, str]]:
     results: dict[str, tuple[Analysis, Timeline]] = {}
     for name in METHODS:
         try:
-            analysis = analyse(choice := Choice(name, size, size), _STEPS)
+            analysis = analyse(ScheduleSpec(name, size, size), _STEPS)
             stages = analysis.schedule.n_stages
             costs: Costs = unit_costs(stages) if is_uniform else costs_of(model, stages)
             results[name] = analysis, predict(analysis, costs, hardware)
@@ -66,8 +67,7 @@ def _group(size: int, setting: str) -> Iterator[tuple[str, str]]:
         frame = common_frame._replace(
             end=picture.end, scale=default_frame.scale, cell=default_frame.cell
         )
-        choice = Choice(name, size, size)
-        yield name, pane(analysis, timeline, picture, frame) + HTML.lines(choice)
+        yield name, pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec)
         for other_name in BESIDE:
             if other_name in results and other_name != name:
                 sentence = verdict(results[name], results[other_name], in_slots=is_uniform)

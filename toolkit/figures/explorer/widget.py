@@ -28,16 +28,18 @@ from toolkit.figures.explorer.inspection import (
 from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
-from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, Schedule
-from toolkit.schedule.choice import (
-    ORDERS_FILE,
-    OWN,
-    SCHEDULES,
-    Choice,
-    choice_of,
-    options_of,
+from toolkit.schedule import (
+    CHAINS,
+    CORRECTIONS,
+    FRESHEST,
+    PLACEMENTS,
+    STATES,
+    Schedule,
+    ScheduleSpec,
 )
+from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.instruction import collector_paused
+from toolkit.schedule.spec import ORDERS_FILE, RANK_ORDERS, options_of
 
 UNIFORM = "uniform"
 ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
@@ -62,7 +64,7 @@ class Explorer(ui.VBox):
     """An interactive view of schedules, one or two side by side.
 
     It computes nothing of its own: schedules, programs, steady states and timelines are the
-    toolkit's. Impossible choices show a sentence, and the drawing before them fades.
+    toolkit's. An impossible schedule shows a sentence, and the drawing before them fades.
 
     Args:
         schedule: a choice of conf/schedule, or ``"your own"`` with ``orders``; or a
@@ -75,7 +77,7 @@ class Explorer(ui.VBox):
             stages to their costs; uniform unless given. Models can be chosen, too.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
-        options: of the first schedule, as in :class:`Choice`: ``delay``, ``correction``,
+        options: of the first schedule, as in :class:`ScheduleSpec`: ``delay``, ``correction``,
             ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``chains``, ``groups``,
             ``orders`` (lines or one text).
 
@@ -100,7 +102,7 @@ class Explorer(ui.VBox):
             raise UserError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
         first = _chosen(schedule, stages, microbatches, options)
         second = _chosen(compare or "dp", first.stages, first.microbatches, {})
-        sizes = [(choice.stages, choice.microbatches) for choice in (first, second)]
+        sizes = [(spec.stages, spec.microbatches) for spec in (first, second)]
         if sizes[0] != sizes[1]:
             raise UserError(
                 "schedules side by side have the same stages and micro-batches: got"
@@ -118,7 +120,7 @@ class Explorer(ui.VBox):
         if hardware is not None:
             self._machines[check_hardware(hardware).name] = hardware
         self._drawn, self._quiet = ["", ""], False  # last possible panes; while options change
-        self._afforded: dict[tuple[Choice, str, str], Choice] = {}
+        self._afforded: dict[tuple[ScheduleSpec, str, str], ScheduleSpec] = {}
         self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
         update_options: dict[str, Any] = {"continuous_update": False}
@@ -149,7 +151,7 @@ class Explorer(ui.VBox):
         self.buttons = [ui.Button(description=label, icon="download") for label in EXPORTS.values()]
         for kind, button in zip(EXPORTS, self.buttons, strict=True):
             button.on_click(lambda _, kind=kind: self._export(kind))
-        self.columns = [Column(choice) for choice in (first, second)]
+        self.columns = [Column(spec) for spec in (first, second)]
         self.shared = (
             self.stages, self.microbatches, self.n_steps, self.costs, self.hardware, self.compare,
         )  # fmt: skip
@@ -167,24 +169,22 @@ class Explorer(ui.VBox):
         self._redraw()
 
     @property
-    def choices(self) -> list[Choice]:
-        """The choices that are shown, as plain values."""
+    def specs(self) -> list[ScheduleSpec]:
+        """The schedules that are shown, as plain values."""
         shown_columns = self.columns[: 1 + self.compare.value]
-        return [
-            column.choice(self.stages.value, self.microbatches.value) for column in shown_columns
-        ]
+        return [column.spec(self.stages.value, self.microbatches.value) for column in shown_columns]
 
     def to_html(self) -> str:
         """Return a page with what is shown; it needs no network, server or kernel.
 
         Raises:
-            UserError: the last choice is impossible.
+            UserError: the last schedule is impossible.
         """
         self._check()
         return HTML.document("Schedules", self.view.value)
 
     def _check(self) -> None:
-        if len(self._good) < len(self.choices):
+        if len(self._good) < len(self.specs):
             raise UserError("nothing is exported while a schedule is impossible: change it first")
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
@@ -235,9 +235,9 @@ class Explorer(ui.VBox):
 
     def _switch(self, column: "Column") -> None:
         """Offer another schedule's options, and redraw once afterwards."""
-        # Each option that changes calls _redraw, which would draw half-changed choices.
+        # Each option that changes calls _redraw, which would draw half-changed specs.
         self._quiet = True
-        column.offer(Choice(column.schedule.value))
+        column.offer(ScheduleSpec(column.schedule.value))
         self._quiet = False
         self._redraw()
 
@@ -253,17 +253,17 @@ class Explorer(ui.VBox):
             self.hardware.value = real_machine
             return
         _show(self.columns[1], self.compare.value)
-        choices, machine = self.choices, self._machines[self.hardware.value]
+        specs, machine = self.specs, self._machines[self.hardware.value]
         possible: dict[int, tuple[Analysis, Timeline]] = {}
-        panes = [""] * len(choices)
+        panes = [""] * len(specs)
         if self.costs.value in ANALYSED:  # seconds, at first: no figure of other costs meanwhile
             sentence = f"analysing {self.costs.value} in {self.stages.value} stages ..."
             self.view.value = HTML.working(sentence, self.view.value)
         with collector_paused():
-            for index, choice in enumerate(choices):
+            for index, spec in enumerate(specs):
                 try:
-                    choices[index] = choice = self._settled(choice)
-                    analysis = analyse(choice, self.n_steps.value)
+                    specs[index] = spec = self._settled(spec)
+                    analysis = analyse(spec, self.n_steps.value)
                     costs = self._costs_of(analysis.schedule.n_stages)
                     possible[index] = analysis, predict(analysis, costs, machine)
                 except ValueError as error:
@@ -273,7 +273,7 @@ class Explorer(ui.VBox):
             frame = frame_of(pictures)
             for (index, result), picture in zip(possible.items(), pictures, strict=True):
                 self._drawn[index] = pane(*result, picture, frame)
-                panes[index] = self._drawn[index] + HTML.lines(choices[index])
+                panes[index] = self._drawn[index] + HTML.lines(specs[index])
         sentence = verdict(*self._good, in_slots=is_uniform) if len(possible) == 2 else ""
         self.view.value = HTML.side_by_side(panes, sentence)
 
@@ -281,42 +281,42 @@ class Explorer(ui.VBox):
         costs = self._costs[self.costs.value]
         return costs(n_stages) if callable(costs) else costs
 
-    def _settled(self, choice: Choice) -> Choice:
-        """``choice``, with a delay that these costs and this machine afford, if it asks for one."""
-        if choice.delay != AFFORDABLE:
-            return choice
-        cache_key = choice, self.costs.value, self.hardware.value
+    def _settled(self, spec: ScheduleSpec) -> ScheduleSpec:
+        """``spec``, with a delay that these costs and this machine afford, if it asks for one."""
+        if spec.delay != AFFORDABLE:
+            return spec
+        cache_key = spec, self.costs.value, self.hardware.value
         if cache_key not in self._afforded:
             machine = self._machines[self.hardware.value]
-            self._afforded[cache_key] = settle(choice, self._costs_of(choice.stages), machine)
+            self._afforded[cache_key] = settle(spec, self._costs_of(spec.stages), machine)
         return self._afforded[cache_key]
 
 
 class Column(ui.VBox):
     """Controls of one schedule: its name, its options by name, and rank orders."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, spec: ScheduleSpec) -> None:
         tooltip = "a choice of conf/schedule, or rank orders of your own"
-        dropdown_options = {"options": [*SCHEDULES], "value": choice.schedule}
+        dropdown_options = {"options": [*METHODS, RANK_ORDERS], "value": spec.method}
         self.schedule = _field(ui.Dropdown, "schedule", tooltip, **dropdown_options)
         self.options = {
             name: _field(ui.Dropdown, name, tooltip) for name, (tooltip, _) in _OPTIONS.items()
         }
         tooltip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
-        text_options: dict[str, Any] = {"value": "\n".join(choice.orders) or _EXAMPLE, "rows": 4}
+        text_options: dict[str, Any] = {"value": "\n".join(spec.orders) or _EXAMPLE, "rows": 4}
         self.orders = _field(
             ui.Textarea, "rank orders", tooltip, continuous_update=False, **text_options
         )
         grid = _in_columns(self.schedule, *self.options.values(), least="260px")
         super().__init__([grid, self.orders], layout={"flex": "1 1 0", "min_width": "0"})
         self.add_class("cdp-column")
-        self.offer(choice)
+        self.offer(spec)
 
-    def offer(self, choice: Choice) -> None:
-        """Offer the options that the schedule takes, with the values of ``choice``."""
-        defaults = options_of(choice.schedule)
+    def offer(self, spec: ScheduleSpec) -> None:
+        """Offer the options that the schedule takes, with the values of ``spec``."""
+        defaults = options_of(spec.method)
         for name, control in self.options.items():
-            values, chosen_value = _OPTIONS[name][1], getattr(choice, name)
+            values, chosen_value = _OPTIONS[name][1], getattr(spec, name)
             value = defaults.get(name) if chosen_value is None else chosen_value
             value = values[0] if value is None else value
             control.options = [
@@ -324,18 +324,18 @@ class Column(ui.VBox):
             ]
             control.value = value
             _show(control, name in defaults)
-        _show(self.orders, choice.schedule == OWN)
+        _show(self.orders, spec.method == RANK_ORDERS)
 
-    def choice(self, stages: int, microbatches: int) -> Choice:
-        """Return the choice that the controls hold."""
+    def spec(self, stages: int, microbatches: int) -> ScheduleSpec:
+        """Return what the controls hold."""
         name = self.schedule.value
         control_values = {option: self.options[option].value for option in options_of(name)}
         options: dict[str, Any] = {
             option: None if value == _EACH else value for option, value in control_values.items()
         }
-        if name == OWN:
-            return Choice(OWN, orders=_lines_of(self.orders.value), **options)
-        return Choice(name, stages, microbatches, **options)
+        if name == RANK_ORDERS:
+            return ScheduleSpec(RANK_ORDERS, orders=_lines_of(self.orders.value), **options)
+        return ScheduleSpec(name, stages, microbatches, **options)
 
 
 def _field(kind: Callable[..., Any], name: str, tooltip: str | None = None, **options: Any) -> Any:
@@ -361,24 +361,24 @@ def _lines_of(text: str) -> tuple[str, ...]:
 
 def _chosen(
     schedule: str | Schedule, stages: int, microbatches: int, options: dict[str, Any]
-) -> Choice:
-    """Return the choice by name and options, or the one that makes a schedule."""
+) -> ScheduleSpec:
+    """Return the spec of a name and options, or of a schedule."""
     if isinstance(schedule, str):
         orders = options.get("orders", ())
         orders = _lines_of(orders) if isinstance(orders, str) else tuple(orders)
-        choice = Choice(schedule, stages, microbatches, **{**options, "orders": orders})
-        drawable(replace(choice, delay=1) if choice.delay == AFFORDABLE else choice)
-        return choice
+        spec = ScheduleSpec(schedule, stages, microbatches, **{**options, "orders": orders})
+        drawable(replace(spec, delay=1) if spec.delay == AFFORDABLE else spec)
+        return spec
     if not isinstance(schedule, Schedule):
         raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
     if options:
         raise UserError(f"a Schedule has its own options: leave out {', '.join(options)}")
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
-    return choice_of(schedule)
+    return ScheduleSpec.of(schedule)
 
 
 def _file_name(analysis: Analysis) -> str:
     schedule = analysis.schedule
-    name = analysis.choice.schedule
+    name = analysis.spec.method
     size_text = f"{schedule.n_stages}x{schedule.n_microbatches}"
-    return Path(ORDERS_FILE).stem if name == OWN else f"{name}_{size_text}"
+    return Path(ORDERS_FILE).stem if name == RANK_ORDERS else f"{name}_{size_text}"
