@@ -80,7 +80,8 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
     as_factory = {"_partial_": True, "_convert_": "all"}
     optimizer = _made(config.optimizer, "optimizer", "torch.optim.SGD", **as_factory)
-    if not isinstance(learning_rate := config.optimizer.get("lr", 0), int | float):
+    learning_rate = config.optimizer.get("lr", 0)
+    if not isinstance(learning_rate, int | float):
         raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
     join_options = _JOIN if world else ()  # by join_world
     runtime = {name: value for name, value in config.runtime.items() if name not in join_options}
@@ -228,9 +229,13 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
     ]
     affordable_options: list[tuple[DictConfig, dict[str, Any]]] = []
     for options in schedule_options:
-        delay: Any = options.get("delay") if isinstance(options, DictConfig) else None
-        if delay == _AFFORDABLE or (isinstance(delay, DictConfig) and [*delay] == ["within"]):
-            affordable_options.append((options, {} if delay == _AFFORDABLE else plain(delay)))
+        if not isinstance(options, DictConfig):
+            continue
+        delay: Any = options.get("delay")
+        if delay == _AFFORDABLE:
+            affordable_options.append((options, {}))
+        elif isinstance(delay, DictConfig) and [*delay] == ["within"]:
+            affordable_options.append((options, plain(delay)))
     if not affordable_options:
         return
     if not config.get("hardware"):
@@ -293,10 +298,13 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
     """
     from torch import nn
 
-    if (target := config.get("target")) is not None:
-        options, form_arguments = {"_target_": target, **config.arguments}, {}
+    target = config.get("target")
+    if target is None:
+        options = _named(config, form)
+        form_arguments = form.arguments
     else:
-        options, form_arguments = _named(config, form), form.arguments
+        options = {"_target_": target, **config.arguments}
+        form_arguments = {}
     model = _made(options, "model", "toolkit.model.build", **form_arguments)
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -308,17 +316,19 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
 
 def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:
     """Return the options of a catalogue model; raise UserError if it does not take ``form``."""
+    excluded_options = {"target", "arguments"}
     parameters = _parameters(config)
-    if parameters is not None and (missing_arguments := form.arguments.keys() - parameters):
-        example = "resnet18" if form.samples == "images" else "gpt"
-        raise UserError(
-            f"model={model_name(config)} takes no {form.samples}, since {config._target_} has no"
-            f" {', '.join(sorted(missing_arguments))}: choose other data (or shape), or another"
-            f" model, such as {example}; in a file of your own, write target instead of _target_"
-        )
-    excluded_options = {"target", "arguments"} | (
-        {"name"} - parameters if parameters is not None else set()
-    )
+    if parameters is not None:
+        excluded_options |= {"name"} - parameters
+        missing_arguments = sorted(form.arguments.keys() - parameters)
+        if missing_arguments:
+            example = "resnet18" if form.samples == "images" else "gpt"
+            raise UserError(
+                f"model={model_name(config)} takes no {form.samples}, since {config._target_} has"
+                f" no {', '.join(missing_arguments)}: choose other data (or shape), or another"
+                f" model, such as {example}; in a file of your own, write target instead of"
+                " _target_"
+            )
     return {str(name): config[name] for name in config if name not in excluded_options}
 
 
