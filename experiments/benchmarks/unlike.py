@@ -25,7 +25,7 @@ from toolkit.cost import simulate
 from toolkit.errors import UserError
 from toolkit.plan import SearchSpace, assign_by_speed, search
 from toolkit.runtime import Distributed, join, launch
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from toolkit.torchrun import is_rank_zero, report_error
 
 if TYPE_CHECKING:
-    from toolkit.runtime.process_group.join import World
+    from toolkit.runtime.process_group.world import World
 
 _PATIENCE = 25.0  # seconds in which child runs save themselves; Slurm kills after 30
 

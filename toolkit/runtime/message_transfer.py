@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.format import MB
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.process_group.join import Group, World
+from toolkit.runtime.process_group.world import Group, World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction, Program

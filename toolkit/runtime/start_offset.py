@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.schedule import Action, Instruction, Program
 
 

@@ -5,7 +5,7 @@ import time
 
 import torch.distributed as dist
 
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_optimizer import Settings
 
 _POLL = 0.01  # seconds

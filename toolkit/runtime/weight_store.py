@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.model import Stages
 from toolkit.runtime.message_layout import Layout
 from toolkit.runtime.message_transfer import Messages, Transfer
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, merged, part_of_stages
 from toolkit.runtime.updater import Weights

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from toolkit.errors import UserError, first_line, shortened
 from toolkit.files import check_regular, replacing
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.state import join_states, merged
 
 _MAGIC = b"cdp-toolkit checkpoint 2\n"

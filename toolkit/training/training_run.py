@@ -19,7 +19,8 @@ from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.process_group.join import World, join
+from toolkit.runtime.process_group.join import join
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule

@@ -2,8 +2,8 @@
 
 import pytest
 
+from toolkit.runtime.process_group.diagnosis import diagnose
 from toolkit.runtime.process_group.shared_status import RankStatus, Record
-from toolkit.runtime.process_group.watch import diagnose
 
 
 def at(what="FORWARD", *peers, seconds=0.0, status=RankStatus.RUNNING, **more):

@@ -16,8 +16,8 @@ from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.runtime.process_group import join as world
-from toolkit.runtime.process_group.join import World
 from toolkit.runtime.process_group.watch import EXIT_FAILED, Watch
+from toolkit.runtime.process_group.world import World
 
 
 @pytest.fixture

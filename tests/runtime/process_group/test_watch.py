@@ -160,7 +160,7 @@ def test_a_record_is_read_as_it_was_written(what, step):
     shared.write(Record("a text that is longer than all others: " + 3000 * "x", 3))
     written = Record(what, step, (1, 2), 0.5, 2.5, RankStatus.ENDED, "an error", "b")
     shared.write(written)
-    assert shared.read() == written._replace(what=str(what))
+    assert shared.read() == written._replace(activity=str(what))
 
 
 def forked(run: Callable[[], object]) -> int:

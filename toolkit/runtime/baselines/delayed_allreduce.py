@@ -14,7 +14,7 @@ from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import Values, leaves, take_gradients
 from toolkit.runtime.state import loaded
 from toolkit.runtime.updater import GradientSum, Updater, Weights

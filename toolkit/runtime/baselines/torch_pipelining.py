@@ -23,7 +23,7 @@ from toolkit.model.crossings import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
 from toolkit.runtime.losses import COUNT, LossValue
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import GradientSum, Updater

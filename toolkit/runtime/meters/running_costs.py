@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.cost import Costs, Hardware, StageCost
 from toolkit.runtime.message_layout import Layouts
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction

@@ -1,11 +1,13 @@
 """The process that forks the ranks of a machine, passes their messages on, and ends them.
 
-It imports torch once, starts no thread and computes nothing. So a rank starts within milliseconds,
-and ranks share the memory of what is imported. Ranks end with it, and it ends with its parent.
+It imports torch once. So a rank starts within milliseconds, and ranks share the memory of what is
+imported. It starts no thread and computes nothing: a forked process has only the thread that
+forked it, and would wait for ever for a lock that another thread held. Ranks end with it, and it
+ends with its parent.
 
-From the parent come ``(what, about)``: ``start`` with each rank's environment variables, ``send``
-with ranks and then bytes for them, ``kill``. To it go ``(what, rank, status)``: ``said``, followed
-by the bytes that a rank sent; ``ended``; ``killed``.
+From the parent come ``(command, subject)``: ``start`` with each rank's environment variables,
+``send`` with ranks and then bytes for them, ``kill``. To it go ``(kind, rank, status)``: ``said``,
+followed by the bytes that a rank sent; ``ended``; ``killed``.
 """
 
 import contextlib
@@ -45,25 +47,30 @@ def main(parent: int) -> None:
 
     from toolkit.runtime.process_group import rank_process
 
-    connection, ranks = Connection(parent), Ranks()
+    connection = Connection(parent)
+    ranks = Ranks()
     try:
         while True:
             for ready in wait([connection, *ranks]):
                 if ready is not connection:
                     _pass_on(ready, ranks, connection)
-                elif (rank_connection := _obey(connection, ranks)) is not None:
+                    continue
+                rank_connection = _obey(connection, ranks)
+                if rank_connection is not None:  # this is a forked process
                     return rank_process.main(rank_connection)
     except (EOFError, OSError):  # the parent is gone
         _kill(ranks)
 
 
 def _obey(parent: Connection, ranks: Ranks) -> Connection | None:
-    """Do what the parent says; in a process forked thereby, return its connection."""
+    """Do what the parent says; in a process that is forked for it, return its connection."""
     command, subject = parent.recv()
     if command == "start":
         for rank, variables in subject.items():
             server_end, rank_end = Pipe()
-            if (process := os.fork()) == 0:
+            process = os.fork()
+            if process == 0:
+                # A connection ends once no process has it, so a rank must not keep those of others.
                 for connection in (parent, server_end, *ranks):
                     connection.close()
                 _begin_rank(variables)
@@ -85,13 +92,14 @@ def _obey(parent: Connection, ranks: Ranks) -> Connection | None:
 def _begin_rank(variables: dict[str, str]) -> None:
     server = os.getppid()
     os.setsid()  # Ctrl-C in a terminal is for the parent
-    if sys.platform == "linux":  # its threads do not run while it is stopped
+    if sys.platform == "linux":
+        # A stopped rank has no running thread that could notice the server's end.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != server:
+        if os.getppid() != server:  # it ended before the call above
             os._exit(1)
     os.environ.update(variables)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # or every rank would draw the same numbers
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # or every rank would draw the same numbers
 
 
 def _pass_on(connection: Any, ranks: Ranks, parent: Connection) -> None:

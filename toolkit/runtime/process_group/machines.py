@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.runtime.process_group.fork_server import BOOT
 
-_FAREWELL = 10.0  # most seconds to wait for the end of a fork server
+_LAST_WAIT = 10.0  # most seconds to wait for the end of a fork server
 _ARRIVAL = 60.0  # most seconds to wait for its start on another machine
 
 
@@ -43,7 +43,7 @@ def this_machine(n_ranks: int) -> list[Machine]:
 
     def end() -> None:
         try:
-            process.wait(_FAREWELL)
+            process.wait(_LAST_WAIT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -79,15 +79,12 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
     except ConnectionError as error:
         raise UserError("hosts= needs a Ray cluster: run `ray start` on each machine") from error
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    if absent_hosts := [host for host in hosts if host not in nodes]:
-        raise UserError(
-            f"hosts: {absent_hosts[0]} is not in the Ray cluster; it has {sorted(nodes)}"
-        )
-    own_address, key, ranks_per_host = (
-        ray.util.get_node_ip_address(),
-        secrets.token_bytes(32),
-        n_ranks // len(hosts),
-    )
+    for host in hosts:
+        if host not in nodes:
+            raise UserError(f"hosts: {host} is not in the Ray cluster; it has {sorted(nodes)}")
+    own_address = ray.util.get_node_ip_address()
+    key = secrets.token_bytes(32)  # which Ray hands to the hosts: nobody else can connect
+    ranks_per_host = n_ranks // len(hosts)
     machines = []
     with create_server((own_address, 0)) as listening:
         listening.settimeout(_ARRIVAL)
@@ -102,6 +99,7 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
                 connection = Connection(listening.accept()[0].detach())
             except TimeoutError as error:
                 raise UserError(f"hosts: {host} did not answer within {_ARRIVAL:g} s") from error
+            # As multiprocessing's Listener does, which has no time-out.
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             ranks = range(index * ranks_per_host, (index + 1) * ranks_per_host)
@@ -118,12 +116,16 @@ def _serve_there(address: tuple[str, int], key: bytes, n_ranks: int, path: list[
 def _serve(
     connection: Any, n_ranks: int, variables: dict[str, str], path: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // n_ranks))}
+    """Start a fork server at the other end of ``connection``; the user's variables win."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    environment = {"OMP_NUM_THREADS": str(max(1, n_cores // n_ranks))}
+    if sys.platform == "linux":
+        environment |= variables
     return subprocess.Popen(
         [sys.executable, "-c", BOOT, str(connection.fileno()), *path],
         stdin=subprocess.DEVNULL,
-        env=threads | (variables if sys.platform == "linux" else {}) | os.environ,
+        env=environment | os.environ,
         pass_fds=[connection.fileno()],
         start_new_session=True,  # Ctrl-C in a terminal is for the parent
     )

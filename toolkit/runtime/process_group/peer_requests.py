@@ -5,7 +5,6 @@ weights, while the others are in their next training step.
 """
 
 import contextlib
-import io
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import UserError, first_line
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World, pickle_to_bytes, unpickle_bytes
 
 _POLL = 0.02  # seconds between two looks for questions
 _FIRST_TAG = 2**24  # above the tags of a program's messages
@@ -50,7 +49,7 @@ class PeerRequests:
         self._is_ready = is_ready
         self._answer = answer
         self._name = world.next_name()
-        # A connection of its own: a wait of the main thread would block its other calls.
+        # A connection of its own: a wait of the main thread on the world's would block its calls.
         self._store = dist.PrefixStore(f"requests/{self._name}", world.store.clone())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="requests", daemon=True)
@@ -66,14 +65,13 @@ class PeerRequests:
         number = store.add(f"requests/{self._name}/asked/{rank}", 1) - 1
         question = f"{self._world.rank} {step} {subject}"
         tag = _FIRST_TAG + number
-        size = torch.zeros(1, dtype=torch.int64)
+        n_bytes = torch.zeros(1, dtype=torch.int64)
         with self._world.watch.waiting(f"{subject} of rank {rank}", [rank]):
             store.set(f"requests/{self._name}/{rank}/{number}", question)
-            dist.recv(size, rank, group=self._world.object_group, tag=tag)
-            flat = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(flat, rank, group=self._world.object_group, tag=tag)
-        # Ranks of one job trust each other; optimizers' states may have values of any type.
-        fault, value = torch.load(io.BytesIO(flat.numpy().tobytes()), weights_only=False)
+            dist.recv(n_bytes, rank, group=self._world.object_group, tag=tag)
+            message = torch.empty(int(n_bytes), dtype=torch.uint8)
+            dist.recv(message, rank, group=self._world.object_group, tag=tag)
+        fault, value = unpickle_bytes(message)
         if fault:
             raise UserError(f"rank {rank} cannot give {subject}: {fault}")
         return value
@@ -91,7 +89,7 @@ class PeerRequests:
         """
         if self._closed.is_set():
             return
-        # The store may have ended with the job's rank 0.
+        # This rank still answers in its thread. The store may have ended with the job's rank 0.
         with contextlib.suppress(RuntimeError):
             store = self._world.store.clone()
             key = f"requests/{self._name}/left"
@@ -105,36 +103,36 @@ class PeerRequests:
 
     def _serve(self) -> None:
         try:
-            waiting: list[Question] = []
+            unanswered: list[Question] = []
             n_read = 0
             while not self._closed.wait(_POLL):
-                key = f"{self._world.rank}/{n_read}"
-                while self._store.check([key]):
-                    waiting.append(self._read(key, n_read))
+                while self._store.check([f"{self._world.rank}/{n_read}"]):
+                    unanswered.append(self._read(n_read))
                     n_read += 1
-                    key = f"{self._world.rank}/{n_read}"
                 # In the order in which they can be answered: one about an earlier step, asked
                 # later, may have to be answered before this rank gets to the later step.
-                for question in [question for question in waiting if self._is_ready(question.step)]:
-                    waiting.remove(question)
-                    self._reply(question)
+                for question in unanswered.copy():
+                    if self._is_ready(question.step):
+                        unanswered.remove(question)
+                        self._reply(question)
         except RuntimeError:
             # The store or a connection is gone: the job ends, and the watch finds the reason.
             return
 
-    def _read(self, key: str, number: int) -> Question:
+    def _read(self, number: int) -> Question:
+        key = f"{self._world.rank}/{number}"
         asker, step, subject = self._store.get(key).decode().split(" ", 2)
         self._store.delete_key(key)
         return Question(number, int(asker), subject, int(step))
 
     def _reply(self, question: Question) -> None:
-        fault, value = "", None
+        fault = ""
+        value = None
         try:
             value = self._answer(question.subject, question.step)
         except Exception as error:  # the asker reports it
             fault = first_line(error) or type(error).__name__
-        torch.save((fault, value), stream := io.BytesIO())
-        flat = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+        message = pickle_to_bytes((fault, value))
         tag = _FIRST_TAG + question.number
-        for message in (torch.tensor([len(flat)]), flat):
-            dist.send(message, question.asker, group=self._world.object_group, tag=tag)
+        for tensor in (torch.tensor([len(message)]), message):
+            dist.send(tensor, question.asker, group=self._world.object_group, tag=tag)

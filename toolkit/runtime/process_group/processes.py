@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -22,9 +22,17 @@ from toolkit.runtime.process_group.watch import JobFailedError
 
 OnReport = Callable[[int, Any], object]
 
-_LOOK = 0.05  # most seconds between looks at the time
-_FAREWELL = 10.0  # most seconds to wait for the ends of ranks
+_POLL = 0.05  # most seconds between looks at the time
+_LAST_WAIT = 10.0  # most seconds to wait for the ends of ranks
 _PATIENCE = {RAISED: 0.0, JOB_FAILED: 0.5, DIED: 3.0, LOST: 0.5}  # s to wait for a better reason
+
+
+class _Failure(NamedTuple):
+    """Why a call fails."""
+
+    reason: int  # the best first, see rank_process
+    error: Exception
+    cause: Exception | None
 
 
 class Processes:
@@ -55,14 +63,19 @@ class Processes:
             raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
         self.timeout = timeout
         self.n_starts = 0
-        self.store: dist.TCPStore | None = None  # in which the ranks meet
+        self.store: dist.TCPStore | None = None
         self._open_machines = partial(ray_machines, hosts) if hosts else this_machine
         self._machines: list[Machine] = []
         self.on_other_machines = bool(hosts)
-        self._cut_short = False  # whether a message to or from a machine is
+        self._message_cut_short = False  # to or from a machine, by an interrupt
         self.alive: set[int] = set()
         self.process_ids: dict[int, int] = {}
-        self._open: set[int] = set()  # neither with a result of the call nor failed
+        self._not_started: set[int] = set()
+        # Of the present call:
+        self._pending: set[int] = set()  # ranks neither with a result nor failed
+        self._results: dict[int, Any] = {}
+        self._failure: _Failure | None = None
+        self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
 
     def __enter__(self) -> "Processes":
         return self
@@ -98,14 +111,14 @@ class Processes:
 
     def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Begin a call on every rank; the caller then exhausts :meth:`reports`."""
-        message = dumps((function, args, kwargs))
+        message = dumps((function, args, kwargs))  # first: an error here leaves the ranks alive
         if not self.ready():
             self._start()
-        self._results: dict[int, Any] = {}
-        self._open = {*range(self.n_ranks)}
-        self._failure: tuple[int, Exception, Exception | None] | None = None
-        self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
-        self._to_ranks(self._open, message)
+        self._results = {}
+        self._pending = {*range(self.n_ranks)}
+        self._failure = None
+        self._decided_at = math.inf
+        self._to_ranks(self._pending, message)
 
     def send(self, value: Any, ranks: Collection[int]) -> None:
         """Send ``value`` to the ``receive()`` of ``ranks``, within a call."""
@@ -115,17 +128,16 @@ class Processes:
         """Yield what ranks report, with its rank, until all have returned; raise as ``call``."""
         try:
             end = time.monotonic() + self.timeout
-            while self._open and time.monotonic() < self._decided_at:
-                yield from self._take(_LOOK)
-                if self._missing and self._failure is None and time.monotonic() > end:
-                    missing_ranks = ", ".join(map(str, sorted(self._missing)))
+            while self._pending and time.monotonic() < self._decided_at:
+                yield from self._take_messages(_POLL)
+                if self._not_started and self._failure is None and time.monotonic() > end:
+                    missing_ranks = ", ".join(map(str, sorted(self._not_started)))
                     raise JobFailedError(
                         f"rank {missing_ranks} has not started within {self.timeout:g} s: start"
                         " fewer ranks, or raise timeout"
                     )
             if self._failure is not None:
-                _, error, cause = self._failure
-                raise error from cause
+                raise self._failure.error from self._failure.cause
         except BaseException:  # also if the caller leaves, since ranks still run the call
             self.kill()
             raise
@@ -136,28 +148,31 @@ class Processes:
 
     def ready(self) -> bool:
         """Return whether all ranks wait for a call. If only some do, end them."""
-        if self._open:  # by a call that nobody waited for
+        if self._pending:  # by a call that nobody waited for
             self.kill()
-        for _ in self._take(0.0):
-            pass
+        self._take_all_messages(0.0)
         if 0 < len(self.alive) < self.n_ranks:
             self.kill()
         return bool(self.alive)
 
     def kill(self) -> None:
-        """End the ranks at once."""
-        alive, self.alive, self._open = self.alive, set(), set()
-        if self._cut_short:
+        """End the ranks at once; the fork servers stay, so that the next ranks start soon."""
+        had_ranks = bool(self.alive)
+        self.alive = set()
+        self._pending = set()
+        if self._message_cut_short:
+            # The next message would be taken for the rest of the one that an interrupt cut short.
             self._end_machines()
-        elif alive:
+        elif had_ranks:
             with contextlib.suppress(JobFailedError):
                 for machine in self._machines:
                     self._send(machine, "kill", None)
-                if not all(map(self._killed, self._machines)):
+                if not all(map(self._await_killed, self._machines)):
                     self._end_machines()
 
-    def _killed(self, machine: Machine) -> bool:
-        while machine.connection.poll(_FAREWELL):
+    def _await_killed(self, machine: Machine) -> bool:
+        """Discard what a machine still sends, until it has killed its ranks."""
+        while machine.connection.poll(_LAST_WAIT):
             if self._receive(machine)[0] == "killed":
                 return True
         return False
@@ -167,10 +182,9 @@ class Processes:
         with contextlib.suppress(JobFailedError):
             if self.ready():
                 self._to_ranks(self.alive, LEAVE)
-                end = time.monotonic() + _FAREWELL
+                end = time.monotonic() + _LAST_WAIT
                 while self.alive and time.monotonic() < end:
-                    for _ in self._take(_LOOK):
-                        pass
+                    self._take_all_messages(_POLL)
         self._end_machines()
         self.store = None
 
@@ -195,91 +209,108 @@ class Processes:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         print(end="", flush=True)  # what has been printed here comes before what ranks print
-        ranks = range(self.n_ranks)
         self.process_ids = {}
-        self._missing, self.alive = {*ranks}, {*ranks}
+        self._not_started = {*range(self.n_ranks)}
+        self.alive = {*range(self.n_ranks)}
         for machine in self._machines:
             variables["LOCAL_WORLD_SIZE"] = str(len(machine.ranks))
-            numbered_ranks = enumerate(machine.ranks)
-            environments = {
-                rank: variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                for local_rank, rank in numbered_ranks
-            }
+            environments = {}
+            for local_rank, rank in enumerate(machine.ranks):
+                environments[rank] = variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             self._send(machine, "start", environments)
         self.n_starts += 1
 
+    # Messages.
+
     def _to_ranks(self, ranks: Collection[int], message: bytes) -> None:
         for machine in self._machines:
-            if machine_ranks := [rank for rank in ranks if rank in machine.ranks]:
+            machine_ranks = [rank for rank in ranks if rank in machine.ranks]
+            if machine_ranks:
                 self._send(machine, "send", machine_ranks, message)
 
-    def _send(self, machine: Machine, what: str, about: Any, message: bytes | None = None) -> None:
-        with self._whole():
-            machine.connection.send((what, about))
+    def _send(
+        self, machine: Machine, command: str, subject: Any, message: bytes | None = None
+    ) -> None:
+        with self._whole_message():
+            machine.connection.send((command, subject))
             if message is not None:
                 machine.connection.send_bytes(message)
 
     def _receive(self, machine: Machine) -> tuple[str, int, int, bytes]:
-        with self._whole():
+        with self._whole_message():
             kind, rank, status = machine.connection.recv()
             message = machine.connection.recv_bytes() if kind == "said" else b""
         return kind, rank, status, message
 
-    def _messages(self, seconds: float) -> Iterator[tuple[str, int, int, bytes]]:
-        """Yield what the machines send; wait at most ``seconds`` for the first message."""
-        while ready := wait([machine.connection for machine in self._machines], seconds):
-            seconds = 0.0
-            for machine in [m for m in self._machines if m.connection in ready]:
-                yield self._receive(machine)
-
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Know of a message that an interrupt within cuts short."""
-        self._cut_short = True
+    def _whole_message(self) -> Iterator[None]:
+        """Note that a message was cut short, if an interrupt leaves the context."""
+        self._message_cut_short = True
         try:
             yield
         except (EOFError, OSError) as error:
             self._end_machines()
             raise JobFailedError("the process that starts ranks has died: start again") from error
-        self._cut_short = False
+        self._message_cut_short = False
 
-    def _take(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """Act on what ranks say; yield reports."""
-        for kind, rank, status, message in self._messages(seconds):
-            if kind == "ended":
-                self.alive.discard(rank)
-                if rank in self._open:
-                    ending = f"ended with status {status} and no result"
-                    if status < 0:
-                        ending = f"was ended by signal {-status} ({signal.strsignal(-status)})"
-                    self._fail(rank, DIED, JobFailedError(f"rank {rank} {ending}"))
-                continue
-            kind, value = pickle.loads(message)
-            match kind:
-                case "came":
-                    self._missing.discard(rank)
-                    self.process_ids[rank] = value
-                case "reported":
-                    yield rank, value
-                case "announced":
-                    self._fail(None, JOB_FAILED, JobFailedError(value))
-                case "returned":
-                    self._open.discard(rank)
-                    self._results[rank] = value
-                case "raised":
-                    self._fail(rank, *value)
+    def _take_all_messages(self, seconds: float) -> None:
+        """Act on what ranks say, without their reports."""
+        for _ in self._take_messages(seconds):
+            pass
 
-    def _fail(
+    def _take_messages(self, seconds: float) -> Iterator[tuple[int, Any]]:
+        """Act on what ranks say; yield reports. Wait at most ``seconds`` for the first message."""
+        while ready := wait([machine.connection for machine in self._machines], seconds):
+            seconds = 0.0
+            for machine in [machine for machine in self._machines if machine.connection in ready]:
+                kind, rank, status, message = self._receive(machine)
+                if kind == "ended":
+                    self._note_end(rank, status)
+                elif kind == "said":
+                    yield from self._take_message(rank, *pickle.loads(message))
+
+    def _take_message(self, rank: int, kind: str, value: Any) -> Iterator[tuple[int, Any]]:
+        """Act on what a rank says; see :mod:`toolkit.runtime.process_group.rank_process`."""
+        match kind:
+            case "came":
+                self._not_started.discard(rank)
+                self.process_ids[rank] = value
+            case "reported":
+                yield rank, value
+            case "announced":
+                self._note_failure(None, JOB_FAILED, JobFailedError(value))
+            case "returned":
+                self._pending.discard(rank)
+                self._results[rank] = value
+            case "raised":
+                self._note_failure(rank, *value)
+
+    def _note_end(self, rank: int, status: int) -> None:
+        """Note that a rank's process has ended; a failure, unless it had its result."""
+        self.alive.discard(rank)
+        if rank in self._pending:
+            ending = f"ended with status {status} and no result"
+            if status < 0:
+                ending = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+            self._note_failure(rank, DIED, JobFailedError(f"rank {rank} {ending}"))
+
+    def _note_failure(
         self, rank: int | None, reason: int, error: Exception, cause: Exception | None = None
     ) -> None:
-        """Note a reason why the call fails; ``rank`` has no result then."""
-        self._open -= {rank}
-        if self._failure is None or reason < self._failure[0]:
-            self._failure = reason, error, cause
+        """Note a reason why the call fails; ``rank`` has no result then.
+
+        One rank's end makes others fail, which may be heard of first. So the best reason that
+        comes within a while is raised.
+        """
+        self._pending -= {rank}
+        if self._failure is None or reason < self._failure.reason:
+            self._failure = _Failure(reason, error, cause)
         self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
 
     def _end_machines(self) -> None:
-        self.alive, self._open, self._cut_short = set(), set(), False
+        self.alive = set()
+        self._pending = set()
+        self._message_cut_short = False
         if self._machines:
             self._finalizer()
             self._machines = []

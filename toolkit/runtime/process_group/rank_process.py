@@ -23,7 +23,7 @@ LEAVE = b""
 """The message with which the parent ends a rank."""
 
 _parent: Connection | None = None
-_sending = threading.Lock()
+_send_lock = threading.Lock()  # the watch's thread announces while the main thread reports
 _inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
 
@@ -50,14 +50,21 @@ def receive() -> Any:
 
 
 def main(connection: Connection) -> None:
-    """Carry out calls until the parent ends the rank."""
+    """Carry out calls until the parent ends the rank.
+
+    To the parent go ``(kind, value)``, pickled: ``came`` with the process, ``reported`` and
+    ``returned`` with a value, ``raised`` with a failure, ``announced`` with the watch's reason.
+    """
     global _parent
     _parent = connection
     os.register_at_fork(after_in_child=_forget_parent)
     threading.Thread(target=_listen, args=(connection,), name="parent", daemon=True).start()
     watch.announce = lambda message: _send("announced", message)
     _send("came", os.getpid())
-    while (message := _inbox.get()) != LEAVE:
+    while True:
+        message = _inbox.get()
+        if message == LEAVE:
+            break
         try:
             function, args, kwargs = pickle.loads(message)
             _send("returned", function(*args, **kwargs))
@@ -77,23 +84,25 @@ def _send(kind: str, value: Any) -> None:
             f"rank {rank}: cannot pickle a {type_name} that is {kind} ({error}); give"
             " numbers or tensors"
         ) from error
-    with _sending:
+    with _send_lock:
         _parent.send_bytes(message)
 
 
 def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
     """Return the reason, what the parent raises for ``error``, and its cause."""
     rank = os.environ["RANK"]
-    kinds = UserError, ValueError, JobFailedError
+    kinds = (UserError, ValueError, JobFailedError)  # those that the parent raises as they are
     kind = next((kind for kind in kinds if isinstance(error, kind)), None)
     message = str(error) if kind else f"{type(error).__name__}: {error}"
     full_traceback = error.__traceback__
-    if frames := full_traceback and full_traceback.tb_next:  # without this module's own
+    if full_traceback is not None and full_traceback.tb_next is not None:
+        frames = full_traceback.tb_next  # without this module's own
         message += "\n\n" + "".join(traceback.format_exception(type(error), error, frames))
+
     world = join.current_world()
-    place = (
-        f", {world.watch.record.position}" if world and world.watch.record.step is not None else ""
-    )
+    place = ""
+    if world is not None and world.watch.record.step is not None:
+        place = f", {world.watch.record.position}"
     rank_error = RankError(f"rank {rank}{place}: {message}")
     reason = LOST if is_backend_error(error) else RAISED
     if kind is None:

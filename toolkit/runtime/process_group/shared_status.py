@@ -19,6 +19,9 @@ import torch.distributed as dist
 BEAT = 0.5  # most seconds between two records of a rank
 _SLOT = 1 << 16  # bytes; only the pages that are written take memory
 
+# The memory of a rank: a byte that says which slot is the newest, then two slots, each a record as
+# JSON that ends with a zero.
+
 
 class RankStatus(IntEnum):
     """State of a rank. It reports the first three itself; others observe the last two."""
@@ -33,7 +36,7 @@ class RankStatus(IntEnum):
 class Record(NamedTuple):
     """What a rank reports about itself, or what another rank sees of it."""
 
-    what: object = "start"  # instruction that it is at, or words
+    activity: object = "start"  # instruction that it is at, or words
     step: int | None = None
     peers: tuple[int, ...] = ()  # ranks that it waits for there
     since: float = 0.0  # when it came there, in seconds of its own clock
@@ -44,7 +47,7 @@ class Record(NamedTuple):
 
     def encode(self) -> str:
         """Return the record as JSON."""
-        return json.dumps(self._replace(what=str(self.what)[:2000]))
+        return json.dumps(self._replace(activity=str(self.activity)[:2000]))
 
     @classmethod
     def decode(cls, text: str | bytes) -> "Record":
@@ -60,8 +63,8 @@ class Record(NamedTuple):
     @property
     def position(self) -> str:
         """Step and instruction; on another machine, where it was last seen."""
-        place = f"{self.what}" if self.step is None else f"in step {self.step} at {self.what}"
-        return f"last seen {place}" if self.host else place
+        place = self.activity if self.step is None else f"in step {self.step} at {self.activity}"
+        return f"last seen {place}" if self.host else str(place)
 
 
 class Process:
@@ -98,7 +101,9 @@ class SharedStatus:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        if is_new := fd is None:
+        is_new = fd is None
+        if fd is None:
+            # Without memfd_create the memory is this process's own (-1).
             fd = os.memfd_create("watch") if hasattr(os, "memfd_create") else -1
             if fd >= 0:
                 os.ftruncate(fd, 1 + 2 * _SLOT)
@@ -120,14 +125,17 @@ class SharedStatus:
     def write(self, record: Record) -> None:
         """Write the record. Two threads must not do so at the same time."""
         # Into the unused slot, so that a rank that is killed here leaves its last record.
-        slot, text = 1 - self._memory[0], record.encode().encode() + b"\0"
-        self._memory[1 + slot * _SLOT : 1 + slot * _SLOT + len(text)] = text
+        slot = 1 - self._memory[0]
+        text = record.encode().encode() + b"\0"
+        start = 1 + slot * _SLOT
+        self._memory[start : start + len(text)] = text
         self._memory[0] = slot
 
     def read(self) -> Record:
         """Return the latest record."""
-        while True:  # a running rank may write while this one reads
+        while True:
             start = 1 + self._memory[0] * _SLOT
+            # A running rank may write to this slot meanwhile: then the text is no record.
             with contextlib.suppress(ValueError, TypeError):
                 return Record.decode(self._memory[start : self._memory.find(b"\0", start)])
 
@@ -143,32 +151,36 @@ class SharedStatus:
 class Peers:
     """All ranks: processes and memory of ``local`` ones, latest records of ``remote`` ones.
 
-    All ranks construct it at the same time. A store hangs if its host does, so a thread of its own
-    publishes this rank's record and, while ``listening``, reads those of other machines.
+    All ranks construct it at the same time. If ranks are on several machines, a thread publishes
+    this rank's record and, while ``listening``, reads those of other machines. The watch does not
+    do so itself, since a store hangs if its host does.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, own: SharedStatus, timeout: float
+        self, store: dist.Store, rank: int, size: int, own_status: SharedStatus, timeout: float
     ) -> None:
+        # A connection of its own: a wait in another thread would block its calls.
         self.store = dist.PrefixStore("watch", store.clone())
         self.listening = False
-        process, own_machine = Process(os.getpid()), machine()
-        self.local: dict[int, tuple[Process, SharedStatus]] = {rank: (process, own)}
+        self.local: dict[int, tuple[Process, SharedStatus]] = {}
         self.remote: dict[int, Record] = {}
         self._rank = rank
-        self._own = own
+        self._own_status = own_status
         self._publish()  # before the process can be found
-        entry = [own_machine, process.pid, process.started, own.fd]
+        own_process = Process(os.getpid())
+        entry = [machine(), own_process.pid, own_process.started, own_status.fd]
         self.store.set(f"process/{rank}", json.dumps(entry))
+        self.local[rank] = own_process, own_status
+
         keys = [f"process/{r}" for r in range(size)]
         self.store.wait(keys, timedelta(seconds=timeout))
-        for peer in (r for r in range(size) if r != rank):
-            peer_machine, pid, started, fd = json.loads(self.store.get(keys[peer]))
-            shared = SharedStatus.of(pid, fd) if peer_machine == own_machine else None
-            if shared is None:
-                self.remote[peer] = Record(host="another machine")
-            else:
-                self.local[peer] = Process(pid, started), shared
+        for peer, key in enumerate(keys):
+            if peer != rank:
+                process, shared = _open_status(self.store.get(key))
+                if shared is None:
+                    self.remote[peer] = Record(host="another machine")
+                else:
+                    self.local[peer] = process, shared
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="heartbeat", daemon=True)
         if self.remote:
@@ -178,7 +190,8 @@ class Peers:
         """Return the latest record of each rank."""
         latest_records = dict(self.remote)
         for rank, (process, shared) in self.local.items():
-            is_gone = process.gone  # before its last record is read
+            # In this order: a rank that ends in between has written that it does.
+            is_gone = process.gone
             record = shared.read()
             if is_gone and record.status == RankStatus.RUNNING:
                 record = record._replace(status=RankStatus.DEAD)
@@ -192,7 +205,7 @@ class Peers:
             self._thread.join(seconds)
 
     def _publish(self) -> None:
-        record = self._own.read()._replace(host=socket.gethostname())
+        record = self._own_status.read()._replace(host=socket.gethostname())
         self.store.set(f"beat/{self._rank}", record.encode())
 
     def _exchange(self) -> None:
@@ -207,17 +220,24 @@ class Peers:
                 self._stopping.wait(BEAT)
 
 
+def _open_status(entry: str | bytes) -> tuple[Process, SharedStatus | None]:
+    """Return a rank's process and its memory; None if it is not readable from here."""
+    its_machine, pid, started, fd = json.loads(entry)
+    shared = SharedStatus.of(pid, fd) if its_machine == machine() else None
+    return Process(pid, started), shared
+
+
 def records(store: dist.Store, size: int) -> dict[int, Record]:
     """Return the latest records of the ranks that meet in ``store``, as far as they have come."""
-    store, latest_records = dist.PrefixStore("watch", store), {}
+    store = dist.PrefixStore("watch", store)
+    latest_records = {}
     for rank in range(size):
         if store.check([f"process/{rank}"]):
-            rank_machine, pid, started, fd = json.loads(store.get(f"process/{rank}"))
-            shared = SharedStatus.of(pid, fd) if rank_machine == machine() else None
-            beat = Record.decode(store.get(f"beat/{rank}"))
-            latest_records[rank] = (
-                shared.read() if shared and not Process(pid, started).gone else beat
-            )
+            process, shared = _open_status(store.get(f"process/{rank}"))
+            if shared is not None and not process.gone:
+                latest_records[rank] = shared.read()
+            else:
+                latest_records[rank] = Record.decode(store.get(f"beat/{rank}"))
     return latest_records
 
 

@@ -1,7 +1,16 @@
 """The failure watch: it ends the job with one sentence that names the rank at fault.
 
-Each rank shows the others where it is. A thread of a rank whose main thread stands still judges
-what all ranks show. The first rank to find the reason prints it, and all ranks leave.
+Each rank has a thread beside its main thread::
+
+    main thread     at("FORWARD ...")      waiting("RECV ...", [1]) ............... (blocked)
+                          | record               | record
+                          v                      v
+    shared memory   [ rank 0: FORWARD ]    [ rank 0: RECV, waits for 1 ]
+                                                 ^ reads all records, once its rank stands still
+    watch's thread  ---- beat ---- beat ---- beat: diagnose ---- beat: diagnose -> announce, leave
+
+The main thread may be blocked in C++ for ever, so only the watch's thread can end the process. The
+first rank to find the reason prints it, and all ranks leave.
 """
 
 import atexit
@@ -14,14 +23,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from toolkit.errors import first_line
+from toolkit.runtime.process_group.diagnosis import Diagnosis, diagnose
 from toolkit.runtime.process_group.shared_status import (
     BEAT,
     Peers,
@@ -50,7 +60,7 @@ class JobFailedError(RuntimeError):
 
 
 def _print(message: str) -> None:
-    # One write, since other ranks write too; a line of its own, since a progress bar may be open.
+    # One write, since other ranks write too. The first newline ends the line of a progress bar.
     sys.stderr.write(f"\nerror: {message}\n")
     sys.stderr.flush()
 
@@ -67,81 +77,6 @@ def is_backend_error(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and not isinstance(error, dist.DistError | JobFailedError):
         return _BACKEND_WORDS.search(str(error)) is not None
     return isinstance(error, ConnectionError | dist.DistError)
-
-
-class Diagnosis(NamedTuple):
-    """Reason why the job ends: the rank at fault, None if no single one is, and a sentence."""
-
-    blamed: int | None
-    message: str
-
-
-def diagnose(
-    ranks: Mapping[int, Record], me: int, timeout: float, patience: float
-) -> Diagnosis | None:
-    """Find the rank that keeps rank ``me`` waiting; None while there is no reason to end.
-
-    ``patience`` is the time left in which a better reason than a lost connection may appear.
-    """
-    own_record = ranks[me]
-    is_late, is_lost = own_record.seconds >= timeout, bool(own_record.error) and not patience
-    queue = [me]  # then the ranks that it waits for, directly or not; nearest first
-    for waiter in queue:
-        if ranks[waiter].status == RankStatus.RUNNING:
-            queue += (r for r in ranks[waiter].peers if r in ranks and r not in queue)
-    awaited = queue[1:]
-    everyone = [*awaited, *(r for r in ranks if r not in queue)]
-    stuck_ranks = [r for r in awaited if not ranks[r].peers and ranks[r].seconds >= timeout]
-    stalled = f"has stalled: for {timeout:g} s it has not"
-    # The best reason first: a dead rank explains all that others show.
-    for status, candidates, enough, fault in (
-        (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
-        (RankStatus.ENDED, awaited, is_late or is_lost, "has ended (it finished, or by a signal)"),
-        (
-            RankStatus.SILENT,
-            everyone,
-            is_late,
-            f"{stalled} answered (stopped, or its network hangs)",
-        ),
-        (
-            RankStatus.RUNNING,
-            stuck_ranks,
-            is_late,
-            f"{stalled} moved (it runs; if slow, raise timeout)",
-        ),
-    ):
-        for rank in candidates if enough else ():
-            if ranks[rank].status == status:
-                waiter = next((r for r in queue if rank in ranks[r].peers), me)
-                waits = "waited for it" if rank in ranks[waiter].peers else "was"
-                on_host = f" (on {ranks[rank].host})" if ranks[rank].host else ""
-                finding = f"rank {rank}{on_host} {fault}, {ranks[rank].position}"
-                return Diagnosis(rank, f"{finding}; rank {waiter} {waits} {ranks[waiter].position}")
-    jammed = all(ranks[r].peers and ranks[r].seconds >= timeout for r in queue)
-    # At one place they wait for a sum of all, or compute meanwhile, as torch's wrappers do.
-    places_differ = len({(str(ranks[r].what), ranks[r].step) for r in queue}) > 1
-    if jammed and places_differ and not is_lost:
-        positions = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(queue))
-        return Diagnosis(
-            None,
-            f"for {timeout:g} s these ranks have waited for each other: {positions}. Make the same"
-            " calls on every rank, or raise timeout if the links are slow",
-        )
-    if not is_lost:
-        return None
-    peers = [r for r in own_record.peers if r != me and r in ranks]
-    ends = [r for r in peers if ranks[r].error and me in ranks[r].peers] or peers
-    if not ends:
-        return Diagnosis(
-            None, f"rank {me} cannot continue, {own_record.position}: {own_record.error}"
-        )
-    subject = "rank " if len(ends) == 1 else "one of ranks "
-    places = "".join(f"; rank {r} was {ranks[r].position}" for r in ends)
-    return Diagnosis(
-        None,
-        f"the connection between rank {me} and {subject}{', '.join(map(str, ends))} is lost:"
-        f" rank {me} was {own_record.position}{places} ({own_record.error})",
-    )
 
 
 class Watch:
@@ -163,7 +98,10 @@ class Watch:
         self.on_failure: Callable[[str], None] = lambda message: None
         self.exit_hooks: list[Callable[[], None]] = []
         self.record = Record()
-        self._shared, self._writing = SharedStatus(), threading.Lock()
+        self._shared = SharedStatus()
+        # The main thread and the watch's both change the record, and each has to keep what the
+        # other wrote.
+        self._write_lock = threading.Lock()
         self._beat = min(BEAT, timeout / 8)
         self._clock = 0.0  # seconds for which the watch has run
         self._well_at = 0.0  # when the backend had no error yet
@@ -172,27 +110,35 @@ class Watch:
         self._signal = 0
         self._signal_at = 0.0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
-        self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
-        self._watching = False
+        self._last_change: dict[int, tuple[float, float]] = {}  # a rank's clock, and when seen
+        self._running = False
 
-    def at(self, what: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
-        """Note that the main thread is at ``what``; at the previous step unless given."""
+    # The main thread.
+
+    def at(self, activity: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
+        """Note what the main thread does.
+
+        Args:
+            activity: an instruction, or words.
+            step: its training step; the previous one unless given.
+            peers: ranks that it waits for.
+        """
         step = self.record.step if step is None else step
         # The clock stands since the last look: a beat later, so that no time-out is too short.
         since = self._clock + self._beat
-        self._write(what=what, step=step, peers=tuple(peers), since=since)
+        self._write(activity=activity, step=step, peers=tuple(peers), since=since)
 
     def _write(self, **changes: Any) -> None:
-        with self._writing:  # the main thread and the watch's write
+        with self._write_lock:
             self.record = self.record._replace(now=self._clock, **changes)
             self._shared.write(self.record)
 
     @contextlib.contextmanager
     def waiting(
-        self, what: object, peers: Iterable[int], step: int | None = None
+        self, activity: object, peers: Iterable[int], step: int | None = None
     ) -> Iterator[None]:
         """Wait for ``peers`` within; an error of the backend within ends the job."""
-        self.at(what, step, peers)
+        self.at(activity, step, peers)
         try:
             yield
         except Exception as error:
@@ -208,13 +154,13 @@ class Watch:
             JobFailedError: the watch is not running.
         """
         message = cause if isinstance(cause, str) else _GLOO_CLUTTER.sub("", first_line(cause))
-        if not self._watching:
+        if not self._running:
             raise JobFailedError(f"rank {self.rank}, {self.record.position}: {message}")
         if isinstance(cause, str):
             self._reason = message
         else:
             self._write(error=message)
-        os.write(self._pipe[1], b"\0")  # wakes the watch's thread
+        self._wake()
         while True:  # the watch's thread finds the reason, and ends the process
             time.sleep(60)
 
@@ -225,7 +171,7 @@ class Watch:
         for end in self._pipe:
             os.set_blocking(end, False)
         self._peers = Peers(self.store, self.rank, self.size, self._shared, self.timeout)
-        self._watching = True
+        self._running = True
         if threading.current_thread() is threading.main_thread():
             # While the main thread is blocked in C++, no Python handler runs, but a signal's number
             # reaches the pipe at once.
@@ -240,26 +186,32 @@ class Watch:
 
     def stop(self) -> None:
         """Stop to watch: this rank leaves. After an uncaught exception its part is unfinished."""
-        if not self._watching:
+        if not self._running:
             return
-        while self.exit_hooks and not hasattr(sys, "last_value"):
+        has_crashed = hasattr(sys, "last_value")
+        # First, while the watch still sees to it that the hooks' waits end. The latest comes first.
+        while self.exit_hooks and not has_crashed:
             self.exit_hooks.pop()()
-        self._watching = False
-        os.write(self._pipe[1], b"\0")
+        self._running = False
+        self._wake()
         self._thread.join()
-        if not hasattr(sys, "last_value"):
-            self._write(status=RankStatus.ENDED)
+        if not has_crashed:
+            self._write(status=RankStatus.ENDED)  # otherwise the others see a dead rank
         _give_signals_back()
         self._peers.stop(_LINGER)
         for end in self._pipe:
             os.close(end)
         atexit.unregister(self.stop)
 
+    def _wake(self) -> None:
+        """End the sleep of the watch's thread."""
+        os.write(self._pipe[1], b"\0")
+
     # The watch's thread.
 
     def _run(self) -> None:
         try:
-            while self._watching:
+            while self._running:
                 self._look()
         except BaseException:  # without its watch this rank might wait for ever
             with contextlib.suppress(Exception):
@@ -267,6 +219,7 @@ class Watch:
             _leave(EXIT_FAILED)
 
     def _look(self) -> None:
+        """Show that this rank runs, end the job if there is a reason, and sleep for a beat."""
         self._write()
         # A killed torchrun takes the store with it, for which another rank would be blamed.
         if self._launcher and os.getppid() != self._launcher:
@@ -274,14 +227,16 @@ class Watch:
             self._end(Diagnosis(None, f"{reason}: start it again; resume= continues a saved run"))
         if self._reason:
             self._end(Diagnosis(None, self._reason))
+
         if not self.record.error:
             self._well_at = self._clock
         hurry = bool(self.record.error or self._signal)
+        # A rank that moves reads nothing, so that the watch costs nothing while all is well.
         self._peers.listening = hurry or self.record.seconds > 2 * self._beat
         if self._peers.listening:
             self._judge()
         else:
-            self._changed.clear()
+            self._last_change.clear()
         if self._signal and self._clock - self._signal_at >= _GRACE:
             _leave(128 + self._signal)  # no failure of another rank explains the signal
         self._sleep(_HURRY if hurry else self._beat)
@@ -292,7 +247,8 @@ class Watch:
         ready, _, _ = select.select(self._pipe[:1], [], [], seconds)
         # Bounded, so that a job that is stopped as a whole and continued blames nobody.
         self._clock += min(time.monotonic() - began, 2 * self._beat)
-        for number in filter(None, os.read(self._pipe[0], 512) if ready else b""):
+        received = os.read(self._pipe[0], 512) if ready else b""
+        for number in filter(None, received):  # without the zeros of _wake()
             handler = signal.getsignal(number)
             # A user's handler, such as a training's that saves itself, has the signal to itself. So
             # has Python's of Ctrl-C, unless the main thread waits where it cannot run.
@@ -305,19 +261,19 @@ class Watch:
     def _judge(self) -> None:
         """End the job if what the ranks show is a reason."""
         ranks = self._see()
+        # This rank had stood still for up to 3 beats before it began to listen.
+        silence = self.timeout - 3 * self._beat
         for rank, record in ranks.items():
-            if record.now != self._changed.get(rank, (None, 0.0))[0]:
-                self._changed[rank] = record.now, self._clock
-            silent_seconds = self._clock - self._changed[rank][1]
-            # This rank stood for a while before it listened.
-            if (
-                record.status == RankStatus.RUNNING
-                and silent_seconds >= self.timeout - 3 * self._beat
-            ):
+            last_clock, _ = self._last_change.get(rank, (None, 0.0))
+            if record.now != last_clock:
+                self._last_change[rank] = record.now, self._clock
+            silent_seconds = self._clock - self._last_change[rank][1]
+            if record.status == RankStatus.RUNNING and silent_seconds >= silence:
                 ranks[rank] = record._replace(status=RankStatus.SILENT)
         ranks[self.rank] = self.record._replace(status=RankStatus.RUNNING)
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
-        if diagnosis := diagnose(ranks, self.rank, self.timeout, patience):
+        diagnosis = diagnose(ranks, self.rank, self.timeout, patience)
+        if diagnosis is not None:
             self._end(diagnosis)
 
     def _see(self) -> dict[int, Record]:
@@ -328,13 +284,14 @@ class Watch:
                 self._leave_failed(record.error)
         return ranks
 
-    def _end(self, found: Diagnosis) -> NoReturn:
+    def _end(self, diagnosis: Diagnosis) -> NoReturn:
         """Announce the diagnosis, unless another rank does, and leave."""
         # The first to lock a common memory announces; of several machines, the first in the store.
-        local, store = self._peers.local, self._peers.store
+        local = self._peers.local
         is_first = local[min(local)][1].lock()
         if is_first and self._peers.remote:
-            is_first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
+            n_announcers = _within(_LINGER, lambda: self._peers.store.add("announcers", 1))
+            is_first = n_announcers in (1, None)  # None: the store does not answer
         self._see()  # a rank that has left has announced, and its lock ends with its process
         end = time.monotonic() + _LINGER
         while not is_first and time.monotonic() < end:
@@ -342,12 +299,12 @@ class Watch:
             self._see()
         if is_first:
             with contextlib.suppress(Exception):  # standard error may be closed
-                announce(found.message)
-            if found.blamed in local:
-                process, shared = local[found.blamed]
+                announce(diagnosis.message)
+            if diagnosis.blamed in local:
+                process, shared = local[diagnosis.blamed]
                 if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
                     process.kill()
-        self._leave_failed(found.message)
+        self._leave_failed(diagnosis.message)
 
     def _leave_failed(self, message: str) -> NoReturn:
         """Report the failure, show it to the other ranks, and leave."""
@@ -386,7 +343,7 @@ def _give_signals_back() -> None:
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _signalled._watching = False  # also in a forked process, whose signals are not the rank's
+        _signalled._running = False  # also in a forked process, whose signals are not the rank's
         _signalled = None
 
 
