@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.runtime import CyclicDataParallel, distributed, join, prepare
+from toolkit.runtime import CyclicDataParallel, join, loop_runtime, prepare
 
 STEPS = 8
 
@@ -375,7 +375,7 @@ def alone(rule, **options):
 def alone_between_programs():
     """Rank 0 reads at every other step, rank 1 evaluates once; programs are of two steps."""
     found = {}
-    with mock.patch.multiple(distributed, _FIRST_WINDOW=16, _WINDOW=16):
+    with mock.patch.multiple(loop_runtime, FIRST_WINDOW=16, WINDOW=16):
         for rule, options in (("cdp_v2", {}), ("cdp_v1", {"chains": "rotated"})):
             model, optimizer = wrapped(rule, **options)
             seen = {}

@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same, name_of
 from tests.runtime.train_by_loop import STEPS
 from toolkit.errors import UserError
 from toolkit.runtime import CyclicDataParallel, JobFailedError, SingleProcess, StepOptions, launch
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.schedule import catalog
 
 SCHEDULES = [*train_by_loop.schedules()]

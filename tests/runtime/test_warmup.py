@@ -5,10 +5,10 @@ import torch
 
 from tests.runtime import conform, models
 from toolkit.model.analysis import meta_copy
-from toolkit.runtime.distributed import warm_up
 from toolkit.runtime.message_layout import find_layouts
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.step_options import PLAIN, StepOptions
+from toolkit.runtime.warmup import warm_up
 from toolkit.schedule import catalog
 
 CPU = torch.device("cpu")

@@ -6,10 +6,11 @@ from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel, prepare
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatch_losses import separable
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.join import World, join, leave
+from toolkit.runtime.process_group.join import join, leave
 from toolkit.runtime.process_group.launch import launch
 from toolkit.runtime.process_group.rank_process import RankError, report
 from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.single_process import ORDERS, SingleProcess
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.switching import SwitchDecision, Switching

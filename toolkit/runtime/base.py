@@ -16,7 +16,7 @@ from toolkit.model.partition import check_stages
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
-from toolkit.runtime.process_group.join import World
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule, switched

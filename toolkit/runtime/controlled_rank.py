@@ -1,7 +1,7 @@
 """The rank of a controlled training: what it is asked to do, one call after another."""
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ _training: Distributed | None = None
 class _ReceivedBatches:
     """The batches that the controller sends, as far as this rank reads them; they are Divisible."""
 
-    def parts(self, n_parts: int, wanted: Callable[[int], Any]) -> Iterator[Batch]:
+    def parts(self, n_parts: int, reads: Callable[[int], Any]) -> Iterator[Batch]:
         for index in count():
-            if wanted(index):
+            if reads(index):
                 inputs, targets = receive()
                 yield tuple(torch.as_tensor(tensor) for tensor in inputs), torch.as_tensor(targets)
 
@@ -55,7 +55,7 @@ def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
     assert _training is not None
     for result in _training.run(_ReceivedBatches(), n_steps):  # type: ignore[arg-type]
         if result.microbatches:
-            counts = [None] * len(result.losses) if result.counts is None else result.counts.cpu()
+            counts = repeat(None) if result.counts is None else result.counts.cpu()
             losses = map(LossValue, result.losses.cpu(), counts)
             report((result.step, dict(zip(result.microbatches, losses, strict=True))))
     return _training.measures, call_method("local_state") if keep else None

@@ -140,10 +140,11 @@ class Controller:
         return rows
 
     def _repr_html_(self) -> str:
-        names = ("rank", "process", "alive", "at")
-        cells = [[html.escape(str(row[name])) for name in names] for row in self.status()]
-        lines = [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells]
-        return f"<table><tr><th>{'</th><th>'.join(names)}</th></tr>{''.join(lines)}</table>"
+        lines = ["<tr><th>rank</th><th>process</th><th>alive</th><th>at</th></tr>"]
+        for row in self.status():
+            cells = (f"<td>{html.escape(str(value))}</td>" for value in row.values())
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        return f"<table>{''.join(lines)}</table>"
 
     def close(self) -> None:
         """End all processes."""

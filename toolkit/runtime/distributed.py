@@ -1,43 +1,35 @@
 """One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.model.analysis import differentiable, meta_copy
+from toolkit.model.analysis import meta_copy
 from toolkit.model.trace import kept_generators
 from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
-from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
+from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements, Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.rank import Feed, Rank
-from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
+from toolkit.runtime.warmup import warm_up, zeros
 from toolkit.runtime.weight_store import WeightStore
-from toolkit.schedule import Action, Instruction, Program, Schedule
+from toolkit.schedule import Program, Schedule
 
-_WINDOW = 50_000  # ops of the training steps that are lowered at once
-_FIRST_WINDOW = 5_000  # likewise, while a caller waits for a first result
-
-
-class Pause(NamedTuple):
-    """Where the caller's code acts: after the op that ends a forward or a backward of a pass."""
-
-    rank: Rank
-    op: Instruction
+WINDOW = 50_000  # ops of the training steps that are lowered at once
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -94,30 +86,31 @@ class Distributed(OnRanks):
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
-        masters = [runner.masters.values() for runner in self._runners]
-        self._stage_bytes = [sum(x.nbytes for x in stage) for stage in masters]
+        self._stage_bytes = [
+            sum(master.nbytes for master in runner.masters.values()) for runner in self._runners
+        ]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
         self.n_recorded = 0
-        self._stepping: Executor | None = None  # of the program of stepwise()
-        self._stepping_rank: Rank | None = None
-        self._kept_buffers: dict[str, Tensor] = {}  # of an evaluation
-        self.updates_wait = False  # in stepwise(), until allow_updates()
+
+    # Training.
 
     def _steps(self, source: BatchReader) -> Steps:
         assert source.n_steps is not None  # known, since steps overlap
-        self.world.use(self, lambda: None)
+        self.world.use(self, lambda: None)  # no message is under way once a run has ended
         layouts = self._find_layouts(source.shape, source)
         feed = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
-        window = max(1, _WINDOW // len(self.schedule.timing.starts))
         with self._messages(layouts) as messages:
-            while (steps_left := end - self.steps_done) > 0:
-                length = min(window, steps_left, self.record - self.n_recorded or steps_left)
-                program = self.schedule.lower(length, self.steps_done).verify()
+            while self.steps_done < end:
+                n_steps = max(1, WINDOW // len(self.schedule.timing.starts))
+                n_steps = min(n_steps, end - self.steps_done)
+                if self.n_recorded < self.record:  # measured steps have a program of their own
+                    n_steps = min(n_steps, self.record - self.n_recorded)
+                program = self.schedule.lower(n_steps, self.steps_done).verify()
                 yield from self._run(program, feed, messages)
                 self.steps_done = program.steps.stop
         feed.skip_to(self.steps_done)
@@ -138,197 +131,41 @@ class Distributed(OnRanks):
             self.n_recorded += program.n_steps
         self.world.watch.at("between programs")
 
-    def stepwise(
-        self, feed: Feed, shape: Shape, *, counted: bool = False
-    ) -> Generator["Pause", bool | None, None]:
-        """Train without a loss and without known end; pause after each forward and backward.
-
-        After the forward of a micro-batch the caller takes its outputs from the rank, and gives
-        their gradients; see :class:`Rank`. ``send(True)``, on all ranks after the same training
-        step, completes that and ends.
-
-        Args:
-            feed: inputs of this rank's micro-batches.
-            shape: shape and type of each input of the first.
-            counted: whether counts of the loss come with the gradients.
-        """
-        self._check_ended()
-        layouts = self._find_layouts(shape)
-        if counted:
-            layouts = layouts.with_counts()
-        ending: bool | None = False
-        window = _FIRST_WINDOW
-        while not ending:
-            self._use_schedule_of(self.steps_done)
-            length = max(1, window // len(self.schedule.timing.starts))
-            window = min(2 * window, _WINDOW)
-            if (change := self.schedule_plan.next_change(self.steps_done)) is not None:
-                length = min(length, change - self.steps_done)
-            program = self.schedule.lower(length, self.steps_done).verify()
-            with self._messages(layouts) as messages:
-                rank = self._begin(program, feed, messages, None)
-                rank.next_step = program.first_step  # what is read from there on is kept
-                executor = Executor(
-                    rank,
-                    messages,
-                    program,
-                    None,
-                    overlap=self.overlap,
-                    stepwise=True,
-                    update_limit=program.first_step - 1 if self.updates_wait else inf,
-                )
-                self._stepping = executor
-                self._stepping_rank = rank
-                for op in executor.run(_ends_of_passes(program.ranks[self.rank])):
-                    if op.action != Action.FORWARD:
-                        rank.next_step = cast(int, op.step) + 1
-                    if ending := (yield Pause(rank, op)):
-                        executor.end_here()
-            self.steps_done = rank.next_step
-        self.world.watch.at("between programs")
-
-    # Between the training steps of stepwise().
-
-    def allow_updates(self, step: int) -> None:
-        """Let the updates of training step ``step`` begin; see ``updates_wait``."""
-        if self._stepping is not None:
-            self._stepping.allow_updates(step, step if self.updates_wait else inf)
-
-    def await_updates(self, steps_done: int) -> None:
-        """Wait until this rank has made the updates of the first ``steps_done`` steps."""
-        if self._stepping is not None:
-            self._stepping.await_updates(steps_done - 1)
-            self.world.finish_computing()
-
-    @property
-    def has_whole_gradients(self) -> bool:
-        """Whether this rank has the gradients of all stages before their updates."""
-        return self.overlap and self.updates_wait and len(self.updated_stages) == len(self.stages)
-
-    def whole_gradients(self, step: int) -> list[tuple[dict[str, nn.Parameter], Weights]]:
-        """Return each stage's parameters, and their gradients at ``step``, by name.
-
-        Gradients may be changed in place. A parameter may have none.
-
-        Waits for all ranks' parts; see :attr:`has_whole_gradients`.
-        """
-        assert self._stepping is not None
-        assert self._stepping_rank is not None
-        self._stepping.await_sums(step)
-        gradients = []
-        for stage, runner in enumerate(self._runners):
-            total = self._stepping_rank.sums[stage, step]
-            total.divide_by_count(runner.masters)
-            gradients_of_masters = {
-                name: gradient for name, gradient in total.tensors.items() if name in runner.masters
-            }
-            gradients.append((runner.masters, gradients_of_masters))
-        self.world.finish_computing()
-        return gradients
-
-    def has_version(self, steps_done: int) -> bool:
-        """Whether this rank has updated its stages ``steps_done`` times."""
-        return all(steps_done in versions for versions in self._weight_store.versions.values())
-
-    def newest_of(self, stages: Collection[int], *, averaged: bool) -> dict[int, Weights]:
-        """Return the newest weights, frozen weights and buffers of stages that this rank updates.
-
-        Their number of updates is :meth:`has_version`'s. ``averaged``: with the averages of their
-        optimizers, such as schedule-free's, in place of the weights that are trained.
-        """
-        self.world.finish_computing()
-        newest = {}
-        for stage in stages:
-            newest[stage] = self._weight_store.newest(stage)
-            newest[stage] |= {
-                name: tensor for name, tensor in self._kept_buffers.items() if name in newest[stage]
-            }
-            if averaged:
-                newest[stage] |= self._runners[stage].optimizer_averages(newest[stage])
-        return newest
-
-    def show_own(self, *, averaged: bool) -> None:
-        """Put the newest weights of the stages that this rank updates into the model."""
-        for stage, tensors in self.newest_of(self.updated_stages, averaged=averaged).items():
-            for name, master in self._runners[stage].masters.items():
-                master.data = tensors[name]
-
-    def take_newest(self, newest: Mapping[int, Weights]) -> None:
-        """Put weights and buffers of stages that other ranks update into the model."""
-        for stage, tensors in newest.items():
-            self._weight_store.take(stage, tensors)
-
-    def release_newest(self) -> None:
-        """Free the memory of :meth:`take_newest`; buffers stay."""
-        self._weight_store.forget()
-        self._kept_buffers = {}
-
-    def local_state_after(self, steps_done: int) -> dict[str, Any]:
-        """Return what this rank alone adds to the state after ``steps_done`` steps."""
-        self.world.finish_computing()
-        versions = {}
-        for stage in self.updated_stages:
-            # A version that is still to be freed, or to be read by a step under way, may be there.
-            oldest = self.schedule.oldest_version(stage, steps_done)
-            stage_versions = dict(self._weight_store.versions[stage])
-            versions[stage] = {
-                version: weights
-                for version, weights in stage_versions.items()
-                if oldest <= version <= steps_done
-            }
-        owned = [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
-        state = local_state_of(
-            steps_done,
-            self.stages,
-            self._runners,
-            versions,
-            owned,
-            is_rank_zero=self.rank == 0,
-        )
-        fixed = state["fixed"]
-        return state | {
-            "fixed": fixed
-            | {name: self._kept_buffers.get(name, tensor) for name, tensor in fixed.items()}
-        }
-
-    def keep_buffers(self) -> None:
-        """Copy the buffers: other ranks get the copies, whatever the script changes here."""
-        if not self._kept_buffers:
-            buffers = {
-                name: buffer
-                for stage in self.updated_stages
-                for name, buffer in self.stages[stage].named_buffers()
-            }
-            self._kept_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-
     def _messages(self, layouts: Layouts) -> Messages:
-        message_arguments = self.world, layouts, self._chunk_bytes
-        return Messages(*message_arguments, paced=self.pacing, per_machine=self.per_machine)
+        return Messages(
+            self.world,
+            layouts,
+            self._chunk_bytes,
+            paced=self.pacing,
+            per_machine=self.per_machine,
+        )
 
     def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
-        """Return this rank's buffers at the start of ``program``."""
-        self.world.make_groups(*groups_and_pairs(program, self.per_machine))
+        """Return this rank's buffers at the start of ``program``. Every rank calls it."""
+        groups, pairs = groups_and_pairs(program, self.per_machine)
+        self.world.make_groups(groups, pairs)
         first_weights = self._weight_store.share(messages, program.first_step)
-        runners, updaters = (
-            dict(enumerate(self._runners)),
-            {stage: self._runners[stage] for stage in self.updated_stages},
-        )
+        runners = dict(enumerate(self._runners))
+        updaters = {stage: self._runners[stage] for stage in self.updated_stages}
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
         rank.weights = first_weights
         return rank
 
     def _go_over(self, schedule: Schedule) -> None:
-        state = self._weight_store.handed_over(
-            self.schedule_plan, self._local_state_of(self.updated_stages)
-        )
+        # Only what a rank lacks travels, not the whole state as between other runtimes.
+        local_state = self._local_state_of(self.updated_stages)
+        state = self._weight_store.handed_over(self.schedule_plan, local_state)
         self._adopt(schedule)
         self._load(state)
 
     def _adopt(self, schedule: Schedule) -> None:
         self._weight_store.allocate()
         super()._adopt(schedule)
-        store_arguments = self.world, self.stages, schedule, self._runners
-        self._weight_store = WeightStore(*store_arguments, loads=True)
+        self._weight_store = WeightStore(
+            self.world, self.stages, schedule, self._runners, loads=True
+        )
+
+    # Weights and states.
 
     def module(self) -> nn.Module:
         """Return the whole model, which takes memory until the next :meth:`run`."""
@@ -340,6 +177,40 @@ class Distributed(OnRanks):
         """Return the averages of all stages; see :meth:`Runtime.averages`."""
         self._check_ended()
         return self._weight_store.averages()
+
+    @property
+    def updated_stages(self) -> list[int]:
+        """The stages that this rank updates."""
+        return self._weight_store.updated
+
+    def _owned_stages(self) -> list[int]:
+        """Return the stages whose state this rank adds: one rank does for each."""
+        return [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
+
+    def _local_state(self) -> dict[str, Any]:
+        return self._local_state_of(self._owned_stages())
+
+    def _local_state_of(self, stages: Collection[int]) -> dict[str, Any]:
+        return local_state_of(
+            self.steps_done,
+            self.stages,
+            self._runners,
+            self._weight_store.versions,
+            stages,
+            is_rank_zero=self.rank == 0,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
+        self._check_ended()  # messages of an abandoned run would be taken for those of the next
+        super().load_state_dict(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._weight_store.load(state)
+        for stage in self.updated_stages:
+            self._runners[stage].load(state["stages"][stage])
+
+    # What it measures.
 
     @property
     def measures(self) -> bool:
@@ -372,38 +243,7 @@ class Distributed(OnRanks):
         links = probe_links(self.world, mean_stage_bytes)
         return running_costs(op_seconds_of_ranks, next(reversed(self._layouts.values())), *links)
 
-    @property
-    def updated_stages(self) -> list[int]:
-        """The stages that this rank updates."""
-        return self._weight_store.updated
-
-    @property
-    def trained(self) -> list[list[str]]:
-        """The names of the trained weights of each stage."""
-        return [[*runner.masters] for runner in self._runners]
-
-    def averaged_names(self, j: int) -> list[str]:
-        """Return the names of what averages of stage ``j`` follow; see ``options.ema``."""
-        return [*self._runners[j].averaged()]
-
-    def _local_state(self) -> dict[str, Any]:
-        return self._local_state_of(
-            [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
-        )
-
-    def _local_state_of(self, own: Collection[int]) -> dict[str, Any]:
-        state_arguments = self.stages, self._runners, self._weight_store.versions, own
-        return local_state_of(self.steps_done, *state_arguments, is_rank_zero=self.rank == 0)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
-        self._check_ended()  # messages of an abandoned run would be taken for those of the next
-        super().load_state_dict(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._weight_store.load(state)
-        for stage in self.updated_stages:
-            self._runners[stage].load(state["stages"][stage])
+    # Micro-batches.
 
     def _reads(self, step: int) -> list[int]:
         return microbatches_read(self.schedule_plan, self.rank, step)
@@ -414,22 +254,21 @@ class Distributed(OnRanks):
         ``source`` has batches on which the loss can be tried.
         """
         # Ranks that read no micro-batch learn the shape from the others.
-        input_shape = next(
-            rank_shape
-            for rank_shape in self.world.gather(shape, "shapes of inputs")
-            if rank_shape is not None
-        )
+        shapes = self.world.gather(shape, "shapes of inputs")
+        input_shape = next(shape for shape in shapes if shape is not None)
         if input_shape in self._layouts:
             return self._layouts[input_shape]
+
         inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape)
-        device, wire_dtype = self.world.device, COMPRESSIONS[self.compression]
+        device = self.world.device
         with self.options.autocast(device):
-            layouts = find_layouts(self._skeletons, inputs, wire_dtype, device)
+            layouts = find_layouts(self._skeletons, inputs, COMPRESSIONS[self.compression], device)
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
-            ranks = self.schedule.layout.ranks
             computed_stages = [
-                stage for stage in range(len(self.stages)) if self.rank in ranks(stage)
+                stage
+                for stage in range(len(self.stages))
+                if self.rank in self.schedule.layout.ranks(stage)
             ]
             warm_up(self._runners, layouts, inputs, device, computed_stages, self.updated_stages)
         if source is not None and self._is_counted(layouts, source):
@@ -446,70 +285,21 @@ class Distributed(OnRanks):
         counted = False
         share = source.look()
         if share is not None:
-            n_microbatches = len(self._reads(self.steps_done))
-            targets = share[1].chunk(n_microbatches)[0]
-            outputs = _zeros(layouts.activations[-1], self.world.device)
+            inputs, targets = share
+            first_targets = targets.chunk(len(self._reads(self.steps_done)))[0]
+            outputs = zeros(layouts.activations[-1], self.world.device)
             # An error is raised again where the loss belongs: at a forward of the last stage.
-            with torch.no_grad(), kept_generators(share[0]), suppress(Exception):
-                counted = self._loss(tuple(outputs.values()), targets).count is not None
+            with torch.no_grad(), kept_generators(inputs), suppress(Exception):
+                counted = self._loss(tuple(outputs.values()), first_targets).count is not None
         return any(self.world.gather(counted, "kinds of loss"))
 
 
 def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:
     """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
-    end_stages, microbatches = (0, schedule_plan.n_stages - 1), range(schedule_plan.n_microbatches)
-    readers = (
-        {schedule_plan.rank(stage, microbatch, step) for stage in end_stages}
-        for microbatch in microbatches
-    )
-    return [microbatch for microbatch, ranks in enumerate(readers) if rank in ranks]
-
-
-def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:
-    """Return the positions of each micro-batch's last forward and last backward in each step."""
-    last_positions: dict[tuple, int] = {}
-    for position, i in enumerate(order):
-        if i.action.computes:
-            last_positions[i.action == Action.FORWARD, i.step, i.microbatch] = position
-    return {*last_positions.values()}
-
-
-def warm_up(
-    runners: Sequence[StageRunner],
-    layouts: Layouts,
-    inputs: Values,
-    device: torch.device,
-    computed: Collection[int],
-    updated: Collection[int],
-) -> None:
-    """Run the ``computed`` stages on zeros, and update copies of weights; no state changes.
-
-    CUDA's libraries and torch.compile load kernels at first use, and CUDA then waits for all that
-    the GPU is doing. That may include an early receive from a rank that waits for this one: a
-    deadlock. So every kernel is loaded before the first message.
-    """
-    passed_on: Values | None = None
-    for stage, runner in enumerate(runners):
-        if stage not in computed:
-            passed_on = None
-            continue
-        if stage == 0:
-            stage_inputs = tuple(torch.zeros_like(tensor, device=device) for tensor in inputs)
-        else:
-            activations = passed_on or _zeros(layouts.activations[stage - 1], device).values()
-            stage_inputs = tuple(
-                tensor.detach().requires_grad_(differentiable(tensor)) for tensor in activations
-            )
-        weights = runner.newest() if stage in updated else _zeros(layouts.weights[stage], device)
-        passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
-        roots = [tensor for tensor in passed_on if tensor.requires_grad]
-        torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
-        runner.take_statistics()
-        if stage in updated:
-            runner.form(updated=True, unused=())
-
-
-def _zeros(layout: Layout, device: torch.device) -> dict[Any, Tensor]:
-    """Return a received message of zeros, in the order of its places."""
-    tensors = layout.unpack(torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device))
-    return {place: tensors[place] for place in sorted(tensors)}
+    end_stages = (0, schedule_plan.n_stages - 1)
+    microbatches = []
+    for microbatch in range(schedule_plan.n_microbatches):
+        readers = {schedule_plan.rank(stage, microbatch, step) for stage in end_stages}
+        if rank in readers:
+            microbatches.append(microbatch)
+    return microbatches

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.microbatches import BatchReader
-from toolkit.runtime.process_group.join import World, join
+from toolkit.runtime.process_group.join import join
+from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import check_state, form_of, join_states
 from toolkit.runtime.updater import Updater, Weights
@@ -44,9 +45,9 @@ class LocalRuntime(Runtime):
         self._use_schedule_of(self.steps_done)
         while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
             yield from self._steps(source.take(change - self.steps_done))
-            # The batches ended before the change.
-            if self.steps_done < change or source.n_steps == 0:
+            if self.steps_done < change or source.n_steps == 0:  # the batches have ended
                 return
+            # All updates are complete here: the pipeline has drained.
             self._use_schedule_of(change)
         yield from self._steps(source)
 

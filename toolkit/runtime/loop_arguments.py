@@ -42,10 +42,10 @@ def finished_optimizer(optimizer: MakeOptimizer | Optimizer, model: nn.Module) -
     """Return an optimizer of the whole model."""
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         return optimizer
-    trained = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-    return optimizer(trained if takes_names(optimizer) else [parameter for _, parameter in trained])
+    trained = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    if takes_names(optimizer):
+        return optimizer(trained)
+    return optimizer([parameter for _, parameter in trained])
 
 
 def take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
@@ -73,14 +73,11 @@ def _device(number: Any) -> torch.device:
 def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return all arguments of a call by name, as ``partition`` takes them."""
     bound = signature(function).bind(*args, **kwargs)
-    variadic_names = [
-        parameter.name
-        for parameter in bound.signature.parameters.values()
-        if parameter.kind == parameter.VAR_KEYWORD
-    ]
     arguments = dict(bound.arguments)
-    variadic_arguments = arguments.pop(variadic_names[0], {}) if variadic_names else {}
-    return arguments | variadic_arguments
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind == parameter.VAR_KEYWORD:  # **kwargs: those within by their names, too
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
 
 
 def schedule_of_rule(
@@ -118,12 +115,14 @@ def schedule_of_rule(
             f" {'the whole model' if schedule.layout.has_whole_models else 'a part of the model'};"
             f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
         )
-    timing, n = schedule.timing, schedule.n_workers
-    for microbatch in range(n, schedule.n_microbatches):
-        if timing.starts[Op(Kind.FORWARD, 0, microbatch)] < timing.gradient_end(0, microbatch - n):
+    # Micro-batches m, m + n_workers, ... are a worker's passes.
+    timing = schedule.timing
+    for microbatch in range(schedule.n_workers, schedule.n_microbatches):
+        previous = microbatch - schedule.n_workers
+        if timing.starts[Op(Kind.FORWARD, 0, microbatch)] < timing.gradient_end(0, previous):
             raise UserError(
                 f"rule: {schedule.name} begins micro-batch {microbatch} before the backward"
-                f" of micro-batch {microbatch - n}; a loop's passes follow one another. Use"
+                f" of micro-batch {previous}; a loop's passes follow one another. Use"
                 " accumulate=1"
             )
     return schedule

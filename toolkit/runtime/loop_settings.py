@@ -29,7 +29,7 @@ class LoopSettings:
     def __init__(self, optimizer: Optimizer) -> None:
         self.of_steps: dict[int, Settings] = {}
         self._optimizer = optimizer
-        self._base: list[Options] = []  # options as they were last looked at
+        self._base: list[Options] = []  # of each group, options as they were last looked at
         self._followed: set[tuple[int, str]] = set()  # (group, name) of those that have changed
         self._clip: Clip | None = None  # of the step that is under way
         self.note_base()
@@ -46,16 +46,13 @@ class LoopSettings:
     def changed_options(self) -> frozenset[tuple[int, str]]:
         """Return the options that the loop has ever changed, as (parameter group, name)."""
         options = self._options()
-        for group, (group_options, previous_options) in enumerate(
-            zip(options, self._base, strict=True)
-        ):
-            for name, value in group_options.items():
-                if name not in previous_options:
-                    self._followed.add((group, name))
-                elif _differ(previous_options[name], value):
-                    if (group, name) not in self._followed:
-                        self._complete_settings(group, name, previous_options[name])
-                    self._followed.add((group, name))
+        for group, previous in enumerate(self._base):
+            for name, value in options[group].items():
+                if name in previous and not _differ(previous[name], value):
+                    continue
+                if name in previous and (group, name) not in self._followed:
+                    self._complete_settings(group, name, previous[name])
+                self._followed.add((group, name))
         self._base = options
         return frozenset(self._followed)
 
@@ -65,11 +62,11 @@ class LoopSettings:
         Optimizers of stages that are made from now on begin with the new value, and predictions
         from late weights still use the old one.
         """
-        for step, settings in [*self.of_steps.items()]:
+        for step, settings in self.of_steps.items():
             if group < len(settings.options):  # the group may have been added after that step
                 options = [*settings.options]
                 options[group] = {name: value, **options[group]}
-                # A new object: updates of other threads may be reading the one before.
+                # A new object: the executor's threads may be reading the one before.
                 self.of_steps[step] = replace(settings, options=options)
 
     def note(self, step: int, *, oldest: int, clips_as_before: bool) -> None:
@@ -81,15 +78,16 @@ class LoopSettings:
             clips_as_before: whether the clipping of the step before counts, since updates may
                 precede the loop's call.
         """
-        followed = self.changed_options()
-        options = [
-            {name: value for name, value in group_options.items() if (group, name) in followed}
-            for group, group_options in enumerate(self._base)
-        ]
+        self.changed_options()
+        options: list[Options] = [{} for _ in self._base]
+        for group, name in self._followed:
+            if name in self._base[group]:
+                options[group][name] = self._base[group][name]
         self.of_steps[step] = Settings(options, self._clip if clips_as_before else None)
         self._clip = None
-        for earlier in [noted_step for noted_step in self.of_steps if noted_step < oldest]:
-            del self.of_steps[earlier]
+        for noted_step in [*self.of_steps]:
+            if noted_step < oldest:
+                del self.of_steps[noted_step]
 
     def note_clip(self, clip: Clip) -> None:
         """Note that the loop clips in the step under way."""
@@ -100,7 +98,7 @@ class LoopSettings:
         self.of_steps[step] = replace(self.of_steps[step], clip=self._clip)
 
     def _options(self) -> list[Options]:
-        # A rate may be a tensor that is changed in place.
+        """Return a copy: a rate may be a tensor that is changed in place."""
         groups = [options_of(group) for group in self._optimizer.param_groups]
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
 

@@ -21,6 +21,23 @@ _PRODUCTS = ("mul_", "_foreach_mul_")
 _CHECKS = ("isnan", "isinf", "isfinite", "logical_or", "logical_not")
 
 
+def pending_parameter(parameter: nn.Parameter, note: Callable[[Clip], None]) -> nn.Parameter:
+    """Return what stands for a parameter whose gradient is not known yet.
+
+    It is not the parameter itself, which an update may be changing, and takes no memory.
+
+    Args:
+        parameter: the parameter.
+        note: function that is called with what clips the gradient.
+    """
+    shape = parameter.shape if parameter.numel() else (1,)
+    empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    twin = nn.Parameter(empty.expand(shape), requires_grad=parameter.requires_grad)
+    if twin.requires_grad:
+        twin.grad = PendingGradient.like(twin, note)
+    return twin
+
+
 class PendingGradient(Tensor):
     """The gradient of a parameter before it is known, or what is computed from it: nan.
 

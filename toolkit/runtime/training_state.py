@@ -11,7 +11,7 @@ from toolkit.runtime.step_optimizer import Clip, Settings
 from toolkit.runtime.updater import Weights
 
 if TYPE_CHECKING:
-    from toolkit.runtime.distributed import Distributed
+    from toolkit.runtime.loop_runtime import LoopRuntime
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TrainingState:
         )
 
     def of_runtime(
-        self, runtime: "Distributed", optimizers: StageOptimizers, weights: Mapping[str, Tensor]
+        self, runtime: "LoopRuntime", optimizers: StageOptimizers, weights: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the state that ``runtime`` loads to continue with the newest ``weights``."""
         step = self.steps_done
@@ -112,7 +112,7 @@ class TrainingState:
         return {"steps_done": step, "model": weights, "versions": versions, "stages": stages}
 
     def _of_stage(
-        self, names: Sequence[str], runtime: "Distributed", j: int, optimizers: StageOptimizers
+        self, names: Sequence[str], runtime: "LoopRuntime", j: int, optimizers: StageOptimizers
     ) -> dict[str, Any]:
         average = None
         if runtime.options.ema is not None and self.averages is not None:

@@ -5,11 +5,39 @@ nevertheless by the model's own name: ``net.state_dict()``, ``copy.deepcopy(net)
 ``net.parameters()``. So the model gets a subclass of its class, which asks first.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
+
+
+class ScriptCalls:
+    """Tells the training script's calls from those that a runtime makes of the same model.
+
+    The thread that constructs it is that of the script. Threads of the executor and of other
+    ranks' questions use the model as well, and so does the wrapper itself, :meth:`inside`.
+    """
+
+    def __init__(self) -> None:
+        self._script_thread = threading.get_ident()
+        self._n_inside = 0  # calls of the wrapper that the script is in
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context of the wrapper's own use of the model."""
+        self._n_inside += 1
+        try:
+            yield
+        finally:
+            self._n_inside -= 1
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the training script itself calls."""
+        return not self._n_inside and threading.get_ident() == self._script_thread
 
 
 class Owner(Protocol):
