@@ -128,7 +128,11 @@ class Runtime(ABC):
         return range(len(self.stages))
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
+        """Return the sum over all ranks, on every rank. Every rank calls it.
+
+        Args:
+            values: this rank's, of the same shape and type on every rank.
+        """
         return self.world.total(values) if self.world else values
 
     # Training.
@@ -312,7 +316,11 @@ class Runtime(ABC):
         raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
 
     def time_costs(self, n_steps: int) -> None:
-        """Time the ops of the next ``n_steps``, for :meth:`costs`; by default, none."""
+        """Time ops, for :meth:`costs`; by default, none.
+
+        Args:
+            n_steps: number of training steps, from the next one, whose ops are timed.
+        """
         return
 
     def costs(self) -> tuple[Costs, Hardware]:

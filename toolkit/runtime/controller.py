@@ -1,10 +1,9 @@
-"""One process that drives all ranks: it sends each the training once, then its data step by step.
+"""One process that drives all ranks.
 
 The ranks are :class:`~toolkit.runtime.process_group.processes.Processes`, which stay alive from one
 training to the next. Each makes the only executor, :class:`Distributed`, of what it is sent; stages
-and functions are pickled by value, so a cell that has changed is used at once. The caller's process
-reads the batches, cuts them, and sends each rank the micro-batches that it reads, a few training
-steps ahead; a rank answers with its losses. All other messages travel between the ranks.
+and functions are pickled by value, so a cell that has changed is used at once. See
+:mod:`toolkit.runtime.controlled` for what is sent in a training.
 
 On this machine the ranks need no engine. PyTorch Monarch and Ray take 10 to 13 s to start four
 actors and 2 to 3 ms a call, more than all that a controlled step adds to a step of ``Distributed``.

@@ -129,7 +129,6 @@ class LocalRuntime(Runtime):
         def check() -> None:
             check_state(state, self.schedule, self._updaters, self._form, self.updated_stages)
 
-        # A rank that alone refused the state would leave the others in their next wait for it.
         if self.world:
             self.world.agree(check)
         else:

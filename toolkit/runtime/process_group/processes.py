@@ -110,7 +110,13 @@ class Processes:
         return self.results()
 
     def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Begin a call on every rank; the caller then exhausts :meth:`reports`."""
+        """Begin a call on every rank; the caller then exhausts :meth:`reports`.
+
+        Args:
+            function: function that each rank calls; it and its arguments are pickled.
+            *args: positional arguments of ``function``.
+            **kwargs: keyword arguments of ``function``.
+        """
         message = dumps((function, args, kwargs))  # first: an error here leaves the ranks alive
         if not self.ready():
             self._start()
@@ -121,7 +127,12 @@ class Processes:
         self._to_ranks(self._pending, message)
 
     def send(self, value: Any, ranks: Collection[int]) -> None:
-        """Send ``value`` to the ``receive()`` of ``ranks``, within a call."""
+        """Send a value to the ``receive()`` of some ranks, within a call.
+
+        Args:
+            value: an object that can be pickled, which is done once for all.
+            ranks: the receivers.
+        """
         self._to_ranks(ranks, dumps(value))
 
     def reports(self) -> Generator[tuple[int, Any], None, None]:

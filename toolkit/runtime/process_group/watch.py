@@ -137,7 +137,13 @@ class Watch:
     def waiting(
         self, activity: object, peers: Iterable[int], step: int | None = None
     ) -> Iterator[None]:
-        """Wait for ``peers`` within; an error of the backend within ends the job."""
+        """Wait for other ranks within; an error of the backend within ends the job.
+
+        Args:
+            activity: an instruction, or words.
+            peers: the ranks.
+            step: training step; the previous one unless given.
+        """
         self.at(activity, step, peers)
         try:
             yield

@@ -97,6 +97,10 @@ class World:
 
         NCCL connects ranks at their first message, and blocks the caller until the peer connects
         too. Every rank makes the same connections in the same order here, so none deadlocks.
+
+        Args:
+            groups: ranks that have collectives, in the same order on every rank.
+            pairs: sender and receiver, likewise.
         """
         number = torch.zeros(1, device=self.message_device)
         for group in groups:
@@ -123,7 +127,13 @@ class World:
         return self._channels.get((sender, receiver), self.group)
 
     def part(self, n_ranks: int) -> "World | None":
-        """Return a world of the first ``n_ranks`` ranks; None on others. Every rank calls it."""
+        """Return a world of some of the ranks; None on the others. Every rank calls it.
+
+        It cannot make further groups, since the other ranks take no part.
+
+        Args:
+            n_ranks: number of ranks, the first ones.
+        """
         if n_ranks == self.size:
             return self
         name = self.next_name()
@@ -192,7 +202,14 @@ class World:
     # What all ranks have.
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
+        """Return the sum over all ranks, on every rank. Every rank calls it.
+
+        Args:
+            values: this rank's, of the same shape and type on every rank, on any device.
+
+        Returns:
+            A new tensor on the device of ``values``.
+        """
         total = values.to(self.message_device, copy=True)
         with self.watch.waiting("a sum over all ranks", range(self.size)):
             dist.all_reduce(total, group=self.group)
@@ -220,7 +237,12 @@ class World:
         return [rank_value for _, rank_value in gathered]
 
     def agree(self, check: Callable[[], None]) -> None:
-        """Call ``check`` on every rank, and raise on all if one raises. Every rank calls it.
+        """Check something on every rank, and raise on all if one raises. Every rank calls it.
+
+        A rank that raised alone would leave the others in their next wait for it.
+
+        Args:
+            check: function that raises ValueError if something is wrong on this rank.
 
         Raises:
             UserError: the message of the first rank whose check raised a ValueError.
