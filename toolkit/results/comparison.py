@@ -18,15 +18,15 @@ import yaml
 
 from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
-from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
+from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY, TrackingOptions
 from toolkit.results.progress import Progress, RunProgress
-from toolkit.results.provenance import describe
-from toolkit.results.record import RESULT, Ledger, Row, read_csv, read_result, read_yaml
+from toolkit.results.record import RESULT, Row, read_csv, read_result, read_yaml
+from toolkit.results.run_recorder import RunRecorder
 from toolkit.results.runs import DIGEST
-from toolkit.results.wandb_run import group_of, track, track_schedule
+from toolkit.results.wandb_run import group_of
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
-from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
+from toolkit.training import DivergedError, StoppedError, TrainingRun
 from toolkit.training.run_with_checkpoints import Signals, changed_options, rollback_schedule
 
 # Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
@@ -162,57 +162,30 @@ def train_one(
         StoppedError: a signal has ended the run.
     """
     name, seed = key
-    run_name, n_epochs = f"{name}, seed {seed}", run.options.epochs
-    progress.run(f"{run.schedule.name}, seed {seed}")
-    run_folder = under_way(folder, name, seed)
-    delays = Ledger(run_folder / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
+    n_epochs = run.options.epochs
     notes: list[str] = []
-    with track(
-        run.record,
-        folder,
-        device=describe(run.device),
-        name=f"{run.schedule.name}, seed {seed}",
-        group=group_of(folder),
-        resume=True,
-        run_folder=run_folder,
-    ) as tracker:
+    run_folder = under_way(folder, name, seed)
+    with RunRecorder(
+        run, run_folder, resume=True, group=group_of(folder), comparison=folder
+    ) as recorder:
+        tracker = recorder.tracker
         tracker.config({"rule": name})
-        track_schedule(tracker, run.schedule)
-
-        def count(step: Step) -> None:
-            progress.trained(step)
-            tracker.step(step)
-            delays.put([asdict(delay) for delay in step.result.delays])
-
         try:
-            outcome = run_with_checkpoints(
-                run,
-                run_folder,
-                resume=None,
-                weights=False,
-                on_epoch=tracker.epoch,
-                on_step=count,
-                signals=signals,
-            )
-        except StoppedError as error:
-            tracker.end(f"stopped by {error}", STOPPED)
-            raise
+            outcome = recorder.train(progress, resume=None, weights=False, signals=signals)
         except DivergedError as divergence:
             epochs, score = divergence.all_epochs(n_epochs), "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(divergence.epochs)}", 1)
         else:
             epochs, score = outcome.epochs, outcome.epochs[-1].text(run.samples.form.metric)
-            final_metrics = asdict(epochs[-1]).items()
-            tracker.summary(
-                {f"final/{key}": value for key, value in final_metrics if value is not None}
-            )
+            recorder.track_last_epoch(epochs[-1])
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
         progress.ended(n_epochs)
         progress.note(f"last: {run.schedule.name} {score}")
-    notes = [f"{run_name}: {note}" for note in notes] + tracker.notes
-    return RuleRun(name, seed, [*map(asdict, epochs)], delays.rows(), notes, tracker.where)
+    notes = [f"{name}, seed {seed}: {note}" for note in notes] + tracker.notes
+    rows = [*map(asdict, epochs)]
+    return RuleRun(name, seed, rows, recorder.delays.rows(), notes, tracker.where)
 
 
 def ended_before(folder: Path, options: Options) -> list[RuleRun]:

@@ -1,0 +1,296 @@
+"""Record a training run: what it shows, tracks and writes, from its first step to its result."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS, Timeline
+from toolkit.errors import UserError, first_line
+from toolkit.files import note_write_errors, write_csv, write_json
+from toolkit.options import STOPPED
+from toolkit.results.progress import RunProgress
+from toolkit.results.provenance import describe, provenance
+from toolkit.results.record import RESULT, SCHEMA, Ledger, Row
+from toolkit.results.statistics import delay_means
+from toolkit.results.tracker import Tracker
+from toolkit.results.wandb_run import track, track_measured, track_schedule
+from toolkit.runtime import SwitchDecision, Switching
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.schedule.spec import in_order
+from toolkit.torchrun import is_rank_zero
+from toolkit.training import Epoch, Outcome, Step, StoppedError, TrainingRun, run_with_checkpoints
+from toolkit.training.profiling import Profile, beside_prediction
+from toolkit.training.run_with_checkpoints import Signals
+
+
+class RunRecorder:
+    """Train a run, and record it in its folder and in W&B, while the context lasts.
+
+    A resumed run continues its tables. ``result.json`` is written once, at the end of the context,
+    when W&B's run is closed: its notes say whether that failed.
+
+    Args:
+        run: an untrained run.
+        folder: folder of the run.
+        resume: continue the tables and the W&B run of ``folder``, if there are any.
+        group: group of the run in W&B, unless the options have one.
+        comparison: folder of the comparison that the run belongs to, which gets the W&B files. The
+            comparison keeps the run's epochs, and this run has no result of its own.
+
+    Attributes:
+        tracker: the run in W&B, from the begin of the context.
+        delays: table of the delay diagnostics.
+        profile: trace of some steps, if the options ask for one.
+        result: content of ``result.json``, from :meth:`conclude` on.
+        unwritten: why ``result.json`` is not written; empty if it is.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        folder: Path,
+        *,
+        resume: bool,
+        group: str | None = None,
+        comparison: Path | None = None,
+    ) -> None:
+        here = is_rank_zero()
+        self.run = run
+        self.folder = folder
+        self.result: Row | None = None
+        self.unwritten: list[str] = []
+        self.profile = Profile(run.record.get("profile", 0), folder / "profile.json", here=here)
+        self.delays = Ledger(folder / "delays.csv", ["step", "stage"], resume=resume, here=here)
+        self._epochs: Ledger | None = None
+        if comparison is None:
+            self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=here)
+        self._name = f"{run.schedule.name}, seed {run.options.seed}"
+        self._tracking = track(
+            run.record,
+            comparison or folder,
+            device=describe(run.device),
+            name=self._name,
+            group=group,
+            resume=resume,
+            run_folder=folder if comparison else None,
+        )
+
+    def __enter__(self) -> "RunRecorder":
+        self.tracker: Tracker = self._tracking.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._tracking.__exit__(*error)
+        finally:  # also if Ctrl-C ends an upload
+            if self.result is not None:
+                self._write_result(self.result)
+
+    def train(
+        self,
+        progress: RunProgress,
+        *,
+        resume: bool | None,
+        weights: bool = True,
+        on_note: Callable[[str], None] = lambda note: None,
+        signals: Signals | None = None,
+    ) -> Outcome:
+        """Train the run with checkpoints in its folder.
+
+        Args:
+            progress: shows the training steps.
+            resume: continue from the latest intact checkpoint; None: if there is one.
+            weights: also keep the best checkpoint and the final weights.
+            on_note: called with each note on the run.
+            signals: signals that end it; by default those of this process.
+
+        Raises:
+            StoppedError: a signal has ended the run.
+            DivergedError: its loss has diverged.
+        """
+
+        def on_epoch(epoch: Epoch) -> None:
+            self.tracker.epoch(epoch)
+            if self._epochs is not None:
+                progress.note(f"test {epoch.text(self.run.samples.form.metric)}")
+                self._epochs.put([as_row(epoch)])
+
+        def on_step(step: Step) -> None:
+            progress.trained(step)
+            self.tracker.step(step)
+            self.delays.put([asdict(delay) for delay in step.result.delays])
+            self.profile.step()
+
+        def on_decision(decision: SwitchDecision) -> None:
+            self._track_decision(decision)
+            if decision.reason:
+                on_note(
+                    f"step {decision.step}: {decision.schedule} from here on ({decision.reason})"
+                )
+
+        track_schedule(self.tracker, self.run.schedule)
+        progress.run(self._name)
+        if self.run.switching is not None:
+            self.run.switching.on_decision = on_decision
+        try:
+            with self.profile:
+                return run_with_checkpoints(
+                    self.run,
+                    self.folder,
+                    resume=resume,
+                    weights=weights,
+                    on_epoch=on_epoch,
+                    on_step=on_step,
+                    on_note=on_note,
+                    signals=signals,
+                )
+        except StoppedError as stopped:
+            self.tracker.end(f"stopped by {stopped}", STOPPED)
+            raise
+
+    def _track_decision(self, decision: SwitchDecision) -> None:
+        values: dict[str, float] = {"switch/seconds": decision.seconds}
+        for name, seconds in decision.predicted.items():
+            values[f"switch/predicted/{name}"] = seconds
+        if self.run.switching is not None:
+            chosen = self.run.switching.candidates[decision.schedule]
+            values["switch/staleness"] = chosen.mean_staleness
+        self.tracker.log(values, decision.step)
+
+    def upload_weights(self) -> None:
+        """Upload the latest weights to W&B, if tracking.checkpoints says so."""
+        if self.run.record["tracking"]["checkpoints"]:
+            checkpoints = self.folder / "checkpoints"
+            latest = sorted(checkpoints.glob("step_*.ckpt"))[-1:]
+            paths = [*latest, checkpoints / "best.ckpt", self.folder / "model.pt"]
+            self.tracker.files("weights", [path for path in paths if path.exists()])
+
+    def track_last_epoch(self, epoch: Epoch) -> None:
+        """Set the metrics of the last epoch in the summary of W&B's run."""
+        self.tracker.summary({f"final/{name}": value for name, value in as_row(epoch).items()})
+
+    def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> Row:
+        """Write the tables and figures of a run that has ended, and return its result.
+
+        Args:
+            outcome: how it has ended.
+            measured: measurements of all ranks, if any.
+            start: when the experiment began, by ``time.perf_counter``.
+        """
+        run, folder = outcome.run, self.folder
+        notes = [*outcome.notes, *_notes_on(outcome)]
+        epochs = [as_row(epoch) for epoch in outcome.epochs]
+        delays = self.delays.rows()
+        with note_write_errors(notes, folder):
+            write_csv(folder / "epochs.csv", epochs)
+            if delays:
+                write_csv(folder / "delays.csv", delays)
+        ranks: list[Row] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
+        if measured:
+            ranks = _write_measured(measured, run, notes, folder, self.tracker)
+        if run.switching is not None:
+            notes += _write_switching(run.switching, folder, self.tracker)
+        self.upload_weights()
+        seconds = time.perf_counter() - start
+        self.track_last_epoch(outcome.epochs[-1])
+        self.tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
+        self.result = {
+            "schema": SCHEMA,
+            "schedule": run.schedule.name,
+            "metrics": epochs[-1],
+            "judged_by": run.samples.form.metric.name,
+            "notes": notes,
+            "damaged": _damaged(run),
+            "delays": delay_means(delays, ["stage"]),
+            "ranks": ranks,
+            "provenance": provenance(run.record, describe(run.device), seconds),
+        }
+        return self.result
+
+    def _write_result(self, result: Row) -> None:
+        notes = [*result["notes"], *self.tracker.notes]
+        with note_write_errors(self.unwritten, self.folder):
+            write_json(self.folder / RESULT, result | {"notes": notes})
+
+
+def as_row(epoch: Epoch) -> Row:
+    """Return an epoch's metrics, without those that are None."""
+    return {name: value for name, value in asdict(epoch).items() if value is not None}
+
+
+def _damaged(run: TrainingRun) -> list[str]:
+    return [*getattr(run.samples, "damaged", ())]
+
+
+def _notes_on(outcome: Outcome) -> list[str]:
+    """Return notes on a resumed run and on damaged images."""
+    notes = []
+    if outcome.resumed_at:
+        rest = "seconds are of the steps since"
+        if outcome.resumed_at == outcome.run.runtime.steps_done:
+            rest = "there was nothing left to train"
+        notes.append(f"resumed at step {outcome.resumed_at}: {rest}")
+    if damaged := _damaged(outcome.run):
+        notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
+    return notes
+
+
+def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> list[str]:
+    """Write and track what the run decided; return how to repeat it."""
+    from toolkit.figures import save
+    from toolkit.figures import switching as draw
+
+    phases = [(name, n_steps) for name, n_steps in switching.phases() if n_steps]
+    in_words = " and then ".join(f"{n_steps} steps by {name}" for name, n_steps in phases)
+    note = f"trained {in_words}"
+    with suppress(UserError):  # a schedule of the user's own has no name
+        repeated = in_order(
+            (switching.candidates[name], n_steps) for name, n_steps in phases
+        ).overrides()
+        note += f"; to repeat it, leave switch out and give {repeated}"
+
+    step_seconds: list[float] = []
+    for decision in switching.decisions:
+        step_seconds += [decision.seconds] * (decision.step - len(step_seconds))
+    step_names = [name for name, n_steps in phases for _ in range(n_steps)]
+    notes = [note]
+    with note_write_errors(notes, folder):
+        write_csv(folder / "looks.csv", [asdict(decision) for decision in switching.decisions])
+        if switching.decisions:
+            figure = draw(step_seconds, step_names)
+            save(figure, folder / "switching")
+            tracker.log({"switching": figure})
+    return notes
+
+
+def _write_measured(
+    measured: Measurements, run: TrainingRun, notes: list[str], folder: Path, tracker: Tracker
+) -> list[Row]:
+    """Write what was measured, and what is predicted; return a row per rank."""
+    from toolkit.figures import save, timelines
+
+    rows: list[Row] = [*measured.by_rank()]
+    predicted: Timeline | None = None
+    try:
+        model, form = run.build_model(), run.samples.form
+        timeline, predicted = beside_prediction(measured, model, form, run.options)
+    except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
+        notes.append(f"nothing is predicted beside what was measured: {first_line(error)}")
+        timeline = measured.timeline()
+    if predicted is not None:
+        for rank, row in enumerate(rows):
+            # With recomputation, activations live within ops, where none are measured.
+            if run.options.checkpoint == "none":
+                row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
+            row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
+    with note_write_errors(notes, folder):
+        figure = timelines([timeline] if predicted is None else [timeline, predicted])
+        write_csv(folder / "ranks.csv", rows)
+        save(figure, folder / "timeline")
+        timeline.to_chrome_trace(folder / "trace.json")
+        timeline.to_frame().to_csv(folder / "spans.csv", index=False)
+        track_measured(tracker, figure, rows, timeline, predicted)
+    return rows
