@@ -29,14 +29,19 @@ def main(config: DictConfig) -> int:
     hydra = HydraConfig.get().runtime
     if not rows:
         raise UserError(f"bench={hydra.choices['bench']} has nothing to measure: a list is empty")
-    folder, seconds, where = Path(hydra.output_dir), time.perf_counter() - start, describe(device)
-    write_result(folder, "bench", rows, config, where, seconds)
-    shown = [
-        {k: f"{v[:57]}..." if isinstance(v, str) and len(v) > 60 else v for k, v in row.items()}
-        for row in rows
-    ]
-    print(f"\n{table(shown)}\n\n{where}\nwritten to {folder}")
+    folder = Path(hydra.output_dir)
+    seconds = time.perf_counter() - start
+    write_result(folder, "bench", rows, config, describe(device), seconds)
+    short_rows = [{column: shorten(cell) for column, cell in row.items()} for row in rows]
+    print(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
+
+
+def shorten(cell: object) -> object:
+    """Return a cell of a table, a long text without its end."""
+    if isinstance(cell, str) and len(cell) > 60:
+        return f"{cell[:57]}..."
+    return cell
 
 
 if __name__ == "__main__":

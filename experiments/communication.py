@@ -44,35 +44,48 @@ def main(config: DictConfig) -> int:
     folder = output_folder()
     records: list[dict[str, Any]] = []
     for row in rows:
-        formula = {f"{name}_formula": float(value) for name, value in row.formula.items()}
-        counted = {name: float(value) for name, value in asdict(row.counted).items()}
-        records.append({"setting": row.setting, "rule": row.rule} | formula | counted)
-    shown = [counted_cells(r) | {"as by formula": agreement(r, "_formula")} for r in records]
-    print(f"\nN = {config.workers}\n\n{table(shown)}\n\n{LEGEND}")
-    wrong = differences(rows, "by its formula", "as counted")
+        record: dict[str, Any] = {"setting": row.setting, "rule": row.rule}
+        for name, value in row.formula.items():
+            record[f"{name}_formula"] = float(value)
+        for name, value in asdict(row.counted).items():
+            record[name] = float(value)
+        records.append(record)
+    counted_rows = [
+        counted_cells(record) | {"as by formula": agreement(record, "_formula")}
+        for record in records
+    ]
+    print(f"\nN = {config.workers}\n\n{table(counted_rows)}\n\n{LEGEND}")
+    mistakes = differences(rows, "by its formula", "as counted")
     if config.measured:
-        ran = measure(config, folder)
-        for record, row in zip(records, ran, strict=True):
-            record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
-        shown = [measured_cells(r) | {"as counted": agreement(r, "_measured")} for r in records]
-        print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n\n{BESIDE}")
-        wrong += differences(ran, "as counted", "as measured")
+        measured_rows = measure(config, folder)
+        for record, row in zip(records, measured_rows, strict=True):
+            for name, value in row.measured.items():
+                record[f"{name}_measured"] = float(value)
+        cells = [
+            measured_cells(record) | {"as counted": agreement(record, "_measured")}
+            for record in records
+        ]
+        print(f"\nmeasured on processes, one a rank\n\n{table(cells)}\n\n{BESIDE}")
+        mistakes += differences(measured_rows, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
     print(f"written to {folder}")
-    if wrong:
-        print(*wrong, sep="\n", file=sys.stderr)
-    else:
-        print(f"every formula equals its count{', and its measurement' * config.measured}")
-    return int(bool(wrong))
+    if mistakes:
+        print(*mistakes, sep="\n", file=sys.stderr)
+        return 1
+    measurement = ", and its measurement" if config.measured else ""
+    print(f"every formula equals its count{measurement}")
+    return 0
 
 
-def differences(rows: list[Any], expected: str, found: str) -> list[str]:
-    return [
-        f"{row.setting}, {row.rule}: {name} is {one} {expected} and {other} {found}"
-        for row in rows
-        for name, (one, other) in row.differences.items()
-    ]
+def differences(rows: list[Any], first_words: str, second_words: str) -> list[str]:
+    """Return a sentence for each number of which a row has two values."""
+    sentences = []
+    for row in rows:
+        for name, (first, second) in row.differences.items():
+            values = f"{first} {first_words} and {second} {second_words}"
+            sentences.append(f"{row.setting}, {row.rule}: {name} is {values}")
+    return sentences
 
 
 def measure(config: DictConfig, folder: Path) -> list[Any]:
@@ -82,7 +95,8 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     from toolkit.runtime.meters import predicted_vs_measured as settings
 
     check_counts(config, "width", "batch")
-    n_ranks, sizes = settings.n_ranks(config.workers), (config.workers, config.width, config.batch)
+    sizes = (config.workers, config.width, config.batch)
+    n_ranks = settings.n_ranks(config.workers)
     with tqdm(total=len(settings.SETTINGS) * len(settings.RULES)) as progress:
 
         def show(rank: int, name: str) -> None:
@@ -90,10 +104,17 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
                 progress.set_description(name)
                 progress.update()
 
-        options: dict[str, Any] = {"on_report": show, "timeout": config.timeout}
-        rows = launch(settings.measure, n_ranks, *sizes, config.timeout, **options)[0]
-    shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
-    pair = settings.measured_and_predicted(shown.measurements, *sizes)
+        rows_of_rank = launch(
+            settings.measure,
+            n_ranks,
+            *sizes,
+            config.timeout,
+            on_report=show,
+            timeout=config.timeout,
+        )
+    rows = rows_of_rank[0]
+    drawn = next(row for row in rows if (row.setting, row.rule) == ("multi-device", "CDP-v2"))
+    pair = settings.measured_and_predicted(drawn.measurements, *sizes)
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")
     return rows

@@ -26,7 +26,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,14 +39,7 @@ from toolkit.cli import STOPPED, Ended, build, entry_point, is_rank_zero, output
 from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError
 from toolkit.files import note_write_errors
-from toolkit.format import (
-    count,
-    metric_cells,
-    peak_cells,
-    rate_cells,
-    staleness_cells,
-    table,
-)
+from toolkit.format import count, metric_cells, peak_cells, rate_cells, staleness_cells, table
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import TUNING, TrackingOptions, TuneOptions
 from toolkit.schedule import Schedule, labels
@@ -64,7 +57,7 @@ class Trained:
 
     runs: list["RuleRun"]
     notes: list[str] = field(default_factory=list)
-    unwritten: str = ""  # why what has ended is not on the disk
+    unwritten: str = ""  # why runs that have ended are not on the disk
 
 
 @entry_point("compare")
@@ -74,29 +67,34 @@ def main(config: DictConfig) -> Ended:
     from toolkit.results.tuning import trials, tried, with_best
     from toolkit.training import StoppedError
 
+    # 1. Check all options before the first run.
     check_counts(config, "seeds")
     check_margin(config.margin)
     check_own(config)
     build.check_parallel(config)
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
-    start, folder = time.perf_counter(), output_folder()
+    start = time.perf_counter()
+    folder = output_folder()
     load = cache(partial(build.load_samples, config.data))
     build.settle_delays(config, lambda: load().form)
-    rules = {name: build.build_schedule(rule) for name, rule in config.rules.items()}
-    world = build.join_world(config, next(iter(rules.values())))
+    schedules = {rule: build.build_schedule(options) for rule, options in config.rules.items()}
+    world = build.join_world(config, next(iter(schedules.values())))
     options = build.plain(config)
-    TrackingOptions(**options["tracking"])  # refuses a wrong one before the first run
+    TrackingOptions(**options["tracking"])
     samples = load()
-    by, tuning = samples.form.metric, list[dict[str, Any]]()
-    warnings = different_batches(rules, config.batch)
-    for note in warnings if is_rank_zero() else ():
-        print(f"note: {note}")
+    measure = samples.form.metric
+    notes = batch_size_notes(schedules, config.batch)
+    print_notes(notes)
+
+    # 2. Try learning rates, if asked, and train.
+    tuning: list[dict[str, Any]] = []
     try:
         if TuneOptions(**options["tune"]).rates:
-            found = train(OmegaConf.create(trials(options)), folder / TUNING, samples, world)
-            tuning = tried(options, found.runs, by)
-            warnings += [found.unwritten] if found.unwritten else []
+            tried_runs = train(OmegaConf.create(trials(options)), folder / TUNING, samples, world)
+            tuning = tried(options, tried_runs.runs, measure)
+            if tried_runs.unwritten:
+                notes.append(tried_runs.unwritten)
             config = OmegaConf.create({**config, "own": with_best(options, tuning)})
         trained = train(config, folder, samples, world)
     except StoppedError as stopped:
@@ -106,69 +104,78 @@ def main(config: DictConfig) -> Ended:
         return Ended(STOPPED)
     if not is_rank_zero():
         return Ended()
-    notes = [*trained.notes, *warnings, *([trained.unwritten] if trained.unwritten else [])]
+
+    # 3. Compare.
+    notes = [*trained.notes, *notes]
+    if trained.unwritten:
+        notes.append(trained.unwritten)
     seconds = time.perf_counter() - start
-    whole = conclude(config, rules, trained.runs, by, tuning, notes, seconds)
-    return Ended(0 if whole and not trained.unwritten else 1)
+    comparison = Comparison(config, schedules, trained.runs, measure, tuning)
+    is_written = conclude(comparison, notes, seconds)
+    return Ended(0 if is_written and not trained.unwritten else 1)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes, once for all ranks."""
+    if is_rank_zero():
+        for note in notes:
+            print(f"note: {note}")
 
 
 def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
     from toolkit.plan.rate_check import check_rate
-    from toolkit.results.comparison import (
-        before,
-        select_runs,
-        train_all,
-        try_keep_runs,
-        unfinished,
-    )
+    from toolkit.results import comparison
     from toolkit.training import TrainingRun
-
-    checks = config.stability and not config.resume and folder.name != TUNING
-    unchecked = {*config.rules} if checks and is_rank_zero() else set()
 
     options = build.plain(config)
     make_run = build.RuleBuilder(options, samples)
+    are_trials = folder.name == TUNING
+    unchecked_rules = set[str]()  # whose learning rates may be far too large
+    if config.stability and not config.resume and not are_trials and is_rank_zero():
+        unchecked_rules = {*config.rules}
 
-    def of_rule(rule: str, seed: int) -> TrainingRun:
+    def build_run(rule: str, seed: int) -> TrainingRun:
         run = make_run(rule, seed)
-        if rule in unchecked and (unstable := check_rate(run)):
-            found.notes.append(unstable)
-            print(f"warning: {unstable}", file=sys.stderr)
-        unchecked.discard(rule)
+        if rule in unchecked_rules and (warning := check_rate(run)):
+            trained.notes.append(warning)
+            print(f"warning: {warning}", file=sys.stderr)
+        unchecked_rules.discard(rule)
         return run
 
-    runs, begun = before(options, folder, world)
-    found, n_ended = Trained(runs), len(select_runs(options, runs))
+    runs, saved_keys = comparison.before(options, folder, world)
+    trained = Trained(runs)
+    n_before = len(runs)
+    n_ended = len(comparison.select_runs(options, runs))
     if n_ended:
-        ended = count(n_ended, "trial" if folder.name == TUNING else "run")
-        found.notes.append(f"resumed: {ended} had ended before, and take no seconds")
-    if n_more := len(runs) - n_ended:
-        found.notes.append(f"runs.csv has {n_more} more, of other rules or seeds")
-    for note in found.notes if is_rank_zero() else ():
-        print(f"note: {note}")
-    keys = unfinished(options, runs, begun)
+        ended = count(n_ended, "trial" if are_trials else "run")
+        trained.notes.append(f"resumed: {ended} had ended before, and take no seconds")
+    if n_before > n_ended:
+        trained.notes.append(f"runs.csv has {n_before - n_ended} more, of other rules or seeds")
+    print_notes(trained.notes)
+
+    keys = comparison.unfinished(options, runs, saved_keys)
     n_processes = min(config.parallel, len(keys))
     if n_processes > 1:
-        trained = train_in_processes(options, of_rule, folder, keys, n_processes)
-        found.notes.append(
+        new_runs = train_in_processes(options, build_run, folder, keys, n_processes)
+        trained.notes.append(
             f"up to {n_processes} runs trained at the same time and shared the device, so the"
             " samples/s of each are lower than alone"
         )
     else:
-        trained = train_all(options, of_rule, folder, runs, begun, world)
-    n_before = len(runs)
-    for run in trained:
+        new_runs = comparison.train_all(options, build_run, folder, runs, saved_keys, world)
+    for new_run in new_runs:
         # Runs that train at the same time end in any order.
-        after = sorted([*runs[n_before:], run], key=lambda run: keys.index((run.rule, run.seed)))
-        runs[n_before:] = after
-        if not is_rank_zero():
-            continue
-        warned, found.unwritten = found.unwritten, try_keep_runs(folder, runs)
-        if found.unwritten not in ("", warned):
-            print(f"warning: {found.unwritten}; training continues", file=sys.stderr)
-    found.runs = select_runs(options, runs)
-    return found
+        runs[n_before:] = sorted(
+            [*runs[n_before:], new_run], key=lambda run: keys.index((run.rule, run.seed))
+        )
+        if is_rank_zero():
+            last_warning = trained.unwritten
+            trained.unwritten = comparison.try_keep_runs(folder, runs)
+            if trained.unwritten not in ("", last_warning):
+                print(f"warning: {trained.unwritten}; training continues", file=sys.stderr)
+    trained.runs = comparison.select_runs(options, runs)
+    return trained
 
 
 def train_in_processes(
@@ -178,14 +185,7 @@ def train_in_processes(
     keys: list[tuple[str, int]],
     n_processes: int,
 ) -> Iterator["RuleRun"]:
-    """Train the runs ``keys`` at the same time, ``n_processes`` of them at most.
-
-    Args:
-        options: those of the comparison.
-        build_run: function that builds and checks a run in this process.
-        folder: folder of the comparison.
-        keys: rule and seed of each run.
-        n_processes: number of processes.
+    """Train the runs ``keys`` (rule and seed) at the same time, ``n_processes`` of them at most.
 
     Raises:
         UserError: a run cannot be trained with its options, or the device's memory is too small
@@ -217,67 +217,147 @@ def crowded(n_processes: int, device: str) -> list[str]:
     ]
 
 
-def conclude(
-    config: DictConfig,
-    rules: dict[str, Schedule],
-    runs: list["RuleRun"],
-    by: Metric,
-    tuning: list[dict[str, Any]],
-    notes: list[str],
-    seconds: float,
-) -> bool:
-    """Print and write what came of all runs; returns whether it could be written."""
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of a comparison, and what they are compared by."""
+
+    config: DictConfig
+    schedules: dict[str, Schedule]  # by rule
+    runs: list["RuleRun"]
+    measure: Metric  # by which trained models are judged
+    tuning: list[dict[str, Any]]  # a row a learning rate that was tried
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """By rule, what tables call it."""
+        return labels({rule: schedule.name for rule, schedule in self.schedules.items()})
+
+    @property
+    def baseline(self) -> str:
+        """The rule that all are compared with."""
+        return next(iter(self.schedules))
+
+    def runs_of(self, rule: str) -> list["RuleRun"]:
+        """Return the runs of a rule."""
+        return [run for run in self.runs if run.rule == rule]
+
+    def last_values(self, rule: str, measure: Metric) -> dict[int, float]:
+        """Return a metric of a rule's last epochs, by seed."""
+        return {
+            run.seed: measure.factor * run.epochs[-1][measure.key] for run in self.runs_of(rule)
+        }
+
+    def row(self, rule: str) -> dict[str, Any]:
+        """Return a row: metrics of a rule's last epochs, their differences, and its costs."""
+        from toolkit.results import over_seeds
+        from toolkit.schedule import steady_state
+
+        schedule = self.schedules[rule]
+        steady = steady_state(schedule)
+        row: dict[str, Any] = {"rule": rule, "schedule": schedule.name}
+        row["diverged"] = sum(run.diverged_in is not None for run in self.runs_of(rule))
+        for measure in (ACCURACY, LOSS):
+            margin = self.config.margin if measure == self.measure else None
+            values = self.last_values(rule, measure)
+            row |= over_seeds(values, self.last_values(self.baseline, measure), measure, margin)
+        return row | {
+            "staleness_mean": schedule.mean_staleness,
+            "staleness_max": schedule.max_staleness,
+            "peak_activations": steady.peak_activations / schedule.n_stages,
+            "traffic_mean": float(mean(steady.units_by_slot)),
+            "traffic_max": float(max(steady.units_by_slot)),
+            "lr": build.rule_config(self.config, rule, self.config.seed).optimizer.lr,
+        }
+
+    def run_notes(self) -> list[str]:
+        """Return notes on runs, and on rules by which a loss has diverged."""
+        from toolkit.results.tuning import edge_notes
+
+        notes = []
+        for rule, label in self.labels.items():
+            diverged = [
+                f"seed {run.seed} in epoch {run.diverged_in}"
+                for run in self.runs_of(rule)
+                if run.diverged_in is not None
+            ]
+            if diverged:
+                notes.append(
+                    f"{label}: the loss diverged ({', '.join(diverged)}), which counts in no mean;"
+                    " lower optimizer.lr, or warm up with lr.warmup_epochs"
+                )
+        notes += edge_notes(self.tuning)
+        for run in self.runs:
+            notes += run.notes
+        return notes
+
+
+def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
+    """Print and write the results of all runs; return whether they could be written."""
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.results import delay_means, describe, write_result
-    from toolkit.results.tuning import edge_notes
     from toolkit.training import pick_device
 
     folder = output_folder()
-    called = labels({name: schedule.name for name, schedule in rules.items()})
-    first, *_ = rules
-    margin = {by: config.margin}
-    rows = []
-    for name, schedule in rules.items():
-        rate = {"lr": build.rule_config(config, name, config.seed).optimizer.lr}
-        rows.append(summary(schedule, runs, name, first, margin) | rate)
-    rates = {row["lr"] for row in rows}
-    cells, curves = [], dict[str, list[list[float]]]()
+    config, runs, measure = comparison.config, comparison.runs, comparison.measure
+    rows = [comparison.row(rule) for rule in comparison.schedules]
+    has_rates = len({row["lr"] for row in rows}) > 1 or bool(comparison.tuning)
+    table_rows = []
+    curves: dict[str, list[list[float]]] = {}
     for row in rows:
-        lost = f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else ""
-        label = called[row["rule"]] + lost
-        if of_rule := [run for run in runs if run.rule == row["rule"]]:
-            curves[label] = [[by.factor * e[by.key] for e in run.epochs] for run in of_rule]
-        judged = metric_cells(row, by, called[first])
-        rate = rate_cells(row) if len(rates) > 1 or tuning else {}
-        cells.append({"rule": label} | rate | judged | staleness_cells(row) | peak_cells(row))
-    delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
-    of_runs = [*diverged(runs, called), *edge_notes(tuning)]
-    of_runs += [note for run in runs for note in run.notes]
-    if tuning:
-        print(f"\n{table(tuning)}\n")
-    print(f"\n{table(cells)}\n")
+        label = comparison.labels[row["rule"]]
+        if row["diverged"]:
+            label += f" ({row['diverged']} of {config.seeds} diverged)"
+        if rule_runs := comparison.runs_of(row["rule"]):
+            curves[label] = [
+                [measure.factor * epoch[measure.key] for epoch in run.epochs] for run in rule_runs
+            ]
+        cells = {"rule": label}
+        if has_rates:
+            cells |= rate_cells(row)
+        cells |= metric_cells(row, measure, comparison.labels[comparison.baseline])
+        table_rows.append(cells | staleness_cells(row) | peak_cells(row))
+    delay_rows = [row for run in runs for row in run.named(run.delays)]
+    delays = delay_means(delay_rows, ["rule", "stage"])
+
+    if comparison.tuning:
+        print(f"\n{table(comparison.tuning)}\n")
+    print(f"\n{table(table_rows)}\n")
     if delays:
         print(f"{table(delays)}\n")
-    print(_LEGEND.format(seeds=config.seeds, by=by) + _VERDICTS * (config.margin is not None))
+    legend = _LEGEND.format(seeds=config.seeds, by=measure)
+    if config.margin is not None:
+        legend += _VERDICTS
+    print(legend)
+
+    run_notes = comparison.run_notes()
+    result_fields: dict[str, Any] = {
+        "judged_by": measure.name,
+        "notes": [*dict.fromkeys([*notes, *run_notes])],
+        "delays": delays,
+    }
+    if comparison.tuning:
+        result_fields["tuning"] = comparison.tuning
+    device = describe(pick_device(config.device))
     unwritten: list[str] = []
-    notes = [*dict.fromkeys([*notes, *of_runs])]
-    where = describe(pick_device(config.device))
-    more: dict[str, Any] = {"judged_by": by.name, "notes": notes, "delays": delays}
-    more |= {"tuning": tuning} if tuning else {}
     with note_write_errors(unwritten, folder):
-        write_result(folder, "comparison", rows, config, where, seconds, **more)
-        save(over_epochs(curves, by), folder / by.name)
-        save(schedules(different(rules)), folder / "schedules")
-    for note in dict.fromkeys([*of_runs, *unwritten]):
+        write_result(folder, "comparison", rows, config, device, seconds, **result_fields)
+        save(over_epochs(curves, measure), folder / measure.name)
+        save(schedules(unlike_schedules(comparison.schedules)), folder / "schedules")
+    for note in dict.fromkeys([*run_notes, *unwritten]):
         print(f"note: {note}")
     if not unwritten:
-        print(f"written to {folder}: {by.name}.png, schedules.png, result.json, ...")
-    if places := [run.where for run in runs if run.where]:
-        offline = f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
-        online = f"{places[0]} and {len(places) - 1} more of its group"
-        print(online if places[0].startswith("tracked online") else offline)
+        print(f"written to {folder}: {measure.name}.png, schedules.png, result.json, ...")
+    print_tracked([run.where for run in runs if run.where], folder)
     return not unwritten
+
+
+def print_tracked(places: list[str], folder: Path) -> None:
+    """Print how to find the runs in W&B."""
+    if places and places[0].startswith("tracked online"):
+        print(f"{places[0]} and {len(places) - 1} more of its group")
+    elif places:
+        print(f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
 
 
 _LEGEND = """\
@@ -292,62 +372,26 @@ at a margin: what two one-sided paired t-tests at 5 % show of the difference; p:
 """
 
 
-def different(rules: dict[str, Schedule]) -> list[Schedule]:
-    """The schedules of rules, each once; those that share a name are labelled by their rules."""
-    once = dict[str, Schedule]()
-    for name, schedule in rules.items():
-        if schedule not in once.values():
-            once[name] = schedule
-    called = labels({name: schedule.name for name, schedule in once.items()})
-    return [replace(schedule, name=called[name]) for name, schedule in once.items()]
+def unlike_schedules(schedules: dict[str, Schedule]) -> list[Schedule]:
+    """Return the schedules of rules, each once; equal names get the names of their rules."""
+    first_rules: dict[str, Schedule] = {}
+    for rule, schedule in schedules.items():
+        if schedule not in first_rules.values():
+            first_rules[rule] = schedule
+    label_of_rule = labels({rule: schedule.name for rule, schedule in first_rules.items()})
+    return [replace(schedule, name=label_of_rule[rule]) for rule, schedule in first_rules.items()]
 
 
-def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
-    """A warning if a training step of some rules takes more samples than that of others."""
-    called = labels({name: schedule.name for name, schedule in rules.items()})
-    taken = {label: batch * rules[name].n_microbatches for name, label in called.items()}
-    if len(set(taken.values())) == 1:
-        return []
-    sizes = ", ".join(f"{label} {n}" for label, n in taken.items())
-    return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
-
-
-def summary(
-    schedule: Any, runs: list["RuleRun"], name: str, first: str, margin: Mapping[Metric, float]
-) -> dict[str, Any]:
-    """One row: metrics of the last epochs, their differences, costs."""
-    from toolkit.results import over_seeds
-    from toolkit.schedule import steady_state
-
-    def last(rule: str, by: Metric) -> dict[int, float]:
-        return {run.seed: by.factor * run.epochs[-1][by.key] for run in runs if run.rule == rule}
-
-    steady = steady_state(schedule)
-    return {
-        "rule": name,
-        "schedule": schedule.name,
-        "diverged": sum(run.rule == name and run.diverged_in is not None for run in runs),
-        **over_seeds(last(name, ACCURACY), last(first, ACCURACY), ACCURACY, margin.get(ACCURACY)),
-        **over_seeds(last(name, LOSS), last(first, LOSS), LOSS, margin.get(LOSS)),
-        "staleness_mean": schedule.mean_staleness,
-        "staleness_max": schedule.max_staleness,
-        "peak_activations": steady.peak_activations / schedule.n_stages,
-        "traffic_mean": float(mean(steady.units_by_slot)),
-        "traffic_max": float(max(steady.units_by_slot)),
+def batch_size_notes(schedules: dict[str, Schedule], batch: int) -> list[str]:
+    """Return a note if a training step of some rules takes more samples than that of others."""
+    label_of_rule = labels({rule: schedule.name for rule, schedule in schedules.items()})
+    batch_sizes = {
+        label: batch * schedules[rule].n_microbatches for rule, label in label_of_rule.items()
     }
-
-
-def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:
-    """A note on each rule by which a loss has diverged."""
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        if run.diverged_in is not None:
-            found.setdefault(run.rule, []).append(f"seed {run.seed} in epoch {run.diverged_in}")
-    return [
-        f"{called[rule]}: the loss diverged ({', '.join(seeds)}), which counts in no mean; lower"
-        " optimizer.lr, or warm up with lr.warmup_epochs"
-        for rule, seeds in found.items()
-    ]
+    if len(set(batch_sizes.values())) == 1:
+        return []
+    sizes = ", ".join(f"{label} {n_samples}" for label, n_samples in batch_sizes.items())
+    return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
 
 
 if __name__ == "__main__":

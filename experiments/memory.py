@@ -54,37 +54,47 @@ def main(config: DictConfig) -> None:
     axes = [axis for axis in AXES if axis != "measured" or measured]
     curves = {axis: memory_curve(model, example, axis, hardware, config.precision) for axis in axes}
 
-    shown = curves[config.axis]
-    rows, records = {}, []
+    curve_rows, records = {}, []
     for axis, curve in curves.items():
-        reductions = {n: curve.reduction(n) for n in workers}
-        of_machine = f" ({hardware.name})" if axis == "roofline" else ""
+        reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
+        axis_name = f"roofline ({hardware.name})" if axis == "roofline" else axis
         cells = reduction_cells(reductions, curve.largest_reduction)
-        rows[axis] = {"time axis": f"{axis}{of_machine}"} | cells
-        for n, reduction in reductions.items():
-            record = {"axis": axis, "workers": n, "peak_bytes_together": n * curve.peak}
-            record["peak_bytes_shifted"] = float(curve.shifted(n)[1].max())
-            record |= {"reduction": reduction, "largest_reduction": curve.largest_reduction}
-            records.append(record)
-    name = f"{model_name(config.model)} in {config.precision}"
-    title = f"{name}, batch {config.batch}, time axis: {rows[config.axis]['time axis']}"
+        curve_rows[axis] = {"time axis": axis_name} | cells
+        for n_workers, reduction in reductions.items():
+            records.append(
+                {
+                    "axis": axis,
+                    "workers": n_workers,
+                    "peak_bytes_together": n_workers * curve.peak,
+                    "peak_bytes_shifted": float(curve.shifted(n_workers)[1].max()),
+                    "reduction": reduction,
+                    "largest_reduction": curve.largest_reduction,
+                }
+            )
+
     folder = output_folder()
-    figures = save(memory_curves(shown, workers, title), folder / "memory")
-    where = describe(device) if measured else "meta tensors"
-    least: list[dict[str, Any]] = []
+    curve = curves[config.axis]
+    name = f"{model_name(config.model)} in {config.precision}"
+    title = f"{name}, batch {config.batch}, time axis: {curve_rows[config.axis]['time axis']}"
+    figures = save(memory_curves(curve, workers, title), folder / "memory")
+    device_name = describe(device) if measured else "meta tensors"
+    least_peaks: list[dict[str, Any]] = []
     if config.extra_time is not None:
-        meta = form.example(config.batch, "meta")
-        least, commands = compute_again(config, model.to("meta"), meta, workers, hardware, folder)
-        records += [{"axis": "stages", **row} for row in least]
-        names = dict.fromkeys(name for row in records for name in row)
-        records = [names | row for row in records]
-    write_result(folder, "memory", records, config, where, time.perf_counter() - start)
-    print(f"\n{name}: one micro-batch of {config.batch} keeps {size(shown.peak)}\n")
+        meta_example = form.example(config.batch, "meta")
+        least_peaks, commands = compute_again(
+            config, model.to("meta"), meta_example, workers, hardware, folder
+        )
+        records += [{"axis": "stages", **row} for row in least_peaks]
+        columns = dict.fromkeys(column for record in records for column in record)
+        records = [columns | record for record in records]
+    write_result(folder, "memory", records, config, device_name, time.perf_counter() - start)
+
+    print(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
-    print(table([*rows.values()]))
-    if least:
+    print(table([*curve_rows.values()]))
+    if least_peaks:
         print("\nThe same, where stages also compute their forward again:\n")
-        print(table([again_cells(row) for row in least]))
+        print(table([again_cells(row) for row in least_peaks]))
         print("\ntrain so, with data=... and the same model and batch:\n")
         print("\n".join(commands))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
@@ -98,38 +108,50 @@ def compute_again(
     hardware: "Hardware",
     folder: "Path",
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row and a command a number of workers; write their schedules to ``folder``."""
+    """Return a row and a command for each number of workers; write their schedules to ``folder``.
+
+    Args:
+        config: options of the experiment.
+        model: the model, on the meta device.
+        example: inputs of a micro-batch, on the meta device.
+        workers: numbers of workers.
+        hardware: machine whose roofline gives the times.
+        folder: output folder.
+    """
     from toolkit.cost import profile
     from toolkit.files import started_by, write_text
     from toolkit.model import partition
     from toolkit.plan.one_device import least_peak, peak_in_turn
 
-    costs = profile(
-        partition(model, config.stages, example, config.partition),
-        example,
-        precision=config.precision,
-    )
-    found, commands = [], []
-    for n in workers:
-        choice = least_peak(costs, n, config.extra_time, hardware)
+    stages = partition(model, config.stages, example, config.partition)
+    costs = profile(stages, example, precision=config.precision)
+    rows, commands = [], []
+    for n_workers in workers:
+        choice = least_peak(costs, n_workers, config.extra_time, hardware)
         schedule = choice.schedule(hardware)
-        path = folder / f"least_peak_{n}.csv"
+        path = folder / f"least_peak_{n_workers}.csv"
         write_text(path, schedule.to_csv())
-        found.append({
-            "workers": n, "recomputed": [*choice.recomputed], "extra_time": choice.extra_time,
-            "offsets": [*choice.offsets], "peak_bytes_together": choice.simultaneous,
-            "peak_bytes_shifted": choice.peak, "reduction": choice.reduction,
-            "largest_reduction": 1 - choice.bound / choice.simultaneous,
-            "peak_bytes_in_turn": peak_in_turn(choice.costs, schedule),
-        })  # fmt: skip
+        rows.append(
+            {
+                "workers": n_workers,
+                "recomputed": [*choice.recomputed],
+                "extra_time": choice.extra_time,
+                "offsets": [*choice.offsets],
+                "peak_bytes_together": choice.simultaneous,
+                "peak_bytes_shifted": choice.peak,
+                "reduction": choice.reduction,
+                "largest_reduction": 1 - choice.bound / choice.simultaneous,
+                "peak_bytes_in_turn": peak_in_turn(choice.costs, schedule),
+            }
+        )
         by = "" if config.partition == "flops" else f" partition={config.partition}"
-        again = ",".join(map(str, choice.recomputed))
-        checkpoint = shlex.quote(f"checkpoint=[{again}]")
+        recomputed = ",".join(map(str, choice.recomputed))
+        checkpoint = shlex.quote(f"checkpoint=[{recomputed}]")
         commands.append(
             f"  {started_by('train')} {shell_option('schedule.file', str(path))}"
             f" schedule.delay=freshest{by} {checkpoint} runtime.order=scheduled"
         )
-    return found, commands
+    return rows, commands
 
 
 if __name__ == "__main__":

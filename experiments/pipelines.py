@@ -36,20 +36,27 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "ranks")
-    found: dict[tuple[int, str], Any] = {}
+    schedules: list[tuple[int, str, Any]] = []
     left_out = []
-    for m in dict.fromkeys(counts(config, "microbatches")):
-        made, refused = pipelines(config.ranks, m, {**METHODS, **WORKERS})
-        found |= {(m, method): schedule for method, schedule in made.items()}
-        left_out += [{"microbatches": m, "method": k, "why": why} for k, why in refused.items()]
-    rows = []
-    for (m, method), schedule in (bar := tqdm(found.items())):
-        bar.set_description(f"{method}, {m} micro-batches")
-        rows.append(assess(method, schedule))
+    for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
+        made_schedules, reasons = pipelines(config.ranks, n_microbatches, {**METHODS, **WORKERS})
+        for method, schedule in made_schedules.items():
+            schedules.append((n_microbatches, method, schedule))
+        for method, reason in reasons.items():
+            left_out.append({"microbatches": n_microbatches, "method": method, "why": reason})
+
+    records = []
+    bar = tqdm(schedules)
+    for n_microbatches, method, schedule in bar:
+        bar.set_description(f"{method}, {n_microbatches} micro-batches")
+        row = assess(method, schedule)
+        records.append(
+            {name: float(x) if isinstance(x, Fraction) else x for name, x in row.items()}
+        )
 
     folder = output_folder()
-    records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]
-    figures = save(draw([r for r in records if r["method"] in METHODS]), folder / "pipelines")
+    drawn = [record for record in records if record["method"] in METHODS]
+    figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
     print(f"\n{table([pipeline_cells(row) for row in records])}\n\n{LEGEND}")

@@ -57,16 +57,17 @@ def main(config: DictConfig) -> None:
         limits["memory"] = bytes_in(config.memory)
     with torch.device("meta"):
         model = build_model(config.model, form)
-    given = f"{chosen(*groups)} precision={config.precision}"
-    given += "" if samples else f" {data_options(form)}"
-    measured = None
+    options = f"{chosen(*groups)} precision={config.precision}"
+    if not samples:
+        options += f" {data_options(form)}"
+    pilot = None
     with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
 
-        def progress(what: str, share: float) -> None:
-            bar.set_description_str(what, refresh=share == 0)
+        def show_progress(activity: str, share: float) -> None:
+            bar.set_description_str(activity, refresh=share == 0)
             bar.update(100 * share - bar.n)
 
-        found = plan(
+        result = plan(
             model,
             form,
             build_hardware(config.hardware),
@@ -75,35 +76,38 @@ def main(config: DictConfig) -> None:
             limits=Limits(**limits),
             precision=config.precision,
             optimizer_words=config.optimizer_words,
-            given=given,
+            given=options,
             search_seconds=config.search_seconds if config.search else 0.0,
             jobs=config.jobs,
-            on_progress=progress,
+            on_progress=show_progress,
         )
         if config.pilot:
             device = pick_device(config.device)
-            measured = found.pilot(
+            pilot = result.pilot(
                 lambda: build_model(config.model, form).to(device),
                 samples,
                 compute=config.pilot_compute,
                 budget=config.pilot_seconds,
-                on_progress=progress,
+                on_progress=show_progress,
             )
     folder = output_folder()
     seconds = time.perf_counter() - start
-    write_csv(folder / "candidates.csv", [found.row(p) for p in found.predictions])
-    more = {"pilot": measured.record()} if measured else {}
-    write_result(folder, "plan", found.rows(), config, describe_cpu(), seconds, **more)
-    figures = save(found.figure(), folder / "plan")
-    text = str(found)
-    if measured:
-        rules = ", ".join(rule.rule for rule in measured.rules)
-        text += f"\n\nMeasured on this machine{rules and f', {rules}'}: {measured}"
-    for searched in (p for p in found.predictions if p.candidate.spec.orders):
-        (folder / ORDERS_FILE).write_text(searched.schedule.to_csv())
-        text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
+    rows = [result.row(prediction) for prediction in result.predictions]
+    write_csv(folder / "candidates.csv", rows)
+    result_fields = {"pilot": pilot.record()} if pilot else {}
+    write_result(folder, "plan", result.rows(), config, describe_cpu(), seconds, **result_fields)
+    figures = save(result.figure(), folder / "plan")
+
+    text = str(result)
+    if pilot:
+        rules = "".join(f", {rule.rule}" for rule in pilot.rules)
+        text += f"\n\nMeasured on this machine{rules}: {pilot}"
+    for prediction in result.predictions:
+        if prediction.candidate.spec.orders:
+            (folder / ORDERS_FILE).write_text(prediction.schedule.to_csv())
+            text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
     title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
-    print(f"\n{title} a step, {found.hardware.name}\n\n{text}")
+    print(f"\n{title} a step, {result.hardware.name}\n\n{text}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
 
 

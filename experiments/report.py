@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.files import write_csv, write_text
 from toolkit.format import count
 
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 
 
 @entry_point("report")
@@ -41,16 +41,16 @@ def main(config: DictConfig) -> None:
     runs = read_runs(folders)
     report = build_report(runs, config.title, config.margin)
     folder = output_folder()
-    made = f"cyclic-dp {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    write_text(folder / "report.html", to_html(report, made))
+    origin = f"cyclic-dp {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    write_text(folder / "report.html", to_html(report, origin))
     table = frame(runs).astype(object)
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
     unfinished = [run for run in runs if run.state != "finished"]
     print(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
-    for run in unfinished[:_MOST_NAMED]:
-        several = run.kind == "compare" and run.seed is not None  # in one folder
-        which = f" ({run.schedule}, seed {run.seed})" if several else ""
-        print(f"  {run.state}: {run.folder}{which}: {run.message}")
+    for run in unfinished[:_MAX_NAMED]:
+        shares_folder = run.kind == "compare" and run.seed is not None
+        name = f" ({run.schedule}, seed {run.seed})" if shares_folder else ""
+        print(f"  {run.state}: {run.folder}{name}: {run.message}")
     print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
     if config.publish == "wandb":
         page, workspace = publish(report, runs, config.entity, config.project)
@@ -58,20 +58,21 @@ def main(config: DictConfig) -> None:
 
 
 def expanded(runs: Any) -> list[str]:
-    """The folders that ``runs`` names, a list or a glob of them."""
-    given = list(runs) if OmegaConf.is_list(runs) else [runs]
-    if not given or not all(isinstance(name, str) and name for name in given):
+    """Return the folders that ``runs`` names: a folder, a glob of folders, or a list of both."""
+    names = list(runs) if OmegaConf.is_list(runs) else [runs]
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"runs=... needs output folders or a glob of them: got {runs}")
-    found = []
-    for name in given:
+    folders = []
+    for name in names:
         if Path(name).is_dir():  # also if its name has characters of a glob
-            found.append(name)
+            folders.append(name)
             continue
-        folders = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
-        if not folders and any(c in name for c in "*?["):
+        matches = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
+        is_glob = any(character in name for character in "*?[")
+        if is_glob and not matches:
             raise UserError(f"runs={name} matches no folder")
-        found += folders or [name]
-    return found
+        folders += matches or [name]
+    return folders
 
 
 if __name__ == "__main__":

@@ -29,82 +29,100 @@ _SHORT = "_short"  # ends the name of a table with some of a result's rows
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = dict[str, Any]
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 def rendered(page: str) -> str:
-    """``page`` with every table as its result has it."""
-    return _PLACE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", page)
+    """Return ``page`` with every table as its result has it."""
+
+    def fill(place: re.Match[str]) -> str:
+        start, name, end = place.groups()
+        return f"{start}{table(name)}\n{end}"
+
+    return _PLACE.sub(fill, page)
 
 
 def table(name: str) -> str:
-    """The table of a kept result, and its origin."""
+    """Return the table of a kept result, and its origin."""
     result = read_result(RESULTS / name.removesuffix(_SHORT))
     _label(result["metrics"])
-    rows = next(rows for prefix, rows in _ROWS if name.startswith(prefix))(result)
-    found = result["provenance"]
-    return (
-        f"{cells.table(rows, 'github')}\n\n<sub>`{strip_folders(found['command'])}`, torch"
-        f" {found['versions']['torch']}, {found['device']}, {found['seconds']:.0f} s, commit"
-        f" {found['commit'][:10]}{_rates(result)}</sub>\n"
+    make_rows = next(make for prefix, make in _ROWS if name.startswith(prefix))
+    source = result["provenance"]
+    origin = (
+        f"`{strip_folders(source['command'])}`, torch {source['versions']['torch']},"
+        f" {source['device']}, {source['seconds']:.0f} s, commit {source['commit'][:10]}"
     )
+    rows = make_rows(result)
+    return f"{cells.table(rows, 'github')}\n\n<sub>{origin}{_rates(result)}</sub>\n"
 
 
 def _label(rows: Rows) -> None:
     """Add the rule to the name of each schedule that several rules of a comparison share."""
     if all({"rule", "schedule"} <= {*row} for row in rows):
-        called = labels({row["rule"]: row["schedule"] for row in rows})
+        label_of_rule = labels({row["rule"]: row["schedule"] for row in rows})
         for row in rows:
-            row["schedule"] = called[row["rule"]]
+            row["schedule"] = label_of_rule[row["rule"]]
 
 
 def _rates(result: Result) -> str:
-    """How the learning rates of a comparison's rules were chosen; empty for other results."""
+    """Say how the learning rates of a comparison's rules were chosen; empty for other results."""
     config = result["provenance"]["config"]
     if "rules" not in config:
         return ""
     if tuning := result.get("tuning"):
-        tune, called = config["tune"], {row["rule"]: row["schedule"] for row in result["metrics"]}
-        ends = [f", the {end} for {called[rule]}" for rule, end in edges(tuning).items()]
+        tune = config["tune"]
+        label_of_rule = {row["rule"]: row["schedule"] for row in result["metrics"]}
+        ends = [f", the {end} for {label_of_rule[rule]}" for rule, end in edges(tuning).items()]
         return (
             f"; each rule at the best of {len(tune['rates'])} learning rates, tried for"
             f" {tune['epochs']} epochs with seed {tune['seed']}{''.join(ends)}"
         )
     if any("optimizer" in own for own in (config.get("own") or {}).values()):
         return "; each rule with the optimizer that the command gives it"
-    first = result["metrics"][0]["schedule"]
-    return f"; every rule at {first}'s learning rate, optimizer.lr={config['optimizer']['lr']:g}"
+    baseline = result["metrics"][0]["schedule"]
+    return f"; every rule at {baseline}'s learning rate, optimizer.lr={config['optimizer']['lr']:g}"
 
 
-def _each(*forms: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result], Rows]:
-    """A row of the table for each row of the metrics, with the cells of all ``forms``."""
+def _each(*make_cells: Callable[[Row], Row]) -> Callable[[Result], Rows]:
+    """Return a function that makes a row of cells for each row of the metrics."""
 
     def rows(result: Result) -> Rows:
-        return [{k: v for form in forms for k, v in form(r).items()} for r in result["metrics"]]
+        table_rows = []
+        for row in result["metrics"]:
+            table_row: Row = {}
+            for make in make_cells:
+                table_row |= make(row)
+            table_rows.append(table_row)
+        return table_rows
 
     return rows
 
 
-def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
+def _compared(row: Row, measure: Metric = ACCURACY) -> Row:
     rule = {"rule": row["schedule"]} | (cells.rate_cells(row) if "lr" in row else {})
-    return rule | cells.metric_cells(row, by, "DP") | cells.staleness_cells(row)
+    return rule | cells.metric_cells(row, measure, "DP") | cells.staleness_cells(row)
 
 
 def _delays(result: Result) -> Rows:
     """Accuracies, and the effect of the delay on the gradients of the first and last stage."""
-    name, rows = "cosine to the fresh gradient, first and last stage", []
+    column = "cosine to the fresh gradient, first and last stage"
+    rows = []
     for row in result["metrics"]:
-        cosines = [f"{d['cosine']:.2f}" for d in result["delays"] if d["rule"] == row["rule"]]
-        rows.append(_compared(row) | {name: f"{cosines[0]}, {cosines[-1]}"})
+        cosines = [delay["cosine"] for delay in result["delays"] if delay["rule"] == row["rule"]]
+        rows.append(_compared(row) | {column: f"{cosines[0]:.2f}, {cosines[-1]:.2f}"})
     return rows
 
 
 def _memory(result: Result) -> Rows:
+    """A row a time axis."""
+    rows_of_axis: dict[str, Rows] = {}
+    for row in result["metrics"]:
+        rows_of_axis.setdefault(row["axis"], []).append(row)
     rows = []
-    for axis in dict.fromkeys(row["axis"] for row in result["metrics"]):
-        of_axis = [row for row in result["metrics"] if row["axis"] == axis]
-        reductions = {row["workers"]: row["reduction"] for row in of_axis}
-        limit = of_axis[0]["largest_reduction"]
+    for axis, axis_rows in rows_of_axis.items():
+        reductions = {row["workers"]: row["reduction"] for row in axis_rows}
+        limit = axis_rows[0]["largest_reduction"]
         rows.append({"time axis": axis} | cells.reduction_cells(reductions, limit))
     return rows
 
@@ -113,50 +131,60 @@ def _least_peak(result: Result) -> Rows:
     return [cells.again_cells(row) for row in result["metrics"] if row["axis"] == "stages"]
 
 
-def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+def _tokens(row: Row) -> Row:
     return _compared(row, LOSS) | {"tokens right (%)": f"{row['accuracy']:.2f}"}
 
 
-def _bench(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: "" if v is None else v for k, v in row.items() if k != "message"}
+def _bench(row: Row) -> Row:
+    return {
+        column: "" if cell is None else cell for column, cell in without(row, "message").items()
+    }
 
 
-def _architecture(row: dict[str, Any]) -> dict[str, Any]:
-    shown = {k: row[k] for k in ("library", "model", "graph", "larger stage")}
-    found = {k: f"{v:.0e}" for k, v in row.items() if k == "difference" and isinstance(v, float)}
-    return shown | {"difference": "", **found, "result": row["reason"] or "agrees"}
+def _architecture(row: Row) -> Row:
+    table_row = {column: row[column] for column in ("library", "model", "graph", "larger stage")}
+    difference = row.get("difference")
+    table_row["difference"] = f"{difference:.0e}" if isinstance(difference, float) else ""
+    return table_row | {"result": row["reason"] or "agrees"}
+
+
+def _by_method(rows: Rows) -> dict[tuple[int, str], Row]:
+    """Return the begin of a table row by workers and method."""
+    return {
+        (row["workers"], row["method"]): {"workers": row["workers"], "method": row["method"]}
+        for row in rows
+    }
 
 
 def _links(result: Result) -> Rows:
     """A row a method, without the rows on bars that older results have."""
-    shown: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in (row for row in result["metrics"] if row.get("at most") is None):
-        key = (row["workers"], row["method"])
-        found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
-        found[row["link"]] = f"{row['/ DDP']:.2f}"
+    rows = [row for row in result["metrics"] if row.get("at most") is None]
+    table_rows = _by_method(rows)
+    for row in rows:
+        table_row = table_rows[row["workers"], row["method"]]
+        table_row[row["link"]] = f"{row['/ DDP']:.2f}"
         if row["link"] == "unshaped":
-            found["peak/mean, unshaped"] = row["peak/mean"] or ""
-    return list(shown.values())
+            table_row["peak/mean, unshaped"] = row["peak/mean"] or ""
+    return [*table_rows.values()]
 
 
 def _slept_links(result: Result) -> Rows:
     """A row a method: step times by that of DDP, and the simulator's error."""
-    shown: dict[tuple[int, str], dict[str, Any]] = {}
+    table_rows = _by_method(result["metrics"])
     for row in result["metrics"]:
-        key = (row["workers"], row["method"])
-        found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
-        found[row["link"]] = f"{row['/ DDP']:.2f} ({row['error (%)']:+.1f} %)"
-    return list(shown.values())
+        cell = f"{row['/ DDP']:.2f} ({row['error (%)']:+.1f} %)"
+        table_rows[row["workers"], row["method"]][row["link"]] = cell
+    return [*table_rows.values()]
 
 
 def _prediction_errors(result: Result) -> Rows:
     """The distribution of the errors of a plan's predictions."""
     rows = []
-    for what, column in (("step time", "error (%)"), ("memory", "memory error (%)")):
+    shares = {"median": 0.5, "75% below": 0.75, "90% below": 0.9, "largest": 1.0}
+    for quantity, column in (("step time", "error (%)"), ("memory", "memory error (%)")):
         errors = sorted(abs(row[column]) for row in result["metrics"])
-        row: dict[str, Any] = {"error of": what, "configurations": len(errors)}
-        for share in (0.5, 0.75, 0.9, 1.0):
-            name = "largest" if share == 1 else "median" if share == 0.5 else f"{share:.0%} below"
+        row: Row = {"error of": quantity, "configurations": len(errors)}
+        for name, share in shares.items():
             row[f"{name} (%)"] = errors[max(0, round(share * len(errors)) - 1)]
         within = sum(error <= 10 for error in errors) / len(errors)
         rows.append(row | {"within 10 %": f"{within:.0%}"})
@@ -166,7 +194,7 @@ def _prediction_errors(result: Result) -> Rows:
 def _situations_short(result: Result) -> Rows:
     """The rows without slow links, and those at M = C."""
     rows = [situation_cells(row) for row in result["metrics"]]
-    return [{k: row[k] for k in row if k != "M/C"} for row in rows if row["M/C"] in ("0", "1")]
+    return [without(row, "M/C") for row in rows if row["M/C"] in ("0", "1")]
 
 
 def _simulated(result: Result) -> Rows:
@@ -183,25 +211,33 @@ def _simulated(result: Result) -> Rows:
     ]
 
 
-def _limits(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items() if k != "kind"}
+def _limits(row: Row) -> Row:
+    return {
+        column: f"{cell:.2f}" if isinstance(cell, float) else cell
+        for column, cell in without(row, "kind").items()
+    }
+
+
+def without(row: Row, column: str) -> Row:
+    """Return ``row`` without one of its columns."""
+    return {name: cell for name, cell in row.items() if name != column}
 
 
 def _stable_rates(result: Result) -> Rows:
     rows: Rows = result["summary"]
-    return [{k: v for k, v in row.items() if v != ""} for row in rows]
+    return [{column: cell for column, cell in row.items() if cell != ""} for row in rows]
 
 
-def _on_one_device(row: dict[str, Any]) -> dict[str, Any]:
+def _on_one_device(row: Row) -> Row:
     names = ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
     return {name: row[name] for name in names}
 
 
-def measured(row: dict[str, Any]) -> dict[str, Any]:
+def measured(row: Row) -> Row:
     return cells.measured_cells(row) | {"as counted": cells.agreement(row, "_measured")}
 
 
-def counted(row: dict[str, Any]) -> dict[str, Any]:
+def counted(row: Row) -> Row:
     return cells.counted_cells(row) | {"as by formula": cells.agreement(row, "_formula")}
 
 

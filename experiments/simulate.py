@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from toolkit.cost import Costs, Timeline
     from toolkit.schedule import Schedule
 
-_MOST_RANKS = 16  # that are printed
-_TIMED = 16  # steady training steps whose mean counts: those of contended links differ
+_MAX_RANKS = 16  # that are printed
+_N_TIMED = 16  # steady training steps whose mean counts: those of contended links differ
 _OPS_A_SECOND = 20_000  # that are lowered, verified and simulated
 _WORTH = 0.03  # share of a step that other messages have to save
 
@@ -75,55 +75,70 @@ def main(config: DictConfig) -> None:
 
     def predict(schedule: "Schedule", by: Any = None, steps: int | None = None) -> "Timeline":
         costs = costs_of(schedule.n_stages, by)
-        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        n_steps = steps or steps_to_time(schedule, _TIMED)
+        state_bytes = [config.optimizer_words * cost.parameter_bytes for cost in costs]
+        n_steps = steps or steps_to_time(schedule, _N_TIMED)
         bar.set_description(f"{schedule.name}, {n_steps} steps, {seconds_of(schedule, n_steps)}")
-        return simulate(schedule.lower(n_steps).verify(), costs, hardware, state)
+        return simulate(schedule.lower(n_steps).verify(), costs, hardware, state_bytes)
 
     folder = output_folder()
     notes: list[str] = []
-    predicted, rows, ranks = [], [], []
+    timelines_drawn: list[Timeline] = []
+    rows: list[dict[str, Any]] = []
+    rank_rows: list[dict[str, Any]] = []
     with tqdm(unit=" simulations", leave=False, total=2 * len(schedules)) as bar:
         bar.set_description("tracing the model")
-        for k, (name, schedule) in enumerate(schedules.items()):
+        for index, (name, schedule) in enumerate(schedules.items()):
+            # The steady state is timed over many steps, and fewer are drawn.
             timeline = predict(schedule)
             bar.update()
-            samples = config.batch * schedule.n_microbatches
-            row = {"schedule": name} | summary(timeline, samples, hardware)
+            n_samples = config.batch * schedule.n_microbatches
+            row = {"schedule": name} | summary(timeline, n_samples, hardware)
             rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
-            ranks += by_rank(name, timeline)
+            rank_rows += by_rank(name, timeline)
             notes += faster(schedule, timeline.step_time, predict, config)
-            predicted.append(replace(predict(schedule, steps=config.steps), name=name))
+            drawn = replace(predict(schedule, steps=config.steps), name=name)
+            timelines_drawn.append(drawn)
             bar.update()
-            predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
+
+            suffix = str(index) if index else ""
+            drawn.to_chrome_trace(folder / f"trace{suffix}.json")
+            drawn.to_frame().to_csv(folder / f"spans{suffix}.csv", index=False)
             if config.kineto:
-                predicted[k].to_kineto_traces(folder / f"kineto{k or ''}")
+                drawn.to_kineto_traces(folder / f"kineto{suffix}")
             if config.chakra:
                 program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
-                write_chakra(program, costs, hardware, folder / f"chakra{k or ''}")
-            predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
-    figures = save(timelines(predicted), folder / "timeline")
-    write_csv(folder / "ranks.csv", ranks)
-    where = describe(device) if config.measured else "meta tensors"
-    write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
+                write_chakra(program, costs, hardware, folder / f"chakra{suffix}")
+    figures = save(timelines(timelines_drawn), folder / "timeline")
+    write_csv(folder / "ranks.csv", rank_rows)
+    device_name = describe(device) if config.measured else "meta tensors"
+    write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
+
     title = f"{model_name(config.model)} in {config.precision}"
-    timed = f"stages timed on {where}, links of " if config.measured else ""
+    timed = f"stages timed on {device_name}, links of " if config.measured else ""
     print(f"\n{title}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
-    if len(rows) == 1 and len(ranks) <= _MOST_RANKS:
-        print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
-    sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
-    if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{name} {j} and {n}" for name, (j, n) in sizes.items())
-        hint = "stages={} microbatches={}".format(*next(iter(sizes.values())))
-        print(f"\nnote: stages and micro-batches differ ({found}); {hint} gives those of the first")
-    for note in notes:
+    if len(rows) == 1 and len(rank_rows) <= _MAX_RANKS:
+        for rank_row in rank_rows:
+            rank_row.pop("schedule")
+        print(f"\n{table(rank_rows)}")
+    for note in [*size_notes(schedules), *notes]:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 
 
+def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
+    """Return a note if schedules differ in their stages or micro-batches."""
+    sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
+    if len(set(sizes.values())) == 1:
+        return []
+    in_words = ", ".join(f"{name} {stages} and {m}" for name, (stages, m) in sizes.items())
+    n_stages, n_microbatches = next(iter(sizes.values()))
+    hint = f"stages={n_stages} microbatches={n_microbatches}"
+    return [f"stages and micro-batches differ ({in_words}); {hint} gives those of the first"]
+
+
 def seconds_of(schedule: "Schedule", n_steps: int) -> str:
-    """About how long it takes to simulate a schedule, in words."""
+    """Return about how long it takes to simulate a schedule, in words."""
     n_ops = 2 * schedule.n_stages * schedule.n_microbatches * n_steps
     return f"about {max(1, round(n_ops / _OPS_A_SECOND))} s"
 
@@ -131,54 +146,56 @@ def seconds_of(schedule: "Schedule", n_steps: int) -> str:
 def faster(
     schedule: Any, seconds: float, predict: Callable[..., "Timeline"], config: DictConfig
 ) -> Iterator[str]:
-    """A sentence if workers with late weights take less time with other chains or stages."""
+    """Yield a sentence if workers with late weights take less time with other chains or stages."""
     from toolkit.schedule import CHAINS
 
-    late = schedule.max_staleness > 0 and schedule.layout.has_whole_models
-    if not late or schedule.final is not schedule:
+    has_late_workers = schedule.max_staleness > 0 and schedule.layout.has_whole_models
+    if not has_late_workers or schedule.final is not schedule:
         return
     cuts = (None,) if config.measured else (None, "parameters")  # stages are timed once
-    found: dict[tuple[str, str | None], float] = {(schedule.chains, None): seconds}
+    seconds_of_choice: dict[tuple[str, str | None], float] = {(schedule.chains, None): seconds}
     for chains, by in product(CHAINS, cuts):
         with suppress(UserError):  # the schedule or the model does not allow it
-            found[chains, by] = predict(replace(schedule, chains=chains), by).step_time
-    (chains, by), best = min(found.items(), key=itemgetter(1))
+            timeline = predict(replace(schedule, chains=chains), by)
+            seconds_of_choice[chains, by] = timeline.step_time
+    (chains, by), best = min(seconds_of_choice.items(), key=itemgetter(1))
     if best < (1 - _WORTH) * seconds:
         options = f"chains={chains}" + (f" and partition={by}" if by else "")
         share = f"{best / seconds:.2f} of that"
         yield f"{schedule.name} takes {best * 1e3:.3f} ms a step, {share}, with {options}"
 
 
-def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
-    """One row: rates in the steady state, memory of the fullest rank."""
+def summary(timeline: Any, n_samples: int, hardware: Any) -> dict[str, Any]:
+    """Return a row: rates in the steady state, memory of the fullest rank."""
     from toolkit.cost.timeline import ACTIVATIONS, INPUTS
 
     peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
     fits = all(peak <= hardware.memory_of(rank) for rank, peak in enumerate(peaks))
     fullest = max(range(timeline.n_ranks), key=peaks.__getitem__)
-    held = timeline.at_peak(fullest)
+    bytes_of_kind = timeline.at_peak(fullest)
     return {
         "ranks": timeline.n_ranks,
         "ms a step": round(timeline.step_time * 1e3, 3),
-        "samples/s": round(samples / timeline.step_time, 1),
+        "samples/s": round(n_samples / timeline.step_time, 1),
         "idle": f"{timeline.idle_share:z.1%}",
         "GiB, fullest rank": round(peaks[fullest] / GIB, 3),
-        "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / GIB, 3),
+        "of it activations": round((bytes_of_kind[ACTIVATIONS] + bytes_of_kind[INPUTS]) / GIB, 3),
         "fits": "yes" if fits else "no",
         "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / MB, 2),
     }
 
 
 def by_rank(name: str, timeline: Any) -> list[dict[str, Any]]:
-    """A row a rank: its memory at the peak, its largest activations, what it sends."""
+    """Return a row per rank: its memory at the peak, its largest activations, what it sends."""
     from toolkit.cost.timeline import ACTIVATIONS
 
     rows = []
-    for rank, sent in enumerate(timeline.bytes_a_step()):
+    for rank, bytes_sent in enumerate(timeline.bytes_a_step()):
         row = {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
-        row |= {f"of it {kind}": round(n / GIB, 3) for kind, n in timeline.at_peak(rank).items()}
+        for kind, n_bytes in timeline.at_peak(rank).items():
+            row[f"of it {kind}"] = round(n_bytes / GIB, 3)
         row["most activations"] = round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)
-        rows.append(row | {"MB a step": round(sent / MB, 2)})
+        rows.append(row | {"MB a step": round(bytes_sent / MB, 2)})
     return rows
 
 

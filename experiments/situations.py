@@ -31,7 +31,8 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     rows = []
-    for situation in (bar := tqdm(situations(counts(config, "workers"), [*config.ratios]))):
+    bar = tqdm(situations(counts(config, "workers"), [*config.ratios]))
+    for situation in bar:
         bar.set_description(f"{situation.name}, {situation.workers} workers")
         rows.append(assess(situation))
     folder = output_folder()

@@ -34,37 +34,45 @@ def main(config: DictConfig) -> None:
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
-    start, folder, device = time.perf_counter(), output_folder(), pick_device(config.device)
-    more: dict[str, Any] = {}
+    start = time.perf_counter()
+    folder = output_folder()
+    device = pick_device(config.device)
+    result_fields: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     if config.measured is not None:
-        rows = []
         for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
             case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
             print(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}", flush=True)
             rows.append(row)
-        shown = more["summary"] = stable_rates.summary(rows)
+        table_rows = result_fields["summary"] = stable_rates.summary(rows)
         print(f"\nlargest stable rates of {config.stages} stages, found by training\n")
     else:
         schedules = build_schedules(config)
         if (config.model is None) != (config.data is None):
             raise UserError("model and data go together: give both, or none of them")
-        rows, momentum = [], config.optimizer.get("momentum")
+        momentum = config.optimizer.get("momentum")
         if momentum is None:
             raise UserError("optimizer has no momentum: stability is that of SGD, optimizer=sgd")
         for name, schedule in schedules.items():
-            found = curvature(config, schedule) if config.model is not None else None
-            rows.append({"schedule": name} | limits(schedule, momentum, found))
-        shown = [cells(row) for row in rows]
+            measured = None if config.model is None else curvature(config, schedule)
+            rows.append({"schedule": name} | limits(schedule, momentum, measured))
+        table_rows = [cells(row) for row in rows]
         print(f"\nlargest stable rate times curvature, momentum {momentum:g}\n")
     seconds = time.perf_counter() - start
-    write_result(folder, "stability", rows, config, describe(device), seconds, **more)
-    print(f"{table(shown)}\n\nwritten to {folder}: stability.csv, result.json")
+    write_result(folder, "stability", rows, config, describe(device), seconds, **result_fields)
+    print(f"{table(table_rows)}\n\nwritten to {folder}: stability.csv, result.json")
 
 
 def limits(
-    schedule: "Schedule", momentum: float, found: "tuple[Curvature, list[float]] | None"
+    schedule: "Schedule", momentum: float, measured: "tuple[Curvature, list[float]] | None"
 ) -> dict[str, Any]:
-    """The limits of a schedule, with heavy ball and Nesterov, over those of DP; and rates."""
+    """Return the limits of a schedule, also over those of DP, and its largest stable rates.
+
+    Args:
+        schedule: the schedule.
+        momentum: momentum of SGD.
+        measured: curvature of the loss, and each stage's share in its direction; None: no rates.
+    """
     from toolkit.plan.stability import coupling_of, largest_stable_rate
     from toolkit.schedule import catalog
 
@@ -75,11 +83,13 @@ def limits(
         certificate = certify(schedule)
         row[form] = certificate.limit
         row[f"{form} / DP"] = certificate.limit / certify(dp).limit
-        if found:
-            curved, shares = found
-            own = certify(schedule, coupling=coupling_of(shares))
-            row |= {"curvature": curved.value, f"rate, {form}": own.rate(curved.value)}
-    return row | {"kind": certificate.kind}
+        if measured:
+            curvature_of_loss, stage_shares = measured
+            coupled = certify(schedule, coupling=coupling_of(stage_shares))
+            row["curvature"] = curvature_of_loss.value
+            row[f"rate, {form}"] = coupled.rate(curvature_of_loss.value)
+    row["kind"] = certificate.kind
+    return row
 
 
 def curvature(config: DictConfig, schedule: "Schedule") -> "tuple[Curvature, list[float]]":
@@ -91,22 +101,29 @@ def curvature(config: DictConfig, schedule: "Schedule") -> "tuple[Curvature, lis
     from toolkit.plan.rate_check import first_curvature, stage_shares
     from toolkit.training import prepare
 
-    names = ("batch", "seed", "partition", "device")
     samples = load_samples(config.data)
     run = prepare(
-        TrainingOptions(**{name: config[name] for name in names}),
+        TrainingOptions(
+            batch=config.batch,
+            seed=config.seed,
+            partition=config.partition,
+            device=config.device,
+        ),
         model=partial(build_model, config.model, samples.form),
         samples=samples,
         schedule=schedule,
         optimizer=instantiate(config.optimizer, _partial_=True, _convert_="all"),
     )
-    found = first_curvature(run, schedule.n_microbatches, tolerance=config.tolerance)
-    return found, stage_shares(run, found)
+    measured = first_curvature(run, schedule.n_microbatches, tolerance=config.tolerance)
+    return measured, stage_shares(run, measured)
 
 
 def cells(row: dict[str, Any]) -> dict[str, Any]:
-    """``row`` with three digits a number."""
-    return {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()}
+    """Return ``row`` with three digits a number."""
+    return {
+        column: f"{value:.3g}" if isinstance(value, float) else value
+        for column, value in row.items()
+    }
 
 
 if __name__ == "__main__":
