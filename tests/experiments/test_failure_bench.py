@@ -57,12 +57,12 @@ def ended(bench, fault="killed", messages=(KILLED,), place=PLACE, **changes):
     ],
 )
 def test_problems_of_a_round(bench, changes, expected):
-    assert bench.problems(ended(bench, **changes), 10) == expected
+    assert bench.find_problems(ended(bench, **changes), 10) == expected
 
 
 def test_the_row_of_a_fault(bench):
     failed = ended(bench, seconds=9.0, left=1)
-    failed.problems = bench.problems(failed, 10)
+    failed.problems = bench.find_problems(failed, 10)
     row = bench.summary([failed, ended(bench), ended(bench, seconds=4.0)], timeout=5)
     assert (row["rounds"], row["failed"], row["left"]) == (3, 1, 1)
     assert (row["end (s)"], row["beyond time-out (s)"], row["at most (s)"]) == (4.0, -1.0, 4.0)

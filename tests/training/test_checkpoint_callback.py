@@ -9,8 +9,9 @@ import pytest
 
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.options import SaveOptions, TrainingOptions
+from toolkit.training.checkpoint_callback import CheckpointCallback
 from toolkit.training.loop import Epoch, Position
-from toolkit.training.run_with_checkpoints import CheckpointCallback, Signals, StoppedError
+from toolkit.training.stop_signals import Signals, StoppedError
 
 
 class Clock:

@@ -26,12 +26,9 @@ from toolkit.schedule import catalog
 from toolkit.training import DivergedError, StoppedError, loop, run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.loop import Position
-from toolkit.training.run_with_checkpoints import (
-    Signals,
-    changed_options,
-    rollback_schedule,
-    without_delay,
-)
+from toolkit.training.option_changes import changed_options
+from toolkit.training.run_with_checkpoints import rollback_schedule, without_delay
+from toolkit.training.stop_signals import Signals
 from toolkit.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("analysed_once")

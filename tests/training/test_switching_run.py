@@ -10,7 +10,7 @@ from toolkit.errors import UserError
 from toolkit.runtime import SwitchDecision, Switching
 from toolkit.schedule.spec import in_order
 from toolkit.training import StoppedError, run_with_checkpoints
-from toolkit.training.run_with_checkpoints import Signals
+from toolkit.training.stop_signals import Signals
 
 OPTIONS = ("schedule=cdp_v1", "epochs=2", "data.n_train=32", "save.steps=1", "save.keep=99")
 CHOOSING = ("switch.candidates=[dp,cdp_v2]", "switch.every=2", "switch.loss_factor=1.5")

@@ -27,7 +27,9 @@ from toolkit.results.wandb_run import group_of
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
 from toolkit.training import DivergedError, StoppedError, TrainingRun
-from toolkit.training.run_with_checkpoints import Signals, changed_options, rollback_schedule
+from toolkit.training.option_changes import changed_options
+from toolkit.training.run_with_checkpoints import rollback_schedule
+from toolkit.training.stop_signals import Signals
 
 # Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules", "own"}

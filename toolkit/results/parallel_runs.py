@@ -33,7 +33,7 @@ from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.rank_process import RankError, receive, report
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.training import StoppedError, TrainingRun
-from toolkit.training.run_with_checkpoints import Signals
+from toolkit.training.stop_signals import Signals
 
 if TYPE_CHECKING:
     from toolkit.training import Step

@@ -23,7 +23,7 @@ from toolkit.schedule.spec import in_order
 from toolkit.torchrun import is_rank_zero
 from toolkit.training import Epoch, Outcome, Step, StoppedError, TrainingRun, run_with_checkpoints
 from toolkit.training.profiling import Profile, beside_prediction
-from toolkit.training.run_with_checkpoints import Signals
+from toolkit.training.stop_signals import Signals
 
 
 class RunRecorder:

@@ -17,12 +17,12 @@ from toolkit.runtime.base import Runtime
 from toolkit.runtime.microbatch_losses import cross_entropies, separable
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.training.data import Batch
+from toolkit.training.data import Batch, Batches
 
 if TYPE_CHECKING:
     from toolkit.training.training_run import TrainingRun
 
-_SCORES = 2**25  # most scores of a test batch: 128 MiB in 32 bits
+_MAX_SCORES = 2**25  # scores of a test batch: 128 MiB in 32 bits
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class DivergedError(UserError, FloatingPointError):
 
     def __init__(self, reason: str, epochs: Sequence[Epoch] = (), more: str = "") -> None:
         super().__init__(f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}")
-        self.reason, self.epochs = reason, tuple(epochs)
+        self.reason = reason
+        self.epochs = tuple(epochs)
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
@@ -129,10 +130,9 @@ def fit(
     on_step: Callable[[Step], None],
 ) -> list[Epoch]:
     """Train from ``position`` on; see :meth:`TrainingRun.run`."""
-    runtime, samples, batch_size = run.runtime, run.samples, run.batch_size
-    switching = None if position.rolled_back else run.switching
+    runtime = run.runtime
     for epoch in range(position.epoch, run.options.epochs):
-        batches = samples.train(batch_size, run.options.seed, epoch, run.device)
+        batches = run.samples.train(run.batch_size, run.options.seed, epoch, run.device)
         has_other_length = epoch * len(batches) + position.step != position.steps_done
         if has_other_length or position.step > len(batches):
             raise UserError(
@@ -140,58 +140,80 @@ def fit(
                 f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"
                 " and batch of before"
             )
-        start, first_step = time.perf_counter(), position.step
         if position.step == 0:
             position.learning_rate = run.rate(position.steps_done)
-        while (n_left := len(batches) - position.step) > 0:
-            n_steps = min(n_left, callback.steps(position, n_left))
-            if switching:
-                n_steps = min(n_steps, switching.steps_to_decision())
-            losses, begin_seconds = [], time.perf_counter()
-            batches_until_pause = batches.between(position.step, position.step + n_steps)
-            for index, result in enumerate(runtime.run(batches_until_pause)):
-                losses.append(result.loss_sum())
-                learning_rate = run.rate(position.steps_done + index)
-                on_step(
-                    Step(position.step + index + 1, len(batches), result, learning_rate, batch_size)
-                )
-                del result  # its memory is free before the next step
-            loss = _add_losses(position, losses, runtime)
-            _check(run, loss, position, "training")
-            if switching:
-                switching.record_steps(len(losses), time.perf_counter() - begin_seconds, loss)
-                position.switching = switching.state()
-            if position.step < len(batches):
-                callback.end(position)
+        first_step = position.step
+        start = time.perf_counter()
+        _train_epoch(run, batches, position, callback, on_step)
         seconds = time.perf_counter() - start
-        test_batch_size = evaluated_at_once(samples.form, batch_size)
-        test_share = samples.test(test_batch_size, run.device, runtime.rank, runtime.n_ranks)
-        model, step_options = runtime.module(), run.step_options
+
+        batch_size = evaluated_at_once(run.samples.form, run.batch_size)
+        share = run.samples.test(batch_size, run.device, runtime.rank, runtime.n_ranks)
+        model = runtime.module()
         readout_weights = runtime.extrapolated() if run.options.readout == "extrapolated" else None
-        test_result = evaluate(model, test_share, runtime.total, readout_weights, step_options)
-        _check(run, test_result.loss, position, "test")
+        test = evaluate(model, share, runtime.total, readout_weights, run.step_options)
+        _check(run, test.loss, position, "test")
         average_weights = runtime.averages()
-        ema_test = (
-            evaluate(model, test_share, runtime.total, average_weights, step_options)
-            if average_weights
-            else None
-        )
-        epoch_metrics = Epoch(
+        ema_test = None
+        if average_weights:
+            ema_test = evaluate(model, share, runtime.total, average_weights, run.step_options)
+        metrics = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
-            test_loss=test_result.loss,
-            top1=test_result.top1,
-            top5=test_result.top5,
+            test_loss=test.loss,
+            top1=test.top1,
+            top5=test.top5,
             learning_rate=position.learning_rate,
-            samples_per_second=(len(batches) - first_step) * batch_size / seconds,
+            samples_per_second=(len(batches) - first_step) * run.batch_size / seconds,
             ema_loss=ema_test.loss if ema_test else None,
             ema_top1=ema_test.top1 if ema_test else None,
         )
-        position.history = [*position.history, epoch_metrics]
-        position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0
-        on_epoch(epoch_metrics)
+        position.history = [*position.history, metrics]
+        position.epoch = epoch + 1
+        position.step = 0
+        position.loss = 0.0
+        position.n_losses = 0
+        on_epoch(metrics)
         callback.end(position)
     return position.history
+
+
+def _train_epoch(
+    run: "TrainingRun",
+    batches: Batches,
+    position: Position,
+    callback: LoopCallback,
+    on_step: Callable[[Step], None],
+) -> None:
+    """Train on the batches that the epoch has left, from one pause to the next."""
+    switching = None if position.rolled_back else run.switching
+    while position.step < len(batches):
+        n_left = len(batches) - position.step
+        n_steps = min(n_left, callback.steps(position, n_left))
+        if switching:
+            n_steps = min(n_steps, switching.steps_to_decision())
+        start = time.perf_counter()
+        losses = []
+        batches_until_pause = batches.between(position.step, position.step + n_steps)
+        for index, result in enumerate(run.runtime.run(batches_until_pause)):
+            losses.append(result.loss_sum())
+            on_step(
+                Step(
+                    step=position.step + index + 1,
+                    n_steps=len(batches),
+                    result=result,
+                    learning_rate=run.rate(position.steps_done + index),
+                    samples=run.batch_size,
+                )
+            )
+            del result  # its memory is free before the next step
+        loss = _add_losses(position, losses, run.runtime)
+        _check(run, loss, position, "training")
+        if switching:
+            switching.record_steps(len(losses), time.perf_counter() - start, loss)
+            position.switching = switching.state()
+        if position.step < len(batches):  # the pause at the end comes after the test
+            callback.end(position)
 
 
 def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> float:
@@ -206,7 +228,8 @@ def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> f
         position.first_loss = first_loss / first_count
     position.step += len(losses)
     position.steps_done += len(losses)
-    position.loss, position.n_losses = position.loss + loss, position.n_losses + count
+    position.loss += loss
+    position.n_losses += count
     return float(loss / count)
 
 
@@ -270,7 +293,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
 
 def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
     """Return the batch size of the test: at least 256, unless the scores take too much memory."""
-    return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
+    return max(1, min(max(batch_size, 256), _MAX_SCORES // prod(form.output(1))))
 
 
 @torch.no_grad()

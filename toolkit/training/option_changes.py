@@ -1,0 +1,37 @@
+"""What a run records of its options, and how they differ from those of a checkpoint."""
+
+from collections.abc import Collection, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from toolkit.options import INDIFFERENT, differing, flat, without
+from toolkit.training.training_run import TrainingRun
+
+FREE = INDIFFERENT | {"epochs"}
+"""Options that may change when a run is resumed: it may continue for longer than was planned."""
+_MAX_NAMED = 4  # options that differ
+
+
+def full_record(run: TrainingRun) -> Mapping[str, Any]:
+    """Return the options of ``run``, and a digest of the rank orders that it reads from a file."""
+    file = (run.record.get("schedule") or {}).get("file")
+    digest = sha256(Path(file).read_bytes()).hexdigest()[:12] if file else None
+    return {**run.record, "orders": digest}
+
+
+def changed_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = FREE
+) -> str:
+    """Describe the options that differ, except ``free`` ones; a missing option counts as None."""
+    earlier_values = without(flat(before), free)
+    new_values = without(flat(now), free)
+    option_names = dict.fromkeys(sorted(earlier_values.keys() | new_values.keys()))
+    names = differing([option_names | earlier_values, option_names | new_values])
+    changes = [
+        f"{name}={new_values.get(name)} (was {earlier_values.get(name)})"
+        for name in names[:_MAX_NAMED]
+    ]
+    if len(names) > _MAX_NAMED:
+        changes.append(f"and {len(names) - _MAX_NAMED} more")
+    return ", ".join(changes)
