@@ -28,7 +28,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[int], Example]]
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row an architecture.
+    """Return a row for each architecture.
 
     *graph*: what traced it. *larger stage*: its share of the floating-point operations.
     *difference*: largest difference of a weight after ``steps`` training steps, over the largest
@@ -49,8 +49,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 def _chosen(config: DictConfig, library: str) -> list[str]:
     check_choice("bench.libraries", library, LIBRARIES)
-    found = list(LIBRARIES[library]())
-    return [name for name in found if not config.only or name in config.only]
+    return [name for name in LIBRARIES[library]() if not config.only or name in config.only]
 
 
 def _on_ranks(names: list[tuple[str, str]], config: Mapping[str, Any], seed: int) -> None:
@@ -75,22 +74,29 @@ def _row(
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = build().double()
-    first = {name: x.detach().clone() for name, x in model.named_parameters()}
+    initial_weights = {name: x.detach().clone() for name, x in model.named_parameters()}
     example = draw(config["batch"])
     stages = partition(model, _N, example, check=False)
     check_independent(stages, draw(4))
     inputs = [draw(_N * config["batch"]) for _ in range(config["steps"])]
     classes = torch.randint(2, (config["steps"], _N * config["batch"]))
-    found = []
-    for runtime in (SingleProcess, Distributed):
-        given = copy.deepcopy(stages), catalog.cyclic(_N), _sgd, _loss
-        # Clipped, or deep models at their first weights would amplify rounding.
-        trained = runtime(*given, seed=seed, options=StepOptions(clip=1.0))
-        list(trained.run([*zip(inputs, classes, strict=True)]))
-        found.append({name: x.detach() for name, x in trained.module().named_parameters()})
-    pairs = [(x, found[1][name], first[name]) for name, x in found[0].items()]
-    moved = max(float((x - start).abs().max()) for x, _, start in pairs)
-    difference = max(float((x - y).abs().max()) for x, y, _ in pairs) / moved
+    weights_of_runtime = []
+    for runtime_class in (SingleProcess, Distributed):
+        runtime = runtime_class(
+            copy.deepcopy(stages),
+            catalog.cyclic(_N),
+            _sgd,
+            _loss,
+            seed=seed,
+            # Clipped, or deep models at their first weights would amplify rounding.
+            options=StepOptions(clip=1.0),
+        )
+        list(runtime.run([*zip(inputs, classes, strict=True)]))
+        weights = {name: x.detach() for name, x in runtime.module().named_parameters()}
+        weights_of_runtime.append(weights)
+    single, distributed = weights_of_runtime
+    moved = max(_distance(single[name], initial_weights[name]) for name in single)
+    difference = max(_distance(single[name], distributed[name]) for name in single) / moved
     failed = not difference < config["tolerance"]
     return {
         "graph": _graph(stages),
@@ -99,6 +105,10 @@ def _row(
         "failed": failed,
         "reason": f"differs by {difference:.0e}" if failed else "",
     }
+
+
+def _distance(weights: Tensor, others: Tensor) -> float:
+    return float((weights - others).abs().max())
 
 
 def _graph(stages: Stages) -> str:

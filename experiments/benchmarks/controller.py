@@ -7,14 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
+from math import inf
 from statistics import median
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
@@ -26,16 +29,19 @@ from toolkit.runtime.process_group.shared_status import Process
 from toolkit.schedule import Schedule, catalog
 
 ENDS = ("closed", "left", "interrupted", "a rank killed", "caller killed")
-_Given = tuple[Stages, Schedule, Any, Any]
+_Arguments = tuple[Stages, Schedule, Any, Any]  # of a runtime
 _OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-_OVERHEAD, _START, _RECOVERY = 0.002, 1.0, 10.0  # most seconds
-_GONE = 10.0  # most seconds until all processes of a controller have ended
+# Seconds that are allowed.
+_OVERHEAD = 0.002
+_START = 1.0
+_RECOVERY = 10.0
+_END = 10.0  # until all processes of a controller have ended
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each question: seconds, the median and the most, beside what is allowed."""
-    counts = "image_size", "workers", "batch", "rounds", "steps", "ends", "kills", "keep_every"
-    check_counts(config, *counts, of="bench.")
+    """Return a row for each question: seconds, the median and the largest, and those allowed."""
+    check_counts(config, "image_size", "workers", "batch", "rounds", of="bench.")
+    check_counts(config, "steps", "ends", "kills", "keep_every", of="bench.")
     options = {str(name): value for name, value in config.items()}
     chance = random.Random(seed)
     with Controller(config.workers) as controller:
@@ -46,7 +52,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 def _arguments(
     options: dict[str, Any], schedule: Schedule, seed: int, dtype: torch.dtype
-) -> _Given:
+) -> _Arguments:
     torch.manual_seed(seed)
     size = options["image_size"]
     example = torch.empty(options["batch"], 3, size, size, dtype=dtype)
@@ -56,20 +62,30 @@ def _arguments(
 
 def _batches(options: dict[str, Any], seed: int, dtype: torch.dtype) -> list[Batch]:
     torch.manual_seed(seed)
-    n, size = options["workers"] * options["batch"], options["image_size"]
-    return [(torch.randn(n, 3, size, size, dtype=dtype), torch.randint(10, (n,))) for _ in range(4)]
+    n_images, size = options["workers"] * options["batch"], options["image_size"]
+    batches = []
+    for _ in range(4):
+        inputs = torch.randn(n_images, 3, size, size, dtype=dtype)
+        batches.append((inputs, torch.randint(10, (n_images,))))
+    return batches
 
 
-def _row(what: str, found: Iterable[float], bar: float, **more: Any) -> dict[str, Any]:
-    """A row of seconds; it has failed if their median is above ``bar``."""
-    found = list(found)
-    middle, most = round(median(found), 4), round(max(found), 4)
-    values = {"rounds": len(found), "seconds": middle, "most": most, "allowed": bar}
-    return {"what": what} | values | {"failed": int(middle > bar), "steps lost": 0} | more
+def _row(question: str, seconds: Sequence[float], allowed: float) -> dict[str, Any]:
+    """Return a row of seconds; it has failed if their median is above ``allowed``."""
+    middle = round(median(seconds), 4)
+    return {
+        "what": question,
+        "rounds": len(seconds),
+        "seconds": middle,
+        "most": round(max(seconds), 4),
+        "allowed": allowed,
+        "failed": int(middle > allowed),
+        "steps lost": 0,
+    }
 
 
 def _starts(controller: Controller, options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Seconds from the call to the first result, in new processes and in the same ones."""
+    """Time from the call to the first result, in new processes and in the same ones."""
     seconds: list[float] = []
     batches = _batches(options, seed, torch.float32)
     schedules = cycle([catalog.cyclic(options["workers"]), catalog.cyclic(options["workers"], 1)])
@@ -77,27 +93,34 @@ def _starts(controller: Controller, options: dict[str, Any], seed: int) -> list[
         arguments = _arguments(options, schedule, seed, torch.float32)
         start = time.perf_counter()
         for result in controller.train(*arguments, batches):
-            seconds += [time.perf_counter() - start] if result.step == 0 else []
-    first, *others = seconds
-    what = ("first training", "next training, by another schedule")
-    return [_row(what[0], [first], float("inf")), _row(what[1], others, _START)]
+            if result.step == 0:
+                seconds.append(time.perf_counter() - start)
+    first_seconds, *next_seconds = seconds
+    return [
+        _row("first training", [first_seconds], inf),
+        _row("next training, by another schedule", next_seconds, _START),
+    ]
 
 
 def _overhead(controller: Controller, options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Seconds of a step beyond those of Distributed, which has the batches, in the same ranks."""
-    extra: list[float] = []
-    given, n = (options, catalog.cyclic(options["workers"]), seed, torch.float32), options["steps"]
+    """Time a step beyond one of Distributed, which has the batches, in the same ranks."""
+    overheads: list[float] = []
+    n_steps = options["steps"]
     batches = _batches(options, seed, torch.float32)
     for _ in tqdm(range(options["rounds"]), unit="round", leave=False):
-        alone = controller.processes.call(_by_itself, given, batches, n)[0]
-        steps = controller.train(*_arguments(*given), cycle(batches), n)
-        extra.append(_step_time(steps, n) - alone)
-    return _row("step, beyond Distributed's", extra, _OVERHEAD)
+        distributed = controller.processes.call(_time_distributed, options, seed, batches)[0]
+        schedule = catalog.cyclic(options["workers"])
+        arguments = _arguments(options, schedule, seed, torch.float32)
+        steps = controller.train(*arguments, cycle(batches), n_steps)
+        overheads.append(_step_time(steps, n_steps) - distributed)
+    return _row("step, beyond Distributed's", overheads, _OVERHEAD)
 
 
-def _by_itself(given: Any, batches: list[Batch], n_steps: int) -> float:
-    """On each rank: seconds of a step of Distributed."""
-    runtime = Distributed(*_arguments(*given), world=join(device="cpu"))
+def _time_distributed(options: dict[str, Any], seed: int, batches: list[Batch]) -> float:
+    """Return the seconds of a step of Distributed; on each rank."""
+    n_steps = options["steps"]
+    arguments = _arguments(options, catalog.cyclic(options["workers"]), seed, torch.float32)
+    runtime = Distributed(*arguments, world=join(device="cpu"))
     return _step_time(runtime.run(cycle(batches), n_steps), n_steps)
 
 
@@ -111,51 +134,67 @@ def _recoveries(
     controller: Controller, options: dict[str, Any], seed: int, chance: random.Random
 ) -> dict[str, Any]:
     """Kill random ranks at random moments; compare losses and weights with a single process's."""
-    n, every, kills = options["workers"], options["keep_every"], options["kills"]
+    n, keep_every, n_kills = options["workers"], options["keep_every"], options["kills"]
     schedules = [catalog.cyclic(n), catalog.cyclic(n, state="sharded"), catalog.one_f_one_b(n, n)]
-    lost, differing = [], 0
-    for k, schedule in enumerate(tqdm(schedules, unit="schedule", leave=False)):
-        arguments = _arguments(options, schedule, seed, torch.float64)
+    recoveries = []
+    n_differing = 0
+    for index, schedule in enumerate(tqdm(schedules, unit="schedule", leave=False)):
         single = SingleProcess(*_arguments(options, schedule, seed, torch.float64))
-        runtime = Controlled(*arguments, controller=controller, keep_every=every)
-        n_kills = len(range(k, kills, len(schedules)))
-        n_steps = 2 * every * n_kills
-        batches = list(islice(cycle(_batches(options, seed, torch.float64)), n_steps))
-        at = {2 * every * kill + chance.randrange(2 * every - 1) for kill in range(n_kills)}
+        arguments = _arguments(options, schedule, seed, torch.float64)
+        runtime = Controlled(*arguments, controller=controller, keep_every=keep_every)
+        # Schedules share the kills; each comes within 2 * keep_every steps of its own.
+        schedule_kills = len(range(index, n_kills, len(schedules)))
+        kill_steps = {
+            2 * keep_every * kill + chance.randrange(2 * keep_every - 1)
+            for kill in range(schedule_kills)
+        }
+        n_steps = 2 * keep_every * schedule_kills
+        batches = [*islice(cycle(_batches(options, seed, torch.float64)), n_steps)]
         pairs = zip(runtime.run(batches), single.run(batches), strict=True)
-        for found, expected in pairs:
-            differing += not torch.allclose(found.losses, expected.losses, rtol=1e-10, atol=1e-12)
-            if found.step in at:
+        for result, expected in pairs:
+            n_differing += not _are_close(result.losses, expected.losses)
+            if result.step in kill_steps:
                 time.sleep(chance.uniform(0, 0.02))
                 os.kill(controller.processes.process_ids[chance.randrange(n)], signal.SIGKILL)
-        weights = (x.module().state_dict() for x in (runtime, single))
-        differing += not all(
-            torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-            for a, b in zip(*(x.values() for x in weights), strict=True)
-        )
-        lost += runtime.recoveries
-    steps = max(recovery.step - recovery.restart for recovery in lost)
-    row = _row("lost rank, until all continue", [x.seconds for x in lost], _RECOVERY)
-    failures = [row["most"] > _RECOVERY, steps > every, differing > 0, len(lost) != kills]
-    return row | {"failed": sum(failures), "steps lost": steps}
+        weights = runtime.module().state_dict().values()
+        expected_weights = single.module().state_dict().values()
+        n_differing += not all(map(_are_close, weights, expected_weights))
+        recoveries += runtime.recoveries
+    steps_lost = max(recovery.step - recovery.restart for recovery in recoveries)
+    seconds = [recovery.seconds for recovery in recoveries]
+    row = _row("lost rank, until all continue", seconds, _RECOVERY)
+    failures = [
+        row["most"] > _RECOVERY,
+        steps_lost > keep_every,
+        n_differing > 0,
+        len(recoveries) != n_kills,
+    ]
+    return row | {"failed": sum(failures), "steps lost": steps_lost}
+
+
+def _are_close(tensor: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(tensor, expected, rtol=1e-10, atol=1e-12)
 
 
 def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """End controllers in mid-training in every way; count those that leave a process."""
-    seconds: dict[str, list[float]] = {how: [] for how in ENDS}
-    left = dict.fromkeys(ENDS, 0)
-    for how in tqdm([*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False):
-        found = (_kill_caller if how == "caller killed" else partial(_end, how))(options, seed)
+    seconds: dict[str, list[float]] = {way: [] for way in ENDS}
+    n_failed = dict.fromkeys(ENDS, 0)
+    for way in tqdm([*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False):
+        end = _kill_caller if way == "caller killed" else partial(_end, way)
+        processes = end(options, seed)
         start = time.perf_counter()
-        while not all(process.gone for process in found) and time.perf_counter() - start < _GONE:
+        while not all(process.gone for process in processes):
+            if time.perf_counter() - start >= _END:
+                break
             time.sleep(0.01)
-        seconds[how].append(time.perf_counter() - start)
-        left[how] += not found or not all(process.gone for process in found)
-        for process in found:
+        seconds[way].append(time.perf_counter() - start)
+        n_failed[way] += not processes or not all(process.gone for process in processes)
+        for process in processes:
             process.kill()
     return [
-        _row(f"end: {how}", values, _GONE, failed=left[how])
-        for how, values in seconds.items()
+        _row(f"end: {way}", values, _END) | {"failed": n_failed[way]}
+        for way, values in seconds.items()
         if values
     ]
 
@@ -175,20 +214,19 @@ def _parent(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-def _end(how: str, options: dict[str, Any], seed: int) -> list[Process]:
+def _end(way: str, options: dict[str, Any], seed: int) -> list[Process]:
     """End a controller; return what its processes were."""
     controller = Controller(options["workers"])
     steps, processes = _begin(controller, options, seed)
-    if how == "interrupted":
+    if way == "interrupted":
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    elif how == "a rank killed":
+    elif way == "a rank killed":
         processes[0].kill()
-    try:
-        for _ in steps if how in ("interrupted", "a rank killed") else ():
-            pass
-    except (KeyboardInterrupt, JobFailedError):
-        pass
-    if how == "left":
+    if way in ("interrupted", "a rank killed"):
+        with suppress(KeyboardInterrupt, JobFailedError):
+            for _ in steps:
+                pass
+    if way == "left":
         steps.close()
     controller.close()
     return processes
@@ -203,9 +241,9 @@ def _kill_caller(options: dict[str, Any], seed: int) -> list[Process]:
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as caller:
         assert caller.stdout is not None
-        found = [Process(int(pid)) for pid in caller.stdout.readline().split()]
+        processes = [Process(int(pid)) for pid in caller.stdout.readline().split()]
         caller.kill()
-    return found
+    return processes
 
 
 def be_killed(options: dict[str, Any], seed: int) -> None:

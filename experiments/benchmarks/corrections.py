@@ -19,7 +19,7 @@ _WARM_UP = 3  # a late version is first predicted in the third step
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a rule and correction.
+    """Return a row for each rule and correction.
 
     *seconds*: of a step in order "grouped", the median; *ratio*: to the rule without a correction,
     round by round. *weights*: the most that a rank holds, by the program of a worker a rank.
@@ -38,16 +38,18 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             stages = partition(model, config.stages, inputs[: config.batch])
             optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4)
             runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy)
-            steps[kind], schedules[kind] = partial(runtime.step, inputs, targets), schedule
+            steps[kind] = partial(runtime.step, inputs, targets)
+            schedules[kind] = schedule
         seconds = alternate(steps, config.rounds, device, _WARM_UP)
         for kind, schedule in schedules.items():
             pairs = zip(seconds[kind], seconds["none"], strict=True)
+            ratios = [corrected / plain for corrected, plain in pairs]
             rows.append(
                 {
                     "rule": f"CDP-v{1 if delay == 1 else 2}",
                     "correction": kind,
                     "seconds": round(median(seconds[kind]), 5),
-                    "ratio": round(median(mine / plain for mine, plain in pairs), 3),
+                    "ratio": round(median(ratios), 3),
                     "weights of a rank (models)": round(float(footprint(schedule).weights), 3),
                 }
             )

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,16 +46,16 @@ from toolkit.runtime.process_group.shared_status import Process, SharedStatus
 
 # What is looked at from outside lies in /proc.
 
-_LOOK = 0.02  # seconds between looks at the processes
+_INTERVAL = 0.02  # seconds between looks at the processes
 _PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
 _libc = ctypes.CDLL(None, use_errno=True)
 
 SAYS_WHEN = """\
 import runpy, sys, time
-said = []
+connections = []
 def hook(event, _):
-    if event == "socket.connect" and not said:
-        said.append(print("connects", time.time(), flush=True))
+    if event == "socket.connect" and not connections:
+        connections.append(print("connects", time.time(), flush=True))
 sys.addaudithook(hook)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -65,10 +66,10 @@ START_TOGETHER = """\
 import os, pathlib, runpy, sys, time
 del sys.argv[0]
 runpy.run_path(sys.argv[0])
-here = pathlib.Path(__file__).with_name("here")
-here.mkdir(exist_ok=True)
-(here / os.environ["RANK"]).touch()
-while len(os.listdir(here)) < int(os.environ["WORLD_SIZE"]):
+ready = pathlib.Path(__file__).with_name("ready")
+ready.mkdir(exist_ok=True)
+(ready / os.environ["RANK"]).touch()
+while len(os.listdir(ready)) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -82,24 +83,25 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], variables: dict[str, str], output: Path) -> None:
-        mark = {"FAILURE_BENCH": uuid.uuid4().hex}
-        self._mark = "=".join(*mark.items()).encode()
-        self._known: dict[tuple[int, str], Process] = {}
-        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | variables | mark
+        mark = uuid.uuid4().hex
+        self._mark = f"FAILURE_BENCH={mark}".encode()
+        self._processes: dict[tuple[int, str], Process] = {}  # by number and start
+        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | variables | {"FAILURE_BENCH": mark}
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
-        self.pid, self.wait = self._process.pid, self._process.wait
+        self.pid = self._process.pid
+        self.wait = self._process.wait
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *_: object) -> None:
-        while left := self.running():
-            for process in left:
+        while processes := self.running():
+            for process in processes:
                 process.kill()
-            time.sleep(_LOOK)
+            time.sleep(_INTERVAL)
         self._process.wait()
 
     @property
@@ -113,8 +115,8 @@ class Job:
             with contextlib.suppress(OSError):
                 if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     process = Process(pid)
-                    self._known.setdefault((pid, process.started), process)
-        return [process for process in self._known.values() if not process.gone]
+                    self._processes.setdefault((pid, process.started), process)
+        return [process for process in self._processes.values() if not process.gone]
 
 
 class Rank(NamedTuple):
@@ -152,8 +154,12 @@ def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
     store = PrefixStore("watch", TCPStore("localhost", port, None, False, timedelta(seconds=1)))
     keys = [f"process/{rank}" for rank in range(n_ranks)]
     entries = [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
-    found = [(Process(pid, start), SharedStatus.of(pid, fd)) for _, pid, start, fd in entries]
-    return [Rank(process, status) for process, status in found if status is not None]
+    ranks = []
+    for _, pid, start, fd in entries:
+        status = SharedStatus.of(pid, fd)
+        if status is not None:
+            ranks.append(Rank(Process(pid, start), status))
+    return ranks
 
 
 def cut(rank: Rank, port: int) -> None:
@@ -188,13 +194,13 @@ def _connections(pid: int) -> Iterator[socket.socket]:
         for fd in map(int, os.listdir(f"/proc/{pid}/fd")):
             if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("socket:"):
                 continue
-            ours = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
-            if ours < 0:
+            copied_fd = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
+            if copied_fd < 0:
                 reason = os.strerror(ctypes.get_errno())
                 raise UserError(
                     f"sockets of process {pid}: {reason}; be root, or leave cut out of bench.faults"
                 )
-            with socket.socket(fileno=ours) as connection:
+            with socket.socket(fileno=copied_fd) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     yield connection
     finally:
@@ -231,17 +237,28 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     _check(config)
     folder = output_folder()
     rounds: list[Round] = []
-    todo = [(number, fault) for number in range(config.rounds) for fault in config.faults]
-    for number, fault in (bar := tqdm(todo, unit="round", leave=False)):
+    bar = tqdm([*product(range(config.rounds), config.faults)], unit="round", leave=False)
+    for number, fault in bar:
         bar.set_description_str(fault)
-        rounds.append(done := one_round(config, device, seed, fault, number, folder))
-        lists = ("messages", "problems")
-        rows = [asdict(r) | {n: " | ".join(getattr(r, n)) for n in lists} for r in rounds]
-        write_csv(folder / "rounds.csv", rows)
-        if done.problems:
+        outcome = one_round(config, device, seed, fault, number, folder)
+        rounds.append(outcome)
+        write_csv(folder / "rounds.csv", [as_row(each) for each in rounds])
+        if outcome.problems:
+            problems = "; ".join(outcome.problems)
             log = f"{folder}/{fault}_{number}.log"
-            bar.write(f"{fault}_{number} fails: {'; '.join(done.problems)}; its output is {log}")
-    return [summary([r for r in rounds if r.fault == f], config.timeout) for f in config.faults]
+            bar.write(f"{fault}_{number} fails: {problems}; its output is {log}")
+    return [
+        summary([outcome for outcome in rounds if outcome.fault == fault], config.timeout)
+        for fault in config.faults
+    ]
+
+
+def as_row(outcome: Round) -> dict[str, Any]:
+    """Return the row of a round, whose texts are joined."""
+    row = asdict(outcome)
+    for column in ("messages", "problems"):
+        row[column] = " | ".join(row[column])
+    return row
 
 
 def one_round(
@@ -251,23 +268,24 @@ def one_round(
     chance = random.Random(f"{seed} {fault} {number}")
     alone = fault == "no_port"
     rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
-    done = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
+    outcome = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
     options = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
     options += ["schedule=cdp_v2", "data=digits", "runtime=distributed", "tracking.mode=disabled"]
     options += [f"runtime.timeout={config.timeout}", f"device={device.type}"]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.log"
         training = [str(TRAIN), *options, f"hydra.run.dir={scratch}/train"]
-        (_alone if alone else _broken)(done, config, training, output)
+        run_fault = _alone if alone else _broken
+        run_fault(outcome, config, training, output)
         text = output.read_bytes().decode(errors="replace")  # with its carriage returns
-        done.messages = re.findall(r"^error: (.*)", text, re.MULTILINE)
-        done.problems += problems(done, config.timeout + config.margin)
-        if done.problems:
+        outcome.messages = re.findall(r"^error: (.*)", text, re.MULTILINE)
+        outcome.problems += find_problems(outcome, config.timeout + config.margin)
+        if outcome.problems:
             shutil.copy(output, folder / f"{fault}_{number}.log")
-    return done
+    return outcome
 
 
-def _broken(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
+def _broken(outcome: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Train under torchrun until the fault and its end."""
     port, start = free_port(), output.with_name("start.py")
     start.write_text(START_TOGETHER)
@@ -275,89 +293,94 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
     with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
         ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
-        time.sleep(done.delay)
+        time.sleep(outcome.delay)
         if not ranks or any(rank.process.gone for rank in ranks):
-            done.problems.append("training did not begin, or ended before the fault")
+            outcome.problems.append("training did not begin, or ended before the fault")
             return
-        victim = ranks[done.rank]
-        _BREAK[done.fault](victim, port)
-        _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
-        done.place = victim.place
+        victim = ranks[outcome.rank]
+        _BREAK[outcome.fault](victim, port)
+        _await_end(outcome, job, [rank.process for rank in ranks], time.monotonic(), config)
+        outcome.place = victim.place
 
 
-def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
+def _alone(outcome: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Start a rank where no other is."""
-    place = {"RANK": done.rank, "LOCAL_RANK": done.rank, "WORLD_SIZE": config.ranks}
+    place = {"RANK": outcome.rank, "LOCAL_RANK": outcome.rank, "WORLD_SIZE": config.ranks}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", SAYS_WHEN, *training]
     with Job(command, {name: str(value) for name, value in place.items()}, output) as job:
         end = time.monotonic() + _PATIENCE
-        while not (said := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
+        while not (line := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
             if job.status is not None or time.monotonic() > end:
-                done.problems.append("the rank did not try to connect")
+                outcome.problems.append("the rank did not try to connect")
                 return
             time.sleep(0.02)
-        start = time.monotonic() - (time.time() - float(said[1]))
-        _await_end(done, job, job.running(), start, config)
-        done.place = f"localhost:{place['MASTER_PORT']}"
+        start = time.monotonic() - (time.time() - float(line[1]))
+        _await_end(outcome, job, job.running(), start, config)
+        outcome.place = f"localhost:{place['MASTER_PORT']}"
 
 
 def _await_end(
-    done: Round, job: Job, ranks: list[Process], start: float, config: DictConfig
+    outcome: Round, job: Job, ranks: list[Process], start: float, config: DictConfig
 ) -> None:
     """Wait for the end of all processes, and note when it came."""
     patience = config.timeout + max(config.margin, _END)
     while job.status is None and time.monotonic() - start < patience:
-        if done.ranks_seconds is None and all(rank.gone for rank in ranks):
-            done.ranks_seconds = round(time.monotonic() - start, 2)
+        if outcome.ranks_seconds is None and all(rank.gone for rank in ranks):
+            outcome.ranks_seconds = round(time.monotonic() - start, 2)
         time.sleep(0.02)
     if (status := job.status) is not None:
-        done.status, done.seconds = status, round(time.monotonic() - start, 2)
-        done.ranks_seconds = done.ranks_seconds or done.seconds
+        outcome.status, outcome.seconds = status, round(time.monotonic() - start, 2)
+        outcome.ranks_seconds = outcome.ranks_seconds or outcome.seconds
     end = time.monotonic() + _LEAVE
     while job.running() and time.monotonic() < end:
         time.sleep(0.1)
-    done.left = len(job.running())
+    outcome.left = len(job.running())
 
 
-def problems(done: Round, bar: float) -> list[str]:
+def find_problems(outcome: Round, bar: float) -> list[str]:
     """Return what is wrong with a round whose processes had to end within ``bar`` seconds."""
-    if done.problems:
+    if outcome.problems:
         return []
-    if len(done.messages) != 1:
-        return [f"{len(done.messages)} lines begin with error:"]
-    (message,) = done.messages
+    if len(outcome.messages) != 1:
+        return [f"{len(outcome.messages)} lines begin with error:"]
+    (message,) = outcome.messages
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
-    named = str(done.rank) in blamed and (done.fault == "cut" or len(blamed) == 1)
+    is_named = str(outcome.rank) in blamed and (outcome.fault == "cut" or len(blamed) == 1)
     # After a cut the rank continued, to a place that only the message shows.
     places = re.findall(r"in step \d+ at \S+", message)
-    placed = len(places) >= 2 if done.fault == "cut" else done.place in message
-    late = f"it ended after {done.seconds} s, and not within {bar:g}"
-    found = {
-        late if done.seconds else "it does not end": done.seconds is None or done.seconds > bar,
-        f"{done.left} processes are left": done.left,
-        "its status is 0": done.status == 0,
-        f"the message blames {', '.join(blamed)}, and not rank {done.rank}": not named,
-        f"the message does not say where rank {done.rank} was: {done.place}": not placed,
-    }
-    return [problem for problem, is_true in found.items() if is_true]
+    is_placed = len(places) >= 2 if outcome.fault == "cut" else outcome.place in message
+    problems = []
+    if outcome.seconds is None:
+        problems.append("it does not end")
+    elif outcome.seconds > bar:
+        problems.append(f"it ended after {outcome.seconds} s, and not within {bar:g}")
+    if outcome.left:
+        problems.append(f"{outcome.left} processes are left")
+    if outcome.status == 0:
+        problems.append("its status is 0")
+    if not is_named:
+        problems.append(f"the message blames {', '.join(blamed)}, and not rank {outcome.rank}")
+    if not is_placed:
+        problems.append(f"the message does not say where rank {outcome.rank} was: {outcome.place}")
+    return problems
 
 
 def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
     """Return the row of a fault."""
-    passed = [done for done in rounds if not done.problems]
-    ends = pd.DataFrame([(r.ranks_seconds, r.seconds) for r in rounds], dtype=float)
-    of_ranks, end = ends.median()
-    messages = [done.messages[0] for done in passed or rounds if done.messages]
+    passed = [outcome for outcome in rounds if not outcome.problems]
+    ends = pd.DataFrame([(each.ranks_seconds, each.seconds) for each in rounds], dtype=float)
+    ranks_end, end = ends.median()
+    messages = [outcome.messages[0] for outcome in passed or rounds if outcome.messages]
     return {
         "fault": rounds[0].fault,
         "rounds": len(rounds),
         "failed": len(rounds) - len(passed),
-        "ranks' end (s)": round(of_ranks, 2),
+        "ranks' end (s)": round(ranks_end, 2),
         "end (s)": round(end, 2),
         "beyond time-out (s)": round(end - timeout, 2),
         "at most (s)": round(ends[1].max() - timeout, 2),
-        "left": sum(done.left for done in rounds),
+        "left": sum(outcome.left for outcome in rounds),
         "message": next(iter(messages), ""),
     }
 

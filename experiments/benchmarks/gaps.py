@@ -64,15 +64,17 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         gaps = gaps_between(intervals)
         step = total_time(intervals) / config.steps
         for gap in sorted(gaps, key=attrgetter("microseconds"), reverse=True)[: config.longest]:
-            rows.append({
-                "method": name,
-                "gap (us)": round(gap.microseconds, 1),
-                "before": gap.before,
-                "after": gap.after,
-                "step (us)": round(step, 1),
-                "kernels": round(len(intervals) / config.steps),
-                "idle (%)": round(100 * idle_share(intervals), 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "method": name,
+                    "gap (us)": round(gap.microseconds, 1),
+                    "before": gap.before,
+                    "after": gap.after,
+                    "step (us)": round(step, 1),
+                    "kernels": round(len(intervals) / config.steps),
+                    "idle (%)": round(100 * idle_share(intervals), 1),
+                }
+            )
     return rows
 
 
@@ -125,7 +127,3 @@ def idle_share(intervals: list[Interval]) -> float:
     """Return the share of :func:`total_time` in which no interval runs."""
     idle = sum(gap.microseconds for gap in gaps_between(intervals))
     return idle / total_time(intervals) if idle else 0.0
-
-
-def _sgd(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)

@@ -26,7 +26,7 @@ _COUNTS = ("image_size", "microbatches", "stages", "batch", "rounds", "steps")
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a method: median seconds, images/s, and its ratio to plain PyTorch round by round.
+    """Return a row for each method: median seconds, images/s, and the ratio to plain PyTorch.
 
     *to captured*: the median ratio to plain PyTorch in a CUDA graph.
 
@@ -82,22 +82,32 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 
 def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[dict[str, Any]]:
-    """Of methods that have run ``n_steps`` steps at a time; the first is the baseline."""
+    """Return rows of methods that have run ``n_steps`` at a time; the first is the baseline."""
+    baseline = next(iter(seconds.values()))
     rows = []
-    for name, of_rounds in seconds.items():
-        pairs = zip(of_rounds, next(iter(seconds.values())), strict=True)
-        ratios = [mine / theirs for mine, theirs in pairs]  # round by round
-        row = {"method": name, "seconds": round(median(of_rounds) / n_steps, 5)}
-        row["images/s"] = round(n_steps * n_images / median(of_rounds), 1)
-        for column, of in (("ratio", median), ("ratio_min", min), ("ratio_max", max)):
-            row[column] = round(of(ratios), 3)
+    for name, method_seconds in seconds.items():
+        ratios = _ratios(method_seconds, baseline)
+        captured = None
         if _CAPTURED in seconds:
-            pairs = zip(of_rounds, seconds[_CAPTURED], strict=True)
-            row["to captured"] = round(median(mine / theirs for mine, theirs in pairs), 3)
-        else:
-            row["to captured"] = None
-        rows.append(row | {"operations": None})
+            captured = round(median(_ratios(method_seconds, seconds[_CAPTURED])), 3)
+        rows.append(
+            {
+                "method": name,
+                "seconds": round(median(method_seconds) / n_steps, 5),
+                "images/s": round(n_steps * n_images / median(method_seconds), 1),
+                "ratio": round(median(ratios), 3),
+                "ratio_min": round(min(ratios), 3),
+                "ratio_max": round(max(ratios), 3),
+                "to captured": captured,
+                "operations": None,
+            }
+        )
     return rows
+
+
+def _ratios(seconds: list[float], baseline: list[float]) -> list[float]:
+    """Return the ratios of two methods, round by round."""
+    return [first / second for first, second in zip(seconds, baseline, strict=True)]
 
 
 def alternate(
@@ -106,12 +116,12 @@ def alternate(
     device: torch.device,
     warm_up: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each call: ``rounds`` of each method, in turn, after ``warm_up`` uncounted."""
+    """Return the seconds of ``rounds`` calls of each method, in turn, after ``warm_up`` others."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for k in tqdm(range(-warm_up, rounds), unit="round", leave=False):
+    for round_number in tqdm(range(-warm_up, rounds), unit="round", leave=False):
         for name, method in methods.items():
             start = synchronized_time(device)
             method()
-            if k >= 0:
+            if round_number >= 0:
                 seconds[name].append(synchronized_time(device) - start)
     return seconds

@@ -91,13 +91,13 @@ def link_name(ratio: float) -> str:
 
 
 def images_of(task: Task) -> tuple[Tensor, Tensor]:
-    """Random images of all workers, and their classes."""
+    """Return random images of all workers, and their classes."""
     torch.manual_seed(task.seed)
-    n, size = task.workers * task.batch, task.image_size
-    classes = torch.randint(10, (n,))
+    n_images = task.workers * task.batch
+    classes = torch.randint(10, (n_images,))
     if task.sleep:
-        return torch.randn(n, slept.FEATURES), classes
-    return torch.randn(n, 3, size, size), classes
+        return torch.randn(n_images, slept.FEATURES), classes
+    return torch.randn(n_images, 3, task.image_size, task.image_size), classes
 
 
 def fresh_model(task: Task) -> nn.Module:
@@ -139,8 +139,9 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
     images, classes = images_of(task)
     model = fresh_model(task)
     if name == COMPUTE:
-        mine = (whole.chunk(task.workers)[world.rank] for whole in (images, classes))
-        return _plain(model, *mine)
+        rank_images = images.chunk(task.workers)[world.rank]
+        rank_classes = classes.chunk(task.workers)[world.rank]
+        return _plain(model, rank_images, rank_classes)
     method = METHODS[name]
     options = method.options
     if task.sleep:
@@ -152,8 +153,8 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
         filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
         options = options | {"bucket_mb": filled / 2**20}
     schedule = world.gather(None if world.rank else schedule_of(task, name, link))[0]
-    made = method.runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
-    return lambda n_steps: made.run([(images, classes)] * n_steps)
+    runtime = method.runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
+    return lambda n_steps: runtime.run([(images, classes)] * n_steps)
 
 
 def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
@@ -174,7 +175,7 @@ def _sgd(parameters: Any) -> torch.optim.SGD:
 
 
 def _in_bucket(task: Task) -> int:
-    """Stages in a bucket of DDP, if they sleep."""
+    """Return the number of stages in a bucket of DDP, if they sleep."""
     return -(-task.stages // _BUCKETS)
 
 
@@ -182,15 +183,17 @@ def hardware_of(task: Task, link: Link) -> Hardware:
     """Return the machines that were measured."""
     n_bytes = 1e6 * task.megabytes
     bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
-    found = Hardware("measured", inf, inf, bandwidth, link.latency, shared_ports=True)
-    per = task.ranks_per_machine
-    if per == 1:
-        return found
-    return replace(found, ranks_per_machine=per, local_bandwidth=n_bytes / link.local)
+    hardware = Hardware("measured", inf, inf, bandwidth, link.latency, shared_ports=True)
+    if task.ranks_per_machine == 1:
+        return hardware
+    local_bandwidth = n_bytes / link.local
+    return replace(
+        hardware, ranks_per_machine=task.ranks_per_machine, local_bandwidth=local_bandwidth
+    )
 
 
 def predicted(task: Task, link: Link, name: str) -> float:
-    """Seconds of a step by the simulator, for stages that sleep.
+    """Return the seconds of a step by the simulator, for stages that sleep.
 
     Of the same steps as those measured: messages may still pile up in them.
     """
@@ -209,5 +212,5 @@ def predicted(task: Task, link: Link, name: str) -> float:
 
 
 def step_time(times: Times, skip: int) -> float:
-    """Seconds of a step of the slowest rank, from the end of step ``skip`` (from 0) on."""
+    """Return the seconds of a step of the slowest rank, after step ``skip``, counted from 0."""
     return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times)

@@ -72,7 +72,7 @@ def train_all(net: network.Network, task: Task) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
     torch.set_num_threads(1)
     world = join(device="cpu", timeout=task.timeout)
-    made: dict[tuple[str, Link | None], Train] = {}
+    trainings: dict[tuple[str, Link | None], Train] = {}
 
     def shape(rate: float | None) -> None:
         if rank == 0:
@@ -81,18 +81,20 @@ def train_all(net: network.Network, task: Task) -> None:
 
     def train(method: str, link: Link | None = None) -> Times:
         key = method, link if method in AFFORDED else None
-        if key not in made:
-            made[key] = make(task, method, link, world)
+        if key not in trainings:
+            trainings[key] = make(task, method, link, world)
         world.barrier()
-        return world.gather([time.monotonic() for _ in made[key](task.steps)])
+        return world.gather([time.monotonic() for _ in trainings[key](task.steps)])
 
     def send(n_bytes: int, target: int) -> float:
-        """Seconds from rank 0 to another."""
+        """Return the seconds of a message from rank 0 to another."""
         content = torch.zeros(n_bytes, dtype=torch.uint8)
         world.barrier()
         begin = time.monotonic()
-        if rank in (0, target):
-            dist.recv(content, 0) if rank else dist.send(content, target)
+        if rank == 0:
+            dist.send(content, target)
+        elif rank == target:
+            dist.recv(content, 0)
         moments = world.gather(time.monotonic() if rank else begin)
         return moments[target] - moments[0]
 
@@ -122,14 +124,17 @@ def calibrate(
 ) -> list[Link]:
     """Measure C, limit the links so that M is a multiple of it, and measure M."""
     compute = median(step_time(train(COMPUTE), task.skip) for _ in range(_COMPUTES))
-    links, other = [], task.ranks_per_machine
-    local = median(send(n_bytes, 1) for _ in range(_SENDS)) if other > 1 else 0.0
+    links = []
+    other_machine = task.ranks_per_machine  # its first rank
+    local = 0.0
+    if task.ranks_per_machine > 1:
+        local = median(send(n_bytes, 1) for _ in range(_SENDS))
     for ratio in task.ratios:
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
         shape(rate)
-        one_way = median(send(n_bytes, other) for _ in range(_SENDS))
+        one_way = median(send(n_bytes, other_machine) for _ in range(_SENDS))
         # The least: the others also wait for a core.
-        latency = min(send(1, other) for _ in range(_SENDS))
+        latency = min(send(1, other_machine) for _ in range(_SENDS))
         mbit = None if rate is None else rate / 1e6
         links.append(Link(task.workers, ratio, mbit, compute, one_way, latency, local))
     return links
@@ -140,9 +145,18 @@ def calibrate(
 _DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
 _DRAWN_AT = (1.0, 0.0)  # ... at these ratios
 _DIGITS = {
-    "step (s)": 4, "min": 4, "max": 4, "M/C": 3, "/ DDP": 3, "/ tuned": 3, "least": 3, "paired": 3,
-    "most": 3, "peak/mean": 2, "MB sent": 2, "predicted (s)": 4, "error (%)": 1,
-}  # fmt: skip
+    "step (s)": 4,
+    "min": 4,
+    "max": 4,
+    "M/C": 3,
+    "/ DDP": 3,
+    "/ tuned": 3,
+    "least": 3,
+    "paired": 3,
+    "most": 3,
+    "peak/mean": 2,
+    "MB sent": 2,
+}
 
 Row = dict[str, Any]
 
@@ -152,7 +166,7 @@ Curves = dict[str, dict[str, Array]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a method has shown."""
+    """What was measured in one run of a method."""
 
     workers: int
     ratio: float
@@ -164,7 +178,7 @@ class Run:
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
-    """A row for each number of workers, link and method."""
+    """Return a row for each number of workers, link and method."""
     check(config, device)
     folder = output_folder()
     options: Any = OmegaConf.to_container(config)
@@ -172,10 +186,11 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     links, runs = earlier(folder, options)
     tasks = []
     for workers in config.workers:
-        here = [link for link in links if link.workers == workers]
-        done = {(run.ratio, run.round, run.method) for run in runs if run.workers == workers}
-        tasks.append(Task(**options | {"workers": workers, "links": here, "done": done}))
-        train(tasks[-1], folder, links, runs)
+        own_links = [link for link in links if link.workers == workers]
+        ended = {(run.ratio, run.round, run.method) for run in runs if run.workers == workers}
+        task = Task(**options | {"workers": workers, "links": own_links, "done": ended})
+        tasks.append(task)
+        train(task, folder, links, runs)
     print(f"\n{format_table([{'link': link.name, **asdict(link)} for link in links])}")
     rows = table(runs, links)
     if config.sleep:
@@ -184,7 +199,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 
 
 def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run]]:
-    """What a run with the same ``options`` has left in ``folder``."""
+    """Return the links and runs that a bench with the same ``options`` has left in ``folder``."""
     path, text = folder / "options.json", json.dumps(options, indent=1)
     if not path.exists():
         path.write_text(text)
@@ -196,24 +211,27 @@ def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run
 def _read(kind: Any, path: Path) -> list[Any]:
     if not path.exists():
         return []
-    found = pd.read_csv(path).astype(object)
-    return [kind(**row) for row in found.where(found.notna(), None).to_dict("records")]
+    table = pd.read_csv(path).astype(object)
+    rows = table.where(table.notna(), None).to_dict("records")
+    return [kind(**row) for row in rows]
 
 
 def add_predictions(rows: list[Row], tasks: Sequence[Task], links: Sequence[Link]) -> None:
     """Add to each row the simulator's step time and its error, and print how many are near."""
-    by_size = {task.workers: task for task in tasks}
-    at = {(link.workers, link.name): link for link in links}
-    near = []
+    task_of_size = {task.workers: task for task in tasks}
+    link_of_name = {(link.workers, link.name): link for link in links}
+    errors = []
     for row in rows:
         if row["method"] == COMPUTE:
             continue
-        place = row["workers"], row["link"]
-        seconds = predicted(by_size[row["workers"]], at[place], row["method"])
+        link = link_of_name[row["workers"], row["link"]]
+        seconds = predicted(task_of_size[row["workers"]], link, row["method"])
         error = 100 * (seconds / row["step (s)"] - 1)
-        near.append(abs(error) <= 5)
-        row |= {"predicted (s)": round(seconds, 4), "error (%)": round(error, 1)}
-    print(f"\npredicted within 5 % of measured: {sum(near)} of {len(near)} step times")
+        errors.append(abs(error))
+        row["predicted (s)"] = round(seconds, 4)
+        row["error (%)"] = round(error, 1)
+    n_near = sum(error <= 5 for error in errors)
+    print(f"\npredicted within 5 % of measured: {n_near} of {len(errors)} step times")
 
 
 def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
@@ -228,19 +246,19 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
         closing(Traffic(net)) as traffic,
     ):
 
-        def take(_: int, found: Any) -> None:
-            if isinstance(found, list):
-                links.extend(link for link in found if link not in links)
+        def on_report(_: int, message: Any) -> None:
+            if isinstance(message, list):
+                links.extend(link for link in message if link not in links)
                 write_csv(folder / "links.csv", [asdict(link) for link in links])
                 return
-            done, curve = measured(task, traffic, *found)
-            runs.append(done)
+            run, curve = measured(task, traffic, *message)
+            runs.append(run)
             write_csv(folder / "runs.csv", [asdict(each) for each in runs])
-            if done.round == 0 and done.method in _DRAWN and done.ratio in _DRAWN_AT:
-                curves.setdefault(link_name(done.ratio), {})[done.method] = curve
+            if run.round == 0 and run.method in _DRAWN and run.ratio in _DRAWN_AT:
+                curves.setdefault(link_name(run.ratio), {})[run.method] = curve
             bar.update()
 
-        launch(train_all, task.workers, net, task, on_report=take, timeout=task.timeout)
+        launch(train_all, task.workers, net, task, on_report=on_report, timeout=task.timeout)
     rows = table(runs, [link for link in links if link.workers == task.workers])
     save(link_times(rows, curves, network.WINDOW), folder / f"links_{task.workers}")
 
@@ -248,72 +266,92 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
 def measured(
     task: Task, traffic: Traffic, link: Link, number: int, method: str, times: Times
 ) -> tuple[Run, Array]:
-    """A run, and the traffic of two of its steps, in Mbit/s."""
+    """Return a run, and the traffic of two of its steps, in Mbit/s."""
     seconds = step_time(times, task.skip)
     start, end = times[0][task.skip], times[0][-1]
-    moments, sent = traffic.samples(start, end)
-    windows = network.in_windows(moments, sent, start, end)
-    sums = np.array([np.interp((start, end), moments, of_rank) for of_rank in sent.T])
-    sent_by_all = float((sums[:, 1] - sums[:, 0]).sum())
-    mb_sent = sent_by_all / task.workers / (task.steps - 1 - task.skip) / 1e6
-    peak = network.peak_over_mean(windows)
-    shown = windows[: round(2 * seconds / network.WINDOW)].sum(axis=1)
-    done = Run(link.workers, link.ratio, number, method, seconds, peak, mb_sent)
-    return done, 8e-6 * shown / network.WINDOW
+    moments, bytes_sent = traffic.samples(start, end)
+    total_bytes = 0.0
+    for machine_bytes in bytes_sent.T:
+        sent_before, sent_after = np.interp((start, end), moments, machine_bytes)
+        total_bytes += float(sent_after - sent_before)
+    n_steps = task.steps - 1 - task.skip
+    windows = network.in_windows(moments, bytes_sent, start, end)
+    run = Run(
+        workers=link.workers,
+        ratio=link.ratio,
+        round=number,
+        method=method,
+        seconds=seconds,
+        peak_over_mean=network.peak_over_mean(windows),
+        mb_sent=total_bytes / task.workers / n_steps / 1e6,
+    )
+    drawn = windows[: round(2 * seconds / network.WINDOW)].sum(axis=1)
+    return run, 8e-6 * drawn / network.WINDOW
 
 
 def check(config: DictConfig, device: torch.device) -> None:
-    """Refuse what cannot be measured, or not here."""
+    """Raise UserError for options that cannot be measured, or not here."""
     if device.type != "cpu":
         raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
-    counts = ("workers", "image_size", "batch", "stages", "rounds", "ranks_per_machine")
-    check_counts(config, *counts, of="bench.")
-    per = config.ranks_per_machine
-    for name, holds, rule in (
+    check_counts(config, "workers", "image_size", "batch", "stages", of="bench.")
+    check_counts(config, "rounds", "ranks_per_machine", of="bench.")
+    methods = {*config.methods}
+    per_machine = config.ranks_per_machine
+    delay_rule = f"is above 0 for delays that links afford: {', '.join(AFFORDED)}"
+    checks = [
         ("skip", config.skip >= 0, "is 0 or more"),
         ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
         ("ratios", min(config.ratios, default=-1) >= 0, "are of M to C, 0 for no limit"),
-        ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
+        ("methods", methods <= {*ALL}, f"are of {', '.join(ALL)}"),
         ("sleep", 0 <= config.sleep < inf, "is the seconds of a step, or 0 to compute"),
         ("megabytes", 0 < config.megabytes < inf, "is above 0"),
+        ("sleep", config.sleep or not methods & {*AFFORDED}, delay_rule),
         (
-            "sleep",
-            config.sleep or not {*config.methods} & {*AFFORDED},
-            f"is above 0 for delays that links afford: {', '.join(AFFORDED)}",
+            "ranks_per_machine",
+            not any(workers % per_machine for workers in config.workers),
+            "divides bench.workers",
         ),
-        ("ranks_per_machine", not any(n % per for n in config.workers), "divides bench.workers"),
-        *(
-            (name, len({*config[name]}) == len(config[name]), "are different")
-            for name in ("workers", "ratios", "methods")
-        ),
-    ):
+    ]
+    for name in ("workers", "ratios", "methods"):
+        checks.append((name, len({*config[name]}) == len(config[name]), "are different"))
+    for name, holds, rule in checks:
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")
     for workers in config.workers:
-        network.check(workers // per)
+        network.check(workers // per_machine)
 
 
 def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
-    """A row for each number of workers, link and method; None where there is no number."""
+    """Return a row for each number of workers, link and method; None where there is no number."""
     rows: list[Row] = []
-    every = pd.DataFrame([asdict(run) for run in runs])
+    all_runs = pd.DataFrame([asdict(run) for run in runs])
     for link in links:
-        here = every[(every.workers == link.workers) & (every.ratio == link.ratio)]
-        seconds = here.pivot(index="round", columns="method", values="seconds")
+        is_here = (all_runs.workers == link.workers) & (all_runs.ratio == link.ratio)
+        link_runs = all_runs[is_here]
+        seconds = link_runs.pivot(index="round", columns="method", values="seconds")
         seconds = seconds.reindex(columns=ALL).dropna(axis="columns", how="all")
-        step, paired = seconds.median(), seconds.div(seconds.get("DDP", np.nan), axis="index")
-        sending = here[here.method != COMPUTE].groupby("method").median(numeric_only=True)
-        sending = sending.reindex(step.index)
-        columns = {
-            "M/C": link.one_way / link.compute,
-            "step (s)": step, "min": seconds.min(), "max": seconds.max(),
-            "/ DDP": step / step.get("DDP", np.nan),
-            "/ tuned": step / step.get("DDP tuned", np.nan),
-            "least": paired.min(), "paired": paired.median(), "most": paired.max(),
-            "peak/mean": sending.peak_over_mean, "MB sent": sending.mb_sent,
-        }  # fmt: skip
-        found = pd.DataFrame(columns).round(_DIGITS).to_dict("index")
-        for method, numbers in found.items():
+        step = seconds.median()
+        ratios = seconds.div(seconds.get("DDP", np.nan), axis="index")  # round by round
+        sending = link_runs[link_runs.method != COMPUTE].groupby("method")
+        traffic = sending.median(numeric_only=True).reindex(step.index)
+        columns = pd.DataFrame(
+            {
+                "M/C": link.one_way / link.compute,
+                "step (s)": step,
+                "min": seconds.min(),
+                "max": seconds.max(),
+                "/ DDP": step / step.get("DDP", np.nan),
+                "/ tuned": step / step.get("DDP tuned", np.nan),
+                "least": ratios.min(),
+                "paired": ratios.median(),
+                "most": ratios.max(),
+                "peak/mean": traffic.peak_over_mean,
+                "MB sent": traffic.mb_sent,
+            }
+        )
+        for method, numbers in columns.round(_DIGITS).to_dict("index").items():
             row = {"workers": link.workers, "link": link.name, "method": method}
-            rows.append(row | {k: None if isnan(v) else v for k, v in numbers.items()})
+            for name, number in numbers.items():
+                row[name] = None if isnan(number) else number
+            rows.append(row)
     return rows

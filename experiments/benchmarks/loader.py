@@ -32,7 +32,7 @@ _PLAIN = "plain PyTorch, step"
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a method: images/s and seconds a batch, medians of rounds, and ratios to the model.
+    """Return a row for each method: images/s, seconds a batch, and ratios to the model.
 
     *in memory*: bytes on the device, augmented there. *folder*: JPEGs, read by so many processes,
     copied to the device as bytes, pinned if it is a GPU. A run of a loader reads ``steps`` batches,
@@ -113,18 +113,17 @@ def write_images(folder: Path, n_train: int, size: int, seed: int) -> None:
 
 
 def rows(seconds: dict[str, list[float]], n_images: int) -> list[dict[str, Any]]:
-    """Rows of methods whose batches, of ``n_images``, have taken these seconds."""
-    batch_seconds = {name: median(of_rounds) for name, of_rounds in seconds.items()}
-    per_second = {name: n_images / of_batch for name, of_batch in batch_seconds.items()}
+    """Return rows of methods whose batches, of ``n_images``, have taken these seconds."""
+    medians = {name: median(rounds) for name, rounds in seconds.items()}
     return [
         {
             "method": name,
-            "images/s": round(per_second[name], 1),
-            "seconds a batch": round(batch_seconds[name], 5),
-            "of CDP-v2's": round(per_second[name] / per_second[_CDP], 3),
-            "of plain PyTorch's": round(per_second[name] / per_second[_PLAIN], 3),
+            "images/s": round(n_images / batch_seconds, 1),
+            "seconds a batch": round(batch_seconds, 5),
+            "of CDP-v2's": round(medians[_CDP] / batch_seconds, 3),
+            "of plain PyTorch's": round(medians[_PLAIN] / batch_seconds, 3),
         }
-        for name in seconds
+        for name, batch_seconds in medians.items()
     ]
 
 

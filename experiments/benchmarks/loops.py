@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,7 @@ Run = Callable[[int], Iterator[Any]]
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a rule: seconds of a step, the median; and ratios, the medians of those of rounds.
+    """Return a row for each rule: the median seconds of a step, and median ratios of rounds.
 
     *start*: seconds from the first call to the first result of a step.
     """
@@ -34,34 +35,36 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 
 def measure(options: dict[str, Any], device: str, seed: int) -> list[dict[str, Any]]:
-    """On each rank: every way to train, in turn."""
+    """Time every way to train, in turn; on each rank."""
     world = join(device="cpu" if device == "cpu" else "auto")
     torch.manual_seed(seed)
     n, size = world.size, options["image_size"]
     inputs = torch.randn(n * options["batch"], 3, size, size, device=world.device)
     targets = torch.randint(10, (len(inputs),), device=world.device)
     make = partial(build, options["model"], 10, size)
-    mine = inputs.chunk(n)[world.rank], targets.chunk(n)[world.rank]
-    ways: dict[str, Run] = {"DDP": _ddp(make().to(world.device), *mine)}
+    x = inputs.chunk(n)[world.rank]
+    y = targets.chunk(n)[world.rank]
+    ways: dict[str, Run] = {"DDP": _ddp(make().to(world.device), x, y)}
     for rule in RULES:
-        ways[f"{rule} in a loop"] = _loop(make().to(world.device), rule, *mine)
+        ways[f"{rule} in a loop"] = _loop(make().to(world.device), rule, x, y)
         ways[rule] = _runtime(make().to(world.device), rule, world, inputs, targets)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    start: dict[str, float] = {}
+    start_seconds: dict[str, float] = {}
     for _ in range(options["rounds"]):
         for name, way in ways.items():
             world.barrier()
-            marks = [time.perf_counter()]
-            marks += [time.perf_counter() for _ in way(options["steps"])]
-            start.setdefault(name, marks[1] - marks[0])
-            skipped = 1 + options["steps"] // 4
-            seconds[name].append(
-                median(b - a for a, b in zip(marks[skipped:-1], marks[skipped + 1 :], strict=True))
-            )
-    return [_row(rule, seconds, start) for rule in RULES]
+            moments = [time.perf_counter()]
+            moments += [time.perf_counter() for _ in way(options["steps"])]
+            start_seconds.setdefault(name, moments[1] - moments[0])
+            n_skipped = 1 + options["steps"] // 4
+            timed = pairwise(moments[n_skipped:])
+            seconds[name].append(median(end - begin for begin, end in timed))
+    return [_row(rule, seconds, start_seconds) for rule in RULES]
 
 
-def _row(rule: str, seconds: dict[str, list[float]], start: dict[str, float]) -> dict[str, Any]:
+def _row(
+    rule: str, seconds: dict[str, list[float]], start_seconds: dict[str, float]
+) -> dict[str, Any]:
     loop = seconds[f"{rule} in a loop"]
 
     def ratio(name: str) -> float:
@@ -72,7 +75,7 @@ def _row(rule: str, seconds: dict[str, list[float]], start: dict[str, float]) ->
         "seconds": round(median(loop), 5),
         "of Distributed's": ratio(rule),
         "of DDP's": ratio("DDP"),
-        "start": round(start[f"{rule} in a loop"], 2),
+        "start": round(start_seconds[f"{rule} in a loop"], 2),
     }
 
 

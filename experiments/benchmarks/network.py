@@ -43,8 +43,8 @@ ip -n {name} link set lo up
 ip -n {hub} link add port{n} type veth peer name eth0 netns {name}
 ip -n {hub} link set port{n} master bridge gso_max_size 16384 up
 ip -n {name} link set eth0 gso_max_size 16384 addrgenmode none up
-ip -n {name} address add {own}/24 dev eth0
-ip -n {name} route change 10.77.0.0/24 dev eth0 src {own} proto kernel scope link congctl cubic"""
+ip -n {name} address add {ip}/24 dev eth0
+ip -n {name} route change 10.77.0.0/24 dev eth0 src {ip} proto kernel scope link congctl cubic"""
 
 # Of net.ipv4, where they may be changed; with others, messages are a little slower.
 _SETTINGS = {
@@ -79,8 +79,9 @@ class Traffic:
     """A thread that samples the bytes that each machine of ``net`` has sent, until it is closed."""
 
     def __init__(self, net: Network) -> None:
-        self._net, self._closed = net, threading.Event()
-        self._found: list[tuple[float, list[int]]] = []
+        self._net = net
+        self._closed = threading.Event()
+        self._samples: list[tuple[float, list[int]]] = []
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
@@ -90,7 +91,7 @@ class Traffic:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._closed.wait(_INTERVAL):
             counters = Path("/proc/thread-self/net/dev").read_bytes()
-            self._found.append((time.monotonic(), received(counters, len(self._net.machines))))
+            self._samples.append((time.monotonic(), received(counters, len(self._net.machines))))
 
     def close(self) -> None:
         self._closed.set()
@@ -98,14 +99,14 @@ class Traffic:
 
     def samples(self, start: float, end: float) -> tuple[Array, Array]:
         """Return moments, and bytes ``[samples, machines]`` sent by then; drop those before."""
-        while not self._found or self._found[-1][0] <= end:
+        while not self._samples or self._samples[-1][0] <= end:
             if not self._thread.is_alive():
                 raise RuntimeError("the thread that samples the traffic has ended")
             time.sleep(5 * _INTERVAL)
-        before = sum(moment < start for moment, _ in self._found)
-        del self._found[: max(0, before - 1)]
-        moments, sent = zip(*self._found, strict=True)
-        return np.array(moments), np.array(sent, float)
+        n_before = sum(moment < start for moment, _ in self._samples)
+        del self._samples[: max(0, n_before - 1)]
+        moments, bytes_sent = zip(*self._samples, strict=True)
+        return np.array(moments), np.array(bytes_sent, float)
 
 
 def address(machine: int) -> str:
@@ -124,25 +125,28 @@ def network(size: int) -> Iterator[Network]:
     """Build a network of ``size`` machines without limit; remove it at the end of the block."""
     check(size)
     names = [f"cdp-{os.getpid()}-{name}" for name in (*range(size), "hub")]
-    made = Network(tuple(names[:-1]), names[-1])
+    net = Network(tuple(names[:-1]), names[-1])
+    settings = "".join(
+        f"echo {value} > /proc/sys/net/ipv4/{name};" for name, value in _SETTINGS.items()
+    )
+    commands = _HUB.format(hub=net.hub)
+    for n, name in enumerate(net.machines):
+        commands += "\n" + _MACHINE.format(
+            hub=net.hub, name=name, n=n, ip=address(n), settings=settings
+        )
     try:
-        commands = [_HUB.format(hub=made.hub)]
-        settings = "".join(f"echo {x} > /proc/sys/net/ipv4/{k};" for k, x in _SETTINGS.items())
-        for n, name in enumerate(made.machines):
-            given = {"hub": made.hub, "name": name, "n": n, "own": address(n)}
-            commands.append(_MACHINE.format(**given, settings=settings))
-        for command in "\n".join(commands).splitlines():
+        for command in commands.splitlines():
             _run(command)
-        made.shape(1e9)  # a kernel without token buckets fails here, not in the first run
-        made.shape(None)
-        yield made
+        net.shape(1e9)  # a kernel without token buckets fails here, not in the first run
+        net.shape(None)
+        yield net
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def check(n: int) -> None:
-    """Refuse a network that cannot be built here."""
+    """Raise UserError if a network of ``n`` machines cannot be built here."""
     if not 2 <= n <= 250:
         raise UserError(f"a network has 2 to 250 machines: got {n}")
     if sys.platform != "linux" or os.geteuid() != 0:
@@ -150,30 +154,32 @@ def check(n: int) -> None:
 
 
 def _run(command: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         shlex.split(command), capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
-    if done.returncode:
-        reason = " ".join(done.stderr.split())
+    if process.returncode:
+        reason = " ".join(process.stderr.split())
         modules = "the kernel modules veth, bridge, sch_tbf and tcp_cubic (modprobe)"
         raise UserError(f"{command}: {reason}; it needs {modules}")
-    return done.stdout
+    return process.stdout
 
 
 def received(counters: bytes, n_ports: int) -> list[int]:
-    """The bytes that each port of the hub has received, from the text of /proc/net/dev."""
-    found = {name.decode(): int(n) for name, n in re.findall(rb"(\S+):\s*(\d+)", counters)}
-    return [found[f"port{port}"] for port in range(n_ports)]
+    """Return the bytes that each port of the hub has received, from the text of /proc/net/dev."""
+    bytes_of_port = {
+        name.decode(): int(n_bytes) for name, n_bytes in re.findall(rb"(\S+):\s*(\d+)", counters)
+    }
+    return [bytes_of_port[f"port{port}"] for port in range(n_ports)]
 
 
 def in_windows(moments: Array, sent: Array, start: float, end: float) -> Array:
-    """Bytes ``[windows, machines]`` sent in each whole window; between samples they come evenly."""
+    """Return bytes ``[windows, machines]`` of each whole window; between samples evenly sent."""
     edges = start + WINDOW * np.arange(int((end - start) / WINDOW + 1e-6) + 1)
-    so_far = [np.interp(edges, moments, of_rank) for of_rank in sent.T]
-    return np.diff(np.stack(so_far, axis=1), axis=0)
+    sent_by_edge = [np.interp(edges, moments, machine_bytes) for machine_bytes in sent.T]
+    return np.diff(np.stack(sent_by_edge, axis=1), axis=0)
 
 
 def peak_over_mean(windows: Array) -> float:
-    """The fullest window by the mean one, of all machines together; NaN without traffic."""
+    """Return the fullest window by the mean one, of all machines together; NaN without traffic."""
     series = windows.sum(axis=1)
     return float(series.max() / series.mean()) if series.any() else float("nan")

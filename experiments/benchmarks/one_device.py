@@ -32,7 +32,7 @@ _CLASSES = 10
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a model, number of micro-batches and method; what stays between steps is excluded.
+    """Return a row for each model, number of micro-batches and method, without memory at rest.
 
     Stages are chosen by a roofline. Their extra time is also that of the seconds measured here.
     """
@@ -55,41 +55,49 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             ("shifted", shifted.schedule(hardware), ()),
             ("chosen", chosen.schedule(hardware), chosen.recomputed),
         ]
-        first: tuple[float, float] = (0.0, 0.0)
-        for method, schedule, again in methods:
-            predicted = foreseen(schedule, recomputing(costs, [*again]))
-            measured = held(name, schedule, images, StepOptions(checkpoint=[*again]))
-            first = first if any(first) else (predicted, measured)
-            extra = sum(seconds[j][0] for j in again) / sum(map(sum, seconds))
-            rows.append({
-                "model": name, "micro-batches": n, "method": method,
-                "computed again": ", ".join(map(str, again)),
-                "extra time, roofline": f"{chosen.extra_time if again else 0:.1%}",
-                "extra time, measured": f"{extra:.1%}",
-                "predicted MB": round(predicted / MB, 1), "measured MB": round(measured / MB, 1),
-                "measured / predicted": round(measured / predicted, 3),
-                "below DP, predicted": f"{1 - predicted / first[0]:.1%}",
-                "below DP, measured": f"{1 - measured / first[1]:.1%}",
-            })  # fmt: skip
+        dp_predicted = dp_measured = 0.0
+        for method, schedule, recomputed in methods:
+            predicted = predict_peak(schedule, recomputing(costs, [*recomputed]))
+            measured = measure_peak(name, schedule, images, StepOptions(checkpoint=[*recomputed]))
+            if method == "DP":
+                dp_predicted = predicted
+                dp_measured = measured
+            extra_seconds = sum(seconds[stage][0] for stage in recomputed)
+            extra_time = extra_seconds / sum(map(sum, seconds))
+            rows.append(
+                {
+                    "model": name,
+                    "micro-batches": n,
+                    "method": method,
+                    "computed again": ", ".join(map(str, recomputed)),
+                    "extra time, roofline": f"{chosen.extra_time if recomputed else 0:.1%}",
+                    "extra time, measured": f"{extra_time:.1%}",
+                    "predicted MB": round(predicted / MB, 1),
+                    "measured MB": round(measured / MB, 1),
+                    "measured / predicted": round(measured / predicted, 3),
+                    "below DP, predicted": f"{1 - predicted / dp_predicted:.1%}",
+                    "below DP, measured": f"{1 - measured / dp_measured:.1%}",
+                }
+            )
     return rows
 
 
 def staged(name: str, n_stages: int, images: Tensor) -> Stages:
-    """The stages of a new model."""
+    """Return the stages of a new model."""
     return partition(build(name, _CLASSES, images.shape[-1]), n_stages, images)
 
 
-def foreseen(schedule: Schedule, costs: Costs) -> float:
-    """Bytes that the program holds at most above the weights that stay between training steps."""
+def predict_peak(schedule: Schedule, costs: Costs) -> float:
+    """Return the peak bytes of the program above the weights that stay between training steps."""
     timeline = simulate(schedule.lower(_STEPS, _STEPS), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest
 
 
-def held(name: str, schedule: Schedule, images: Tensor, options: StepOptions) -> float:
-    """Bytes of tensors above those that stay between training steps."""
-    n = schedule.n_microbatches
-    inputs, targets = images.repeat(n, 1, 1, 1), torch.zeros(n * len(images), dtype=torch.long)
+def measure_peak(name: str, schedule: Schedule, images: Tensor, options: StepOptions) -> float:
+    """Return the peak bytes of tensors above those that stay between training steps."""
+    inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
+    targets = torch.zeros(len(inputs), dtype=torch.long)
     with Live() as live:
         runtime = SingleProcess(
             staged(name, schedule.n_stages, images),

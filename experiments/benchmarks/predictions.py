@@ -6,6 +6,7 @@ fitted to the runs that are compared.
 
 import random
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -24,21 +25,23 @@ from toolkit.format import MB
 from toolkit.model import build, partition
 from toolkit.plan.candidates import Candidate, candidates
 from toolkit.runtime import Distributed, StepOptions, World, join, launch
+from toolkit.runtime.microbatches import Batch
 from toolkit.schedule.instruction import Action
+from toolkit.schedule.program import Program
 from toolkit.schedule.steady_state import steps_to_time
 
 _RANKS = 2
 _RECORDED = 6  # training steps whose memory is measured, before those that are timed
 _MESSAGES = 1 << 12, 1 << 22  # bytes
 _REPEATS = 15
-_SUM = Action.BACKWARD, Action.BACKWARD_WEIGHT
+_SUMMING = Action.BACKWARD, Action.BACKWARD_WEIGHT
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a candidate: step time and memory of the fullest rank, predicted and measured.
+    """Return a row for each candidate: predicted and measured step time and memory.
 
-    Memory is that of weights, gradient sums and activations: at most that of all the weights that
-    messages can bring, activations, and one sum a stage.
+    Memory is the fullest rank's, of weights, gradient sums and activations: at most that of all the
+    weights that messages can bring, activations, and one sum a stage.
     """
     if device.type != "cpu":
         raise UserError(f"bench=predictions runs on the CPU: got device={device}")
@@ -46,33 +49,35 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return launch(measure, _RANKS, dict(config), seed)[0]
 
 
-def chosen(options: dict[str, Any], seed: int) -> list[tuple[str, Candidate]]:
-    """Models and candidates, drawn from all that use the ranks."""
-    tried = [c for c in candidates(_RANKS, options["batch"]) if c.schedule.n_ranks == _RANKS]
-    pairs = [(name, candidate) for name in options["models"] for candidate in tried]
+def draw_candidates(options: dict[str, Any], seed: int) -> list[tuple[str, Candidate]]:
+    """Return models and candidates, drawn from all that use the ranks."""
+    pairs = [
+        (name, candidate)
+        for name in options["models"]
+        for candidate in candidates(_RANKS, options["batch"])
+        if candidate.schedule.n_ranks == _RANKS
+    ]
     return random.Random(seed).sample(pairs, min(options["configurations"], len(pairs)))
 
 
 def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """On each rank: all candidates, one after another."""
-    world, size = join(device="cpu"), options["image_size"]
-    hardware = links(world)
-    x, y = torch.randn(options["batch"], 3, size, size), torch.randint(10, (options["batch"],))
+    """Run all candidates on this rank, one after another; return a row for each."""
+    world = join(device="cpu")
+    size = options["image_size"]
+    hardware = measure_hardware(world)
+    inputs = torch.randn(options["batch"], 3, size, size)
+    targets = torch.randint(10, (options["batch"],))
     rows = []
-    for name, candidate in tqdm(chosen(options, seed), disable=world.rank > 0):
+    for name, candidate in tqdm(draw_candidates(options, seed), disable=world.rank > 0):
         torch.manual_seed(seed)
-        schedule, example = candidate.schedule, x[: candidate.batch]
+        schedule = candidate.schedule
+        example = inputs[: candidate.batch]
+        model = build(name, 10, size)
         try:
-            stages = partition(
-                build(name, 10, size),
-                schedule.n_stages,
-                example,
-                candidate.partition,
-                check=False,
-            )
+            stages = partition(model, schedule.n_stages, example, candidate.partition, check=False)
         except UserError:  # the model has fewer stages
             continue
-        costs = recomputing(_both(world, profile(stages, example)), candidate.checkpoint)
+        costs = recomputing(_mean_seconds(world, profile(stages, example)), candidate.checkpoint)
         runtime = Distributed(
             stages,
             schedule,
@@ -82,74 +87,103 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
             world=world,
             record=_RECORDED,
         )
-        list(runtime.run([(x, y)] * _RECORDED))
-        measured = runtime.measurements()
-        found = measured.timeline()
-        world.barrier()
-        late = 1 + schedule.max_staleness  # steps at the ends are others' as well
-        n_steps = max(options["steps"], 2 * late + 1)
-        marks = [time.perf_counter()]
-        marks += [time.perf_counter() for _ in runtime.run([(x, y)] * n_steps)]
-        seconds = (marks[-1 - late] - marks[late]) / (n_steps - 2 * late)
-        seconds = max(world.gather(seconds))
-        state = [cost.parameter_bytes for cost in costs]
+        list(runtime.run([(inputs, targets)] * _RECORDED))
+        measurements = runtime.measurements()
+        seconds = step_seconds(world, runtime, (inputs, targets), options["steps"])
+
         program = schedule.lower(steps_to_time(schedule, 8)).verify()
-        predicted = simulate(program, costs, hardware, state)
-        kinds = {change.kind for change in found.changes}
-        same = [change for change in predicted.changes if change.kind in kinds]
-        peaks = [max(_peaks(timeline)) for timeline in (replace(predicted, changes=same), found)]
-        kept = [change for change in same if change.kind == ACTIVATIONS]
-        summed = [{i.stage for i in order if i.action in _SUM} for order in program.ranks]
-        each = (
-            _peaks(replace(predicted, changes=kept)),
-            measured.most_weights(),
-            [sum(costs[stage].gradient_bytes for stage in stages) for stages in summed],
+        weight_bytes = [cost.parameter_bytes for cost in costs]
+        predicted = simulate(program, costs, hardware, weight_bytes)
+        measured = measurements.timeline()
+        measured_kinds = {change.kind for change in measured.changes}
+        predicted_peak = max(_peaks(predicted, measured_kinds))
+        measured_peak = max(_peaks(measured, measured_kinds))
+        # Of each rank: activations, all weights that messages can bring, and one sum a stage.
+        bounds = zip(
+            _peaks(predicted, {ACTIVATIONS} & measured_kinds),
+            measurements.most_weights(),
+            _gradient_bytes(program, costs),
+            strict=True,
         )
-        most = max(map(sum, zip(*each, strict=True)))
-        rows.append({
-            "model": name, "schedule": candidate.label,
-            "predicted ms": round(predicted.step_time * 1e3, 2),
-            "measured ms": round(seconds * 1e3, 2),
-            "error (%)": round(100 * (predicted.step_time / seconds - 1), 1),
-            "predicted MB": round(peaks[0] / MB, 3), "measured MB": round(peaks[1] / MB, 3),
-            "at most MB": round(most / MB, 3),
-            "memory error (%)": round(100 * (peaks[0] / peaks[1] - 1), 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": name,
+                "schedule": candidate.label,
+                "predicted ms": round(predicted.step_time * 1e3, 2),
+                "measured ms": round(seconds * 1e3, 2),
+                "error (%)": round(100 * (predicted.step_time / seconds - 1), 1),
+                "predicted MB": round(predicted_peak / MB, 3),
+                "measured MB": round(measured_peak / MB, 3),
+                "at most MB": round(max(map(sum, bounds)) / MB, 3),
+                "memory error (%)": round(100 * (predicted_peak / measured_peak - 1), 1),
+            }
+        )
     return rows
 
 
-def links(world: World) -> Hardware:
+def step_seconds(world: World, runtime: Distributed, batch: Batch, n_steps: int) -> float:
+    """Return the seconds of a training step on the slowest rank."""
+    world.barrier()
+    # Steps at both ends overlap with steps that are not timed.
+    n_overlapping = 1 + runtime.schedule.max_staleness
+    n_steps = max(n_steps, 2 * n_overlapping + 1)
+    moments = [time.perf_counter()]
+    moments += [time.perf_counter() for _ in runtime.run([batch] * n_steps)]
+    seconds = moments[-1 - n_overlapping] - moments[n_overlapping]
+    return max(world.gather(seconds / (n_steps - 2 * n_overlapping)))
+
+
+def measure_hardware(world: World) -> Hardware:
     """Time messages between the two ranks, and copies in memory."""
     messages = [torch.zeros(n_bytes // 4) for n_bytes in _MESSAGES]
-    taken: list[list[float]] = [[], []]
+    seconds_of_message: list[list[float]] = [[] for _ in messages]
     for _ in range(_REPEATS):
-        for message, seconds in zip(messages, taken, strict=True):  # in turn: other work slows both
+        # In turn: other work of the machine slows both.
+        for message, seconds in zip(messages, seconds_of_message, strict=True):
             world.barrier()
             begin = time.perf_counter()
             for sender in (0, 1):  # there and back
-                (dist.send if world.rank == sender else dist.recv)(message, 1 - world.rank)
+                send_or_receive = dist.send if world.rank == sender else dist.recv
+                send_or_receive(message, 1 - world.rank)
             seconds.append((time.perf_counter() - begin) / 2)
-    few, many = (max(world.gather(median(seconds))) for seconds in taken)
-    bandwidth = (_MESSAGES[1] - _MESSAGES[0]) / (many - few)
-    source, target, rates = torch.zeros(1 << 22), torch.zeros(1 << 22), []
+    latency, large_seconds = (max(world.gather(median(seconds))) for seconds in seconds_of_message)
+    bandwidth = (_MESSAGES[1] - _MESSAGES[0]) / (large_seconds - latency)
+
+    source = torch.zeros(1 << 22)
+    target = torch.zeros(1 << 22)
+    memory_rates = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         target.copy_(source)
-        rates.append(2 * source.nbytes / (time.perf_counter() - begin))
-    copies = min(world.gather(median(rates)))
-    return Hardware("this machine", 1e11, copies, bandwidth, few)
+        memory_rates.append(2 * source.nbytes / (time.perf_counter() - begin))
+    memory_bandwidth = min(world.gather(median(memory_rates)))
+    return Hardware("this machine", 1e11, memory_bandwidth, bandwidth, latency)
 
 
-def _both(world: World, costs: Costs) -> Costs:
-    """Costs with the mean of the seconds that the ranks measured."""
-    own = [(cost.forward_seconds, cost.backward_seconds) for cost in costs]
-    found = zip(*world.gather(own), strict=True)
-    pairs = [[sum(values) / len(values) for values in zip(*stage, strict=True)] for stage in found]
-    return [
-        replace(cost, forward_seconds=forward, backward_seconds=backward)
-        for cost, (forward, backward) in zip(costs, pairs, strict=True)
-    ]
+def _mean_seconds(world: World, costs: Costs) -> Costs:
+    """Return costs with the mean of the seconds that the ranks measured."""
+    costs_of_rank = world.gather([*costs])
+    mean_costs = []
+    for stage_costs in zip(*costs_of_rank, strict=True):
+        forward = sum(cost.forward_seconds for cost in stage_costs) / world.size
+        backward = sum(cost.backward_seconds for cost in stage_costs) / world.size
+        mean_costs.append(
+            replace(stage_costs[world.rank], forward_seconds=forward, backward_seconds=backward)
+        )
+    return mean_costs
 
 
-def _peaks(timeline: Timeline) -> list[float]:
+def _gradient_bytes(program: Program, costs: Costs) -> list[float]:
+    """Return of each rank the bytes of one gradient sum a stage."""
+    n_bytes = []
+    for order in program.ranks:
+        summed_stages = {i.stage for i in order if i.action in _SUMMING}
+        n_bytes.append(sum(costs[stage].gradient_bytes for stage in summed_stages))
+    return n_bytes
+
+
+def _peaks(timeline: Timeline, kinds: Collection[str]) -> list[float]:
+    """Return each rank's peak memory of some kinds."""
+    changes = [change for change in timeline.changes if change.kind in kinds]
+    timeline = replace(timeline, changes=changes)
     return [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]

@@ -25,7 +25,7 @@ _RUNTIMES = ("single_process", "distributed", "restarted")
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a runtime and rule: runs that were killed, how often, and those that ended alike.
+    """Return a row for each runtime and rule: runs, kills, and runs that end bit-identical.
 
     ``restarted`` is runtime=distributed. One of its ranks is killed; torchrun starts all again.
     """
@@ -41,25 +41,38 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for runtime, rule in cases:
             bar.set_description_str(f"{runtime}, {rule}")
             chance = random.Random(f"{seed} {runtime} {rule}")
-            whole, again = Path(scratch) / f"{runtime}_{rule}", Path(scratch) / "again"
-            taken = "distributed" if runtime == "restarted" else runtime
-            options = [f"schedule={rule}", f"runtime={taken}", f"device={device}", f"seed={seed}"]
-            _train(config, options, whole)
+            reference = Path(scratch) / f"{runtime}_{rule}"  # a run that nobody kills
+            folder = Path(scratch) / "killed"
+            options = [
+                f"schedule={rule}",
+                f"runtime={'distributed' if runtime == 'restarted' else runtime}",
+                f"device={device}",
+                f"seed={seed}",
+            ]
+            _train(config, options, reference)
+            n_steps = _saved_steps(reference)[-1]
             bar.update()
-            n_kills = n_alike = 0
+            n_kills = n_identical = 0
             for _ in range(config.runs):
                 if runtime == "restarted":
-                    n_kills += _restarted(config, options, again, chance)
+                    n_kills += _restarted(config, options, folder, chance)
                 else:
                     for _ in range(config.kills):
-                        n_kills += _killed(config, options, again, _saved(whole)[-1], chance)
-                    _train(config, options, again)
-                n_alike += _same_weights(whole, again)
-                shutil.rmtree(again)
+                        n_kills += _killed(config, options, folder, n_steps, chance)
+                    _train(config, options, folder)
+                n_identical += _has_same_weights(reference, folder)
+                shutil.rmtree(folder)
                 bar.update()
-            failed = int(n_alike < config.runs or n_kills == 0)
-            row = {"runtime": runtime, "rule": rule, "runs": config.runs, "kills": n_kills}
-            rows.append(row | {"bit-identical": n_alike, "failed": failed})
+            rows.append(
+                {
+                    "runtime": runtime,
+                    "rule": rule,
+                    "runs": config.runs,
+                    "kills": n_kills,
+                    "bit-identical": n_identical,
+                    "failed": int(n_identical < config.runs or n_kills == 0),
+                }
+            )
     return rows
 
 
@@ -67,9 +80,9 @@ def _start(config: DictConfig, options: list[str], folder: Path, *torchrun: str)
     """Start training, or resume it where there is a checkpoint."""
     command = [sys.executable]
     if "runtime=distributed" in options:
-        here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={config.ranks}"]
-        command += ["-m", "torch.distributed.run", *here, *torchrun]
-    if _saved(folder):
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command += [f"--nproc-per-node={config.ranks}", *torchrun]
+    if _saved_steps(folder):
         command += [str(_TRAIN), f"resume={folder}"]
     else:
         sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
@@ -91,9 +104,9 @@ def _killed(
     config: DictConfig, options: list[str], folder: Path, n_steps: int, chance: random.Random
 ) -> bool:
     """Train, and kill every process on the way; return whether one was alive."""
-    step = chance.uniform(max(_saved(folder), default=0), n_steps - 1)
+    step = chance.uniform(max(_saved_steps(folder), default=0), n_steps - 1)
     with _start(config, options, folder) as job:
-        while job.status is None and max(_saved(folder), default=0) < step:
+        while job.status is None and max(_saved_steps(folder), default=0) < step:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
         return job.status is None
@@ -101,9 +114,9 @@ def _killed(
 
 def _restarted(config: DictConfig, options: list[str], folder: Path, chance: random.Random) -> bool:
     """Train to the end under torchrun, with one rank killed on the way."""
-    wanted = min(2, chance.randrange(1, 4))
+    n_checkpoints = min(2, chance.randrange(1, 4))
     with _start(config, options, folder, "--max-restarts=3") as job:
-        while job.status is None and len(_saved(folder)) < wanted:
+        while job.status is None and len(_saved_steps(folder)) < n_checkpoints:
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 0.3))
         ranks: list[int] = []
@@ -115,12 +128,14 @@ def _restarted(config: DictConfig, options: list[str], folder: Path, chance: ran
         return bool(ranks)
 
 
-def _saved(folder: Path) -> list[int]:
-    """The training steps of the checkpoints."""
+def _saved_steps(folder: Path) -> list[int]:
+    """Return the training steps of the checkpoints, ascending."""
     return sorted(int(path.stem[5:]) for path in folder.glob("checkpoints/step_*.ckpt"))
 
 
-def _same_weights(whole: Path, again: Path) -> bool:
-    expected, found = (torch.load(f / "model.pt", weights_only=True) for f in (whole, again))
-    same = (torch.equal(found[name], tensor) for name, tensor in expected.items())
-    return found.keys() == expected.keys() and all(same)
+def _has_same_weights(reference: Path, folder: Path) -> bool:
+    expected = torch.load(reference / "model.pt", weights_only=True)
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    if weights.keys() != expected.keys():
+        return False
+    return all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

@@ -5,7 +5,7 @@ Seconds of stages are those of the hardware's roofline, or measured on the devic
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -30,16 +30,20 @@ MODELS = ("resnet50", "decoder")
 _UNIT = StageCost(1, 2, activation_bytes=1, forward_seconds=1, backward_seconds=2)
 _VOCABULARY, _LENGTH = 50304, 1024  # of GPT-2, rounded up, which makes the last stage the largest
 
+Row = dict[str, Any]
 
-def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a problem: *least* is the optimum that is known, or the catalogue's best in the memory.
 
-    Known optima are in forwards and activations of a stage, those of models in ms and GiB.
+def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
+    """Return a row for each problem.
+
+    *least* is the optimum that is known, or the catalogue's best in the memory. Known optima are in
+    forwards and activations of a stage, those of models in ms and GiB.
     """
-    names = "known", "microbatches", "ranks", "stages", "batch", "sequences", "image_size"
-    check_counts(config, *names, "layers", "width", "seconds", of="bench.")
-    p, m = config.known
-    rows = [*_known(p, m, config.seconds, seed), *_brute_force(config.brute, seed)]
+    check_counts(config, "known", "microbatches", "ranks", "stages", "batch", of="bench.")
+    check_counts(config, "sequences", "image_size", "layers", "width", "seconds", of="bench.")
+    n_ranks, n_microbatches = config.known
+    rows = [*_known(n_ranks, n_microbatches, config.seconds, seed)]
+    rows += _brute_force(config.brute, seed)
     for name in config.models:
         check_choice("bench.models", name, MODELS)
     for name, ranks in tqdm([*product(config.models, config.ranks)], unit="problem", leave=False):
@@ -47,132 +51,180 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Schedules that are optimal under their assumptions: search gets these, and no catalogue."""
-    there = [*range(p)]
-    for name, placement, memory, least in (
-        ("1F1B", there, p, 3 * (m + p - 1)),
-        ("ZB-H1", there, p, 3 * m + p - 1),
-        ("ZB-V", there + there[::-1], 2 * p, 6 * m),
+def _known(p: int, m: int, seconds: float, seed: int) -> Iterator[Row]:
+    """Search for schedules that are optimal under their assumptions, without a catalogue."""
+    one_way = [*range(p)]
+    for name, placement, memory, optimum in (
+        ("1F1B", one_way, p, 3 * (m + p - 1)),
+        ("ZB-H1", one_way, p, 3 * m + p - 1),
+        ("ZB-V", one_way + one_way[::-1], 2 * p, 6 * m),
     ):
-        begin, costs = time.perf_counter(), (_UNIT,) * len(placement)
+        begin = time.perf_counter()
         space = SearchSpace(
-            costs, m, placement=placement, memory=memory, split_backward=name != "1F1B"
+            (_UNIT,) * len(placement),
+            m,
+            placement=placement,
+            memory=memory,
+            split_backward=name != "1F1B",
         )
-        found = search(space, catalogue=False, seconds=seconds, seed=seed)
-        times = least, found.seconds, found.bound
-        yield _row((name, p, m, len(costs) // p), memory, "closed form", times, begin)
-    begin, peaks = time.perf_counter(), best_offsets([1.0] * p, p)
-    held = p * (p + 1) / 2, peaks.peak, peaks.bound
-    yield _row(("cyclic, activations", p, p, None), None, "closed form", held, begin)
+        result = search(space, catalogue=False, seconds=seconds, seed=seed)
+        yield _row(
+            _Problem(name, p, m, len(placement) // p, memory, "closed form"),
+            optimum,
+            result.seconds,
+            result.bound,
+            begin,
+        )
+    begin = time.perf_counter()
+    offsets = best_offsets([1.0] * p, p)
+    problem = _Problem("cyclic, activations", p, p, None, None, "closed form")
+    yield _row(problem, p * (p + 1) / 2, offsets.peak, offsets.bound, begin)
 
 
-def _brute_force(n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``n`` stages and micro-batches: all orders; in halves, those in order of micro-batches."""
+def _brute_force(n: int, seed: int) -> Iterator[Row]:
+    """Try all orders of ``n`` stages and micro-batches; halves in order of micro-batches."""
     for split in (False, True):
-        costs = [replace(_UNIT, forward_seconds=1 + j % 2) for j in range(n)]
-        given = order_problem(costs, n, range(n), UNIT, split, [float(n)] * n)
-        all_orders = given if split else _unrolled(given)
-        words = [_words(all_orders, rank) for rank in range(n)]
-        if not split:  # the forwards of rank 0 number the micro-batches
-            words[0] = [w for w in words[0] if (f := [c for c in w if c % 2 == 0]) == sorted(f)]
-        least = min(map(all_orders.period, product(*words)))
+        costs = [replace(_UNIT, forward_seconds=1 + stage % 2) for stage in range(n)]
+        problem = order_problem(costs, n, range(n), UNIT, split, [float(n)] * n)
+        if not split:
+            problem = _unrolled(problem)
+        rank_orders = [_rank_orders(problem, rank) for rank in range(n)]
+        if not split:
+            # The forwards of rank 0, which have even numbers, number the micro-batches.
+            rank_orders[0] = [order for order in rank_orders[0] if _has_sorted_forwards(order)]
+        optimum = min(map(problem.period, product(*rank_orders)))
         begin = time.perf_counter()
         space = SearchSpace(costs, n, memory=float(n), split_backward=split)
-        found = search(space, catalogue=False, seconds=10, seed=seed)
+        result = search(space, catalogue=False, seconds=10, seed=seed)
         name = "halves" if split else "whole backwards"
-        tried = prod(map(len, words))
-        times = least, found.seconds, found.bound
-        yield _row((name, n, n, 1), n, f"{tried} orders", times, begin)
+        n_orders = prod(map(len, rank_orders))
+        yield _row(
+            _Problem(name, n, n, 1, n, f"{n_orders} orders"),
+            optimum,
+            result.seconds,
+            result.bound,
+            begin,
+        )
 
 
-def _unrolled(given: OrderProblem) -> OrderProblem:
-    """The problem with a chain for each op: orders need not run micro-batches in order."""
-    m, size = given.n_microbatches, len(given.seconds)
-    needs = [
-        tuple((d + k * size, lag) for d, lag in needed) for k in range(m) for needed in given.needs
-    ]
+def _unrolled(problem: OrderProblem) -> OrderProblem:
+    """Return the problem with a chain for each op, so that micro-batches need no order."""
+    m, n_chains = problem.n_microbatches, len(problem.seconds)
+    needs = []
+    for microbatch in range(m):
+        for chain_needs in problem.needs:
+            shifted = [(chain + microbatch * n_chains, lag) for chain, lag in chain_needs]
+            needs.append(tuple(shifted))
     return OrderProblem(
-        given.placement * m, 1, given.kinds, given.seconds * m, tuple(needs), given.kept_bytes * m,
-        given.workspace_bytes * m, given.waiting_bytes * m, given.room, given.update_seconds * m,
-    )  # fmt: skip
+        problem.placement * m,
+        1,
+        problem.kinds,
+        problem.seconds * m,
+        tuple(needs),
+        problem.kept_bytes * m,
+        problem.workspace_bytes * m,
+        problem.waiting_bytes * m,
+        problem.room,
+        problem.update_seconds * m,
+    )
 
 
-def _words(given: OrderProblem, rank: int) -> list[RankOrder]:
-    """All orders of a rank that fit and run what an op needs before it."""
-    chains, m = given.chains_of_rank[rank], given.n_microbatches
-    found: list[RankOrder] = [[]]
-    for _ in range(len(chains) * m):
-        found = [[*word, c] for word in found for c in chains if _may_follow(given, word, c)]
-    return [word for word in found if given.fits(rank, word)]
+def _has_sorted_forwards(order: RankOrder) -> bool:
+    forwards = [chain for chain in order if chain % 2 == 0]
+    return forwards == sorted(forwards)
 
 
-def _may_follow(given: OrderProblem, word: RankOrder, c: int) -> bool:
-    k, own = word.count(c), given.placement[c // len(given.kinds)]
-    needed = [d for d, _ in given.needs[c] if given.placement[d // len(given.kinds)] == own]
-    return k < given.n_microbatches and all(word.count(d) > k for d in needed)
+def _rank_orders(problem: OrderProblem, rank: int) -> list[RankOrder]:
+    """Return all orders of a rank that fit and run what an op needs before it."""
+    chains = problem.chains_of_rank[rank]
+    orders: list[RankOrder] = [[]]
+    for _ in range(len(chains) * problem.n_microbatches):
+        orders = [
+            [*order, chain]
+            for order in orders
+            for chain in chains
+            if _may_follow(problem, order, chain)
+        ]
+    return [order for order in orders if problem.fits(rank, order)]
+
+
+def _may_follow(problem: OrderProblem, order: RankOrder, chain: int) -> bool:
+    """Return whether the next op of ``chain`` may come after ``order``, on the same rank."""
+    n_before = order.count(chain)
+    if n_before == problem.n_microbatches:
+        return False
+    n_kinds = len(problem.kinds)
+    rank = problem.placement[chain // n_kinds]
+    return all(
+        order.count(needed_chain) > n_before
+        for needed_chain, _ in problem.needs[chain]
+        if problem.placement[needed_chain // n_kinds] == rank
+    )
 
 
 def _unequal(
     name: str, p: int, config: DictConfig, device: torch.device, seed: int
-) -> Iterator[dict[str, Any]]:
-    """A model's stages, each row in the memory of a method of the catalogue.
+) -> Iterator[Row]:
+    """Search for orders of a model's stages, each in the memory of a method of the catalogue.
 
-    These are its fastest flush, 1F1B, and its fastest with late weights, of those that keep each
-    stage on one rank, as the search does.
+    These methods are its fastest flush, 1F1B, and its fastest with late weights, of those that keep
+    each stage on one rank, as the search does.
     """
-    hardware, m = Hardware.preset(config.hardware), p * config.microbatches
-    costs = {
-        n: _costs(name, n, config, device) for n in {p, 2 * p, *(p * n for n in config.stages)}
-    }
-    made, _ = pipelines(p, m)
-    timed = {
-        label: _timed(schedule, costs[schedule.n_stages], hardware)
-        for label, schedule in made.items()
-        if all(len({*ranks}) == 1 for ranks in schedule.layout.cycles)
-    }
-    late = [label for label in timed if made[label].max_staleness]
-    fresh = [label for label in timed if label not in late]
-    limits = [min(labels, key=timed.__getitem__) for labels in (fresh, late)]
-    for limit in dict.fromkeys((limits[0], "1F1B", limits[1])):
-        memory, begin, attempts = timed[limit][1], time.perf_counter(), []
-        alike = late if limit in late else fresh
-        best = min(
-            (label for label in alike if timed[label][1] <= memory * (1 + 1e-9)),
-            key=timed.__getitem__,
-        )
-        for n in config.stages:
-            find = search_steady if limit in late else search
+    hardware = Hardware.preset(config.hardware)
+    m = p * config.microbatches
+    stage_counts = {p, 2 * p, *(p * stages for stages in config.stages)}
+    costs_of = {n_stages: _costs(name, n_stages, config, device) for n_stages in stage_counts}
+    schedules, _ = pipelines(p, m)
+    timed: dict[str, tuple[float, float]] = {}  # seconds and bytes
+    for method, schedule in schedules.items():
+        if all(len({*ranks}) == 1 for ranks in schedule.layout.cycles):
+            timed[method] = _timed(schedule, costs_of[schedule.n_stages], hardware)
+    late = [method for method in timed if schedules[method].max_staleness]
+    flushed = [method for method in timed if method not in late]
+    fastest_flush = min(flushed, key=timed.__getitem__)
+    fastest_late = min(late, key=timed.__getitem__)
+    for method in dict.fromkeys((fastest_flush, "1F1B", fastest_late)):
+        begin = time.perf_counter()
+        memory = timed[method][1]
+        is_late = method in late
+        fitting = [
+            rival
+            for rival in (late if is_late else flushed)
+            if timed[rival][1] <= memory * (1 + 1e-9)
+        ]
+        best = min(fitting, key=timed.__getitem__)
+        results = []
+        for stages in config.stages:
+            find_order = search_steady if is_late else search
             try:
                 space = SearchSpace(
-                    costs[n * p],
+                    costs_of[stages * p],
                     m,
                     ranks=p,
                     memory=memory,
                     hardware=hardware,
-                    split_backward=limit not in late,
+                    split_backward=not is_late,
                 )
-                found = find(space, seconds=config.seconds, seed=seed)
+                result = find_order(space, seconds=config.seconds, seed=seed)
             except UserError as error:  # the stages do not fit
-                tqdm.write(f"{n} stages a rank: {error}")
+                tqdm.write(f"{stages} stages a rank: {error}")
             else:
-                attempts.append((found.seconds, n, found.bound))
-        if attempts:
-            took, n, bound = min(attempts)
-            times = timed[best][0] * 1e3, took * 1e3, bound * 1e3
-            of = f"{best} in the memory of {limit}"
-            yield _row((name, p, m, n), memory / GIB, of, times, begin)
+                results.append((result.seconds, stages, result.bound))
+        if results:
+            seconds, stages, bound = min(results)
+            origin = f"{best} in the memory of {method}"
+            problem = _Problem(name, p, m, stages, memory / GIB, origin)
+            yield _row(problem, timed[best][0] * 1e3, seconds * 1e3, bound * 1e3, begin)
 
 
 def _timed(schedule: Schedule, costs: Costs, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of a step, and bytes of the fullest rank."""
+    """Return the seconds of a step, and the bytes of the fullest rank."""
     timeline = simulate(schedule.lower(steps_to_time(schedule)).verify(), costs, hardware)
     return timeline.step_time, max(map(timeline.peak_memory, range(schedule.n_ranks)))
 
 
 def _costs(name: str, n_stages: int, config: DictConfig, device: torch.device) -> Costs:
-    where = device if config.measured else torch.device("meta")
-    with where:
+    with device if config.measured else torch.device("meta"):
         if name == "resnet50":
             model: torch.nn.Module = build(name, 1000, config.image_size)
             example = torch.zeros(config.batch, 3, config.image_size, config.image_size)
@@ -182,22 +234,32 @@ def _costs(name: str, n_stages: int, config: DictConfig, device: torch.device) -
     return profile(partition(model, n_stages, example, "flops"), example)
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """What is searched for."""
+
+    name: str
+    n_ranks: int
+    n_microbatches: int
+    stages_per_rank: int | None
+    memory: float | None  # of a rank
+    origin: str  # of the least value
+
+
 def _row(
-    sizes: tuple[str, int, int, int | None],
-    memory: float | None,
-    of: str,
-    times: tuple[float, float, float],
-    begin: float,
-) -> dict[str, Any]:
-    least, found, bound = times
+    problem: _Problem, least_value: float, found_value: float, bound: float, begin: float
+) -> Row:
     return {
-        **dict(zip(("problem", "ranks", "micro-batches", "stages a rank"), sizes, strict=True)),
-        "memory": memory and round(memory, 3),
-        "of": of,
-        "least": round(least, 3),
-        "found": round(found, 3),
+        "problem": problem.name,
+        "ranks": problem.n_ranks,
+        "micro-batches": problem.n_microbatches,
+        "stages a rank": problem.stages_per_rank,
+        "memory": problem.memory and round(problem.memory, 3),
+        "of": problem.origin,
+        "least": round(least_value, 3),
+        "found": round(found_value, 3),
         "bound": round(bound, 3),
-        "proven": found <= bound * (1 + 1e-3),
-        "gain": f"{1 - found / least:z.1%}",
+        "proven": found_value <= bound * (1 + 1e-3),
+        "gain": f"{1 - found_value / least_value:z.1%}",
         "seconds": round(time.perf_counter() - begin, 1),
     }

@@ -40,8 +40,8 @@ class _Sleep(torch.autograd.Function):
 
 def slept(x: Tensor, forward: float, backward: float) -> Tensor:
     """Return ``x`` after ``forward`` seconds; its backward takes ``backward`` seconds."""
-    found: Tensor = _Sleep.apply(x, forward, backward)
-    return found
+    output: Tensor = _Sleep.apply(x, forward, backward)
+    return output
 
 
 fx.wrap("slept")  # one operation of a traced graph
@@ -70,10 +70,10 @@ def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
     return nn.Sequential(*(Sleeper(n, forward, BACKWARD * forward) for _ in range(n_stages)))
 
 
-def cut(made: nn.Module, n_stages: int) -> Stages:
+def cut(sleeping_model: nn.Module, n_stages: int) -> Stages:
     """Cut a :func:`model` into its stages."""
     names = list(map(str, range(1, n_stages)))
-    return partition(made, n_stages, torch.zeros(1, FEATURES), by=names, check=False)
+    return partition(sleeping_model, n_stages, torch.zeros(1, FEATURES), by=names, check=False)
 
 
 def costs(stages: int, megabytes: float, seconds: float) -> tuple[StageCost, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, repeat
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -38,11 +38,14 @@ Row = dict[str, Any]
 
 
 def rules(n: int) -> list[Schedule]:
-    """The update rules that are measured, of ``n`` stages and micro-batches."""
-    cyclic, dp = catalog.cyclic, catalog.data_parallel
-    kinds = ("none", "extrapolate")
-    delayed = [cyclic(n, d, correction=kind) for d in (1, "freshest") for kind in kinds]
-    return [dp(n), *delayed, *(dp(n, delay=late) for late in (2, 4))]
+    """Return the update rules that are measured, of ``n`` stages and micro-batches."""
+    schedules = [catalog.data_parallel(n)]
+    for delay in (1, "freshest"):
+        for correction in ("none", "extrapolate"):
+            schedules.append(catalog.cyclic(n, delay, correction=correction))
+    for delay in (2, 4):
+        schedules.append(catalog.data_parallel(n, delay=delay))
+    return schedules
 
 
 def measured_rates(models: str, n: int, seed: int) -> Iterator[Row]:
@@ -56,36 +59,39 @@ def measured_rates(models: str, n: int, seed: int) -> Iterator[Row]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row for each model and start: found over certified rates, and their rank correlation."""
+    """Return a row for each model and start: found over certified rates, and their correlation."""
     from scipy.stats import spearmanr
 
-    found = []
+    summaries = []
     for (model, start), group in groupby(rows, lambda row: (row["model"], row["start"])):
         pairs = [(row["found"], row["certified"]) for row in group]
         ratios = [trained / certified for trained, certified in pairs]
-        found.append(
+        correlation = spearmanr(*zip(*pairs, strict=True))[0]
+        summaries.append(
             {
                 "model": model,
                 "start": start,
                 "rates": len(pairs),
                 "found / certified, least": round(min(ratios), 3),
                 "largest": round(max(ratios), 3),
-                "rank correlation": round(float(spearmanr(*zip(*pairs, strict=True))[0]), 3),
+                "rank correlation": round(float(correlation), 3),
             }
         )
-    return found
+    return summaries
 
 
 @dataclass(frozen=True)
 class _Case:
+    """A model, and how its training is judged."""
+
     name: str
     start: str
     model: nn.Module
     loss: Loss
     batch: tuple[Tensor, Tensor]
-    stable: Callable[[Iterator[float]], bool]
-    precision: float
-    by: str | list[str]  # how it is cut into stages
+    is_stable: Callable[[Iterator[float]], bool]  # of the losses of endless steps
+    precision: float  # ratio of an unstable rate to a stable one at which the search ends
+    partition: str | list[str]  # how it is cut into stages
 
 
 class _Shift(nn.Module):
@@ -104,19 +110,27 @@ def _quadratic(n: int) -> _Case:
         return out.square().mean() / (2 * n)  # 1/2 theta^T H theta, H = 1/S 1 1^T
 
     def stable(losses: Iterator[float]) -> bool:
-        windows, first = list[float](), 0.0
-        while len(windows) < _LONG // _WINDOW:
-            windows.append(max(next(losses) for _ in range(_WINDOW)))
-            first = first or windows[0]
-            if not windows[-1] < 1e4 * first:
+        largest_losses: list[float] = []  # of each window
+        while len(largest_losses) < _LONG // _WINDOW:
+            largest_losses.append(max(next(losses) for _ in range(_WINDOW)))
+            ratio = largest_losses[-1] / largest_losses[0] if largest_losses[0] else inf
+            if not ratio < 1e4:
                 return False
-            if windows[-1] < 1e-6 * first:
+            if ratio < 1e-6:
                 return True
-        return windows[-1] < windows[len(windows) // 4]
+        return largest_losses[-1] < largest_losses[len(largest_losses) // 4]
 
     zeros = torch.zeros(n, 1, dtype=torch.float64)
-    model, cuts = nn.Sequential(*(_Shift() for _ in range(n))), [str(j) for j in range(1, n)]
-    return _Case("quadratic", "", model, loss, (zeros, zeros), stable, _PRECISION, cuts)
+    return _Case(
+        name="quadratic",
+        start="",
+        model=nn.Sequential(*(_Shift() for _ in range(n))),
+        loss=loss,
+        batch=(zeros, zeros),
+        is_stable=stable,
+        precision=_PRECISION,
+        partition=[str(stage) for stage in range(1, n)],
+    )
 
 
 def _networks(n: int, seed: int) -> Iterator[_Case]:
@@ -126,34 +140,50 @@ def _networks(n: int, seed: int) -> Iterator[_Case]:
     images = torch.tensor(digits.images[:_SAMPLES], dtype=torch.float64)[:, None] / 16 - 0.5
     classes = torch.tensor(digits.target[:_SAMPLES])
     generator = torch.Generator().manual_seed(seed)
-    follow = torch.randint(16, (16, 2), generator=generator)  # each token has two successors
+    successors = torch.randint(16, (16, 2), generator=generator)  # two of each token
     tokens = [torch.randint(16, (_SAMPLES,), generator=generator)]
     for _ in range(8):
-        tokens.append(follow[tokens[-1], torch.randint(2, (_SAMPLES,), generator=generator)])
+        choices = torch.randint(2, (_SAMPLES,), generator=generator)
+        tokens.append(successors[tokens[-1], choices])
     text = torch.stack(tokens, 1)
     torch.manual_seed(seed)
-    layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh())]
-    mlp = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), *layers, nn.Linear(32, 10))
-    conv = nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(8, 8, 3, stride=2), nn.ReLU()),
-        *(nn.Conv2d(8, 16, 3), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(16, 10)),
+    hidden_layers: list[nn.Module] = []
+    for _ in range(3):
+        hidden_layers += [nn.Linear(32, 32), nn.Tanh()]
+    mlp = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), *hidden_layers, nn.Linear(32, 10)
+    )
+    convolutions = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 10),
     )
     decoder = gpt(16, 8, layers=2, width=16, heads=2)
     for name, model, batch in (
         ("MLP, digits", mlp, (images, classes)),
-        ("convolutions, digits", conv, (images, classes)),
+        ("convolutions, digits", convolutions, (images, classes)),
         ("decoder, synthetic text", decoder, (text[:, :-1], text[:, 1:])),
     ):
         model.double()
         for start in ("random", "minimum"):
             if start == "minimum":
                 _to_minimum(model, *batch)
-            first = float(_cross_entropy(model(batch[0]), batch[1]).detach())
-            stable = _falls(first)
-            given = copy.deepcopy(model), _cross_entropy, batch, stable, _ROUGHLY
-            yield _Case(name, start, *given, by="parameters")
+            first_loss = float(_cross_entropy(model(batch[0]), batch[1]).detach())
+            yield _Case(
+                name=name,
+                start=start,
+                model=copy.deepcopy(model),
+                loss=_cross_entropy,
+                batch=batch,
+                is_stable=_falls(first_loss),
+                precision=_ROUGHLY,
+                partition="parameters",
+            )
 
 
 def _cross_entropy(out: Tensor, targets: Tensor) -> Tensor:
@@ -161,18 +191,19 @@ def _cross_entropy(out: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
 
 
-def _falls(first: float) -> Callable[[Iterator[float]], bool]:
-    """Whether the loss stays finite and ends below its first value."""
+def _falls(first_loss: float) -> Callable[[Iterator[float]], bool]:
+    """Return a function that says whether losses stay finite and end below the first."""
 
-    def stable(losses: Iterator[float]) -> bool:
-        last: list[float] = []
+    def is_stable(losses: Iterator[float]) -> bool:
+        last_losses: list[float] = []
         for _ in range(_STEPS):
-            last = [*last[-_STEPS // 10 :], next(losses)]
-            if not (isfinite(last[-1]) and last[-1] < 10 * first + 1):
+            loss = next(losses)
+            last_losses = [*last_losses[-_STEPS // 10 :], loss]
+            if not (isfinite(loss) and loss < 10 * first_loss + 1):
                 return False
-        return max(last) < first
+        return max(last_losses) < first_loss
 
-    return stable
+    return is_stable
 
 
 def _to_minimum(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
@@ -199,33 +230,36 @@ def _to_minimum(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
 
 def _rows(case: _Case, schedules: Sequence[Schedule]) -> Iterator[Row]:
     n = schedules[0].n_stages
-    micro = [*zip(*(part.split(len(part) // n) for part in case.batch), strict=True)]
-    curved = largest_curvature(case.model, case.loss, micro, tolerance=1e-3, shares=True)
-    stages = partition(case.model, n, micro[0][0], by=case.by)
-    shares = [sum(curved.shares[name] for name, _ in part.named_parameters()) for part in stages]
+    inputs, targets = case.batch
+    size = len(inputs) // n
+    microbatches = [*zip(inputs.split(size), targets.split(size), strict=True)]
+    curvature = largest_curvature(case.model, case.loss, microbatches, tolerance=1e-3, shares=True)
+    stages = partition(case.model, n, microbatches[0][0], by=case.partition)
+    stage_shares = [
+        sum(curvature.shares[name] for name, _ in stage.named_parameters()) for stage in stages
+    ]
     for schedule in schedules:
-        for word, momentum, nesterov in MOMENTA:
+        for momentum_name, momentum, nesterov in MOMENTA:
             certify = partial(largest_stable_rate, schedule, momentum=momentum, nesterov=nesterov)
-            equal, own = certify(), certify(coupling=coupling_of(shares))
+            certified = certify(coupling=coupling_of(stage_shares)).rate(curvature.value)
             options = {"momentum": momentum, "nesterov": nesterov}
-            stable = partial(_stable, stages, schedule, case, options)
-            found = _largest(stable, own.rate(curved.value), case.precision)
+            is_stable = partial(_is_stable, stages, schedule, case, options)
             yield {
                 "model": case.name,
                 "start": case.start,
                 "rule": schedule.name,
-                "momentum": word,
-                "curvature": curved.value,
-                "certified": own.rate(curved.value),
-                "certified, stages coupled equally": equal.rate(curved.value),
-                "found": found,
+                "momentum": momentum_name,
+                "curvature": curvature.value,
+                "certified": certified,
+                "certified, stages coupled equally": certify().rate(curvature.value),
+                "found": _largest(is_stable, certified, case.precision),
             }
 
 
-def _stable(
+def _is_stable(
     stages: Stages, schedule: Schedule, case: _Case, options: Mapping[str, Any], rate: float
 ) -> bool:
-    """Whether training by SGD with ``options`` is stable at ``rate``."""
+    """Return whether training by SGD with ``options`` is stable at ``rate``."""
     runtime = SingleProcess(
         copy.deepcopy(stages),
         schedule,
@@ -233,17 +267,25 @@ def _stable(
         loss=case.loss,
     )
     steps = runtime.run(repeat(case.batch))
-    return case.stable(float(result.loss) for result in steps)
+    return case.is_stable(float(result.loss) for result in steps)
 
 
-def _largest(stable: Callable[[float], bool], near: float, precision: float) -> float:
-    """Search from the rate ``near``, up or down in growing steps, and bisect."""
-    small, factor = near / precision**0.5, precision
-    up = stable(small)
-    while stable(large := small * factor) if up else not stable(large := small / factor):
-        small, factor = large, factor**2
-    small, large = sorted((small, large))
-    while large > small * precision:
-        middle = (small * large) ** 0.5
-        small, large = (middle, large) if stable(middle) else (small, middle)
-    return small
+def _largest(is_stable: Callable[[float], bool], start: float, precision: float) -> float:
+    """Return the largest stable rate: search from ``start``, in growing steps, and bisect."""
+    rate = start / precision**0.5
+    factor = precision
+    start_is_stable = is_stable(rate)
+    while True:
+        next_rate = rate * factor if start_is_stable else rate / factor
+        if is_stable(next_rate) != start_is_stable:
+            break
+        rate = next_rate
+        factor = factor**2
+    stable, unstable = sorted((rate, next_rate))
+    while unstable > stable * precision:
+        middle = (stable * unstable) ** 0.5
+        if is_stable(middle):
+            stable = middle
+        else:
+            unstable = middle
+    return stable

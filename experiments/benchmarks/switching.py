@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import mean, median
 from types import SimpleNamespace
@@ -37,6 +37,17 @@ SWITCHING = "switching"
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Run:
+    """What rank 0 reports of a run."""
+
+    name: str  # of the schedule, or SWITCHING
+    round: int
+    seconds: list[float]  # of each step
+    decisions: list[SwitchDecision] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=list)  # schedules and their steps
+
+
 def train_all(net: network.Network, task: SimpleNamespace) -> None:
     """Train by every schedule in all rounds, as one rank; rank 0 reports each run."""
     rank = int(os.environ["RANK"])
@@ -47,9 +58,11 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
     torch.set_num_threads(1)
     world = join(device="cpu", timeout=task.timeout)
-    rates, ends = rates_of(task), [*accumulate(task.steps)]
+    rates = rates_of(task)
+    phase_ends = [*accumulate(task.steps)]
     torch.manual_seed(task.seed)
-    batch = torch.randn(task.workers, slept.FEATURES), torch.randint(10, (task.workers,))
+    inputs = torch.randn(task.workers, slept.FEATURES)
+    targets = torch.randint(10, (task.workers,))
     fixed = schedules_of(task, (*task.candidates, *task.beside))
     candidates = schedules_of(task, task.candidates)
     options = SwitchOptions(
@@ -67,16 +80,19 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
             chooser = Switching(runtime, candidates, options) if name == SWITCHING else None
             world.barrier()
             moments = [time.monotonic()]
-            for result in (chooser or runtime).run([batch] * ends[-1]):
+            for result in (chooser or runtime).run([(inputs, targets)] * phase_ends[-1]):
                 moments.append(time.monotonic())
-                if rank == 0 and result.step + 1 in ends[:-1]:
-                    net.shape(rates[ends.index(result.step + 1) + 1])
-            of_ranks = world.gather(moments)
+                steps_done = result.step + 1
+                if rank == 0 and steps_done in phase_ends[:-1]:
+                    net.shape(rates[phase_ends.index(steps_done) + 1])
+            moments_of_rank = world.gather(moments)
             if rank == 0:
-                latest = [max(moment) for moment in zip(*of_ranks, strict=True)]
-                seconds = [end - begin for begin, end in pairwise(latest)]
-                looks, parts = (chooser.decisions, chooser.phases()) if chooser else ([], [])
-                report((name, number, seconds, looks, parts))
+                last_ends = [max(ends) for ends in zip(*moments_of_rank, strict=True)]
+                seconds = [end - begin for begin, end in pairwise(last_ends)]
+                run = Run(name, number, seconds)
+                if chooser:
+                    run = replace(run, decisions=chooser.decisions, phases=chooser.phases())
+                report(run)
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:
@@ -84,72 +100,76 @@ def _sgd(parameters: Any) -> torch.optim.SGD:
 
 
 def rates_of(task: SimpleNamespace) -> list[float]:
-    """Bits per second of the links in each phase."""
+    """Return the bits per second of the links in each phase."""
     usual = 8 * MB * task.megabytes / (task.ratio * task.sleep)
     return [usual / (task.slower if phase % 2 else 1) for phase in range(len(task.steps))]
 
 
-def schedules_of(task: SimpleNamespace, given: Sequence[Any]) -> dict[str, Schedule]:
-    """Schedules by name."""
-    usual = catalog.data_parallel(task.workers, n_stages=task.stages)
-    made = [same_sized(usual, each).build() for each in given]
-    return {schedule.name: schedule for schedule in made}
+def schedules_of(task: SimpleNamespace, options: Sequence[Any]) -> dict[str, Schedule]:
+    """Return by name the schedules of some options, on the workers and stages of the task."""
+    base = catalog.data_parallel(task.workers, n_stages=task.stages)
+    schedules = [same_sized(base, schedule_options).build() for schedule_options in options]
+    return {schedule.name: schedule for schedule in schedules}
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
-    """A row for each schedule: seconds of a step in each phase, and of the whole run."""
+    """Return a row for each schedule: seconds of a step in each phase, and of the whole run."""
     task = check(config, device, seed)
     folder = output_folder()
-    runs: list[tuple[str, int, list[float], list[SwitchDecision], list[tuple[str, int]]]] = []
+    runs: list[Run] = []
 
-    def take(_: int, found: Any) -> None:
-        runs.append(found)
-        print(f"{found[0]}, round {found[1]}: {sum(found[2]):.1f} s", flush=True)
+    def on_report(_: int, run: Run) -> None:
+        runs.append(run)
+        print(f"{run.name}, round {run.round}: {sum(run.seconds):.1f} s", flush=True)
 
     with network.network(task.workers) as net:
-        launch(train_all, task.workers, net, task, on_report=take, timeout=task.timeout)
-    write_csv(
-        folder / "steps.csv",
-        [
-            {"run": name, "round": number, "step": step, "seconds": round(taken, 4)}
-            for name, number, seconds, *_ in runs
-            for step, taken in enumerate(seconds)
-        ],
-    )
-    chosen = next(run for run in runs if run[0] == SWITCHING)
-    write_csv(folder / "looks.csv", [asdict(look) for look in chosen[3]])
-    in_force = [name for name, n in chosen[4] for _ in range(n)]
-    others = {name: seconds for name, _, seconds, *_ in runs[::-1] if name != SWITCHING}
-    ends = [*accumulate(task.steps)]
-    save(switching(chosen[2], in_force, others, ends[:-1]), folder / "switching")
-    names = [*schedules_of(task, task.candidates)]
-    return table(task, [(name, seconds) for name, _, seconds, *_ in runs], names)
+        launch(train_all, task.workers, net, task, on_report=on_report, timeout=task.timeout)
+    step_rows = []
+    for run in runs:
+        for step, seconds in enumerate(run.seconds):
+            row = {"run": run.name, "round": run.round, "step": step}
+            step_rows.append(row | {"seconds": round(seconds, 4)})
+    write_csv(folder / "steps.csv", step_rows)
+    drawn = next(run for run in runs if run.name == SWITCHING)
+    write_csv(folder / "looks.csv", [asdict(decision) for decision in drawn.decisions])
+    step_schedules = [name for name, n_steps in drawn.phases for _ in range(n_steps)]
+    # Of each fixed schedule the first run.
+    fixed = {run.name: run.seconds for run in reversed(runs) if run.name != SWITCHING}
+    phase_ends = [*accumulate(task.steps)]
+    figure = switching(drawn.seconds, step_schedules, fixed, phase_ends[:-1])
+    save(figure, folder / "switching")
+    candidates = [*schedules_of(task, task.candidates)]
+    return table(task, [(run.name, run.seconds) for run in runs], candidates)
 
 
 def table(
     task: SimpleNamespace, runs: Sequence[tuple[str, list[float]]], candidates: Sequence[str]
 ) -> list[Row]:
-    """A row for each schedule; medians over rounds, and ratios of switching to them."""
+    """Return a row for each schedule; medians over rounds, and ratios of switching to them."""
     bounds = [*pairwise([0, *accumulate(task.steps)])]
     names = list(dict.fromkeys([SWITCHING, *candidates, *(name for name, _ in runs)]))
     rows = []
     for name in names:
-        every = [seconds for run, seconds in runs if run == name]
+        rounds = [seconds for run, seconds in runs if run == name]
         row: Row = {"run": name, "candidate": name in candidates}
-        for k, (begin, end) in enumerate(bounds):
-            row[f"phase {k} (s)"] = median(mean(s[begin + task.settled : end]) for s in every)
-        rows.append(row | {"whole (s)": median(map(sum, every))})
+        for phase, (begin, end) in enumerate(bounds):
+            means = [mean(seconds[begin + task.settled : end]) for seconds in rounds]
+            row[f"phase {phase} (s)"] = median(means)
+        row["whole (s)"] = median(map(sum, rounds))
+        rows.append(row)
     columns = [name for name in rows[0] if name.endswith("(s)")]
-    fixed = [row for row in rows if row["candidate"]]
     for column in columns:
-        best = min(row[column] for row in fixed)
+        best = min(row[column] for row in rows if row["candidate"])
         for row in rows:
             row[column.replace("(s)", "/ best")] = round(row[column] / best, 3)
-    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    for row in rows:
+        for column in columns:
+            row[column] = round(row[column], 4)
+    return rows
 
 
 def check(config: DictConfig, device: torch.device, seed: int) -> SimpleNamespace:
-    """Return the options; refuse what cannot be measured, or not here."""
+    """Return the options; raise UserError if they cannot be measured, or not here."""
     if device.type != "cpu":
         raise UserError(f"bench=switching computes on the CPU: got {device}; give device=cpu")
     check_counts(config, "workers", "stages", "every", "rounds", of="bench.")

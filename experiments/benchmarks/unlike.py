@@ -1,4 +1,4 @@
-"""Work dealt to ranks of unequal speed by measured costs: the step times predicted and measured.
+"""Work assigned to ranks of unequal speed by measured costs: the step times predicted and measured.
 
 Ranks are processes of this machine, whose stages sleep for the time that a device would compute;
 those of one rank sleep longer. The first steps are data parallelism, in which each rank runs all
@@ -7,7 +7,7 @@ stages, and so measures its own speed.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -29,14 +29,14 @@ from toolkit.runtime.process_group.world import World
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
 
-_ERROR = 0.05  # most, of a predicted step time
-_FIRST = 2  # steps that are not compared
+_MAX_ERROR = 0.05  # of a predicted step time
+_N_SKIPPED = 2  # first steps, which are not compared
 
 Row = dict[str, Any]
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
-    """A row for each way to deal: by equal speeds, and by the measured ones."""
+    """Return a row for each way to assign: by equal speeds, and by the measured ones."""
     if device.type != "cpu":
         raise UserError(f"bench=unlike computes on the CPU: got {device}; give device=cpu")
     check_counts(config, "ranks", "stages", "microbatches", "steps", of="bench.")
@@ -49,58 +49,73 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 
 
 def compare(task: SimpleNamespace) -> list[Row]:
-    """Measure costs, deal by them, and train by each schedule, as one rank."""
+    """Measure costs, assign work by them, and train by each schedule, as one rank."""
     torch.set_num_threads(1)
-    world, alike = join(device="cpu"), [1.0] * task.ranks
-    _, runtime = _trained(world, task, assign_by_speed(task.stages, task.microbatches, alike))
+    world = join(device="cpu")
+    equal_speeds = [1.0] * task.ranks
+    equal_schedule = assign_by_speed(task.stages, task.microbatches, equal_speeds)
+    _, runtime = _train(world, task, equal_schedule)
     costs, hardware = runtime.costs()
 
-    def searched(speeds: Sequence[float]) -> Schedule:
-        found = None
+    def assign_microbatches(speeds: Sequence[float]) -> Schedule:
+        return assign_by_speed(task.stages, task.microbatches, speeds)
+
+    def assign_stages(speeds: Sequence[float]) -> Schedule:
+        schedule = None
         if world.rank == 0:
-            machine = replace(hardware, speeds=speeds)
             space = SearchSpace(
                 costs,
                 task.microbatches,
                 ranks=task.ranks,
-                hardware=machine,
+                hardware=replace(hardware, speeds=speeds),
                 split_backward=False,
             )
-            found = search(space, seconds=task.search_seconds, seed=task.seed).schedule
-        return world.gather(found)[0]
+            schedule = search(space, seconds=task.search_seconds, seed=task.seed).schedule
+        return world.gather(schedule)[0]
 
-    ways: dict[str, Callable[[Sequence[float]], Schedule]] = {
-        "micro-batches": lambda speeds: assign_by_speed(task.stages, task.microbatches, speeds),
-        "stages": searched,
-    }
+    ways = {"micro-batches": assign_microbatches, "stages": assign_stages}
+    speeds_by = {"number": equal_speeds, "speeds": hardware.speeds}
     rows = []
-    for (what, way), known in product(ways.items(), (alike, hardware.speeds)):
-        schedule = way(known)
+    for (work, assign), (by, speeds) in product(ways.items(), speeds_by.items()):
+        schedule = assign(speeds)
         program = schedule.lower(steps_to_time(schedule)).verify()
         predicted = simulate(program, costs, hardware).step_time
-        measured = median(_trained(world, task, schedule)[0])
-        places = product(range(task.stages), range(task.microbatches))
-        ranks = Counter(schedule.rank(*place) for place in places)
+        step_seconds, _ = _train(world, task, schedule)
+        measured = median(step_seconds)
         error = measured / predicted - 1
-        row: Row = {"dealt": what, "by": "speeds" if known is hardware.speeds else "number"}
-        row["forwards of ranks"] = " ".join(str(ranks[rank]) for rank in range(task.ranks))
-        row |= {"predicted (s)": round(predicted, 4), "measured (s)": round(measured, 4)}
-        rows.append(row | {"error": round(error, 4), "failed": int(abs(error) > _ERROR)})
+        forwards = Counter(
+            schedule.rank(stage, microbatch)
+            for stage in range(task.stages)
+            for microbatch in range(task.microbatches)
+        )
+        rows.append(
+            {
+                "dealt": work,
+                "by": by,
+                "forwards of ranks": " ".join(str(forwards[rank]) for rank in range(task.ranks)),
+                "predicted (s)": round(predicted, 4),
+                "measured (s)": round(measured, 4),
+                "error": round(error, 4),
+                "failed": int(abs(error) > _MAX_ERROR),
+            }
+        )
     return rows
 
 
-def _trained(
+def _train(
     world: World, task: SimpleNamespace, schedule: Schedule
 ) -> tuple[list[float], Distributed]:
     """Train; return the seconds of each step but the first ones, and the runtime."""
-    own = task.sleep * (task.slower if world.rank == world.size - 1 else 1)
+    is_slower = world.rank == world.size - 1
+    seconds = task.sleep * (task.slower if is_slower else 1)
     torch.manual_seed(task.seed)
-    stages = slept.cut(slept.model(task.stages, task.megabytes, own), task.stages)
+    stages = slept.cut(slept.model(task.stages, task.megabytes, seconds), task.stages)
     optimizer = partial(torch.optim.SGD, lr=0.01)
     runtime = Distributed(stages, schedule, optimizer, F.cross_entropy, world=world)
     runtime.time_costs(task.steps)
-    m = task.microbatches
-    batch = torch.randn(m, slept.FEATURES), torch.randint(10, (m,))
-    moments = [time.monotonic() for _ in runtime.run([batch] * task.steps)]
-    latest = [max(moment) for moment in zip(*world.gather(moments), strict=True)]
-    return [end - begin for begin, end in pairwise(latest)][_FIRST:], runtime
+    inputs = torch.randn(task.microbatches, slept.FEATURES)
+    targets = torch.randint(10, (task.microbatches,))
+    moments = [time.monotonic() for _ in runtime.run([(inputs, targets)] * task.steps)]
+    last_ends = [max(ends) for ends in zip(*world.gather(moments), strict=True)]
+    step_seconds = [end - begin for begin, end in pairwise(last_ends)]
+    return step_seconds[_N_SKIPPED:], runtime
