@@ -18,7 +18,7 @@ from toolkit.options import OWN
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
 _SIZES = ("ranks", "stages", "microbatches", "steps")
-_MOST_OPS = 1_000_000  # of a training step
+_MAX_OPS = 1_000_000  # of a training step
 
 
 def check_counts(config: Mapping[Any, Any], *names: str, of: str = "") -> None:
@@ -34,11 +34,9 @@ def counts(config: Mapping[Any, Any], name: str, of: str = "") -> list[int]:
         UserError: it is empty, or contains anything but whole numbers above 0.
     """
     option_value = config[name]
-    values = (
-        list(option_value)
-        if isinstance(option_value, Sequence) and not isinstance(option_value, str)
-        else [option_value]
-    )
+    values = [option_value]
+    if isinstance(option_value, Sequence) and not isinstance(option_value, str):
+        values = list(option_value)
     if not values or not all(type(value) is int and value > 0 for value in values):
         raise UserError(f"{of}{name} is a whole number, 1 or more: got {option_value}")
     return values
@@ -93,7 +91,9 @@ def check_given(arguments: Sequence[str]) -> None:
         raise UserError(f"{size_pair}: workers sets microbatches, so leave one of them out")
     file = argument_of_option.get("schedule.file", "=null")
     compares_schedules = any(name.startswith("schedule@also.") for name in argument_of_option)
-    size_options = ["schedule.n_ranks", *(() if compares_schedules else (*_SAME, "stages"))]
+    size_options = ["schedule.n_ranks"]
+    if not compares_schedules:
+        size_options += [*_SAME, "stages"]
     size_arguments = [
         argument_of_option[name] for name in size_options if name in argument_of_option
     ]
@@ -111,25 +111,25 @@ def _check_choice(argument: str, group_choices: list[str]) -> None:
         return
     for choice in value.split(","):
         if choice.strip() not in group_choices:
-            target_hint = "; model.target=PACKAGE.FUNCTION is your own" * (
-                key_of(argument) == "model"
-            )
+            target_hint = ""
+            if key_of(argument) == "model":
+                target_hint = "; model.target=PACKAGE.FUNCTION is your own"
             raise UserError(
                 f"{key_of(argument)}={choice} is unknown:"
                 f" {suggest(choice.strip(), group_choices)}{target_hint}"
             )
 
 
-def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
+def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
     """Resolve shorthands and interpolations, validate the options, and use ``threads``.
 
-    Presets do not overrule options that are ``given`` on the command line. ``schedule.file`` has no
-    delay, unless one, or a ``schedule`` that has one, is given too.
+    Presets do not overrule ``options``, those of the command line. ``schedule.file`` has no
+    delay, unless one, or a ``schedule`` that has one, is among them.
 
     Raises:
         UserError: the seed or threads are impossible, or an option does not exist.
     """
-    option_names = {*map(key_of, given)}
+    option_names = {key_of(option) for option in options}
     if "schedule.file" in option_names and not option_names & {"schedule", "schedule.delay"}:
         config.schedule.delay = 0
     if config.get("workers") is not None and "microbatches" in config:
@@ -168,11 +168,9 @@ def _check_size(config: DictConfig) -> None:
         for name, values in value_lists.items()
     }
     largest_sizes = {name: size for name, size in largest_sizes.items() if size > 1}
-    if prod(largest_sizes.values()) > _MOST_OPS:
+    if prod(largest_sizes.values()) > _MAX_OPS:
         product_text = " and ".join(f"{name}={size}" for name, size in largest_sizes.items())
-        raise UserError(
-            f"{product_text}: their product is at most {_MOST_OPS}: choose smaller ones"
-        )
+        raise UserError(f"{product_text}: their product is at most {_MAX_OPS}: choose smaller ones")
 
 
 def _check_known(config: DictConfig, group: str = "") -> None:

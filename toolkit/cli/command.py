@@ -91,7 +91,8 @@ def settings(experiment: str, *options: str) -> DictConfig:
     Raises:
         UserError: there is no such experiment or option, or no configuration.
     """
-    if experiment not in (experiments := [*schema.schemas()["experiment"]]):
+    experiments = [*schema.schemas()["experiment"]]
+    if experiment not in experiments:
         raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, experiments)}")
     schema.register()
     try:
@@ -131,7 +132,8 @@ class _CommandLine:
             # Without c10d's warnings and their frames: the watch of a rank says why it ends.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
-            Sweep.folder, Sweep.options = None, ()
+            Sweep.folder = None
+            Sweep.options = ()
             try:
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
@@ -159,7 +161,8 @@ class _CommandLine:
             if lines:
                 print(lines)
             process.leave_ranks()
-            if status := max(self._status, 0 if complete else FAILED):
+            status = max(self._status, 0 if complete else FAILED)
+            if status:
                 sys.exit(status)
 
     def _job(self, config: DictConfig) -> float | None:
@@ -192,7 +195,8 @@ class _CommandLine:
 
         with alone_in(folder) if is_first_rank else nullcontext():
             starts_new = is_first_rank and not config.get("resume") and not restarted()
-            if starts_new and (resumable_files := resumable_in(folder)):
+            resumable_files = resumable_in(folder) if starts_new else ""
+            if resumable_files:
                 hint = ""
                 if "resume" in config:
                     hint = f"{shlex.quote(f'resume={folder}')} continues it; "
@@ -227,14 +231,16 @@ class _CommandLine:
         try:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
                 options = list(HydraConfig.get().overrides.task)
-                if earlier_status := sweeps.finished_before(folder, options):
+                earlier_status = sweeps.finished_before(folder, options)
+                if earlier_status:
                     print(f"run {folder.name} has finished before")
                     return Ended(objective=earlier_status.objective)
                 if "resume" in config and resumable_in(folder):
                     config.resume = str(folder)
             ended = self._run(config)
         except Exception as error:
-            if (message := self._explain(error)) is not None:
+            message = self._explain(error)
+            if message is not None:
                 process.exit_with_error(message)
                 return Ended(USAGE)
             if is_rank_zero():

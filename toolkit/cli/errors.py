@@ -33,7 +33,7 @@ _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
+_ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
 
 
 def explain(error: Exception, experiment: str) -> str | None:
@@ -63,21 +63,17 @@ def _message(error: Exception, experiment: str) -> str | None:
         return str(error)
     if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
-    if isinstance(error, RuntimeError) and (allocation := _ASKED.search(str(error))):
+    allocation = _ALLOCATION.search(str(error))
+    if isinstance(error, RuntimeError) and allocation:
         return (
             f"out of memory: {allocation[1]} were asked for; try a smaller batch, or checkpoint=all"
         )
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if isinstance(error, OSError) and error.filename is not None:
-        file_name = str(error.filename)
-        folder_arguments = [
-            argument
-            for argument in sys.argv[1:]
-            if len(folder := value_of(argument)) > 1 and folder in file_name
-        ]
-        return f"{(folder_arguments or [file_name])[0]}: {error.strerror}"
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{_argument_of(str(error.filename))}: {error.strerror}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
@@ -100,6 +96,15 @@ def _message(error: Exception, experiment: str) -> str | None:
     return None
 
 
+def _argument_of(file_name: str) -> str:
+    """Return the argument of this command that has a part of a file's path; else the path."""
+    for argument in sys.argv[1:]:
+        value = value_of(argument)
+        if len(value) > 1 and value in file_name:
+            return argument
+    return file_name
+
+
 def _raised_in(error: BaseException, *packages: str) -> bool:
     """Return whether code of one of the packages raised the error."""
     *_, (frame, _) = walk_tb(error.__traceback__)
@@ -120,17 +125,21 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
     message = first_line(error)
     cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
     option_names = schema.option_names(experiment)
-    if match := _NO_OPTION.match(message):
-        return _no_option(match[1], option_names)
-    if match := _VALUE.match(message):
-        option = key_of(match[1])
+    unknown_option = _NO_OPTION.match(message)
+    if unknown_option:
+        return _no_option(unknown_option[1], option_names)
+    value_match = _VALUE.match(message)
+    if value_match:
+        override = value_match[1]
         if not _WITHIN.search(cause):
-            return f"{match[1]}: {cause}"
+            return f"{override}: {cause}"
+        option = key_of(override)
         inner_options = dict.fromkeys(
             name for name in option_names if name.startswith(f"{option}.")
         )
-        return f"{match[1]}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
-    return f"{' '.join(str(error).split())}{f': {cause}' if cause else ''}"
+        return f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
+    one_line = " ".join(str(error).split())
+    return f"{one_line}: {cause}" if cause else one_line
 
 
 def _no_option(key: str, option_names: list[str]) -> str:
@@ -141,9 +150,8 @@ def _no_option(key: str, option_names: list[str]) -> str:
     if key in option_names:
         group = key.partition(".")[0]
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
-    if key.partition(".")[0] == "schedule" and any(
-        name.startswith("rules.") for name in option_names
-    ):
+    has_rules = any(name.startswith("rules.") for name in option_names)
+    if has_rules and key.partition(".")[0] == "schedule":
         return (
             f"there is no option {key}: the schedules are rules here; +schedule@rules.NAME=CHOICE"
             " adds one, '~rules.NAME' leaves one out, rules.NAME.OPTION sets an option"
@@ -151,7 +159,7 @@ def _no_option(key: str, option_names: list[str]) -> str:
     return f"there is no option {key}: {nearest(key, option_names)}"
 
 
-def nearest(option: str, known: list[str]) -> str:
+def nearest(option: str, option_names: list[str]) -> str:
     """Return advice for an unknown option: the most similar name, if there is one."""
-    matches = get_close_matches(option, known, n=1)
+    matches = get_close_matches(option, option_names, n=1)
     return f"did you mean {matches[0]}?" if matches else "--help lists the options"

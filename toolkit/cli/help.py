@@ -43,12 +43,14 @@ def folders(arguments: Sequence[str]) -> list[Path]:
     return [conf()] if config_dir is None else [conf(), Path(config_dir)]
 
 
-def choices(found: Sequence[Path], group: str) -> list[str]:
+def choices(config_folders: Sequence[Path], group: str) -> list[str]:
     """Return the choices of a group in several folders; nested choices include their folder."""
-    files = [
-        (path, folder / group) for folder in found for path in (folder / group).rglob("[!_]*.yaml")
-    ]
-    return sorted({str(path.relative_to(folder))[: -len(".yaml")] for path, folder in files})
+    names = set()
+    for config_folder in config_folders:
+        folder = config_folder / group
+        for path in folder.rglob("[!_]*.yaml"):
+            names.add(str(path.relative_to(folder)).removesuffix(".yaml"))
+    return sorted(names)
 
 
 def groups(folder: Path) -> list[str]:

@@ -32,7 +32,8 @@ def scratch_options() -> list[str]:
 
 def exit_with_error(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
-    if (world := _world()) is not None:
+    world = _world()
+    if world is not None:
         world.watch.fail(message)
     report_error(message)
     if is_rank_zero():

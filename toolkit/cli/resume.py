@@ -31,7 +31,8 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     folder = Path(name if Path(name).is_dir() else unquoted(name))
     if not folder.is_dir() or not name:
         raise UserError(f"resume={name} is not a folder: give the output directory of a run")
-    if (options_of_sweep := sweep_options(folder)) is not None:
+    options_of_sweep = sweep_options(folder)
+    if options_of_sweep is not None:
         return _sweep_resumed(arguments, options_of_sweep, folder, experiment)
     if parse(arguments).multirun:
         raise UserError(f"resume={folder} is one run: leave out -m")
@@ -81,8 +82,10 @@ def _check_trusted(
 
 def _before(folder: Path) -> tuple[str, list[str], list[str]]:
     """Return the experiment of a run, its options, and its ``--config-dir`` flag."""
-    if not (folder / ".hydra").exists() and (command_of_result := _of_result(folder)):
-        return command_of_result
+    if not (folder / ".hydra").exists():
+        command_of_result = _of_result(folder)
+        if command_of_result:
+            return command_of_result
     try:
         hydra_config = read_plain(folder / ".hydra" / "hydra.yaml")["hydra"]
         sources: list[dict[str, Any]] = hydra_config["runtime"]["config_sources"]
@@ -136,11 +139,12 @@ def _sweep_resumed(
     arguments: Sequence[str], sweep_arguments: Sequence[str], folder: Path, experiment: str
 ) -> list[str]:
     folder_options = (*_OWN, "-m", "--multirun", "hydra.sweep.dir")
-    if other_options := [
+    other_options = [
         argument
         for argument in arguments
         if key_of(argument) not in folder_options and argument not in sweep_arguments
-    ]:
+    ]
+    if other_options:
         raise UserError(
             f"resume={folder} is a sweep, which continues with its own options: leave out"
             f" {' '.join(other_options)}"

@@ -76,18 +76,17 @@ def option_names(experiment: str) -> list[str]:
     experiment_fields = fields(schemas()["experiment"][experiment])
     names = [option_field.name for option_field in experiment_fields]
     for option in experiment_fields:
-        if is_dataclass(group_schema := option.default_factory):
-            names += [f"{option.name}.{option_field.name}" for option_field in fields(group_schema)]
+        nested = option.default_factory
+        if is_dataclass(nested):
+            names += [f"{option.name}.{nested_field.name}" for nested_field in fields(nested)]
     for group, nodes in schemas().items():
         is_rule_option = group == "schedule" and "rules" in names
         if group in names or is_rule_option:
+            prefix = "rules.NAME" if is_rule_option else group
             field_names = {
                 option_field.name for node in nodes.values() for option_field in fields(node)
-            } - {"_target_"}
-            names += [
-                f"{'rules.NAME' if is_rule_option else group}.{name}"
-                for name in sorted(field_names)
-            ]
+            }
+            names += [f"{prefix}.{name}" for name in sorted(field_names - {"_target_"})]
     return names
 
 

@@ -112,7 +112,8 @@ def discard(folder: Path) -> None:
 
 def under_way() -> bool:
     """Return whether a process runs in a folder of this process's sweep."""
-    for folder in Sweep.folder.iterdir() if Sweep.folder else ():
+    folders = Sweep.folder.iterdir() if Sweep.folder else ()
+    for folder in folders:
         status = read_status(folder)
         if status is not None and status.state == RUNNING:
             try:
@@ -134,16 +135,17 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     defaults = {"direction": "maximize", "max_failure_rate": "1.0", "sampler.seed": "0"}
     if "hydra/sweeper/sampler=grid" in arguments:
         del defaults["sampler.seed"]
-    option_names = set(map(key_of, arguments))
-    default_options = {f"hydra.sweeper.{name}": value for name, value in defaults.items()}
-    return [
-        *arguments,
-        *(f"{name}={value}" for name, value in default_options.items() if name not in option_names),
-    ]
+    option_names = {key_of(argument) for argument in arguments}
+    with_missing = [*arguments]
+    for name, value in defaults.items():
+        option = f"hydra.sweeper.{name}"
+        if option not in option_names:
+            with_missing.append(f"{option}={value}")
+    return with_missing
 
 
 def sweep_options(folder: Path) -> list[str] | None:
-    """Command line of the sweep in ``folder``; None if it is not a sweep's."""
+    """Return the command line of the sweep in ``folder``; None if it is not a sweep's."""
     try:
         return [str(option) for option in read_plain(folder / _NAME)["options"]]
     except (OSError, ValueError, TypeError, KeyError):
@@ -151,7 +153,7 @@ def sweep_options(folder: Path) -> list[str] | None:
 
 
 def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
-    """Status of a run that an earlier start of the sweep has finished; else None.
+    """Return the status of a run that an earlier start of the sweep has finished; else None.
 
     Raises:
         UserError: the run had other options.
@@ -168,9 +170,13 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
 
 
 def summary(experiment: str) -> tuple[str, bool]:
-    """Lines on this process's sweep, if there is one, and whether all of its runs have finished."""
+    """Return lines on this process's sweep, if any, and whether all of its runs have finished."""
     folders = sorted(Sweep.folder.iterdir()) if Sweep.folder else ()
-    runs = {path: status for path in folders if (status := read_status(path)) is not None}
+    runs: dict[Path, Status] = {}
+    for path in folders:
+        status = read_status(path)
+        if status is not None:
+            runs[path] = status
     if not runs:
         return "", True
     states = [status.state for status in runs.values()]
