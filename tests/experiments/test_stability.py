@@ -69,7 +69,7 @@ def test_networks_start_at_random_and_at_a_minimum(benchmark_module):
     first = losses[0]
     for end, stable in ((0.9 * first, True), (1.1 * first, False), (float("nan"), False)):
         given = iter([first] * (rates._STEPS - 40) + [end] * 40)
-        assert random.stable(given) is stable
+        assert random.is_stable(given) is stable
 
 
 def test_measured_rates_are_the_result(benchmark_module, monkeypatch, tmp_path):

@@ -108,9 +108,7 @@ def run_with_checkpoints(
         if divergence_reason and safe_schedule is not None:
             notes += callback.notes()
             run = run.again(safe_schedule)
-            state = _read(run, checkpoints, note)
-            state["run"]["position"]["rolled_back"] = True
-            position = _load(run, checkpoints, state)
+            position = _rolled_back(run, checkpoints, note)
             way = " without delay" if has_delay else ""
             note(
                 f"{divergence_reason}: rolled back to epoch {position.epoch}, step {position.step},"
@@ -176,6 +174,15 @@ def _resumed(
             f" {change}: leave that out, or ask for more epochs"
         )
     return run, position
+
+
+def _rolled_back(
+    run: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
+) -> Position:
+    """Load the latest checkpoint into a run without delay; return its position."""
+    state = _read(run, checkpoints, note)
+    state["run"]["position"]["rolled_back"] = True
+    return _load(run, checkpoints, state)
 
 
 def _read(

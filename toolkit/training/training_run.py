@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError, first_line
-from toolkit.model import check_independent, partition
+from toolkit.model import InputSpec, Stages, check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
@@ -141,30 +141,13 @@ def prepare(
     gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
     torch.manual_seed(options.seed)
     build_model = partial(deepcopy, model) if isinstance(model, nn.Module) else model
-    form = samples.form
-    example, expected = form.example(options.batch), form.output(options.batch)
-    # Real samples are checked below, once the shape of the output has been.
-    stages = partition(
-        build_model().to(device), schedule.n_stages, example, options.partition, check=False
-    )
-    if stages.output.shape != expected:
-        raise UserError(
-            f"the model's output has shape {list(stages.output.shape)}; expected {list(expected)}"
-            f" for {options.batch} {form.samples}: set its size, as by"
-            f" +model.arguments.{form.usual_argument}={form.n_classes}"
-        )
-    check_independent(stages, form.example(4))
+    stages = _cut(build_model().to(device), schedule.n_stages, samples.form, options)
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
-    for argument_name, argument, method, example_class in (
-        ("data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"),
-        ("lr:", lr, "factor", "lr.Constant"),
-    ):
-        if not hasattr(argument, method):
-            raise UserError(
-                f"{argument_name} got a {type(argument).__name__}; expected an object with"
-                f" {method}(), such as toolkit.training.{example_class}"
-            )
+    _check_method(
+        "data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"
+    )
+    _check_method("lr:", lr, "factor", "lr.Constant")
     steps_per_epoch = len(batches)
     schedule = schedule.in_steps(steps_per_epoch)
     optimizer_of_one_number = _check_optimizer(optimizer)
@@ -173,10 +156,10 @@ def prepare(
     def factor(step: int) -> float:
         return float(lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
-    step = StepOptions(
+    step_options = StepOptions(
         **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
     )
-    allow_tf32(step.precision == "tf32")
+    allow_tf32(step_options.precision == "tf32")
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     built_runtime = runtime(
         stages,
@@ -185,24 +168,17 @@ def prepare(
         loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
         lr_scheduler=partial(Rates, factor=factor),
         seed=options.seed,
-        options=step,
+        options=step_options,
         **({"world": world} if world else {}),
         **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
     )
-    candidates = [
-        same_sized(schedule.final, candidate_options).build()
-        for candidate_options in options.switch.candidates
-    ]
-    candidate_of_name = {candidate.name: candidate for candidate in candidates}
     return TrainingRun(
         options=options,
-        step_options=step,
+        step_options=step_options,
         schedule=schedule,
         samples=samples,
         runtime=built_runtime,
-        switching=Switching(built_runtime, candidate_of_name, options.switch)
-        if candidate_of_name
-        else None,
+        switching=_switching(built_runtime, schedule, options),
         device=device,
         optimizer=optimizer_of_one_number,
         rate=lambda step: optimizer_rate * factor(step),
@@ -211,6 +187,43 @@ def prepare(
         record=asdict(options) if record is None else record,
         again=lambda schedule: prepare(**arguments | {"schedule": schedule}),
     )
+
+
+def _cut(model: nn.Module, n_stages: int, form: InputSpec, options: TrainingOptions) -> Stages:
+    """Cut the model into stages; raise UserError if it does not fit the samples, or mixes them."""
+    # Samples are checked below, once the shape of the output has been.
+    example = form.example(options.batch)
+    stages = partition(model, n_stages, example, options.partition, check=False)
+    expected = form.output(options.batch)
+    if stages.output.shape != expected:
+        raise UserError(
+            f"the model's output has shape {list(stages.output.shape)}; expected {list(expected)}"
+            f" for {options.batch} {form.samples}: set its size, as by"
+            f" +model.arguments.{form.usual_argument}={form.n_classes}"
+        )
+    check_independent(stages, form.example(4))
+    return stages
+
+
+def _check_method(name: str, value: object, method: str, example: str) -> None:
+    """Raise UserError unless a user's object has the method that training calls."""
+    if not hasattr(value, method):
+        raise UserError(
+            f"{name} got a {type(value).__name__}; expected an object with {method}(), such as"
+            f" toolkit.training.{example}"
+        )
+
+
+def _switching(runtime: Runtime, schedule: Schedule, options: TrainingOptions) -> Switching | None:
+    """Return what chooses among the schedules that the options name, if they name any."""
+    candidates = [
+        same_sized(schedule.final, candidate_options).build()
+        for candidate_options in options.switch.candidates
+    ]
+    if not candidates:
+        return None
+    candidate_of_name = {candidate.name: candidate for candidate in candidates}
+    return Switching(runtime, candidate_of_name, options.switch)
 
 
 def join_ranks(
