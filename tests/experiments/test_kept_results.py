@@ -2,16 +2,22 @@
 
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from tests.experiments.command import EXPERIMENTS
+from toolkit.cli import settings
 
 RESULTS = EXPERIMENTS / "results"
 KEPT = sorted(path.parent.name for path in RESULTS.glob("*/result.json"))
 INDEX = RESULTS / "README.md"
 ANSWERS = sorted({*RESULTS.glob("*.md")} - {INDEX})
 PAGES = [EXPERIMENTS.parent / "README.md", INDEX, *ANSWERS]
+
+NOW_TESTS = {"bench_checkpoint_fuzz", "bench_fuzz"}
+"""Results of benches that have become tests: their commands need the commit that they name."""
 
 
 @pytest.fixture
@@ -111,3 +117,15 @@ def test_results_have_provenance(name):
     provenance = json.loads((RESULTS / name / "result.json").read_text())["provenance"]
     assert re.fullmatch("[0-9a-f]{40}", provenance["commit"])
     assert provenance["command"].startswith(("python experiments/", "python -m tests."))
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name not in NOW_TESTS])
+def test_the_command_of_a_result_still_composes(name):
+    command = json.loads((RESULTS / name / "result.json").read_text())["provenance"]["command"]
+    python, script, *options = shlex.split(command)
+    assert python == "python"
+    if script == "-m":
+        assert Path(*options[0].split(".")).with_suffix(".py").exists()
+        return
+    # Hydra composes its own options before all others.
+    settings(Path(script).stem, *(option for option in options if not option.startswith("hydra.")))
