@@ -2,11 +2,12 @@
 
 from toolkit.schedule import catalog
 from toolkit.schedule.correction import CORRECTIONS, Correction
+from toolkit.schedule.grid import labels
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
 from toolkit.schedule.phases import Phase, PhasedSchedule, after, switched
 from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
-from toolkit.schedule.schedule import STATES, Schedule, labels
+from toolkit.schedule.schedule import STATES, Schedule
 from toolkit.schedule.spec import ScheduleSpec
 from toolkit.schedule.staleness import FRESHEST, RandomDelay
 from toolkit.schedule.steady_state import SteadyState, steady_state

@@ -26,17 +26,19 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
     Raises:
         UserError: the number of stages is odd.
     """
-    s, half = n_stages, _half(n_stages)
+    half = _half(n_stages)
     starts: dict[Op, int] = {}
-    orders: list[list[Op]] = [[] for _ in range(s)]
     for microbatch in range(n_microbatches):
+        # Half of a round goes each way, a micro-batch every other slot; rounds are 2S slots apart.
         round_index, turn = divmod(microbatch // 2, half)
-        begin = 2 * (round_index * s + turn)
-        for stage in range(s):
-            for kind, slot in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * s - 1 - stage)):
-                starts[Op(kind, stage, microbatch)] = begin + slot
+        begin = 2 * (round_index * n_stages + turn)
+        for stage in range(n_stages):
+            starts[Op(Kind.FORWARD, stage, microbatch)] = begin + stage
+            starts[Op(Kind.BACKWARD, stage, microbatch)] = begin + 2 * n_stages - 1 - stage
+    orders: list[list[Op]] = [[] for _ in range(n_stages)]
     for op in sorted(starts, key=starts.__getitem__):
-        orders[_rank(op, s)].append(op)
+        goes_up = op.microbatch % 2 == 1
+        orders[n_stages - 1 - op.stage if goes_up else op.stage].append(op)
     return orders
 
 
@@ -49,17 +51,20 @@ def dualpipe(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     Raises:
         UserError: stages or micro-batches are odd, or micro-batches too few.
     """
-    s, half = n_stages, _half(n_stages)
-    if n_microbatches % 2 or n_microbatches < 2 * s:
+    half = _half(n_stages)
+    if n_microbatches % 2 or n_microbatches < 2 * n_stages:
         raise UserError(
             f"DualPipe takes an even number of micro-batches, two a stage or more: got"
-            f" {n_microbatches} for {s} stages"
+            f" {n_microbatches} for {n_stages} stages"
         )
     orders = []
-    for rank in range(s):
-        turn, up = min(rank, s - 1 - rank), rank >= half
-        ways = [range((phase + up) % 2, n_microbatches, 2) for phase in range(2)]
-        orders.append(_dual(turn, half, (turn, s - 1 - turn), ways))
+    for rank in range(n_stages):
+        # Even micro-batches enter at the first rank, odd ones at the last.
+        distance = min(rank, n_stages - 1 - rank)
+        near_parity = 0 if rank < half else 1
+        near = range(near_parity, n_microbatches, 2)
+        far = range(1 - near_parity, n_microbatches, 2)
+        orders.append(_dual(distance, half, (distance, n_stages - 1 - distance), (near, far)))
     return orders
 
 
@@ -71,60 +76,81 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     Raises:
         UserError: the number of stages is odd, or micro-batches are too few.
     """
-    s, half = n_stages, _half(n_stages)
-    if n_microbatches < s:
+    half = _half(n_stages)
+    if n_microbatches < n_stages:
         raise UserError(
-            f"DualPipeV takes a micro-batch a stage or more: got {n_microbatches} for {s} stages"
+            f"DualPipeV takes a micro-batch a stage or more: got {n_microbatches} for {n_stages}"
+            " stages"
         )
-    ways = [range(n_microbatches)] * 2
-    return [_dual(rank, half, (rank, s - 1 - rank), ways) for rank in range(half)]
+    microbatches = (range(n_microbatches), range(n_microbatches))
+    return [_dual(rank, half, (rank, n_stages - 1 - rank), microbatches) for rank in range(half)]
 
 
-def _dual(turn: int, half: int, stages: tuple[int, int], ways: list[range]) -> list[Item]:
-    """Return the ops of a rank; its first stage's data enter ``turn`` ranks away.
+def _dual(
+    distance: int, half: int, stages: tuple[int, int], microbatches: tuple[range, range]
+) -> list[Item]:
+    """Return the ops of a rank with two stages.
+
+    Rank 0 of DualPipeV on two ranks, four stages and four micro-batches, by the steps below::
+
+        0F0 0F1 | 0F2 3F0 | 3I0 3W0 3F1 | 0F3;3B1 3F2;0B0 | 3B2 3F3;0B1 | 3B3 0I2 | 0W2 0I3 0W3
+        step 1    step 2    step 3        step 4            step 5        step 6    step 7
 
     Args:
-        turn: 0 to half - 1; the last is next to the other half, or at the turn of the V.
+        distance: ranks from the end at which the micro-batches of its first stage enter, 0 to
+            half - 1; the last is next to the other half, or at the turn of the V.
         half: ranks from an end to the middle.
-        stages: the nearer to the start of its way, and the nearer to the end.
-        ways: micro-batches of either stage.
+        stages: the one that its micro-batches meet soon after they enter, and the one that they
+            meet late.
+        microbatches: of either stage, in order.
     """
-    forwards, backwards = [iter(way) for way in ways], [iter(way) for way in ways]
+    forwards = [iter(of_stage) for of_stage in microbatches]
+    backwards = [iter(of_stage) for of_stage in microbatches]
     order: list[Item] = []
-    weights: deque[Op] = deque()  # put off
+    weight_halves: deque[Op] = deque()  # put off
 
-    def forward(way: int) -> Op:
-        return Op(Kind.FORWARD, stages[way], next(forwards[way]))
+    def forward(which: int) -> Op:
+        return Op(Kind.FORWARD, stages[which], next(forwards[which]))
 
-    def backward(way: int, *, split: bool = False) -> Op:
-        kind = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        op = Op(kind, stages[way], next(backwards[way]))
-        if split:
-            weights.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+    def backward(which: int) -> Op:
+        return Op(Kind.BACKWARD, stages[which], next(backwards[which]))
+
+    def input_half(which: int) -> Op:
+        op = Op(Kind.BACKWARD_INPUT, stages[which], next(backwards[which]))
+        weight_halves.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
         return op
 
-    ahead = half - 1 - turn
-    order += [forward(0) for _ in range(2 * ahead)]
-    for _ in range(turn + 1):
+    # Each rank between this one and the middle adds a turn to the first and the last steps.
+    n_between = half - 1 - distance
+    # 1. Forwards of the first stage, until the first micro-batch has come back to the second.
+    for _ in range(2 * n_between):
+        order.append(forward(0))
+    # 2. Forwards of both stages, until the first backward arrives.
+    for _ in range(distance + 1):
         order += [forward(0), forward(1)]
-    for _ in range(ahead):
-        order += [backward(1, split=True), weights.popleft(), forward(1)]
-    for k in range(len(ways[0]) - 2 * half + turn + 1):
-        both = forward(0), backward(1)
-        order += both if k == ahead == 0 else [both]  # in the middle the forward alone is sooner
+    # 3. Backwards in halves, at once, so that the rank before need not wait for the weights'.
+    for _ in range(n_between):
+        order += [input_half(1), weight_halves.popleft(), forward(1)]
+    # 4. Overlapped pairs of both stages: the steady part.
+    for k in range(len(microbatches[0]) - 2 * half + distance + 1):
+        if k == n_between == 0:  # in the middle the first forward alone is sooner
+            order += [forward(0), backward(1)]
+        else:
+            order.append((forward(0), backward(1)))
         order.append((forward(1), backward(0)))
-    for _ in range(ahead):
+    # 5. The first stage has no forwards left.
+    for _ in range(n_between):
         order += [backward(1), (forward(1), backward(0))]
-    order += [backward(1 - k % 2, split=k > turn) for k in range(2 * (turn + 1))]
-    for _ in range(ahead):
-        order += [weights.popleft()] if weights else []
-        order.append(backward(0, split=True))
-    return [*order, *weights]
-
-
-def _rank(op: Op, n_stages: int) -> int:
-    """Even micro-batches go down the ranks, odd ones up."""
-    return n_stages - 1 - op.stage if op.microbatch % 2 else op.stage
+    # 6. Backwards of both stages in turn; the later half of them puts its weights' halves off.
+    for k in range(2 * (distance + 1)):
+        which = 1 - k % 2
+        order.append(input_half(which) if k > distance else backward(which))
+    # 7. Halves for the weights fill the slots in which the rank waits for backwards.
+    for _ in range(n_between):
+        if weight_halves:
+            order.append(weight_halves.popleft())
+        order.append(input_half(0))
+    return [*order, *weight_halves]
 
 
 def _half(n_stages: int) -> int:

@@ -3,7 +3,9 @@
 A rank that runs several ops at once (a single device) takes one row for each micro-batch.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from toolkit.errors import whole
 from toolkit.schedule.instruction import Op
@@ -25,6 +27,21 @@ def row_of(layout: Placement, rank: int, microbatch: int) -> int:
     return microbatch if layout.one_device else rank
 
 
+@dataclass
+class _Cells:
+    """The texts of a grid, by row and tick.
+
+    Attributes:
+        rows: texts by tick, by row.
+        end: tick after the last op.
+        marked: row and tick of the op in brackets.
+    """
+
+    rows: dict[int, dict[int, str]] = field(default_factory=dict)
+    end: int = 0
+    marked: tuple[int, int] | None = None
+
+
 def render(
     timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
 ) -> str:
@@ -34,47 +51,63 @@ def render(
     Primes distinguish steps that overlap. ``mark`` = (op, step) is put in brackets; a large grid
     then shows its surroundings only.
     """
-    tick = timing.ticks_per_slot
-    primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
-    cells: dict[int, dict[int, str]] = {}
-    last = 0
-    marked: tuple[int, int] | None = None
-    for step in range(whole(n_steps, "n_steps", 1)):
+    cells = _cells(timing, layout, whole(n_steps, "n_steps", 1), mark)
+    shown_rows: Sequence[int] = sorted(cells.rows)
+    shown_ticks: Sequence[int] = range(cells.end)
+    if cells.marked is not None:
+        row, tick = cells.marked
+        shown_rows = _around(shown_rows, shown_rows.index(row), _ROWS)
+        shown_ticks = _around(shown_ticks, tick, _COLUMNS)
+
+    header = ["slot"]
+    for tick in shown_ticks:
+        slot, remainder = divmod(tick, timing.ticks_per_slot)
+        header.append("" if remainder else str(slot))
+    label = "rank 0 mb" if layout.one_device and layout.n_microbatches > 1 else "rank"
+    table = [header]
+    for row in shown_rows:
+        table.append([f"{label} {row}", *(cells.rows[row].get(tick, ".") for tick in shown_ticks)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for texts in table:
+        padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
+        lines.append(" ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int] | None) -> _Cells:
+    """Return the texts of all ops."""
+    n_primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
+    separator = ";" if timing.pairs else "/"
+    cells = _Cells()
+    for step in range(n_steps):
         for op, start in timing.starts.items():
-            position = start + step * timing.period
+            tick = start + step * timing.period
             row = row_of(layout, layout.rank(op.stage, op.microbatch, step), op.microbatch)
-            text = str(op) + "'" * (step % primes)
+            text = str(op) + "'" * (step % n_primes)
             if (op, step) == mark:
                 text = f"[{text}]"
-                marked = row, position
-            columns = cells.setdefault(row, {})
-            joint = ";" if timing.pairs else "/"
-            columns[position] = f"{columns[position]}{joint}{text}" if position in columns else text
-            for further in range(position + 1, position + tick):
-                columns.setdefault(further, "-")
-            last = max(last, position + tick)
-
-    numbers: Sequence[int] = sorted(cells)
-    ticks: Sequence[int] = range(last)
-    if marked is not None:
-        row, column = marked
-        numbers = _around(numbers, numbers.index(row), _ROWS)
-        ticks = _around(ticks, column, _COLUMNS)
-    label = "rank 0 mb" if layout.one_device and layout.n_microbatches > 1 else "rank"
-    head = ["slot", *(str(position // tick) if position % tick == 0 else "" for position in ticks)]
-    body = [
-        [f"{label} {row}", *(cells[row].get(position, ".") for position in ticks)]
-        for row in numbers
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = (
-        " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *body)
-    )
-    return "\n".join(lines)
+                cells.marked = row, tick
+            texts = cells.rows.setdefault(row, {})
+            texts[tick] = f"{texts[tick]}{separator}{text}" if tick in texts else text
+            end = tick + timing.ticks_per_slot
+            for further_tick in range(tick + 1, end):
+                texts.setdefault(further_tick, "-")
+            cells.end = max(cells.end, end)
+    return cells
 
 
 def _around(values: Sequence[int], index: int, limit: int) -> Sequence[int]:
     """Return at most ``limit`` of ``values``, around the ``index``."""
     first = max(0, min(index - limit // 2, len(values) - limit))
     return values[first : first + limit]
+
+
+def labels(names: Mapping[str, str]) -> dict[str, str]:
+    """Return labels of schedules, by key: their names, followed by the key if the name is shared.
+
+    Args:
+        names: name of each schedule, by any unique key.
+    """
+    count = Counter(names.values())
+    return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}

@@ -23,23 +23,13 @@ Item = Op | tuple[Op, Op]
 """An op, or a forward and a backward that the rank overlaps."""
 
 
-def unpaired(orders: Sequence[Sequence[Item]]) -> tuple[list[list[Op]], dict[Op, Op]]:
-    """Return the ops of each rank in order, and the backward that each overlapped forward has."""
-    pairs = dict(item for order in orders for item in order if not isinstance(item, Op))
-    ops = [
-        [op for item in order for op in ((item,) if isinstance(item, Op) else item)]
-        for order in orders
-    ]
-    return ops, pairs
-
-
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
     """Run all forwards, then all backwards. Source: arXiv 1811.06965."""
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return [
-        [Op(kind, stage, microbatch) for kind in kinds for microbatch in range(n_microbatches)]
-        for stage in range(n_stages)
-    ]
+    orders = []
+    for stage in range(n_stages):
+        forwards = _ops(Kind.FORWARD, stage, n_microbatches)
+        orders.append(forwards + _ops(Kind.BACKWARD, stage, n_microbatches))
+    return orders
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
@@ -53,18 +43,29 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
 def eager_1f1b(n_stages: int, n_microbatches: int) -> Orders:
     """1F1B that begins with twice as many forwards, so that a message has a slot to travel in.
 
+    Two stages, four micro-batches::
+
+        0F0 0F1 0F2 0B0 0F3 0B1 .   0B2 .   0B3
+        .   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
     Rank r holds at most 2(S-r)-1 micro-batches. Source: arXiv 2211.05322, section 4.
     """
     orders = []
     for rank in range(n_stages):
-        forwards = [Op(Kind.FORWARD, rank, microbatch) for microbatch in range(n_microbatches)]
-        backwards = [Op(Kind.BACKWARD, rank, microbatch) for microbatch in range(n_microbatches)]
-        orders.append(_one_forward_one_backward(forwards, backwards, 2 * (n_stages - 1 - rank)))
+        forwards = _ops(Kind.FORWARD, rank, n_microbatches)
+        backwards = _ops(Kind.BACKWARD, rank, n_microbatches)
+        warmup = 2 * (n_stages - 1 - rank)
+        orders.append(_one_forward_one_backward(forwards, backwards, warmup))
     return orders
 
 
 def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     """GPipe where rank r has stages r, r + n_ranks, ..., one after another for all micro-batches.
+
+    Four stages on two ranks, two micro-batches::
+
+        0F0 0F1 2F0 2F1 .   .   2B1 2B0 0B1 0B0
+        .   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0 .
 
     The backwards take micro-batches in reverse, as torch's do. Source: arXiv 2211.05953, section 3.
 
@@ -74,18 +75,21 @@ def looped_bfs(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     _per_rank(n_stages, n_ranks)
     orders = []
     for rank in range(n_ranks):
-        turns = [
-            (stage, microbatch)
-            for stage in range(rank, n_stages, n_ranks)
-            for microbatch in range(n_microbatches)
-        ]
-        forwards = [Op(Kind.FORWARD, *turn) for turn in turns]
-        orders.append([*forwards, *(Op(Kind.BACKWARD, *turn) for turn in reversed(turns))])
+        forwards: list[Op] = []
+        for stage in range(rank, n_stages, n_ranks):
+            forwards += _ops(Kind.FORWARD, stage, n_microbatches)
+        backwards = [op._replace(kind=Kind.BACKWARD) for op in reversed(forwards)]
+        orders.append(forwards + backwards)
     return orders
 
 
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     """1F1B where rank r has stages r, r + n_ranks, ..., in rounds of n_ranks micro-batches.
+
+    Four stages on two ranks, four micro-batches::
+
+        0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+        .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
 
     If the micro-batches are no multiple of the ranks, rounds are longer but equal, as those of
     torch.distributed.pipelining. Source: arXiv 2104.04473, section 2.2.
@@ -100,26 +104,36 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
             f"{n_microbatches} micro-batches do not divide into {rounds} equal rounds: make them a"
             f" multiple of {n_ranks}"
         )
+
+    # 1. Turns of a rank: which of its stages, and which micro-batch. In a round all micro-batches
+    # go through one stage after another.
     in_round = n_microbatches // rounds if per_rank > 1 else n_microbatches
-    turns = [
-        (block, microbatch)
-        for start in range(0, n_microbatches, in_round)
-        for block in range(per_rank)
-        for microbatch in range(start, min(start + in_round, n_microbatches))
-    ]
+    turns = []
+    for round_start in range(0, n_microbatches, in_round):
+        round_stop = min(round_start + in_round, n_microbatches)
+        for lap in range(per_rank):
+            turns += [(lap, microbatch) for microbatch in range(round_start, round_stop)]
+
+    # 2. Backwards take a rank's stages from the last to the first. Before the first backward a
+    # rank runs forwards for each rank after it, two each if it has several stages.
     orders = []
     for rank in range(n_ranks):
-        ahead = n_ranks - 1 - rank
-        warmup = (per_rank - 1) * in_round + 2 * ahead if per_rank > 1 else ahead
-        forwards = [
-            Op(Kind.FORWARD, block * n_ranks + rank, microbatch) for block, microbatch in turns
-        ]
-        backwards = [
-            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, microbatch)
-            for block, microbatch in turns
-        ]
+        forwards = []
+        backwards = []
+        for lap, microbatch in turns:
+            forwards.append(Op(Kind.FORWARD, lap * n_ranks + rank, microbatch))
+            last_lap_first = per_rank - 1 - lap
+            backwards.append(Op(Kind.BACKWARD, last_lap_first * n_ranks + rank, microbatch))
+        warmup = n_ranks - 1 - rank
+        if per_rank > 1:
+            warmup = 2 * warmup + (per_rank - 1) * in_round
         orders.append(_one_forward_one_backward(forwards, backwards, warmup))
     return orders
+
+
+def _ops(kind: Kind, stage: int, n_microbatches: int) -> list[Op]:
+    """Return one op of a stage on each micro-batch."""
+    return [Op(kind, stage, microbatch) for microbatch in range(n_microbatches)]
 
 
 def _per_rank(n_stages: int, n_ranks: int) -> int:
@@ -133,6 +147,12 @@ def _per_rank(n_stages: int, n_ranks: int) -> int:
 
 def zero_bubble(n_stages: int, n_microbatches: int, more_forwards: int = 0) -> Orders:
     """ZB-H1: 1F1B with split backwards, within the activations of 1F1B's first stage.
+
+    Three stages, four micro-batches; I and W are the halves of a backward::
+
+        0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Rank r delays its backwards of the weights by r micro-batches; they fill the slots in which
     1F1B waits. Source: arXiv 2401.10241, section 2.
@@ -148,17 +168,15 @@ def zero_bubble(n_stages: int, n_microbatches: int, more_forwards: int = 0) -> O
         ranks_after = n_stages - 1 - rank
         lead = ranks_after + min(ranks_after, more_forwards)
         weights_delay = rank + min(rank, more_forwards)
-        forwards = [Op(Kind.FORWARD, rank, microbatch) for microbatch in range(n_microbatches)]
-        inputs = [Op(Kind.BACKWARD_INPUT, rank, microbatch) for microbatch in range(n_microbatches)]
-        weights = (
-            Op(Kind.BACKWARD_WEIGHT, rank, microbatch) for microbatch in range(n_microbatches)
-        )
+        forwards = _ops(Kind.FORWARD, rank, n_microbatches)
+        input_halves = _ops(Kind.BACKWARD_INPUT, rank, n_microbatches)
+        weight_halves = iter(_ops(Kind.BACKWARD_WEIGHT, rank, n_microbatches))
         order = []
-        for op in _one_forward_one_backward(forwards, inputs, lead):
+        for op in _one_forward_one_backward(forwards, input_halves, lead):
             order.append(op)
             if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= weights_delay:
-                order.append(next(weights))
-        orders.append([*order, *weights])
+                order.append(next(weight_halves))
+        orders.append([*order, *weight_halves])
     return orders
 
 
@@ -186,12 +204,13 @@ def zb_h2(n_stages: int, n_microbatches: int) -> Orders:
 
 
 def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """Return ``warmup`` forwards, then a forward and a backward in turn, then backwards."""
     warmup = min(warmup, len(forwards))
-    steady = len(forwards) - warmup
+    n_alternating = len(forwards) - warmup
     order = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True):
+    for forward, backward in zip(forwards[warmup:], backwards[:n_alternating], strict=True):
         order += [forward, backward]
-    return order + backwards[steady:]
+    return order + backwards[n_alternating:]
 
 
 def as_early_as_possible(
@@ -208,20 +227,20 @@ def as_early_as_possible(
     :meth:`Schedule.from_rank_orders`.
     """
     pairs = pairs or {}
-    slots = [len(order) - sum(op in pairs for op in order) for order in orders]
-    if period is not None and (most_ops := max(slots)) > period:
-        raise UserError(
-            f"rank {slots.index(most_ops)} has {most_ops} ops in a training step: give a period of"
-            f" {most_ops} slots or more, not {period}"
-        )
+    not_before = not_before or {}
+    if period is not None:
+        _check_period(orders, period, pairs)
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
     for forward, backward in pairs.items():
         needs[forward] += needs[backward]
+
+    # A rank times its ops in order until one needs an op without a time. It then waits, and
+    # continues as soon as that op has its time.
     ends: dict[Op, int] = {}
     free_at = [0] * len(orders)
-    busy: list[set[int]] = [set() for _ in orders]
+    busy: list[set[int]] = [set() for _ in orders]  # slots modulo the period
     remaining = [deque(order) for order in orders]
     waiting: dict[Op, list[int]] = defaultdict(list)  # ranks, by the op that they wait for
     ready = [*range(len(orders))]
@@ -229,27 +248,31 @@ def as_early_as_possible(
         rank = ready.pop()
         while remaining[rank]:
             op = remaining[rank][0]
-            if missing := [needed for needed in needs[op] if needed not in ends]:
-                waiting[missing[0]].append(rank)
+            start = max(free_at[rank], not_before.get(op, 0))
+            missing = None
+            for needed in needs[op]:
+                if needed not in ends:
+                    missing = needed
+                    break
+                start = max(start, ends[needed])
+            if missing is not None:
+                waiting[missing].append(rank)
                 break
-            needed_ends = (ends[needed] for needed in needs[op])
-            start = max(free_at[rank], (not_before or {}).get(op, 0), *needed_ends)
             if period is not None:
                 while start % period in busy[rank]:
                     start += 1
                 busy[rank].add(start % period)
             free_at[rank] = start + 1
-            for _ in range(1 + (op in pairs)):
+            for _ in range(2 if op in pairs else 1):
                 ended = remaining[rank].popleft()
                 ends[ended] = start + 1
                 ready += waiting.pop(ended, [])
     if waiting:
-        stuck = sorted((rank, op) for op, ranks in waiting.items() for rank in ranks)
-        waits = "; ".join(
-            f"rank {rank} waits at {remaining[rank][0]} for {op}" for rank, op in stuck
-        )
+        waits = []
+        for rank, op in sorted((rank, op) for op, ranks in waiting.items() for rank in ranks):
+            waits.append(f"rank {rank} waits at {remaining[rank][0]} for {op}")
         raise UserError(
-            f"the orders cannot be carried out: {waits}."
+            f"the orders cannot be carried out: {'; '.join(waits)}."
             " On its own rank, each op comes after those that it needs"
         )
     starts = {op: end - 1 for op, end in ends.items()}
@@ -258,17 +281,35 @@ def as_early_as_possible(
     return Timing(starts, period, pairs=pairs)
 
 
+def _check_period(orders: Orders, period: int, pairs: Mapping[Op, Op]) -> None:
+    """Raise UserError if a rank has more ops than ``period`` has slots."""
+    slots = [len(order) - sum(op in pairs for op in order) for order in orders]
+    most_ops = max(slots)
+    if most_ops > period:
+        raise UserError(
+            f"rank {slots.index(most_ops)} has {most_ops} ops in a training step: give a period of"
+            f" {most_ops} slots or more, not {period}"
+        )
+
+
 def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
-    """Return the least period in which no rank has two steps at once, and weights are ready."""
-    longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
+    """Return the least period in which no rank has two steps at once, and weights are ready.
+
+    With delay d, the forward that reads an update starts d + 1 periods after the step that makes
+    it: start + (d + 1) period >= ready.
+    """
+    period = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
     if isinstance(delay, str):
-        return longest
-    n_stages, n_microbatches = (max(op[field] for op in starts) + 1 for field in (1, 2))
+        return period
+    n_stages = max(op.stage for op in starts) + 1
+    n_microbatches = max(op.microbatch for op in starts) + 1
     least_staleness, _ = in_steps(delay, n_stages, n_microbatches)
-    timing = Timing(starts, longest)
+    timing = Timing(starts, period)
     for stage in range(n_stages):
         ready = timing.update_ready(stage, n_microbatches)
         for microbatch in range(n_microbatches):
             start = starts[Op(Kind.FORWARD, stage, microbatch)]
-            longest = max(longest, -((start - ready) // (least_staleness[stage][microbatch] + 1)))
-    return longest
+            # (ready - start) / (d + 1), rounded up
+            needed_period = -((start - ready) // (least_staleness[stage][microbatch] + 1))
+            period = max(period, needed_period)
+    return period

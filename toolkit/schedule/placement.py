@@ -14,7 +14,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import gcd
 from typing import TypeVar
 
@@ -69,12 +69,13 @@ class Placement:
     @property
     def has_whole_models(self) -> bool:
         """Whether a rank runs every stage of its micro-batches, the same ones at every step."""
-        stages = range(len(self.cycles))
-        rows = {
-            tuple(self.rank(stage, microbatch) for microbatch in range(self.n_microbatches))
-            for stage in stages
-        }
-        return len(rows) == 1 and all(self.turns(stage) == 1 for stage in stages)
+        for stage in range(len(self.cycles)):
+            if self.turns(stage) > 1:
+                return False
+            for microbatch in range(self.n_microbatches):
+                if self.rank(stage, microbatch) != self.rank(0, microbatch):
+                    return False
+        return True
 
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""
@@ -98,10 +99,13 @@ class Assigned(Placement):
         is_table = isinstance(table, Sequence) and not isinstance(table, str)
         if not is_table or not table or not all(isinstance(row, Sequence) and row for row in table):
             raise UserError(f"a placement has the ranks of every stage: got {table!r}")
-        cycles = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in table)
-        if (largest_rank := max(map(max, cycles))) >= MOST_RANKS:
+        cycles = []
+        for ranks in table:
+            cycles.append(tuple(whole(rank, "a rank", 0) for rank in ranks))
+        largest_rank = max(map(max, cycles))
+        if largest_rank >= MOST_RANKS:
             raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {largest_rank}")
-        super().__init__(name, len(cycles[0]), cycles)
+        super().__init__(name, len(cycles[0]), tuple(cycles))
 
 
 def place(
@@ -109,18 +113,18 @@ def place(
 ) -> Placement:
     """Return the placement called ``name`` for ops timed by ``timing``."""
     check_choice("placement", name, PLACEMENTS)
-    first_ranks, replicas = [0] * n_stages, [1] * n_stages
-    if name == "per_microbatch":
-        replicas = [n_workers] * n_stages
-    elif name == "per_stage":
-        first_ranks = list(range(n_stages))
-    elif name == "per_stage_and_microbatch":
-        replicas = [_most_in_flight(timing, stage, n_microbatches) for stage in range(n_stages)]
-        first_ranks = [0, *accumulate(replicas[:-1])]
-    cycles = (
-        range(first_rank, first_rank + n_replicas)
-        for first_rank, n_replicas in zip(first_ranks, replicas, strict=True)
-    )
+    cycles: list[range] = []
+    for stage in range(n_stages):
+        if name == "one":
+            cycles.append(range(1))
+        elif name == "per_microbatch":
+            cycles.append(range(n_workers))
+        elif name == "per_stage":
+            cycles.append(range(stage, stage + 1))
+        else:
+            first_rank = cycles[-1].stop if cycles else 0
+            n_replicas = _most_in_flight(timing, stage, n_microbatches)
+            cycles.append(range(first_rank, first_rank + n_replicas))
     return Placement(name, n_microbatches, tuple(cycles))
 
 
@@ -136,28 +140,49 @@ def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
 def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of a rotated chain, from the first that gives to the one that updates.
 
-    Those that finish together are a group: the chain passes through one after another.
+    Those that finish together are a group: the chain passes through one after another. Rings of
+    four ranks that finish in two groups, (0 1) and (2 3)::
+
+        stage 0   (0 1) (2 3)
+        stage 1   (2 3) (0 1)        begins with the next group
+        stage 2   (1 0) (3 2)        after a lap, with the next rank of each group
+        stage 3   (3 2) (1 0)
     """
     ends = share_ends(timing, layout, stage)
     order = sorted(ends, key=lambda rank: (ends[rank], rank))
-    groups = [tuple(group) for _, group in groupby(order, key=ends.__getitem__)]
-    laps, turn = divmod(stage, len(groups))
-    return tuple(_turned(group, laps) for group in _turned(groups, turn))
+    groups = [tuple(ranks) for _, ranks in groupby(order, key=ends.__getitem__)]
+    laps, first_group = divmod(stage, len(groups))
+    return tuple(_rotated(group, laps) for group in _rotated(groups, first_group))
 
 
-def _turned(items: Sequence[_T], by: int) -> tuple[_T, ...]:
+def _rotated(items: Sequence[_T], by: int) -> tuple[_T, ...]:
     """Return ``items`` rotated: they begin with the item at ``by``."""
     by %= len(items)
     return (*items[by:], *items[:by])
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
-    """Return the most micro-batches in flight at ``stage`` at once, in the steady state."""
-    spans = [
-        (timing.starts[Op(Kind.FORWARD, stage, microbatch)], timing.gradient_end(stage, microbatch))
-        for microbatch in range(n_microbatches)
-    ]
+    """Return the most micro-batches in flight at ``stage`` at once, in the steady state.
+
+    Of micro-batches that follow one another without end, one period is counted: those that are
+    under way as it begins, and then who enters and leaves::
+
+        m=0  ---F=====B--------F=====B---
+        m=1  =B--------F=====B--------F==
+                |<- period ->|
+    """
     period = timing.period
-    alive = sum((-1 - start) // period - (-1 - end) // period for start, end in spans)
-    changes = [(start % period, 1) for start, _ in spans] + [(end % period, -1) for _, end in spans]
-    return max(accumulate((change for _, change in sorted(changes)), initial=alive))
+    in_flight = 0
+    changes = []  # (tick of the period, 1 or -1); who leaves at a tick leaves first
+    for microbatch in range(n_microbatches):
+        start = timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+        end = timing.gradient_end(stage, microbatch)
+        # Steps before this period whose micro-batch has entered but not left.
+        in_flight += (-1 - start) // period - (-1 - end) // period
+        changes.append((start % period, 1))
+        changes.append((end % period, -1))
+    most = in_flight
+    for _, change in sorted(changes):
+        in_flight += change
+        most = max(most, in_flight)
+    return most

@@ -1,6 +1,5 @@
 """A schedule: timing, placement, weights and state, checked to fit together."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -8,14 +7,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError, check_choice, shortened, whole
+from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule import csv_format, validate
 from toolkit.schedule import grid as _grid
 from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.instruction import Buffer, Kind, Op
 from toolkit.schedule.lower import lower
-from toolkit.schedule.pipeline_orders import Item, as_early_as_possible, unpaired
+from toolkit.schedule.pipeline_orders import Item, as_early_as_possible
 from toolkit.schedule.placement import CHAINS, IN_ORDER, Assigned, Placement, place, ring_of
+from toolkit.schedule.rank_orders import parse_orders
 from toolkit.schedule.staleness import (
     FRESHEST,
     Delay,
@@ -214,11 +214,12 @@ class Schedule:
             )
         if self.rings:
             return tuple(ring[-1][-1] for ring in self.rings)
-        microbatches = range(self.n_microbatches)
-        return tuple(
-            self.rank(stage, max(microbatches, key=partial(self.timing.gradient_end, stage)))
-            for stage in range(self.n_stages)
-        )
+        owners = []
+        for stage in range(self.n_stages):
+            gradient_end = partial(self.timing.gradient_end, stage)
+            last_microbatch = max(range(self.n_microbatches), key=gradient_end)
+            owners.append(self.rank(stage, last_microbatch))
+        return tuple(owners)
 
     @cached_property
     def rings(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -252,10 +253,12 @@ class Schedule:
 
     def changes(self, steps: range) -> list[int]:
         """Return the steps, after the first of ``steps``, that begin with another schedule."""
-        starts = [steps.start]
-        while (change := self.next_change(starts[-1])) is not None and change < steps.stop:
-            starts.append(change)
-        return starts[1:]
+        changes = []
+        change = self.next_change(steps.start)
+        while change is not None and change < steps.stop:
+            changes.append(change)
+            change = self.next_change(change)
+        return changes
 
     def in_steps(self, steps_per_epoch: int) -> "Schedule":
         """Return the same with all lengths in training steps."""
@@ -332,18 +335,21 @@ class Schedule:
             UserError: an op is missing, unknown, repeated or apart from its forward; a rank has
                 nothing to do, or more ops than the period has slots; ranks wait for each other.
         """
-        if isinstance(orders, str | bytes | bytearray | Op) or not isinstance(orders, Sequence):
-            raise UserError(
-                f"orders are a list with one for each rank: got {shortened(repr(orders))}"
-            )
-        items = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
-        parsed, pairs = unpaired(items)
-        table = _ranks(parsed)
+        parsed = parse_orders(orders)
         if period is not None:
             period = whole(period, "a period in slots", 1)
-        timing = as_early_as_possible(parsed, delay, period, not_before, {} if unfold else pairs)
-        sizes, layout = (len(table), len(table[0])), Assigned(table, "per_stage")
-        return cls(name, *sizes, timing, layout, delay, state, correction=correction)
+        pairs = {} if unfold else parsed.pairs
+        timing = as_early_as_possible(parsed.orders, delay, period, not_before, pairs)
+        return cls(
+            name,
+            n_stages=len(parsed.rank_table),
+            n_microbatches=len(parsed.rank_table[0]),
+            timing=timing,
+            placement=Assigned(parsed.rank_table, "per_stage"),
+            delay=delay,
+            state=state,
+            correction=correction,
+        )
 
     @classmethod
     def from_csv(
@@ -365,10 +371,12 @@ class Schedule:
             raise UserError(
                 f"the file has period={file.period}: got period={period}; leave one out"
             )
-        period = file.period if period is None else period
+        if period is None:
+            period = file.period
         not_before = None if period is None else file.slots
-        options |= {"period": period, "not_before": not_before}
-        schedule = cls.from_rank_orders(file.orders, **options)
+        schedule = cls.from_rank_orders(
+            file.orders, period=period, not_before=not_before, **options
+        )
         file.check_messages(schedule.layout, schedule.n_stages)
         return schedule
 
@@ -392,40 +400,3 @@ class Schedule:
             first_step: the first of them; ranks begin with the older versions that it reads.
         """
         return lower(self, n_steps, first_step)
-
-
-def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
-    """Return the rank of each stage and micro-batch: ``[stage][microbatch]``."""
-    if not orders or not all(orders):
-        idle = [rank for rank, order in enumerate(orders) if not order]
-        raise UserError(f"every rank has something to do: got {len(orders)} ranks, idle: {idle}")
-    rank_of: dict[Op, int] = {}
-    ranks: dict[tuple[int, int], int] = {}
-    for rank, order in enumerate(orders):
-        for op in order:
-            if op in rank_of:
-                raise UserError(f"{op} is done twice: on rank {rank_of[op]} and on rank {rank}")
-            rank_of[op] = rank
-            first_rank = ranks.setdefault(op[1:], rank)
-            if first_rank != rank:
-                raise UserError(
-                    f"{op} is on rank {rank} and its other half on rank {first_rank}: activations"
-                    " stay where they were made"
-                )
-    n_stages = max(op.stage for op in rank_of) + 1
-    n_microbatches = max(op.microbatch for op in rank_of) + 1
-    validate.check_complete(rank_of, n_stages, n_microbatches)
-    return [
-        [ranks[stage, microbatch] for microbatch in range(n_microbatches)]
-        for stage in range(n_stages)
-    ]
-
-
-def labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Return labels of schedules, by key: their names, followed by the key if the name is shared.
-
-    Args:
-        names: name of each schedule, by any unique key.
-    """
-    count = Counter(names.values())
-    return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}

@@ -101,7 +101,8 @@ class RandomDelay:
     @property
     def probabilities(self) -> tuple[float, ...]:
         """The probability of each of :attr:`values`."""
-        return tuple(float(Fraction(w, sum(self._weights))) for w in self._weights)
+        total = sum(self._weights)
+        return tuple(float(Fraction(weight, total)) for weight in self._weights)
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
@@ -134,13 +135,14 @@ class RandomDelay:
 @lru_cache(maxsize=256)
 def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Staleness:
     """Return what ``delay`` draws for a training step: ``[stage][microbatch]``."""
-    if delay.per == "microbatch":
-        microbatches = range(n_microbatches)
-        return tuple(
-            tuple(delay.draw(stage, microbatch, step) for microbatch in microbatches)
-            for stage in range(n_stages)
-        )
-    return tuple((delay.draw(stage, 0, step),) * n_microbatches for stage in range(n_stages))
+    rows = []
+    for stage in range(n_stages):
+        if delay.per == "microbatch":
+            row = tuple(delay.draw(stage, microbatch, step) for microbatch in range(n_microbatches))
+        else:
+            row = (delay.draw(stage, 0, step),) * n_microbatches
+        rows.append(row)
+    return tuple(rows)
 
 
 Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
@@ -161,17 +163,26 @@ def freshest(
 ) -> Staleness:
     """Return the least staleness, ``[stage][microbatch]``.
 
+    A forward reads the newest version whose update is complete as it starts. One stage, two
+    micro-batches, cyclic timing, one column a slot, ``'`` the next training step::
+
+        m=0     F  B  F' B'        F' starts before the update: it reads one step late
+        m=1        F  B  F' B'     F' reads the update
+        update           u         complete as this slot begins
+
     ``together``: the updates of a step wait for the gradients of all stages.
     """
-    ends = [timing.update_ready(stage, n_microbatches) for stage in range(n_stages)]
+    ready_ticks = [timing.update_ready(stage, n_microbatches) for stage in range(n_stages)]
+    if together:
+        ready_ticks = [max(ready_ticks)] * n_stages
     rows = []
-    for stage in range(n_stages):
-        ready = max(ends) if together else ends[stage]
-        starts = (
-            timing.starts[Op(Kind.FORWARD, stage, microbatch)]
-            for microbatch in range(n_microbatches)
-        )
-        rows.append(tuple(max(0, -((start - ready) // timing.period) - 1) for start in starts))
+    for stage, ready in enumerate(ready_ticks):
+        row = []
+        for microbatch in range(n_microbatches):
+            start = timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+            periods_until_ready = -((start - ready) // timing.period)  # rounded up
+            row.append(max(0, periods_until_ready - 1))
+        rows.append(tuple(row))
     return tuple(rows)
 
 
@@ -197,9 +208,11 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
             f"a delay is one number, a list with one for each of {n_stages} stages, or a matrix of"
             f" {n_stages} x {n_microbatches} [stage][microbatch]: got {delays}"
         )
-    staleness = tuple(
-        tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in delays
-    )
-    if (latest := max(map(max, staleness))) > _MOST:
-        raise UserError(f"a delay is at most {_MOST} steps: got {latest}")
+    rows = []
+    for row in delays:
+        rows.append(tuple(whole(steps, "a delay, in steps,", 0) for steps in row))
+    staleness = tuple(rows)
+    longest = max(map(max, staleness))
+    if longest > _MOST:
+        raise UserError(f"a delay is at most {_MOST} steps: got {longest}")
     return staleness, staleness

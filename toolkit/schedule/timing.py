@@ -82,9 +82,9 @@ class Timing:
 
 def check_pair(forward: Op, backward: Op) -> None:
     """Raise UserError unless a rank can overlap the two ops."""
-    kinds = forward.kind, backward.kind
-    wrong = kinds not in ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUT))
-    if wrong or forward.microbatch == backward.microbatch:
+    is_backward = backward.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    are_kinds = forward.kind == Kind.FORWARD and is_backward
+    if not are_kinds or forward.microbatch == backward.microbatch:
         raise UserError(
             "an overlapped pair is a forward and then a backward of another micro-batch, such as"
             f" 0F1;1B0: got {forward};{backward}"
@@ -94,6 +94,7 @@ def check_pair(forward: Op, backward: Op) -> None:
 def _staggered(
     n_stages: int, n_microbatches: int, offset: Callable[[int], int], tick: int
 ) -> dict[Op, int]:
+    """Return starts of micro-batches that go straight up and down, ``offset(m)`` ticks late."""
     starts: dict[Op, int] = {}
     for m in range(n_microbatches):
         for j in range(n_stages):
@@ -117,12 +118,19 @@ def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | Non
 
     With k micro-batches each, the formula stays, and the period is 2Sk. Source: arXiv 2403.08837,
     section 3, where S = M = N and the stagger is two slots. In g ``groups`` the n/g workers of each
-    start together, and groups 2S/g slots after one another.
+    start together, and groups 2S/g slots after one another: two groups of four workers, two stages,
+    one column a slot::
+
+        m=0, m=1  F0 F1 B1 B0
+        m=2, m=3        F0 F1 B1 B0
     """
-    length, groups = 2 * n_stages, groups or n_workers
-    size, tick = n_workers // groups, groups // gcd(length, groups)
+    groups = groups or n_workers
+    length = 2 * n_stages
+    # A slot is the fewest ticks that make the stagger, length / groups slots, a whole number.
+    tick = groups // gcd(length, groups)
     stagger = length * tick // groups
-    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // size * stagger, tick)
+    group_size = n_workers // groups
+    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // group_size * stagger, tick)
     return Timing(starts, length * tick * accumulate, tick)
 
 
@@ -130,20 +138,34 @@ def interleaved(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     """Workers a stage after one another, each with a forward and a backward in turn, drained.
 
     In turn w + r S + j, worker w runs the forward of stage j on its micro-batch r; S turns later it
-    begins the backward, which precedes that turn's forward. Period 2(k S + n - 1).
+    begins the backward, which precedes that turn's forward. Period 2(k S + n - 1). Two workers, two
+    stages, k = 2, one column a slot, ``.`` idle, ``'`` the second micro-batch of a worker::
+
+        w=0  F0 F1 B1 F0'B0 F1'B1'.  B0'.
+        w=1  .  F0 .  F1 B1 F0'B0 F1'B1'B0'
     """
     starts: dict[Op, int] = {}
-    forwards = accumulate * n_stages + n_workers - 1  # turns with one
+    n_turns = accumulate * n_stages + n_workers - 1  # with a forward
     for m in range(n_workers * accumulate):
-        first = m % n_workers + m // n_workers * n_stages
+        first_turn = m % n_workers + m // n_workers * n_stages
         for j in range(n_stages):
-            turn, later = first + j, first + 2 * n_stages - 1 - j
+            # Before turn S a turn is one slot, a forward; from then on two, while forwards last.
+            turn = first_turn + j
             starts[Op(Kind.FORWARD, j, m)] = turn + max(0, turn + 1 - n_stages)
-            starts[Op(Kind.BACKWARD, j, m)] = min(later, forwards) + later - n_stages
-    return Timing(starts, 2 * forwards)
+            turn = first_turn + 2 * n_stages - 1 - j
+            starts[Op(Kind.BACKWARD, j, m)] = min(turn, n_turns) + turn - n_stages
+    return Timing(starts, 2 * n_turns)
 
 
 def pipelined(n_stages: int, n_microbatches: int) -> Timing:
-    """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S)."""
+    """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S).
+
+    Two stages, M = 3, one column a slot, ``'`` the next training step::
+
+        j=0  F0 .  F1 B0 F2 B1 F0'B2 F1'B0'...
+        j=1  .  F0 B0 F1 B1 F2 B2 F0'B0'...
+
+    Here ``Fm``/``Bm`` are the forward and the backward of micro-batch m.
+    """
     starts = _staggered(n_stages, n_microbatches, lambda m: 2 * m, tick=1)
     return Timing(starts, 2 * n_microbatches)
