@@ -107,6 +107,14 @@ class Assigned(Placement):
             raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {largest_rank}")
         super().__init__(name, len(cycles[0]), tuple(cycles))
 
+    def check_sizes(self, n_stages: int, n_microbatches: int) -> None:
+        """Raise UserError unless the table has a rank for each stage and micro-batch."""
+        if [*map(len, self.cycles)] != [n_microbatches] * n_stages:
+            raise UserError(
+                f"a placement is [stage][microbatch], here {n_stages} of {n_microbatches} each: got"
+                f" {self.cycles}"
+            )
+
 
 def place(
     name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int

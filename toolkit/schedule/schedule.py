@@ -59,7 +59,6 @@ class Schedule:
             w, w + M/k, w + 2M/k, ...
         correction: what is done about late weights: ``none``, ``extrapolate``, ``optimizer_step``,
             ``compensate``, or a :class:`Correction`, which has their equations.
-
         first_versions: ``[stage]``, the oldest weight version that exists; by default 0 of each.
             Later where the schedule follows another: see :mod:`toolkit.schedule.phases`.
 
@@ -116,14 +115,8 @@ class Schedule:
         layout = self.placement
         if not isinstance(layout, Placement):
             layout = place(layout, self.timing, n_stages, n_microbatches, self.n_workers)
-        elif (
-            isinstance(layout, Assigned)
-            and [*map(len, layout.cycles)] != [n_microbatches] * n_stages
-        ):
-            raise UserError(
-                f"a placement is [stage][microbatch], here {n_stages} of {n_microbatches} each: got"
-                f" {layout.cycles}"
-            )
+        elif isinstance(layout, Assigned):
+            layout.check_sizes(n_stages, n_microbatches)
         validate.check_dependencies(self.timing, layout, n_stages)
         validate.check_ranks(self.timing, layout, n_stages)
         if isinstance(self.delay, str) and self.delay == FRESHEST:
