@@ -2,13 +2,13 @@
 
 import torch
 
-from toolkit.model.analysis import Live
+from toolkit.model.live_memory import LiveMemory
 
 FORWARD = torch.ops.aten.convolution
 BACKWARD = torch.ops.aten.convolution_backward
 
 
-class LibraryMemory(Live):
+class LibraryMemory(LiveMemory):
     """Bytes of living tensors, and of a workspace while an operation runs.
 
     Args:

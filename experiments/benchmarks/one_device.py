@@ -22,7 +22,7 @@ from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import MB
 from toolkit.model import Stages, build, partition
-from toolkit.model.analysis import Live
+from toolkit.model.live_memory import LiveMemory
 from toolkit.plan.one_device import least_peak
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import Schedule, catalog
@@ -98,7 +98,7 @@ def measure_peak(name: str, schedule: Schedule, images: Tensor, options: StepOpt
     """Return the peak bytes of tensors above those that stay between training steps."""
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
     targets = torch.zeros(len(inputs), dtype=torch.long)
-    with Live() as live:
+    with LiveMemory() as live:
         runtime = SingleProcess(
             staged(name, schedule.n_stages, images),
             schedule,

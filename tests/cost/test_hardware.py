@@ -10,7 +10,7 @@ from tests.cli.test_presets import CONF
 from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, simulate, unit_costs
 from toolkit.errors import UserError
-from toolkit.model.analysis import Work
+from toolkit.model.kernel_work import Work
 from toolkit.notebook import settings
 from toolkit.schedule import Action, catalog
 

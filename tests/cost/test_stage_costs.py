@@ -11,7 +11,7 @@ from torchvision.models import VisionTransformer
 from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.model import build, partition
-from toolkit.model.analysis import Work
+from toolkit.model.kernel_work import Work
 from toolkit.model.precision import PRECISIONS, autocast
 from toolkit.runtime.stage import StageRunner
 from toolkit.schedule import catalog

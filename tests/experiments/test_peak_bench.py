@@ -12,7 +12,7 @@ from tests.thorough import more
 from toolkit.cost import profile
 from toolkit.cost.library_workspace import add_library_workspace
 from toolkit.model import build, partition
-from toolkit.model.analysis import Live
+from toolkit.model.live_memory import LiveMemory
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import PLAIN
 from toolkit.schedule import catalog
@@ -86,7 +86,9 @@ def stages_of_resnet18(images):
 def test_meta_tensors_have_the_predicted_peak(peak, schedule, options):
     """Without cuDNN's workspace and the allocator's blocks, which only a GPU has."""
     images = torch.empty(8, 3, 64, 64, device="meta")
-    measured = peak_of_meta_tensors(schedule, options, stages_of_resnet18(images), images, Live())
+    measured = peak_of_meta_tensors(
+        schedule, options, stages_of_resnet18(images), images, LiveMemory()
+    )
     costs = peak.meta_costs("resnet18", schedule.n_stages, images, options)
     assert measured == pytest.approx(peak.predict_peak(schedule, costs), rel=0.005)
 

@@ -9,7 +9,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from toolkit.model import partition
-from toolkit.model.analysis import Live, meta_copy, node_costs, working_bytes
+from toolkit.model.analysis import meta_copy, node_costs
+from toolkit.model.live_memory import LiveMemory, working_bytes
 
 FLOAT = 4
 
@@ -153,7 +154,7 @@ def test_workspace_in_16_bits_is_less():
 
 def test_bytes_of_living_tensors():
     outside = torch.empty(100, device="meta")
-    with Live() as live:
+    with LiveMemory() as live:
         first = torch.empty(10, device="meta")
         view = first[:5]
         second = first + 1

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.model.structure import arguments, tensors_of
-from toolkit.model.trace import evaluated, one_by_one
+from toolkit.model.traced_stage import evaluated, one_by_one
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 

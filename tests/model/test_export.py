@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from toolkit.errors import UserError
 from toolkit.model import check_independent, partition
 from toolkit.model.structure import tensors_of
-from toolkit.model.trace import draws_at_random, evaluated, trace
+from toolkit.model.trace import trace
+from toolkit.model.traced_stage import draws_at_random, evaluated
 
 ROWS = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import MEASURES, build, partition
 from toolkit.model.partition import balanced
-from toolkit.model.trace import one_by_one
+from toolkit.model.traced_stage import one_by_one
 
 
 def pass_through(stages, *values):

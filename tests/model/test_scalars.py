@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.model import check_independent, partition
-from toolkit.model.trace import one_by_one
+from toolkit.model.traced_stage import one_by_one
 
 ROWS = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 2, 1, 2])

@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize
 
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.model.trace import draws_at_random, evaluated, in_training, one_by_one, trace
+from toolkit.model.trace import trace
+from toolkit.model.traced_stage import draws_at_random, evaluated, in_training, one_by_one
 
 ROWS = torch.randn(4, 6)
 

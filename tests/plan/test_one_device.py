@@ -16,7 +16,7 @@ from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.errors import UserError
 from toolkit.model import build, partition
-from toolkit.model.analysis import Live
+from toolkit.model.live_memory import LiveMemory
 from toolkit.plan.one_device import least_peak, peak_in_turn, peak_of, stage_curve
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog
@@ -137,7 +137,7 @@ def trained(schedule, images, checkpoint=(), order="scheduled"):
     batch = images.repeat(n, 1, 1, 1), torch.arange(n * len(images)) % 3
     options = StepOptions(checkpoint=[*checkpoint])
     sgd = partial(torch.optim.SGD, lr=0.01)
-    with Live() as live:
+    with LiveMemory() as live:
         runtime = SingleProcess(parts, schedule, sgd, F.cross_entropy, order, options=options)
         for _ in range(2):
             runtime.step(*batch)

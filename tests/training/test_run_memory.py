@@ -9,7 +9,7 @@ import torch
 from toolkit.cli import build, settings
 from toolkit.errors import UserError
 from toolkit.format import GIB
-from toolkit.model.analysis import Live
+from toolkit.model.live_memory import LiveMemory
 from toolkit.training import run_memory
 from toolkit.training.run_memory import PROCESS_BYTES, MemoryCheck, check_fits, predict_peak
 
@@ -21,7 +21,7 @@ SMALL = ("data=synthetic", "data.n_train=256", "data.n_test=16", "batch=8", "epo
 def test_prediction_is_not_below_what_a_run_holds(order, schedule):
     """And at most twice that, of activations mostly."""
     options = ("model=resnet8", f"schedule={schedule}", f"runtime.order={order}", "ema=0.9")
-    with Live() as live:
+    with LiveMemory() as live:
         run = build.build_run(settings("train", *SMALL, *options, "device=cpu"))
         gc.collect()
         live.most = live.bytes

@@ -12,7 +12,7 @@ import yaml
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.files import conf
-from toolkit.model.analysis import Work
+from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 from toolkit.schedule.traffic import rounds
 

@@ -22,11 +22,13 @@ import torch
 from toolkit.cost.stage_costs import Costs, StageCost, Values, received_inputs, timed
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.analysis import MemoryMeter, peaks_beside_kept
+from toolkit.model.generators import kept_generators
+from toolkit.model.live_memory import MemoryMeter, peaks_beside_kept
 from toolkit.model.partition import check_stages
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.structure import tensors_of
-from toolkit.model.trace import in_training, kept_generators, refused
+from toolkit.model.trace import refused
+from toolkit.model.traced_stage import in_training
 
 
 class CudaMemory:

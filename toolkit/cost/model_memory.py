@@ -14,10 +14,13 @@ from torch import Tensor, fx, nn
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.stage_costs import timed
 from toolkit.errors import UserError, check_choice
-from toolkit.model.analysis import Work, cut_off, node_costs
+from toolkit.model.analysis import cut_off, node_costs
+from toolkit.model.generators import kept_generators
+from toolkit.model.kernel_work import Work
 from toolkit.model.precision import check_precision
 from toolkit.model.structure import tensors_of
-from toolkit.model.trace import in_training, kept_generators, refused, trace
+from toolkit.model.trace import refused, trace
+from toolkit.model.traced_stage import in_training
 
 AXES = ("roofline", "flops", "bytes", "measured")
 _REPEATS = 3  # counted runs of the measured axis

@@ -16,11 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.analysis import Work, differentiable, node_costs, tensors_in, working_bytes
+from toolkit.model.analysis import differentiable, node_costs
+from toolkit.model.generators import kept_generators
+from toolkit.model.kernel_work import Work, tensors_in
+from toolkit.model.live_memory import working_bytes
 from toolkit.model.partition import check_checkpoint, check_stages, recomputes
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.structure import tensors_of
-from toolkit.model.trace import evaluated, in_training, kept_generators, refused
+from toolkit.model.trace import refused
+from toolkit.model.traced_stage import evaluated, in_training
 from toolkit.schedule import Buffer
 
 

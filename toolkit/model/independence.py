@@ -17,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError
+from toolkit.model.generators import generator_states, kept_generators
 from toolkit.model.structure import Inputs, tensors_of
-from toolkit.model.trace import evaluated, generator_states, kept_generators, refused, user_line
+from toolkit.model.trace import refused, user_line
+from toolkit.model.traced_stage import evaluated
 
 if TYPE_CHECKING:
     from toolkit.model.partition import Stages

@@ -1,21 +1,16 @@
 """Trace a model into a graph of operations, and refuse what the graph would do otherwise."""
 
-import copy
 import inspect
 import os
-import pickle
-import random
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -24,19 +19,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.attribute_writes import Attributes, depends_on_inputs, equal
+from toolkit.model.batch_norms import own_norms
 from toolkit.model.export import NormCallError, export
+from toolkit.model.generators import generator_states
 from toolkit.model.structure import Results, arguments, filled, input_names, named_tensors
+from toolkit.model.traced_stage import evaluated
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
-_NORM_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-# Sizes of the dimensions after the channels
-_SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 _TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
-_Module = TypeVar("_Module", bound=nn.Module)
 
 # Of torch 2.11, whenever a traced module is copied
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
@@ -165,36 +159,6 @@ def user_line(stack: str) -> str:
     )
 
 
-def draws_at_random(stage: nn.Module) -> bool:
-    """Return whether a stage's forward in training uses a random generator."""
-    return bool(getattr(stage, "meta", {}).get("draws", False))
-
-
-def one_by_one(stage: nn.Module) -> bool:
-    """Return whether a stage must run micro-batches one by one to compute the same."""
-    return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get("mixes", False))
-
-
-def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
-    """Return a context after which the random generators are as before."""
-    return torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda})
-
-
-def in_training(module: _Module) -> _Module:
-    """Set ``module`` to the mode in which it was traced, and return it."""
-    module.train()
-    evaluated_names = evaluated(module)
-    for name, inner in module.named_modules():
-        if name in evaluated_names:
-            inner.training = False
-    return module
-
-
-def evaluated(module: nn.Module) -> frozenset[str]:
-    """Return the names of modules that stay in evaluation mode while a stage trains."""
-    return frozenset(getattr(module, "meta", {}).get("evaluated", ()))
-
-
 def changing(names: Sequence[str], where: object) -> str:
     """Describe a forbidden change of tensors or attributes at the node ``where``."""
     return (
@@ -260,62 +224,6 @@ def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
         name_of_norm[module] = name
 
 
-def computes_otherwise(norm: _BatchNorm) -> bool:
-    """Return whether a batch norm has its own forward."""
-    return not type(norm).forward.__module__.startswith("torch.nn.modules")
-
-
-def _own_norms(model: nn.Module) -> set[nn.Module]:
-    """Return the batch norms of ``model`` whose own forward, as timm's, can replace torch's."""
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
-    return {norm for norm in norms if computes_otherwise(norm) and _normalises(norm)}
-
-
-def _normalises(norm: _BatchNorm) -> bool:
-    """Return whether a forward uses batch statistics as torch's does, by a run on the CPU.
-
-    In training it must not read running statistics, must update them as torch does, and must have
-    no other tensors.
-    """
-    trailing_sizes = [size for kind, size in _SAMPLES.items() if isinstance(norm, kind)]
-    names = {name for name, _ in chain(norm.named_parameters(), norm.named_buffers())}
-    if not trailing_sizes or names - _NORM_TENSORS:
-        return False
-    norm_copy = copy.deepcopy(norm).to_empty(device="cpu").float().train()
-    norm_copy.momentum = 0.5
-    inputs = torch.randn(
-        6, norm.num_features, *trailing_sizes[0], generator=torch.Generator().manual_seed(0)
-    )
-    other_dimensions = [0, *range(2, inputs.dim())]
-    outputs = []
-    with torch.random.fork_rng([]), torch.no_grad():
-        for parameter in norm_copy.parameters():
-            parameter.fill_(1.0)
-        for initial_value in (0.0, 8.0):
-            for buffer in norm_copy.buffers():
-                buffer.fill_(initial_value)
-            torch.default_generator.manual_seed(0)  # CPU only
-            try:
-                outputs.append(norm_copy(inputs.clone()).clone())
-            except Exception:  # user code may raise anything
-                return False
-            for name, batch_statistic in (
-                ("running_mean", inputs.mean(other_dimensions)),
-                ("running_var", inputs.var(other_dimensions)),
-            ):
-                running_statistic = getattr(norm_copy, name)
-                if running_statistic is not None and not _near(
-                    running_statistic, (initial_value + batch_statistic) / 2
-                ):
-                    return False
-    return _near(*outputs)
-
-
-def _near(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether means and variances, some close to 0, are equal up to rounding."""
-    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, attributes and buffers of ``model``, which tracing runs."""
@@ -378,7 +286,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, call: _Call) -> None:
         super().__init__()
         self._call = call
-        self._norms = _own_norms(model)  # before tracing, which patches module calls
+        self._norms = own_norms(model)  # before tracing, which patches module calls
         self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -439,13 +347,6 @@ def _seeing_draws() -> Iterator[None]:
             "draws random numbers in its forward that do not depend on its input, and its graph"
             " would draw them once: use torch.randn_like(x), or a function marked by torch.fx.wrap"
         )
-
-
-def generator_states() -> bytes:
-    """Return the states of the generators that a forward may use."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    tensors = [state.numpy(force=True) for state in (torch.get_rng_state(), *devices)]
-    return pickle.dumps([tensors, random.getstate(), np.random.get_state()])
 
 
 def _seeing_autocast() -> AbstractContextManager[object]:

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from toolkit.model.trace import draws_at_random
+from toolkit.model.traced_stage import draws_at_random
 from toolkit.runtime.grouped import (
     Forward,
     GroupedPass,

@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import meta_copy
-from toolkit.model.trace import kept_generators
+from toolkit.model.generators import kept_generators
 from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks

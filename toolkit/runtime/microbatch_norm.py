@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError
-from toolkit.model.trace import computes_otherwise
+from toolkit.model.batch_norms import computes_otherwise
 from toolkit.runtime.fused_norm import check_values, forward_formula, microbatch_norm
 
 Columns = Sequence[Tensor | None]

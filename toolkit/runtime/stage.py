@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit.errors import UserError
 from toolkit.model.random_draws import drawing
-from toolkit.model.trace import in_training, one_by_one
+from toolkit.model.traced_stage import in_training, one_by_one
 from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import (

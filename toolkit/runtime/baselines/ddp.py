@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.random_draws import drawing
-from toolkit.model.trace import draws_at_random, in_training
+from toolkit.model.traced_stage import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.microbatches import StepResult
