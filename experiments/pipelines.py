@@ -29,7 +29,7 @@ boundaries: messages of outputs of stages and their gradients, likewise
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipeline_cells, pipelines
+    from toolkit.cost.pipeline_table import PIPELINES, WORKERS, assess, pipeline_cells, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.results import describe_cpu, write_result
@@ -39,7 +39,7 @@ def main(config: DictConfig) -> None:
     schedules: list[tuple[int, str, Any]] = []
     left_out = []
     for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
-        made_schedules, reasons = pipelines(config.ranks, n_microbatches, {**METHODS, **WORKERS})
+        made_schedules, reasons = pipelines(config.ranks, n_microbatches, {**PIPELINES, **WORKERS})
         for method, schedule in made_schedules.items():
             schedules.append((n_microbatches, method, schedule))
         for method, reason in reasons.items():
@@ -55,7 +55,7 @@ def main(config: DictConfig) -> None:
         )
 
     folder = output_folder()
-    drawn = [record for record in records if record["method"] in METHODS]
+    drawn = [record for record in records if record["method"] in PIPELINES]
     figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)

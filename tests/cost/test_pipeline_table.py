@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from tests.schedule.test_v_schedules import WHOLE, bubble, most
-from toolkit.cost.pipeline_table import METHODS, WORKERS, assess, pipeline_cells, pipelines
+from toolkit.cost.pipeline_table import PIPELINES, WORKERS, assess, pipeline_cells, pipelines
 from toolkit.errors import UserError
 
 LATE = ("PipeDream", "PipeDream-2BW", "CDP-v1", "CDP-v2")
@@ -26,7 +26,7 @@ def sized(request):
 def test_idle_shares(sized):
     """A backward takes twice its forward, and two stages of a rank as long as one."""
     p, m, found = sized
-    assert list(found) == list(METHODS)
+    assert list(found) == list(PIPELINES)
     assert {(row["ranks"], row["microbatches"]) for row in found.values()} == {(p, m)}
     fill = p - 1  # of a pipeline, in micro-batches
     expected = {
@@ -76,8 +76,8 @@ def test_weights_and_staleness(sized):
     p, m, found = sized
     late = {"PipeDream-2BW": 1, "CDP-v1": 1}
     late |= dict.fromkeys(("PipeDream", "CDP-v2"), pytest.approx((p - 1) / (2 * m)))
-    assert column(found, "staleness_mean") == dict.fromkeys(METHODS, 0) | late
-    assert column(found, "staleness_max") == dict.fromkeys(METHODS, 0) | dict.fromkeys(LATE, 1)
+    assert column(found, "staleness_mean") == dict.fromkeys(PIPELINES, 0) | late
+    assert column(found, "staleness_max") == dict.fromkeys(PIPELINES, 0) | dict.fromkeys(LATE, 1)
     assert [method for method, row in found.items() if not row["flush"]] == [*LATE]
     versions = {method: row["weights"] * p for method, row in found.items()}
     assert versions["1F1B"] == versions["CDP-v2"] == 2
@@ -94,7 +94,7 @@ def test_weights_and_staleness(sized):
 def test_what_cannot_be_made_is_left_out(sizes, left_out):
     made, reasons = pipelines(*sizes)
     assert reasons.keys() == left_out
-    assert made.keys() == METHODS.keys() - left_out
+    assert made.keys() == PIPELINES.keys() - left_out
     for reason in reasons.values():
         assert str(sizes[1]) in reason
         assert "\n" not in reason
@@ -109,7 +109,7 @@ def test_rejects_no_ranks_or_micro_batches(sizes, name):
 def test_what_ranks_send(sized):
     """A stage's boundaries are crossed twice by a micro-batch, and copies of a stage meet once."""
     p, m, found = sized
-    crossings = dict.fromkeys(METHODS, p - 1)
+    crossings = dict.fromkeys(PIPELINES, p - 1)
     crossings |= dict.fromkeys(("interleaved 1F1B", "looped BFS"), 2 * p - 1)
     crossings |= dict.fromkeys((*V_SCHEDULES, "1F1B-V", "Hanayo", "DualPipeV"), 2 * p - 2)
     for method, row in found.items():

@@ -11,7 +11,7 @@ from tests.experiments.command import assert_figures, cases, complete, refused, 
 from toolkit.cli import build_schedule, settings
 from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
-from toolkit.cost.pipeline_table import METHODS
+from toolkit.cost.pipeline_table import PIPELINES
 from toolkit.model import build
 
 SMALL = ("model=resnet8", "shape=[3,16,16]", "classes=10", "batch=4")
@@ -129,7 +129,7 @@ def test_pipelines(tmp_path):
     assert gpipe["flush"] == "True"
     assert "5 micro-batches, without CDP-v2: " in out
     left_out = json.loads((tmp_path / "result.json").read_text())["left_out"]
-    pipelines = [each for each in left_out if each["method"] in METHODS]
+    pipelines = [each for each in left_out if each["method"] in PIPELINES]
     assert [(each["microbatches"], each["method"]) for each in pipelines] == [
         *((2, method) for method in ("DualPipe", "DualPipeV")),
         *((5, method) for method in ("interleaved 1F1B", "DualPipe", "CDP-v1", "CDP-v2")),

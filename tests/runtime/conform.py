@@ -17,7 +17,8 @@ from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
 from toolkit.runtime.message_transfer import Messages
-from toolkit.schedule import Correction, RandomDelay, Schedule, after, catalog
+from toolkit.schedule import Correction, RandomDelay, Schedule, ScheduleSpec, after, catalog
+from toolkit.schedule.method_sizes import pipeline_sizes
 
 STEPS = 6
 
@@ -32,8 +33,8 @@ def pipelines(n_ranks, n_microbatches):
     """Every pipeline of the catalogue."""
     for method in catalog.METHODS.values():
         if method.kind == "pipeline":
-            ranks = {"n_ranks": n_ranks} if "n_ranks" in method.options else {}
-            yield method(n_ranks * method.stages_per_rank, n_microbatches, **ranks)
+            sizes = pipeline_sizes(method, n_ranks, n_microbatches)
+            yield ScheduleSpec(method.name, **sizes).build()
 
 
 def schedules(n_ranks):

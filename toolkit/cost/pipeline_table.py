@@ -7,7 +7,6 @@ take no time.
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from toolkit.cost.hardware import UNIT
@@ -15,84 +14,72 @@ from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
 from toolkit.format import fraction, staleness_cells
-from toolkit.schedule import Action, Schedule, catalog
+from toolkit.schedule import Action, Schedule, ScheduleSpec, catalog
 from toolkit.schedule.catalog import Method
+from toolkit.schedule.method_sizes import pipeline_sizes, worker_sizes
 from toolkit.schedule.steady_state import footprint, settled_steps, steps_to_time
+
+MakeOnRanks = Callable[[int, int], Schedule]
+"""Builds a schedule from ranks and micro-batches; raises UserError if there is none."""
 
 
 def _pipeline(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
-    """Return a pipeline method's schedule on ``n_ranks`` ranks."""
-    rank_options = {"n_ranks": n_ranks} if "n_ranks" in method.options else {}
-    return method(n_ranks * method.stages_per_rank, n_microbatches, **rank_options)
-
-
-def _cyclic_pipeline(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
-    """Return a cyclic method's schedule with a rank for each stage."""
-    return method(n_ranks, placement="per_stage", accumulate=_rounds(n_ranks, n_microbatches))
+    sizes = pipeline_sizes(method, n_ranks, n_microbatches)
+    return ScheduleSpec(method.name, **sizes).build()
 
 
 def _workers(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
-    """Return a method's schedule whose ranks run whole models."""
-    parameters = signature(method.factory).parameters
-    if "n_stages" not in parameters or "n" not in parameters:  # one device
-        return method(n_ranks, n_microbatches)
-    n_rounds = _rounds(n_ranks, n_microbatches)
-    if "accumulate" in parameters:
-        return method(n_ranks, n_stages=n_ranks, accumulate=n_rounds)
-    if n_rounds > 1:
-        raise UserError(
-            f"each worker has one micro-batch: got {n_microbatches} for {n_ranks} ranks"
-        )
-    return method(n_ranks, n_stages=n_ranks)
+    sizes = worker_sizes(method, n_ranks, n_microbatches, n_stages=n_ranks)
+    return ScheduleSpec(method.name, **sizes).build()
 
 
-def _rounds(n_ranks: int, n_microbatches: int) -> int:
-    """Return the micro-batches of each worker in a training step."""
-    if n_microbatches % n_ranks:
-        raise UserError(
-            f"workers take as many micro-batches each: got {n_microbatches} for {n_ranks} ranks"
-        )
-    return n_microbatches // n_ranks
+def _pipelines() -> dict[str, MakeOnRanks]:
+    methods = [method for method in catalog.METHODS.values() if "state" not in method.options]
+    return {
+        method.label: partial(_pipeline, method)
+        for kind in ("pipeline", "cyclic")
+        for method in methods
+        if method.kind == kind
+    }
 
 
-_REPLICATED = {
-    name: method for name, method in catalog.METHODS.items() if "state" not in method.options
-}
-METHODS: Mapping[str, Callable[[int, int], Schedule]] = {
-    **{m.label: partial(_pipeline, m) for m in _REPLICATED.values() if m.kind == "pipeline"},
-    **{m.label: partial(_cyclic_pipeline, m) for m in _REPLICATED.values() if m.kind == "cyclic"},
-}
+def _whole_models() -> dict[str, MakeOnRanks]:
+    makers: dict[str, MakeOnRanks] = {}
+    for method in catalog.METHODS.values():
+        if method.kind != "pipeline":
+            label = f"{method.label}, whole models" if method.label in PIPELINES else method.label
+            makers[label] = partial(_workers, method)
+    return makers
+
+
+PIPELINES: Mapping[str, MakeOnRanks] = _pipelines()
 """The pipelines, from ranks and micro-batches: every one, and CDP with a rank for each stage."""
-WORKERS: Mapping[str, Callable[[int, int], Schedule]] = {
-    m.label + ", whole models" * (m.label in METHODS): partial(_workers, m)
-    for m in catalog.METHODS.values()
-    if m.kind != "pipeline"
-}
+WORKERS: Mapping[str, MakeOnRanks] = _whole_models()
 """Methods whose ranks run whole models."""
 
 
 def pipelines(
     n_ranks: int,
     n_microbatches: int,
-    methods: Mapping[str, Callable[[int, int], Schedule]] = METHODS,
+    methods: Mapping[str, MakeOnRanks] = PIPELINES,
 ) -> tuple[dict[str, Schedule], dict[str, str]]:
     """Return the methods' schedules by name, and the reason each other one is left out.
 
     Args:
         n_ranks: ranks p; methods use p stages, or 2p where a rank has two.
         n_microbatches: per training step.
-        methods: :data:`METHODS`, the pipelines, or :data:`WORKERS`.
+        methods: :data:`PIPELINES`, or :data:`WORKERS`.
 
     Raises:
         UserError: a number is not an integer, or below 1.
     """
-    checked_ranks = whole(n_ranks, "the number of ranks", 1)
-    checked_microbatches = whole(n_microbatches, "the number of micro-batches", 1)
+    n_ranks = whole(n_ranks, "the number of ranks", 1)
+    n_microbatches = whole(n_microbatches, "the number of micro-batches", 1)
     schedule_of_label: dict[str, Schedule] = {}
     reason_of_label: dict[str, str] = {}
     for label, make_schedule in methods.items():
         try:
-            schedule_of_label[label] = make_schedule(checked_ranks, checked_microbatches)
+            schedule_of_label[label] = make_schedule(n_ranks, n_microbatches)
         except UserError as error:
             reason_of_label[label] = str(error)
     return schedule_of_label, reason_of_label

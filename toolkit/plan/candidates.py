@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import isqrt
-from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.files import started_by
@@ -15,7 +14,7 @@ from toolkit.model import InputSpec, Sequences
 from toolkit.model.partition import MEASURES
 from toolkit.schedule import CHAINS, Schedule, ScheduleSpec
 from toolkit.schedule.catalog import METHODS, Method
-from toolkit.schedule.spec import options_of
+from toolkit.schedule.method_sizes import pipeline_sizes, takes, worker_sizes
 from toolkit.training.data.tokens import BYTES
 
 _ROUNDS = 1, 2, 4  # micro-batches of a worker, or of a pipeline by its ranks
@@ -121,62 +120,45 @@ def _exists(spec: ScheduleSpec) -> bool:
 
 def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
     """Yield the methods of the catalogue in all sizes that ``n_ranks`` allow."""
-    usual_stages = min(n_ranks * -(-_STAGES // n_ranks), max_stages)
+    n_stages = min(n_ranks * -(-_STAGES // n_ranks), max_stages)
     for name, method in METHODS.items():
-        method_options = options_of(name)
         if method.kind == "pipeline":
-            rank_option = n_ranks if "n_ranks" in method_options else None
-            stages = n_ranks * method.stages_per_rank
-            yield from (
-                ScheduleSpec(name, stages, n_ranks * n_microbatches, n_ranks=rank_option)
-                for n_microbatches in _ROUNDS
-                if n_ranks > 1
-            )
-        elif "placement" not in method_options:  # one device by nature
-            yield from (
-                ScheduleSpec(name, usual_stages, n_microbatches)
-                for n_microbatches in (1, *_IN_FLIGHT)
-                if n_ranks == 1
-            )
+            if n_ranks > 1:
+                for n_rounds in _ROUNDS:
+                    yield ScheduleSpec(name, **pipeline_sizes(method, n_ranks, n_ranks * n_rounds))
+        elif not takes(method, "placement"):  # one device by nature
+            if n_ranks == 1:
+                for n_microbatches in (1, *_IN_FLIGHT):
+                    yield ScheduleSpec(name, n_stages, n_microbatches)
         elif n_ranks == 1:
-            yield from (
-                ScheduleSpec(name, usual_stages, n_microbatches, placement="one")
-                for n_microbatches in _IN_FLIGHT
-            )
+            for n_microbatches in _IN_FLIGHT:
+                yield ScheduleSpec(name, n_stages, n_microbatches, placement="one")
         else:
-            yield from _workers(name, method, n_ranks, usual_stages, method_options)
+            yield from _workers(name, method, n_ranks, n_stages)
 
 
-def _workers(
-    name: str, method: Method, n_ranks: int, usual_stages: int, method_options: dict[str, Any]
-) -> Iterator[ScheduleSpec]:
+def _workers(name: str, method: Method, n_ranks: int, n_stages: int) -> Iterator[ScheduleSpec]:
     """Yield specs with a worker a rank, with a stage a rank, and with both."""
-    groups = (
-        [None, *(group_size for group_size in range(2, n_ranks) if n_ranks % group_size == 0)]
-        if "groups" in method_options
-        else [None]
-    )
-    chains = CHAINS if "chains" in method_options else [None]
-    rounds = _ROUNDS if "accumulate" in method_options else [None]
-    for stages, accumulate, chain_order, group_size in product(
-        (usual_stages, 2 * usual_stages), rounds, chains, groups
+    groups: list[int | None] = [None]
+    if takes(method, "groups"):
+        groups += [n_groups for n_groups in range(2, n_ranks) if n_ranks % n_groups == 0]
+    chains = CHAINS if takes(method, "chains") else [None]
+    rounds = _ROUNDS if takes(method, "accumulate") else [1]
+    for stages, n_rounds, chain_order, n_groups in product(
+        (n_stages, 2 * n_stages), rounds, chains, groups
     ):
-        yield ScheduleSpec(
-            name, stages, n_ranks, accumulate=accumulate, chains=chain_order, groups=group_size
-        )
+        sizes = worker_sizes(method, n_ranks, n_rounds * n_ranks, stages)
+        yield ScheduleSpec(name, **sizes, chains=chain_order, groups=n_groups)
     if method.kind == "cyclic":
-        yield from (
-            ScheduleSpec(name, n_ranks, n_ranks, placement="per_stage", accumulate=accumulate)
-            for accumulate in rounds
-        )
-    square_specs = (
-        ScheduleSpec(name, n_stages, n_stages, placement="per_stage_and_microbatch")
-        for n_stages in range(2, isqrt(2 * n_ranks) + 1)
-    )
-    fitting_specs = [
-        spec for spec in square_specs if _exists(spec) and spec.build().n_ranks <= n_ranks
-    ]
-    yield from fitting_specs[-1:]
+        for n_rounds in rounds:
+            yield ScheduleSpec(name, **pipeline_sizes(method, n_ranks, n_rounds * n_ranks))
+
+    # Model parallelism takes a square or a triangle of ranks: the largest that there is.
+    for n_workers in reversed(range(2, isqrt(2 * n_ranks) + 1)):
+        spec = ScheduleSpec(name, n_workers, n_workers, placement="per_stage_and_microbatch")
+        if _exists(spec) and spec.build().n_ranks <= n_ranks:
+            yield spec
+            break
 
 
 def data_options(form: InputSpec, *, own: bool = False) -> str:
