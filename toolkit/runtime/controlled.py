@@ -13,7 +13,7 @@ import contextlib
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -117,12 +117,10 @@ class Controlled(Runtime):
         join_options = {"backend": "auto", "timeout": 120.0, "interface": None}
         for name in join_options.keys() & arguments.keys():
             join_options[name] = arguments.pop(name)
-        of_runtime = {
-            name: arguments[name]
-            for name in ("lr_scheduler", "seed", "options")
-            if name in arguments
-        }
-        super().__init__(stages, schedule, optimizer, loss, **of_runtime)
+        # The ranks get these, too.
+        names = {"lr_scheduler", "seed", "options"} & arguments.keys()
+        runtime_arguments = {name: arguments[name] for name in names}
+        super().__init__(stages, schedule, optimizer, loss, **runtime_arguments)
 
         if controller is None:
             controller = shared(schedule.n_ranks, **join_options)
@@ -276,10 +274,7 @@ class Controlled(Runtime):
             receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(rank)
         for microbatches, ranks in receivers.items():
             if microbatches:
-                *rank_inputs, rank_targets = (
-                    _packed([chunks[microbatch] for microbatch in microbatches])
-                    for chunks in chunked
-                )
+                *rank_inputs, rank_targets = (_packed(chunks, microbatches) for chunks in chunked)
                 self._processes.send((tuple(rank_inputs), rank_targets), ranks)
 
     def set_schedule(self, schedule_plan: Schedule) -> None:
@@ -343,9 +338,12 @@ class Controlled(Runtime):
         return self._call_on_ranks("measurements")[0]
 
 
-def _packed(chunks: list[Tensor]) -> Any:
-    """Join ``chunks`` into one array: arrays pickle faster, and a view would pickle its whole."""
-    tensor = torch.cat([chunk.cpu() for chunk in chunks])
+def _packed(chunks: Sequence[Tensor], microbatches: Sequence[int]) -> Any:
+    """Join the chunks of ``microbatches`` into one array.
+
+    Arrays pickle faster than tensors, and a view would pickle its whole.
+    """
+    tensor = torch.cat([chunks[microbatch].cpu() for microbatch in microbatches])
     try:
         return tensor.numpy()
     except TypeError:  # a type that numpy lacks

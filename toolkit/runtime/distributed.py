@@ -7,7 +7,7 @@ from math import inf
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
@@ -86,9 +86,7 @@ class Distributed(OnRanks):
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
-        self._stage_bytes = [
-            sum(master.nbytes for master in runner.masters.values()) for runner in self._runners
-        ]
+        self._stage_bytes = [_n_bytes(runner.masters) for runner in self._runners]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
@@ -292,6 +290,10 @@ class Distributed(OnRanks):
             with torch.no_grad(), kept_generators(inputs), suppress(Exception):
                 counted = self._loss(tuple(outputs.values()), first_targets).count is not None
         return any(self.world.gather(counted, "kinds of loss"))
+
+
+def _n_bytes(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:

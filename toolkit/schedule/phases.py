@@ -203,21 +203,21 @@ def after(
     return phased
 
 
-def switched(course: Schedule, step: int, schedule: Schedule) -> Schedule:
-    """Train by ``course`` until ``step``, and by ``schedule`` from there on.
+def switched(schedule_plan: Schedule, step: int, schedule: Schedule) -> Schedule:
+    """Train by ``schedule_plan`` until ``step``, and by ``schedule`` from there on.
 
     Args:
-        course: the schedule of the training so far, with phases or without.
-        step: the first training step by ``schedule``; later changes of ``course`` are left out.
+        schedule_plan: the schedule of the training so far, with phases or without.
+        step: the first training step by ``schedule``; later changes of the plan are left out.
         schedule: without phases; of as many stages, micro-batches and ranks.
 
     Raises:
         UserError: as :func:`after`.
     """
-    before = [phase.schedule for phase in getattr(course, "phases", ())]
-    starts = [0, *course.changes(range(step)), whole(step, "step of a change", 0)]
+    before = [phase.schedule for phase in getattr(schedule_plan, "phases", ())]
+    starts = [0, *schedule_plan.changes(range(step)), whole(step, "step of a change", 0)]
     lengths = (end - start for start, end in pairwise(starts))
-    phases = [*zip([*before, course.final], lengths, strict=False)]
+    phases = [*zip([*before, schedule_plan.final], lengths, strict=False)]
     return after(phases, schedule, schedule.name) if step else schedule
 
 
