@@ -73,28 +73,27 @@ def steady_steps(schedule: Schedule, n_steps: int, first_step: int = 0) -> range
     a whole multiple of d + 1 steps. If there are too few, all but the first step and those that
     overlap the last; possibly none.
     """
-    begin = [
-        0,
-        *(c - first_step for c in schedule.changes(range(first_step, first_step + n_steps))),
-    ]
-    schedule = schedule.at(first_step + begin[-1])
-    first, threads = begin[-1] + settled_steps(schedule) + 1, schedule.max_staleness + 1
+    changes = schedule.changes(range(first_step, first_step + n_steps))
+    begin = changes[-1] - first_step if changes else 0
+    schedule = schedule.at(first_step + begin)
+    n_sequences = schedule.max_staleness + 1
+    first = begin + settled_steps(schedule) + 1
     end = n_steps - _unsteady_end(schedule)
-    rounds = max(0, end - first) // threads
-    return (
-        range(first, first + rounds * threads)
-        if rounds
-        else range(begin[-1] + 1, max(begin[-1] + 1, end))
-    )
+    n_rounds = max(0, end - first) // n_sequences
+    if n_rounds:
+        return range(first, first + n_rounds * n_sequences)
+    return range(begin + 1, max(begin + 1, end))
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
     """Return the fewest training steps of which ``timed`` are steady, as steady_steps counts."""
-    begin = [0, *schedule.changes(range(sys.maxsize))][-1]
+    changes = schedule.changes(range(sys.maxsize))
+    begin = changes[-1] if changes else 0
     schedule = schedule.final
-    threads = schedule.max_staleness + 1
-    rounds = -(-timed // threads)
-    return begin + settled_steps(schedule) + 1 + rounds * threads + _unsteady_end(schedule)
+    n_sequences = schedule.max_staleness + 1
+    n_rounds = -(-timed // n_sequences)
+    first = begin + settled_steps(schedule) + 1
+    return first + n_rounds * n_sequences + _unsteady_end(schedule)
 
 
 def _unsteady_end(schedule: Schedule) -> int:

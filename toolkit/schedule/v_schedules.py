@@ -158,18 +158,24 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
     gap of its rank in which it fits, a forward only while the rank then holds no more than before.
     """
     p = _n_ranks(n_stages)
-    block, slot = (
-        {Op(Kind.FORWARD, stage, 0): stage for stage in range(2 * p)},
-        2 * p + 3 * (p % 3 == 0),
-    )
+
+    # 1. The building block: forwards down and up, then backwards, with room where they would meet
+    # the ops of the next blocks.
+    block = {Op(Kind.FORWARD, stage, 0): stage for stage in range(2 * p)}
+    slot = 2 * p
+    if p % 3 == 0:
+        slot += 3
     for stage in reversed(range(2 * p)):
         block[Op(Kind.BACKWARD, stage, 0)] = slot
-        slot += 2 + 3 * ((stage - p) % 3 == 1)  # a fourth in a row would take slots of the first
-    starts = {
-        op._replace(microbatch=microbatch): start + microbatch * _INTERVAL
-        for op, start in block.items()
-        for microbatch in range(n_microbatches)
-    }
+        slot += 2
+        if (stage - p) % 3 == 1:  # a fourth in a row would take slots of the first
+            slot += 3
+
+    # 2. All blocks, and what ranks then do and hold in each slot.
+    starts: dict[Op, int] = {}
+    for op, start in block.items():
+        for microbatch in range(n_microbatches):
+            starts[op._replace(microbatch=microbatch)] = start + microbatch * _INTERVAL
     lengths = {op: 2 if op.kind == Kind.BACKWARD else 1 for op in starts}
     rank_of = {op: min(op.stage, 2 * p - 1 - op.stage) for op in starts}
     busy_slots: list[set[int]] = [set() for _ in range(p)]
@@ -180,31 +186,34 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
             end = starts[op._replace(kind=Kind.BACKWARD)] + 2
             activations[rank_of[op]].update(range(start, end))
     most_activations = max(max(by_slot.values()) for by_slot in activations)
+
+    # 3. In order of time, each op moves to the first gap of its rank after what it waits for.
     for op, start in sorted(starts.items(), key=lambda item: item[1]):
         rank, length = rank_of[op], lengths[op]
         predecessors = [*dependencies(op, starts, 2 * p)]
         if op.microbatch:
             predecessors.append(op._replace(microbatch=op.microbatch - 1))
-        earliest = max(
-            (starts[predecessor] + lengths[predecessor] for predecessor in predecessors), default=0
-        )
+        earliest = 0
+        for predecessor in predecessors:
+            earliest = max(earliest, starts[predecessor] + lengths[predecessor])
         if op.kind == Kind.FORWARD:
-            full = (
-                s
-                for s in reversed(range(earliest, start))
-                if activations[rank][s] == most_activations
-            )
-            earliest = next(full, earliest - 1) + 1
+            # Not before a slot in which the rank holds as much as it may.
+            for slot in range(earliest, start):
+                if activations[rank][slot] == most_activations:
+                    earliest = slot + 1
         busy_slots[rank].difference_update(range(start, start + length))
-        gaps = (
-            s for s in range(earliest, start) if busy_slots[rank].isdisjoint(range(s, s + length))
-        )
-        starts[op] = new_start = next(gaps, start)
+        new_start = min(earliest, start)
+        while new_start < start and not busy_slots[rank].isdisjoint(
+            range(new_start, new_start + length)
+        ):
+            new_start += 1
+        starts[op] = new_start
         busy_slots[rank].update(range(new_start, new_start + length))
         if op.kind == Kind.FORWARD:
             activations[rank].update(range(new_start, start))
         else:
             activations[rank].subtract(range(new_start + length, start + length))
+
     orders: list[list[Op]] = [[] for _ in range(p)]
     for op in sorted(starts, key=starts.__getitem__):
         orders[rank_of[op]].append(op)
