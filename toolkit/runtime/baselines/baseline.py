@@ -79,7 +79,7 @@ class Baseline(OnRanks):
         self._settle()
         is_rank_zero = self.rank == 0
         saved_stages = self.updated_stages if is_rank_zero or self._all_save else ()
-        versions = {stage: self._versions(stage) for stage in saved_stages}
+        versions = {stage: self._versions_read(stage) for stage in saved_stages}
         return local_state_of(
             self.steps_done,
             self.stages,
@@ -89,9 +89,9 @@ class Baseline(OnRanks):
             is_rank_zero=is_rank_zero,
         )
 
-    def _versions(self, j: int) -> dict[int, Weights]:
-        """Return the weight versions of stage ``j`` that are still read."""
-        return {self.steps_done: self._updaters[j].newest()}
+    def _versions_read(self, stage: int) -> dict[int, Weights]:
+        """Return the weight versions of ``stage`` that later steps read."""
+        return {self.steps_done: self._updaters[stage].newest()}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._settle()
@@ -119,13 +119,14 @@ class Baseline(OnRanks):
             yield result
 
     def _result(self, step: int, outputs: Tensor, loss: LossValue) -> StepResult:
+        """Return the result of the one micro-batch of this rank."""
         counts = None if loss.count is None else loss.count[None]
-        mean = loss.mean()[None]
-        return StepResult(step, (self.rank,), mean, outputs.detach(), counts=counts)
+        means = loss.mean()[None]
+        return StepResult(step, (self.rank,), means, outputs.detach(), counts=counts)
 
 
-class Released:
-    """Parameters of other ranks, whose memory is freed during training."""
+class ReleasedParameters:
+    """Parameters whose memory is free during training, since other tensors have their values."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._shapes = {parameter: parameter.shape for parameter in parameters}
@@ -136,7 +137,7 @@ class Released:
             parameter.data = parameter.data.new_empty(0)
 
     def restore(self) -> None:
-        """Allocate their memory; its content is undefined."""
+        """Allocate their memory again; its content is undefined."""
         for parameter, shape in self._shapes.items():
             if parameter.shape != shape:
                 parameter.data = parameter.data.new_empty(shape)
@@ -154,20 +155,18 @@ def import_system(module: str, runtime: str, way_out: str) -> Any:
 def check_data_parallel(
     schedule: Schedule, runtime: str, name: str, staleness: int, states: Sequence[str]
 ) -> None:
-    """Refuse all but: rank m runs micro-batch m, and all weights are ``staleness`` steps late."""
-    if not (
+    """Raise UserError unless rank m runs micro-batch m, and all weights are ``staleness`` late."""
+    one_rank_each = tuple(range(schedule.n_microbatches))
+    delays = {delay for stage in schedule.staleness for delay in stage}
+    is_possible = (
         schedule.state in states
-        and schedule.n_ranks == schedule.n_microbatches
+        and all(tuple(ranks) == one_rank_each for ranks in schedule.layout.cycles)
+        and delays == {staleness}
         and not isinstance(schedule.delay, RandomDelay)
-        and (schedule.corrected.kind == "none" or not staleness)
-        and all(delay == staleness for stage in schedule.staleness for delay in stage)
-        and all(
-            schedule.rank(j, microbatch, step) == microbatch
-            for j in range(schedule.n_stages)
-            for microbatch in range(schedule.n_microbatches)
-            for step in range(schedule.layout.turns(j))
-        )
-    ):
+        # A correction corrects late weights: without them it does nothing.
+        and (schedule.corrected.kind == "none" or staleness == 0)
+    )
+    if not is_possible:
         raise UserError(
             f"runtime={runtime} trains data parallelism, a micro-batch a rank and all weights"
             f" {staleness} steps late: schedule={name} with placement=per_microbatch and"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,11 @@ from toolkit.runtime.stage import Values, channels_last
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
-# Buffers would change in place between forward and backward. The older name is deprecated.
-_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers": False}
-if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:
-    _KEEP_BUFFERS = {"broadcast_buffers": False}
+# torch 2.11 has the older name of the argument, which later versions warn of.
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = next(
+    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _DDP_ARGUMENTS
+)
 
 _HOOKS = {
     "none": None,
@@ -52,15 +53,18 @@ class Chain(nn.Module):
     def __init__(self, stages: Stages, seed: int) -> None:
         super().__init__()
         tensors = chain(stages.model.parameters(), stages.model.buffers())
+        # In deepcopy's memo a tensor is its own copy, so that the stages share the model's.
         memo = {id(tensor): tensor for tensor in tensors}
         self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
-        self.seed, self.at = seed, (0, 0)
-        self._draws = any(draws_at_random(stage) for stage in self.stages)
+        self.seed = seed
+        self.at = (0, 0)
+        self._draws_at_random = any(draws_at_random(stage) for stage in self.stages)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Map inputs ``[b, ...]`` to the model's output ``[b, ...]``."""
-        step, microbatch = self.at
-        draws = drawing(inputs, self.seed, step, microbatch) if self._draws else nullcontext()
+        draws: AbstractContextManager[object] = nullcontext()
+        if self._draws_at_random:
+            draws = drawing(inputs, self.seed, *self.at)
         values = inputs
         with draws:
             for stage in self.stages:
@@ -69,13 +73,11 @@ class Chain(nn.Module):
 
     def statistics(self) -> list[Tensor]:
         """Return the running statistics of batch norms that advance."""
-        norms = [norm for norm in self.modules() if isinstance(norm, _BatchNorm) and norm.training]
-        return [
-            statistic
-            for norm in norms
-            for statistic in (norm.running_mean, norm.running_var)
-            if statistic is not None
-        ]
+        statistics = []
+        for norm in self.modules():
+            if isinstance(norm, _BatchNorm) and norm.training and norm.running_mean is not None:
+                statistics += [norm.running_mean, cast(Tensor, norm.running_var)]
+        return statistics
 
 
 def check_weights_stay(stages: Stages, runtime: str, way_out: str) -> None:
@@ -120,8 +122,7 @@ class Synchronous(Baseline):
     def _build(self) -> Sequence[Updater]:
         self._chain = Chain(self.stages, self.seed)
         self._wrapped = self._wrap(self._chain)
-        makers = self.optimizer, self.lr_scheduler
-        return [Updater(stage, *makers) for stage in self._chain.stages]
+        return [Updater(stage, self.optimizer, self.lr_scheduler) for stage in self._chain.stages]
 
     @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:
@@ -138,18 +139,18 @@ class Synchronous(Baseline):
         with self._in_forward(), self.options.autocast(self.world.device):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
-        root = self._root(loss)
+        root = self._backward_root(loss)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
             self._backward(root)
         self._update()
         return self._result(step, outputs, loss)
 
-    def _root(self, loss: LossValue) -> Tensor:
+    def _backward_root(self, loss: LossValue) -> Tensor:
         """Return where the backward begins: what is minimised is its mean over the ranks."""
         if loss.count is None:
             return loss.value
-        total = nonzero(self.total(loss.count))
-        return loss.value * (self.n_ranks / total).to(loss.value.dtype)
+        total_count = nonzero(self.total(loss.count))
+        return loss.value * (self.n_ranks / total_count).to(loss.value.dtype)
 
     def _backward(self, loss: Tensor) -> None:
         """Leave the gradients that are averaged over the ranks."""
@@ -163,12 +164,11 @@ class Synchronous(Baseline):
     @torch.no_grad()
     def _settle(self) -> None:
         """Average the ranks' running statistics."""
-        if running := self._chain.statistics():
-            mean = self.total(torch.cat(running)) / self.n_ranks
-            for tensor, tensor_mean in zip(
-                running, mean.split([len(tensor) for tensor in running]), strict=True
-            ):
-                tensor.copy_(tensor_mean)
+        statistics = self._chain.statistics()
+        if statistics:
+            means = self.total(torch.cat(statistics)) / self.n_ranks
+            sizes = [len(tensor) for tensor in statistics]
+            torch._foreach_copy_(statistics, means.split(sizes))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -209,8 +209,10 @@ class DDP(Synchronous):
             process_group=group,
             bucket_cap_mb=self.bucket_mb,
             gradient_as_bucket_view=self.bucket_view,
-            **_KEEP_BUFFERS,
+            # Or buffers would change in place between forward and backward.
+            **cast(Any, {_SYNC_BUFFERS: False}),
         )
-        if hook := _HOOKS[self.compression]:
+        hook = _HOOKS[self.compression]
+        if hook is not None:
             wrapped.register_comm_hook(group, hook)
         return wrapped

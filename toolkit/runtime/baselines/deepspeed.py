@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.runtime.baselines.baseline import Released, import_system
+from toolkit.runtime.baselines.baseline import ReleasedParameters, import_system
 from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
@@ -87,45 +87,45 @@ class DeepSpeed(Synchronous):
             whole_chain, {id(buffer): buffer for buffer in whole_chain.buffers()}
         )
         self._twins = dict(zip(whole_chain.parameters(), self._chain.parameters(), strict=True))
-        self._released = Released(self._twins)
+        self._released = ReleasedParameters(self._twins)
         updaters = [
             Updater(stage, self.optimizer, self.lr_scheduler) for stage in whole_chain.stages
         ]
-        self._optimizers = [
-            updater.optimizer for updater in updaters if updater.optimizer is not None
-        ]
+        # Of the stages. They never step: they have the settings, and the state between runs.
+        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._wrapped: Any = self._wrap(self._chain)
         return updaters
 
     def _wrap(self, model: Chain) -> nn.Module:
-        joint = _joint(self._optimizers, self._twins)
-        self._group_of = {
-            parameter: index
-            for index, group in enumerate(joint.param_groups)
-            for parameter in group["params"]
-        }
+        joint_optimizer = _join_optimizers(self._optimizers, self._twins)
+        self._group_of = {}
+        for index, group in enumerate(joint_optimizer.param_groups):
+            self._group_of |= dict.fromkeys(group["params"], index)
         with self.world.watch.waiting("DeepSpeed on all ranks", self._everyone):
             engine, *_ = self._deepspeed.initialize(
-                model=model, optimizer=joint, config=self._settings(), dist_init_required=False
+                model=model,
+                optimizer=joint_optimizer,
+                config=self._settings(),
+                dist_init_required=False,
             )
         return engine
 
     def _settings(self) -> dict[str, Any]:
-        on_cpu = {"device": "cpu"}
-        offloaded = {"offload_optimizer": on_cpu}
-        if self.zero == 3:
-            offloaded["offload_param"] = on_cpu
         zero: dict[str, Any] = {
             "stage": self.zero,
             "stage3_param_persistence_threshold": 0,  # shard small weights, too
             "memory_efficient_linear": False,  # or it replaces torch's linear for all models
         }
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+            if self.zero == 3:
+                zero["offload_param"] = {"device": "cpu"}
         return {
             "train_micro_batch_size_per_gpu": 1,  # only its own log uses it
             "gradient_clipping": 0.0,  # none; unless said, DeepSpeed clips to 1
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero | (offloaded if self.offload else {}),
+            "zero_optimization": zero,
         }
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
@@ -142,10 +142,9 @@ class DeepSpeed(Synchronous):
 
     def _update(self) -> None:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
-        for group, current in zip(
-            self._wrapped.optimizer.optimizer.param_groups, groups, strict=True
-        ):
-            group |= {name: value for name, value in current.items() if name != "params"}
+        engine_groups = self._wrapped.optimizer.optimizer.param_groups
+        for engine_group, group in zip(engine_groups, groups, strict=True):
+            engine_group |= {name: value for name, value in group.items() if name != "params"}
         with self.world.watch.waiting("the updated weights of all ranks", self._everyone):
             self._wrapped.step()
         for updater in self._updaters:
@@ -159,12 +158,12 @@ class DeepSpeed(Synchronous):
         self._released.restore()
         self._copy_weights(to_engine=False)
         for parameter, piece, optimizer in self._pieces():
-            optimizer.state[parameter] = {
-                key: self._gathered(piece, value, parameter)
-                if _shaped_like(piece.share, value)
-                else copy.deepcopy(value)  # parameters of a share have one count of steps
-                for key, value in self._states[piece.share].items()
-            }
+            state = optimizer.state[parameter] = {}
+            for key, value in self._engine_states[piece.share].items():
+                if _shaped_like(piece.share, value):
+                    state[key] = self._gather(piece, value, parameter)
+                else:
+                    state[key] = copy.deepcopy(value)  # parameters of a share have one step count
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
@@ -175,29 +174,32 @@ class DeepSpeed(Synchronous):
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
         self._copy_weights(to_engine=True)
-        self._states.clear()
+        self._engine_states.clear()
         for parameter, piece, optimizer in self._pieces():
-            piece.cut(piece.share, parameter)
-            share_state = self._states[piece.share]
+            piece.copy_from(parameter, piece.share)
+            share_state = self._engine_states[piece.share]
             for key, value in optimizer.state[parameter].items():
                 if _shaped_like(parameter, value):
-                    piece.cut(share_state.setdefault(key, torch.zeros_like(piece.share)), value)
+                    shared = share_state.setdefault(key, torch.zeros_like(piece.share))
+                    piece.copy_from(value, shared)
                 else:
                     share_state[key] = value
 
     def _copy_weights(self, *, to_engine: bool) -> None:
         """Copy all weights, a stage at a time, from the engine to the model, or back."""
         for stage in self.stages:
-            pairs = {parameter: self._twins[parameter] for parameter in stage.parameters()}
-            with self._deepspeed.zero.GatheredParameters(
-                [*pairs.values()], 0 if to_engine else None
-            ):
-                for parameter, twin in pairs.items():
-                    source, target = (parameter, twin) if to_engine else (twin, parameter)
-                    target.data.copy_(source.data)
+            twins = {parameter: self._twins[parameter] for parameter in stage.parameters()}
+            # With a rank, the context spreads what that rank has changed.
+            changing_rank = 0 if to_engine else None
+            with self._deepspeed.zero.GatheredParameters([*twins.values()], changing_rank):
+                for parameter, twin in twins.items():
+                    if to_engine:
+                        twin.data.copy_(parameter.data)
+                    else:
+                        parameter.data.copy_(twin.data)
 
     @property
-    def _states(self) -> dict[Tensor, dict[str, Any]]:
+    def _engine_states(self) -> dict[Tensor, dict[str, Any]]:
         """The state of the engine's optimizer, of each share."""
         return self._wrapped.optimizer.optimizer.state
 
@@ -214,16 +216,18 @@ class DeepSpeed(Synchronous):
             share = zero.fp32_partitioned_groups_flat[index]
             return _Piece(share, position, self.rank * length, length)
         share = zero.single_partition_of_fp32_groups[self._group_of[twin]]
-        if (mapping := cast(Any, twin)._hp_mapping) is None:
+        mapping = cast(Any, twin)._hp_mapping
+        if mapping is None:  # another rank has all of it
             return _Piece(share, 0, 0, 0)
-        fragment, flat_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return _Piece(share, fragment.start, flat_parameter.start, fragment.numel)
+        fragment = mapping.hp_fragment_address
+        return _Piece(share, fragment.start, mapping.lp_fragment_address.start, fragment.numel)
 
-    def _gathered(self, piece: "_Piece", values: Tensor, like: Tensor) -> Tensor:
+    def _gather(self, piece: "_Piece", values: Tensor, like: Tensor) -> Tensor:
         """Return the values that belong to a parameter, from the pieces of all ranks."""
         flat = torch.zeros(like.numel(), dtype=like.dtype)
-        own_elements = flat[piece.start : piece.start + piece.length]
-        own_elements.copy_(values[piece.position :][: len(own_elements)])
+        local_elements = flat[piece.start : piece.start + piece.length]
+        local_elements.copy_(values[piece.position :][: len(local_elements)])
+        # Elsewhere it is 0, so the sum over ranks is the whole.
         return self.total(flat).to(like.device).view_as(like)
 
 
@@ -243,8 +247,9 @@ class _Piece:
     start: int
     length: int
 
-    def cut(self, values: Tensor, parameter: Tensor) -> None:
+    def copy_from(self, parameter: Tensor, values: Tensor) -> None:
         """Copy the piece of ``parameter`` to its place in ``values``, laid out as the share."""
+        # The last rank's piece may be longer than what is left of the parameter.
         elements = parameter.flatten()[self.start : self.start + self.length]
         values[self.position :][: len(elements)].copy_(elements)
 
@@ -253,7 +258,7 @@ def _shaped_like(tensor: Tensor, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
-def _joint(
+def _join_optimizers(
     optimizers: Sequence[Optimizer], twins: Mapping[nn.Parameter, nn.Parameter]
 ) -> Optimizer:
     """Return one optimizer of the twins of all parameters, with the same settings."""
@@ -264,10 +269,8 @@ def _joint(
             f"runtime=deepspeed takes one of torch's {possible} for all stages: got"
             f" {', '.join(sorted(kind.__name__ for kind in kinds))}; or use runtime=fsdp"
         )
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return kinds.pop()(
-        [
-            group | {"params": [twins[parameter] for parameter in group["params"]]}
-            for group in groups
-        ]
-    )
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            groups.append(group | {"params": [twins[p] for p in group["params"]]})
+    return kinds.pop()(groups)

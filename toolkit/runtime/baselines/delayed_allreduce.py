@@ -47,12 +47,12 @@ class DelayedAllReduce(Baseline):
 
     def __post_init__(self) -> None:
         check_choice("compression", self.compression, COMPRESSIONS)
-        self._under_way: list[_Message] = []  # of each stage
+        self._messages: list[_Message] = []  # under way, of each stage
         super().__post_init__()
 
     def _build(self) -> Sequence[Updater]:
         self._runners = self._make_runners()
-        self._read = [runner.newest() for runner in self._runners]
+        self._weights_read = [runner.newest() for runner in self._runners]  # by the next step
         return self._runners
 
     @classmethod
@@ -63,14 +63,16 @@ class DelayedAllReduce(Baseline):
     def _settle(self) -> None:
         self._update(keep_old=True)
 
-    def _versions(self, j: int) -> dict[int, Weights]:
-        previous = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
-        return previous | super()._versions(j)
+    def _versions_read(self, stage: int) -> dict[int, Weights]:
+        versions = super()._versions_read(stage)
+        if self.steps_done:
+            versions[self.steps_done - 1] = self._weights_read[stage]
+        return versions
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
         oldest = max(0, state["steps_done"] - 1)
-        self._read = [
+        self._weights_read = [
             loaded(state, stage, runner)[oldest] for stage, runner in enumerate(self._runners)
         ]
 
@@ -81,27 +83,29 @@ class DelayedAllReduce(Baseline):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         values = inputs
-        weights_read = [leaves(weights) for weights in self._read]
-        for runner, weights in zip(self._runners, weights_read, strict=True):
+        stage_leaves = [leaves(weights) for weights in self._weights_read]
+        for runner, weights in zip(self._runners, stage_leaves, strict=True):
             values = runner.forward(weights, values, (self.rank,), step)
         loss = self._loss(values[0], targets)
         loss.root(self.n_ranks, self.options.scale).backward()
         counts = {} if loss.count is None else {COUNT: loss.count}
-        wire = COMPRESSIONS[self.compression]
-        messages = [
-            _Message(take_gradients(weights), runner.take_statistics() | counts, wire, self.world)
-            for runner, weights in zip(self._runners, weights_read, strict=True)
-        ]
+        messages = []
+        for runner, weights in zip(self._runners, stage_leaves, strict=True):
+            exact = runner.take_statistics() | counts
+            gradients = take_gradients(weights)
+            messages.append(_Message(gradients, exact, COMPRESSIONS[self.compression], self.world))
+        # These messages travel while the step before is applied and the next one computes.
         self._update(keep_old=False)
-        self._read = [runner.newest() for runner in self._runners]
-        self._under_way = messages
+        self._weights_read = [runner.newest() for runner in self._runners]
+        self._messages = messages
         return self._result(step, values[0], loss)
 
     def _update(self, *, keep_old: bool) -> None:
         """Apply the gradients under way, if any."""
-        for runner, message in zip(self._runners, self._under_way, strict=False):
+        # Before the first step there are none.
+        for runner, message in zip(self._runners, self._messages, strict=False):
             runner.update(message.received(), self.n_ranks, keep_old=keep_old)
-        self._under_way = []
+        self._messages = []
 
 
 class _Message:

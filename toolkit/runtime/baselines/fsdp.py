@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.runtime.baselines.baseline import Released
+from toolkit.runtime.baselines.baseline import ReleasedParameters
 from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
@@ -55,8 +55,8 @@ class FSDP(Synchronous):
             check_weights_stay(self.stages, self.runtime, "set reshard=False")
         if self.cpu_offload and device.type == "cpu":
             raise UserError("cpu_offload=True keeps weights off the GPU: got device=cpu")
-        self._whole = [dict(stage.named_parameters()) for stage in model.stages]
-        self._released = Released(self.stages.model.parameters())
+        self._model_parameters = [dict(stage.named_parameters()) for stage in model.stages]
+        self._released = ReleasedParameters(self.stages.model.parameters())
         group = dist.group.WORLD if self.world.group is None else self.world.group
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type)
@@ -73,24 +73,23 @@ class FSDP(Synchronous):
     def module(self) -> nn.Module:
         """Return the whole model, from the shares of all ranks. Every rank calls it."""
         self._released.restore()
-        for stage, full_weights in zip(self._chain.stages, self._whole, strict=True):
+        for stage, parameters in zip(self._chain.stages, self._model_parameters, strict=True):
             assert isinstance(stage, FSDPModule)
             with self.world.watch.waiting("the shares of all ranks", self._everyone):
                 stage.unshard()
             for name, parameter in stage.named_parameters():
-                full_weights[name].copy_(parameter)
+                parameters[name].copy_(parameter)
             stage.reshard()
         return super().module()
 
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
-        frozen = {
-            name: parameter.data
-            for stage in self._chain.stages
-            for name, parameter in stage.named_parameters()
-            if not parameter.requires_grad
-        }
-        return state | {"fixed": state["fixed"] | frozen}
+        # The model's own frozen parameters are empty; the wrapped stages have the shares.
+        for stage in self._chain.stages:
+            for name, parameter in stage.named_parameters():
+                if not parameter.requires_grad:
+                    state["fixed"][name] = parameter.data
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`Runtime.state_dict`; the ranks gather their shares."""
@@ -105,9 +104,8 @@ class FSDP(Synchronous):
             for name, buffer in stage.named_buffers():
                 buffer.copy_(state["model"][name])
         for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
-            updater.load(
-                stage_state | {"optimizer": _optimizer_share(stage_state["optimizer"], updater)}
-            )
+            optimizer_state = _optimizer_share(stage_state["optimizer"], updater)
+            updater.load(stage_state | {"optimizer": optimizer_state})
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._released.release()
@@ -136,13 +134,11 @@ def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str
     parameters = [
         parameter for group in updater.optimizer.param_groups for parameter in group["params"]
     ]
-
-    def share(value: Any, parameter: Tensor) -> Any:
-        has_its_shape = isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
-        return _share(value, parameter) if has_its_shape else value
-
-    shares = {
-        index: {key: share(value, parameters[index]) for key, value in values.items()}
-        for index, values in state["state"].items()
-    }
+    shares: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        parameter = parameters[index]
+        shares[index] = dict(values)
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                shares[index][key] = _share(value, parameter)
     return state | {"state": shares}

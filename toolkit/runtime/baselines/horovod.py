@@ -1,7 +1,6 @@
 """Horovod: gradients averaged by a ring of ranks."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +52,17 @@ class Horovod(Synchronous):
         with self.world.watch.waiting("connections of Horovod", self._everyone):
             self._connect()
         # Horovod averages gradients for an optimizer. This one never steps: each stage has its own.
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._average = self._horovod.DistributedOptimizer(
-            torch.optim.SGD([p for _, p in trained]),
-            named_parameters=trained,
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averaging = self._horovod.DistributedOptimizer(
+            torch.optim.SGD(trained.values()),
+            named_parameters=trained.items(),
             compression=getattr(self._horovod.Compression, self.compression),
         )
         return model
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
-        self._average.synchronize()
+        self._averaging.synchronize()
 
     def _connect(self) -> None:
         """Start Horovod in this job; rank 0 serves the addresses that the others ask for."""
@@ -75,13 +74,15 @@ class Horovod(Synchronous):
         # To Horovod each rank is a machine of its own: only NCCL's hierarchy would use more.
         hosts = parse_hosts(",".join(f"rank{rank}:1" for rank in self._everyone))
         places = get_host_assignments(hosts, self.n_ranks)
-        server, port = RendezvousServer(), 0
+        server = RendezvousServer()
+        port = 0
         if self.rank == 0:
             port = server.start()
             server.init(places)
-        address = os.environ["MASTER_ADDR"]
-        os.environ |= _variables(places[self.rank], address, self.world.gather(port)[0])
+        port = self.world.gather(port)[0]
+        os.environ |= _variables(places[self.rank], os.environ["MASTER_ADDR"], port)
         self._horovod.init()
+        # The server ends only when every rank has asked it.
         self.world.barrier()
         if self.rank == 0:
             server.stop()
@@ -89,8 +90,8 @@ class Horovod(Synchronous):
 
 def _variables(place: Any, address: str, port: int) -> dict[str, str]:
     """Return the environment that Horovod's own launcher would give a rank."""
-    sizes: Sequence[str] = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    values = {name: getattr(place, name) for name in sizes} | {
+    numbers = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    values = {name: getattr(place, name) for name in numbers} | {
         "hostname": place.hostname,
         "controller": "gloo",
         "cpu_operations": "gloo",

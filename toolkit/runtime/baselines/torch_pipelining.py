@@ -1,7 +1,7 @@
 """Pipelines run by torch.distributed.pipelining."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from toolkit.errors import UserError
 from toolkit.model.crossings import Boundary
-from toolkit.runtime.baselines.baseline import Baseline, Released, describe
+from toolkit.runtime.baselines.baseline import Baseline, ReleasedParameters, describe
 from toolkit.runtime.losses import COUNT, LossValue
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.world import World
@@ -57,11 +57,11 @@ class TorchPipelining(Baseline):
                 f"runtime=torch_pipelining takes no precision={self.options.precision}: use fp32 or"
                 " tf32, or runtime=distributed"
             )
-        for boundary in (tensor for crossing in self.stages.boundaries[1:] for tensor in crossing):
-            if not boundary.dtype.is_floating_point:
+        for crossing in chain.from_iterable(self.stages.boundaries[1:]):
+            if not crossing.dtype.is_floating_point:
                 raise UserError(
                     "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
-                    f" stages, and {boundary.name} is of {boundary.dtype}: cut the model where"
+                    f" stages, and {crossing.name} is of {crossing.dtype}: cut the model where"
                     " none such crosses"
                 )
 
@@ -69,17 +69,20 @@ class TorchPipelining(Baseline):
         self._check_no_gloo_on_gpus()
         # Other ranks' stages get no gradients here; their learning rates keep in step.
         self._runners = self._make_runners()
-        self._owners = [self.schedule.rank(index, 0) for index in range(len(self.stages))]
-        self._own = [index for index, owner in enumerate(self._owners) if owner == self.rank]
-        last_stage, splits = len(self.stages) - 1, self.schedule.splits_backward
-        self._parts = [
-            _Part(self._runners[index], self.world, index == last_stage, splits)
-            for index in self._own
-        ]
-        other_stages = [stage for index, stage in enumerate(self.stages) if index not in self._own]
-        self._released = Released(
-            parameter for stage in other_stages for parameter in stage.parameters()
-        )
+        last_stage = len(self.stages) - 1
+        splits_backward = self.schedule.splits_backward
+        self._owners = [self.schedule.rank(stage, 0) for stage in range(len(self.stages))]
+        self._modules: dict[int, _StageModule] = {}  # by stage, of this rank
+        other_parameters: list[nn.Parameter] = []
+        for stage, owner in enumerate(self._owners):
+            if owner == self.rank:
+                self._modules[stage] = _StageModule(
+                    self._runners[stage], self.world, stage == last_stage, splits_backward
+                )
+            else:
+                other_parameters += self.stages[stage].parameters()
+        self._has_last_stage = last_stage in self._modules
+        self._released = ReleasedParameters(other_parameters)
         self._runner: Any = None
         self._size = 0
         return self._runners
@@ -102,16 +105,17 @@ class TorchPipelining(Baseline):
     @property
     def updated_stages(self) -> list[int]:
         """The stages that this rank updates."""
-        return self._own
+        return [*self._modules]
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
-        load_model(state, self.stages, self._runners, self._own)
-        for index, (runner, stage_state) in enumerate(
-            zip(self._runners, state["stages"], strict=True)
-        ):
-            if index not in self._own and stage_state["optimizer"] is not None:
-                stage_state = stage_state | {"optimizer": stage_state["optimizer"] | {"state": {}}}
+        load_model(state, self.stages, self._runners, self.updated_stages)
+        stage_states = zip(self._runners, state["stages"], strict=True)
+        for stage, (runner, stage_state) in enumerate(stage_states):
+            optimizer_state = stage_state["optimizer"]
+            if stage not in self._modules and optimizer_state is not None:
+                # The state of other ranks' optimizers may be meta tensors.
+                stage_state = stage_state | {"optimizer": optimizer_state | {"state": {}}}
             runner.load(stage_state)
 
     def _reads(self, step: int) -> Sequence[int]:
@@ -121,72 +125,66 @@ class TorchPipelining(Baseline):
         n_microbatches = self.schedule.n_microbatches
         self._released.release()
         self._fit_to(len(targets) // n_microbatches)
-        for stage_part in self._parts:
-            stage_part.begin(step)
-        has_last_stage = len(self.stages) - 1 in self._own
-        losses: list[Tensor] = []
-        self._values: list[LossValue] = []
+        for module in self._modules.values():
+            module.begin(step)
+        self._losses: list[LossValue] = []  # of the micro-batches, on the rank of the last stage
         with self.world.watch.waiting(_MESSAGES, self._everyone):
             outputs = self._runner.step(
-                *(inputs if 0 in self._own else ()),
-                target=targets if has_last_stage else None,
-                losses=losses if has_last_stage else None,
+                *(inputs if 0 in self._modules else ()),
+                target=targets if self._has_last_stage else None,
+                losses=[] if self._has_last_stage else None,
             )
-        counts = [value.count for value in self._values if value.count is not None]
-        count = self._total_count(counts)
+        counts = [loss.count for loss in self._losses if loss.count is not None]
+        total_count = self._total_count(counts)
         for runner in self._runners:
-            gradients = {name: master.grad for name, master in runner.masters.items()}
-            total = GradientSum()
-            total.add(
-                {name: gradient for name, gradient in gradients.items() if gradient is not None}
-            )
-            total.add(runner.take_statistics())
-            if count is not None:
-                total.add({COUNT: count})
+            total = GradientSum(runner.take_statistics())
+            for name, master in runner.masters.items():
+                if master.grad is not None:
+                    total.add({name: master.grad})
+            if total_count is not None:
+                total.add({COUNT: total_count})
             runner.update(total, n_microbatches, keep_old=False)
-        if has_last_stage:
-            means = torch.stack([value.mean() for value in self._values])
+        if self._has_last_stage:
+            means = torch.stack([loss.mean() for loss in self._losses])
+            microbatches = tuple(range(n_microbatches))
             all_counts = torch.stack(counts) if counts else None
-            return StepResult(
-                step, tuple(range(n_microbatches)), means, outputs.detach(), counts=all_counts
-            )
-        output, device = self.stages.output, self.world.device
-        no_samples = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=device)
+            return StepResult(step, microbatches, means, outputs.detach(), counts=all_counts)
+        output = self.stages.output
+        no_samples = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=self.world.device)
         return StepResult(step, (), no_samples.new_empty(0), no_samples)
 
     def _microbatch_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return where torch's backward of a micro-batch begins."""
-        value = self._loss(outputs, targets)
-        self._values.append(value)
+        loss = self._loss(outputs, targets)
+        self._losses.append(loss)
         n_microbatches = self.schedule.n_microbatches
-        return value.root(n_microbatches, 1.0) * n_microbatches  # torch divides the gradients by n
+        return loss.root(n_microbatches, 1.0) * n_microbatches  # torch divides the gradients by n
 
     def _total_count(self, counts: Sequence[Tensor]) -> Tensor | None:
         """Return the sum of the last stage's counts, on every rank; None if there are none."""
-        has_last_stage = len(self.stages) - 1 in self._own
-        flags = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        if has_last_stage and counts:
-            flags = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
-        total, n_counted = self.total(flags)
-        return total if n_counted else None
+        sum_and_flag = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        if counts:
+            sum_and_flag = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
+        total_count, has_counts = self.total(sum_and_flag)
+        return total_count if has_counts else None
 
     def _fit_to(self, size: int) -> None:
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
         if size == self._size:
             return
         self._size = size
-        edges = [*self.stages.boundaries, (self.stages.output,)]
+        boundaries = [*self.stages.boundaries, (self.stages.output,)]
         stages: Any = [
             PipelineStage(
-                stage_part,
-                index,
+                module,
+                stage,
                 len(self.stages),
                 self.world.device,
-                input_args=_like(edges[index], size, trained=index > 0),
-                output_args=_like(edges[index + 1], size, trained=True),
+                input_args=_meta_tensors(boundaries[stage], size, trained=stage > 0),
+                output_args=_meta_tensors(boundaries[stage + 1], size, trained=True),
                 group=self.world.group,
             )
-            for index, stage_part in zip(self._own, self._parts, strict=True)
+            for stage, module in self._modules.items()
         ]
         make = _torch_schedule(self.schedule)
         if issubclass(make, PipelineScheduleSingle):
@@ -194,37 +192,40 @@ class TorchPipelining(Baseline):
         self._runner = make(stages, self.schedule.n_microbatches, self._microbatch_loss)
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """A stage, as torch's schedule calls it: the micro-batches in order, each once a step."""
 
-    def __init__(self, runner: StageRunner, world: World, last: bool, split: bool) -> None:
+    def __init__(
+        self, runner: StageRunner, world: World, is_last: bool, splits_backward: bool
+    ) -> None:
         super().__init__()
         self.world = world
         self.runner = runner
-        self.last = last
-        self.split = split
-        self.compute = runner.compute
+        self.is_last = is_last
+        self.splits_backward = splits_backward
+        self.compute = runner.compute  # torch finds the parameters there
 
     def begin(self, step: int) -> None:
         self.step = step
-        self.next = 0
+        self.next_microbatch = 0
 
     def forward(self, *inputs: Tensor) -> Tensor | Values:
-        microbatch, self.next = self.next, self.next + 1
+        microbatch = self.next_microbatch
+        self.next_microbatch += 1
         weights: dict[str, Tensor] = dict(self.runner.masters)
         # A position without peers: an error here is the model's, not the backend's.
         self.world.watch.at(f"{self.runner.index}F{microbatch}", self.step)
         outputs = self.runner.forward(weights, inputs, (microbatch,), self.step)
         self.world.watch.at(_MESSAGES, self.step, range(self.world.size))
-        if self.split:
-            outputs = tuple(_own(output, inputs) for output in outputs)
-        return outputs[0] if self.last else outputs
+        if self.splits_backward:
+            outputs = tuple(_unshared(output, inputs) for output in outputs)
+        return outputs[0] if self.is_last else outputs
 
 
-def _own(output: Tensor, inputs: Values) -> Tensor:
+def _unshared(output: Tensor, inputs: Values) -> Tensor:
     """Return ``output``, or a copy if it shares memory: torch detaches it in place."""
-    shared = output._is_view() or any(output is tensor for tensor in inputs)
-    return output.clone() if shared else output
+    shares_memory = output._is_view() or any(output is tensor for tensor in inputs)
+    return output.clone() if shares_memory else output
 
 
 def rank_orders(schedule: Schedule) -> list[list[Op]]:
@@ -238,27 +239,12 @@ def rank_orders(schedule: Schedule) -> list[list[Op]]:
 
 def _torch_schedule(schedule: Schedule) -> type:
     """Return torch's schedule with the same orders."""
-    n_stages, n_microbatches, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
-    equal_rounds = n_microbatches % max(1, n_microbatches // n_ranks) == 0
-    interleaved = partial(pipeline_orders.interleaved_1f1b, n_ranks=n_ranks)
-    own_orders = rank_orders(schedule)
-    for fits, orders, torch_schedule in (
-        (n_stages == n_ranks, pipeline_orders.gpipe, ScheduleGPipe),
-        (n_stages == n_ranks <= n_microbatches, pipeline_orders.one_f_one_b, Schedule1F1B),
-        (
-            n_stages == n_ranks and equal_rounds,
-            pipeline_orders.zero_bubble,
-            ScheduleInterleavedZeroBubble,
-        ),
-        (
-            n_stages > n_ranks and n_stages % n_ranks == 0 and equal_rounds,
-            interleaved,
-            ScheduleInterleaved1F1B,
-        ),
-    ):
-        can_match = fits and schedule.max_staleness == 0 and schedule.state == "replicated"
-        if can_match and own_orders == [list(ops) for ops in orders(n_stages, n_microbatches)]:
-            return torch_schedule
+    if schedule.max_staleness == 0 and schedule.state == "replicated":
+        orders_of_schedule = rank_orders(schedule)
+        sizes = (schedule.n_stages, schedule.n_microbatches, schedule.n_ranks)
+        for orders, torch_schedule in _torch_orders(*sizes):
+            if orders_of_schedule == [list(ops) for ops in orders]:
+                return torch_schedule
     raise UserError(
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
@@ -267,10 +253,29 @@ def _torch_schedule(schedule: Schedule) -> type:
     )
 
 
-def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
-    def like(boundary: Boundary) -> Tensor:
-        n_rows = size if boundary.batched else 1
-        empty = torch.empty((n_rows, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
-        return empty.requires_grad_(trained and boundary.dtype.is_floating_point)
+def _torch_orders(
+    n_stages: int, n_microbatches: int, n_ranks: int
+) -> Iterator[tuple[Sequence[Sequence[Op]], type]]:
+    """Yield the orders of torch's schedules that exist for these sizes, and the schedules."""
+    # Torch's interleaved schedules run rounds of n_ranks micro-batches, all of one length.
+    has_equal_rounds = n_microbatches % max(1, n_microbatches // n_ranks) == 0
+    if n_stages == n_ranks:
+        yield pipeline_orders.gpipe(n_stages, n_microbatches), ScheduleGPipe
+        if n_stages <= n_microbatches:
+            yield pipeline_orders.one_f_one_b(n_stages, n_microbatches), Schedule1F1B
+        if has_equal_rounds:
+            orders = pipeline_orders.zero_bubble(n_stages, n_microbatches)
+            yield orders, ScheduleInterleavedZeroBubble
+    elif n_stages > n_ranks and n_stages % n_ranks == 0 and has_equal_rounds:
+        orders = pipeline_orders.interleaved_1f1b(n_stages, n_microbatches, n_ranks)
+        yield orders, ScheduleInterleaved1F1B
 
-    return tuple(map(like, crossing))
+
+def _meta_tensors(boundary: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
+    """Return what crosses a boundary with micro-batches of ``size`` samples, without memory."""
+    tensors = []
+    for crossing in boundary:
+        shape = (size if crossing.batched else 1, *crossing.shape[1:])
+        tensor = torch.empty(shape, dtype=crossing.dtype, device="meta")
+        tensors.append(tensor.requires_grad_(trained and crossing.dtype.is_floating_point))
+    return tuple(tensors)
