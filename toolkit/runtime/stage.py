@@ -94,7 +94,9 @@ class StageRunner(Updater):
     def replica(self) -> "StageRunner":
         """Return a copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
-        twin = StageRunner(stage, self.index, *self.makers, self.seed, self.options)
+        twin = StageRunner(
+            stage, self.index, self.make_optimizer, self.make_scheduler, self.seed, self.options
+        )
         twin.load(self.state())
         return twin
 

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
+from toolkit.runtime.future_rates import FutureRates
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
 from toolkit.runtime.microbatch_norm import advance_running_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -97,7 +98,7 @@ class GradientNorm(NamedTuple):
     """Squared norm of a gradient, shape ``[]``, and whether the gradient is finite."""
 
     squared: Tensor
-    finite: bool
+    is_finite: bool
 
 
 class Updater:
@@ -115,7 +116,8 @@ class Updater:
     ) -> None:
         self.stage = stage
         self.options = options
-        self.makers = (make_optimizer, make_scheduler)
+        self.make_optimizer = make_optimizer
+        self.make_scheduler = make_scheduler
         self.masters = {
             name: parameter
             for name, parameter in stage.named_parameters()
@@ -125,9 +127,10 @@ class Updater:
         self.n_averaged = 0
         self.n_skipped = 0  # updates whose gradient was not finite
         self.unused = [*self.masters]  # weights that had no gradient in any update
-        self._following: Iterator[list[tuple[float, float]]] | None = None
-        self._rates: list[list[tuple[float, float]]] = []  # [update][parameter group]
-        self._exchanging = threading.Lock()  # of weights, by the optimizer
+        self._future_rates: FutureRates | None = None
+        # Held while the optimizer exchanges weights in place: evaluations of several threads would
+        # otherwise take the weights that another one has put there.
+        self._exchanging_weights = threading.Lock()
         self._spare: list[Weights] = []  # memory of versions that nothing reads any more
         self.optimizer, self.scheduler = self._make(self.masters)
 
@@ -136,13 +139,14 @@ class Updater:
     ) -> tuple[Optimizer | None, LRScheduler | None]:
         if not masters:
             return None, None
-        make_optimizer, make_scheduler = self.makers
-        parameters = masters.items() if takes_names(make_optimizer) else masters.values()
-        optimizer = make_optimizer([*parameters])
+        parameters: list[Any] = [*masters.values()]
+        if takes_names(self.make_optimizer):
+            parameters = [*masters.items()]
+        optimizer = self.make_optimizer(parameters)
         _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
-        if make_scheduler is None:
+        if self.make_scheduler is None:
             return optimizer, None
-        scheduler = make_scheduler(optimizer)
+        scheduler = self.make_scheduler(optimizer)
         _check_step(scheduler, "lr_scheduler", "that counts steps, such as LambdaLR")
         return optimizer, scheduler
 
@@ -162,12 +166,14 @@ class Updater:
         for name, component in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
             if component is not None and state[name] is not None:
                 component.load_state_dict(copy.deepcopy(state[name]))
-        if self.options.ema is not None and (average := state["average"]) is not None:
+        average = state["average"]
+        if self.options.ema is not None and average is not None:
             device = next((master.device for master in self.masters.values()), None)
             place = partial(torch.Tensor.to, device=device, copy=True)
             self.averages = tree_map_only(Tensor, place, average["weights"])
             self.n_averaged = average["n_updates"]
-        self.n_skipped, self.unused = state["n_skipped"], [*state["unused"]]
+        self.n_skipped = state["n_skipped"]
+        self.unused = [*state["unused"]]
 
     def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
         """Return a state with the keys, shapes and types of :meth:`state`, and other values.
@@ -175,10 +181,7 @@ class Updater:
         ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
         twin = copy.copy(self)
-        masters = {
-            name: nn.Parameter(torch.zeros_like(parameter))
-            for name, parameter in self.masters.items()
-        }
+        masters = self._zeros()
         twin.optimizer, twin.scheduler = self._make(masters)
         if updated and twin.optimizer:
             for name in masters.keys() - unused:
@@ -187,39 +190,20 @@ class Updater:
         return twin.state()
 
     def rates(self, update: int) -> dict[str, tuple[float, float]]:
-        """Return the learning rate and the decoupled weight decay of each weight at an update.
+        """Return the learning rate and the decoupled weight decay of each weight at an update."""
+        if self._future_rates is None:
+            masters = self._zeros()
+            optimizer, scheduler = self._make(masters)
+            assert optimizer is not None  # since a weight is predicted
+            self._future_rates = FutureRates(masters, optimizer, scheduler)
+        return self._future_rates.at(update)
 
-        Any rank knows them: they follow from the optimizer and the learning-rate schedule alone.
-        """
-        if self._following is None:
-            self._following = self._follow_rates()
-        while len(self._rates) <= update:
-            self._rates.append(next(self._following))
+    def _zeros(self) -> dict[str, nn.Parameter]:
+        """Return parameters of the same names and shapes, with memory of their own."""
         return {
-            name: self._rates[update][group_index] for name, group_index in self._group_of.items()
+            name: nn.Parameter(torch.zeros_like(parameter))
+            for name, parameter in self.masters.items()
         }
-
-    def _follow_rates(self) -> Iterator[list[tuple[float, float]]]:
-        """Yield the learning rate and decay of each parameter group, update by update."""
-        masters = {
-            k: nn.Parameter(torch.zeros_like(parameter)) for k, parameter in self.masters.items()
-        }
-        optimizer, scheduler = self._make(masters)
-        assert optimizer is not None  # since a weight is predicted
-        groups = optimizer.param_groups
-        group_indices = {
-            id(parameter): index
-            for index, group in enumerate(groups)
-            for parameter in group["params"]
-        }
-        self._group_of = {name: group_indices[id(parameter)] for name, parameter in masters.items()}
-        for group in groups:
-            group["params"] = []  # free the memory
-        vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
-        while True:
-            yield [(float(group["lr"]), _decoupled_decay(optimizer, group)) for group in groups]
-            if scheduler is not None:
-                scheduler.step()
 
     def newest(self) -> Weights:
         """Return the newest version. It shares memory with the parameters until the next update."""
@@ -249,7 +233,7 @@ class Updater:
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
             norm = norm or gradient_norms([self], [total])[0]
-            if norm is not None and not norm.finite:
+            if norm is not None and not norm.is_finite:
                 self.n_skipped += 1
                 self.optimizer.zero_grad(set_to_none=True)  # weights without gradient stay
             elif norm is not None:
@@ -267,7 +251,7 @@ class Updater:
         optimizer = self.optimizer
         if optimizer is None or not callable(getattr(optimizer, "eval", None)):
             return {}
-        with self._exchanging:
+        with self._exchanging_weights:
             trained = {name: master.data for name, master in self.masters.items()}
             for name, master in self.masters.items():
                 master.data = newest[name].clone()
@@ -291,16 +275,17 @@ class Updater:
             # A smaller decay at first, so that the first weights are soon forgotten.
             decay = min(self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged))
             newest = self.averaged()
-            pairs = [*self.averages.values()], [newest[name] for name in self.averages]
-            torch._foreach_lerp_(*pairs, 1 - decay)
+            averages = [*self.averages.values()]
+            torch._foreach_lerp_(averages, [newest[name] for name in self.averages], 1 - decay)
             self.n_averaged += 1
 
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
-        running, buffers = ("running_mean", "running_var"), self.stage.named_buffers()
-        return self.newest() | {
-            name: tensor for name, tensor in buffers if name.rpartition(".")[2] in running
-        }
+        averaged = self.newest()
+        for name, buffer in self.stage.named_buffers():
+            if name.rpartition(".")[2] in ("running_mean", "running_var"):
+                averaged[name] = buffer
+        return averaged
 
     def renew(self) -> list[tuple[Tensor, Tensor]]:
         """Give the newest weights memory of their own; readers of the old version keep theirs.
@@ -338,19 +323,11 @@ class Updater:
     @torch.no_grad()
     def _scale_gradient(self, norm: GradientNorm) -> None:
         """Divide the gradient by the loss's scale, and clip it."""
-        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         factor = torch.full_like(norm.squared, 1 / self.options.scale)
         if self.options.clip is not None:
             factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor)
-
-
-def _decoupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Return the weight decay that is applied apart from the gradient's step, as AdamW does."""
-    decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Muon)
-    if decoupled or group.get("decoupled_weight_decay"):
-        return float(group["weight_decay"])
-    return 0.0
+        torch._foreach_mul_(gradients, factor)
 
 
 def gradient_norms(
@@ -361,24 +338,25 @@ def gradient_norms(
     None where the stage has no gradient, or its options need no norm.
     """
     options = updaters[0].options
-    squares: dict[int, Tensor] = {}
-    for index, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
+    squares: dict[int, Tensor] = {}  # by stage
+    for stage, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
         total.divide_by_count(updater.masters)
-        grads = [total.tensors[name] for name in updater.masters if name in total.tensors]
-        if grads and options.needs_norm:
-            squared = torch.stack(torch._foreach_norm(grads)).square().sum()
-            squares[index] = squared / options.scale**2
+        gradients = [total.tensors[name] for name in updater.masters if name in total.tensors]
+        if gradients and options.needs_norm:
+            squared = torch.stack(torch._foreach_norm(gradients)).square().sum()
+            squares[stage] = squared / options.scale**2
+    norms: list[GradientNorm | None] = [None] * len(updaters)
     if not squares:
-        return [None] * len(updaters)
+        return norms
     if options.clip is not None and options.clip_by == "model":
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
-    # One question for all norms, once all are computed: reading a value waits for the device.
-    checks_finite, all_squares = options.scale != 1, [*squares.values()]
-    finite = (
-        torch.stack(all_squares).isfinite().tolist() if checks_finite else [True] * len(squares)
-    )
-    norms = dict(zip(squares, map(GradientNorm, all_squares, finite), strict=True))
-    return [norms.get(index) for index in range(len(updaters))]
+    are_finite = [True] * len(squares)
+    if options.scale != 1:
+        # One question for all norms, once all are computed: reading a value waits for the device.
+        are_finite = torch.stack([*squares.values()]).isfinite().tolist()
+    for (stage, squared), is_finite in zip(squares.items(), are_finite, strict=True):
+        norms[stage] = GradientNorm(squared, is_finite)
+    return norms
 
 
 @torch.no_grad()
