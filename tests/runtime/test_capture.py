@@ -14,7 +14,7 @@ from tests.runtime.tape import emulated_graphs
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions, separable
 from toolkit.runtime import capture as capture_module
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.schedule import after, catalog
 from toolkit.schedule.staleness import RandomDelay
 

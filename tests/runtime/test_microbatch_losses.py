@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from toolkit.model.structure import Results
 from toolkit.runtime import separable
 from toolkit.runtime.losses import checked_loss
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.microbatch_losses import MicrobatchLosses, all_losses
 from toolkit.runtime.step_options import PLAIN
 from toolkit.training.loop import cross_entropy

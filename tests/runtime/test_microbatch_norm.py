@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.stages import cut
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.microbatch_norm import Group, MicrobatchNorm
 from toolkit.schedule import catalog
 

@@ -14,7 +14,7 @@ from toolkit.model.random_draws import drawing, seed_layer
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
 from toolkit.runtime.baselines.ddp import Chain
 from toolkit.runtime.grouped import _regroup
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.stage import StageRunner, leaves
 from toolkit.schedule import catalog
 

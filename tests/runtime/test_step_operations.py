@@ -12,7 +12,7 @@ from tests.compiling import counted_graphs
 from tests.thorough import thorough
 from toolkit.model import MODELS, build, partition
 from toolkit.runtime import SingleProcess, StepOptions, microbatch_losses
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.schedule import catalog
 
 N_MICROBATCHES = 8

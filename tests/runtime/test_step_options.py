@@ -26,7 +26,7 @@ from tests.runtime.models import (
 from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.meters.measurements import count_operations
+from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.stage import StageRunner, leaves
 from toolkit.runtime.updater import GradientSum, Updater, gradient_norms

@@ -20,7 +20,7 @@ from toolkit.model import Images, Stages
 from toolkit.plan.findings import TrainingFindings
 from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.measurements import Meter
+from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.step_options import Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
@@ -185,11 +185,11 @@ def held(
     for result in runtime.run([batch] * _STEPS):
         del result  # so that its memory is free before the next step
     if device.type != "cuda":
-        return meter.activations.peak, None
+        return meter.activations.peak_bytes, None
     # The first update creates the optimizers' state. It stays allocated, so the peak above the
     # present allocation does not count it.
     extra_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    return meter.activations.peak, extra_bytes
+    return meter.activations.peak_bytes, extra_bytes
 
 
 def step_times(

@@ -18,7 +18,8 @@ from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
-from toolkit.runtime.meters.measurements import Measurements, Meter
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.rank import Feed, Rank

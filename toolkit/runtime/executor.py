@@ -20,7 +20,7 @@ import torch
 
 from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
-from toolkit.runtime.meters.measurements import Meter
+from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank

@@ -5,7 +5,8 @@ from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import Change
-from toolkit.runtime.meters.measurements import Event, Measurements, Record
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.meters.meter import Event, RankRecord
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 PIPELINE = catalog.gpipe(2, 1)
@@ -26,7 +27,7 @@ def boundary(tick, action, buffer, stage, peer, step=0, microbatch=0):
 
 def pipeline_records():
     """One step of two ranks; rank 0's clock begins at 10, and each forward keeps 5 or 7 bytes."""
-    first = Record(
+    first = RankRecord(
         0,
         [
             event(op(0, Action.FORWARD), 10, 12, 0, 5, 100),
@@ -44,7 +45,7 @@ def pipeline_records():
             ),
         ],
     )
-    second = Record(
+    second = RankRecord(
         1,
         [
             event(boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0), 10.5, 14, 40, 0, 30),
@@ -88,7 +89,7 @@ def followed(program):
             for j in range(schedule.n_stages)
             if rank in schedule.first_holders(j)
         )
-        record = Record(rank, first_weights=held)
+        record = RankRecord(rank, first_weights=held)
         for time, i in enumerate(order):
             frees = i.action == Action.FREE
             alive += (i.action == Action.FORWARD) - (frees and i.buffer == Buffer.ACTIVATION)
@@ -255,7 +256,7 @@ BROADCAST = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (
 def test_when_messages_begin_and_end(ranks):
     """Each instruction, its start and end, and those of its message."""
     records = [
-        Record(rank, [event(op(0, Action.UPDATE), 0, 0), *(event(*of[:3], 8) for of in own)])
+        RankRecord(rank, [event(op(0, Action.UPDATE), 0, 0), *(event(*of[:3], 8) for of in own)])
         for rank, own in enumerate(ranks)
     ]
     found = Measurements(catalog.cyclic(3, 1), records).timeline().spans
@@ -271,8 +272,8 @@ def test_when_messages_begin_and_end(ranks):
 def test_collectives_begin_when_the_last_rank_has_come():
     """Each ends where it was done."""
     records = [
-        Record(0, [event(reduced(0, 0, 1), 0, 7, 80), event(BROADCAST, 8, 11, 80)]),
-        Record(1, [event(reduced(0, 0, 1), 4, 6, 80), event(BROADCAST, 6, 10, 80)]),
+        RankRecord(0, [event(reduced(0, 0, 1), 0, 7, 80), event(BROADCAST, 8, 11, 80)]),
+        RankRecord(1, [event(reduced(0, 0, 1), 4, 6, 80), event(BROADCAST, 6, 10, 80)]),
     ]
     found = Measurements(catalog.data_parallel(2), records).timeline()
     assert spans_of(found) == {
@@ -288,8 +289,8 @@ def test_collectives_begin_when_the_last_rank_has_come():
 def test_steps_end_with_their_last_update():
     """On whichever rank; of two steps that overlap."""
     records = [
-        Record(0, [event(op(k, Action.UPDATE, 0, k), 2 + k, 3 + k) for k in (4, 5)]),
-        Record(
+        RankRecord(0, [event(op(k, Action.UPDATE, 0, k), 2 + k, 3 + k) for k in (4, 5)]),
+        RankRecord(
             1, [event(op(k, Action.UPDATE, 1, k), 1 + 9 * (k - 4), 9 * (k - 4) + 2) for k in (4, 5)]
         ),
     ]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.measurements import Meter
+from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
@@ -57,9 +57,9 @@ def shared(x):
 def test_what_autograd_keeps_counts_once(function, inputs, weights, buffers, kept):
     found = meter()
     y = forward(found, function, *inputs, weights=weights, buffers=buffers)
-    assert found.activations.bytes == kept * FLOAT
+    assert found.activations.live_bytes == kept * FLOAT
     y.sum().backward()
-    assert found.activations.bytes == 0
+    assert found.activations.live_bytes == 0
 
 
 BIG = torch.ones(100)
@@ -75,9 +75,9 @@ BIG = torch.ones(100)
 def test_a_graph_that_is_dropped_leaves_nothing(function, kept):
     found = meter()
     y = forward(found, function, leaf(6))
-    assert found.activations.bytes == kept * FLOAT
+    assert found.activations.live_bytes == kept * FLOAT
     del y
-    assert found.activations.bytes == 0
+    assert found.activations.live_bytes == 0
 
 
 def test_forwards_add_up_until_their_backwards():
@@ -87,13 +87,13 @@ def test_forwards_add_up_until_their_backwards():
         forward(found, lambda x, w: torch.tanh(x @ w), torch.ones(n, 3), weights=[w])
         for n in (1, 2, 4)
     )
-    assert found.activations.bytes == 7 * 5 * FLOAT
+    assert found.activations.live_bytes == 7 * 5 * FLOAT
     (second.exp() + second).sum().backward()
-    assert found.activations.bytes == 5 * 5 * FLOAT
+    assert found.activations.live_bytes == 5 * 5 * FLOAT
     del third
-    assert found.activations.bytes == 1 * 5 * FLOAT
+    assert found.activations.live_bytes == 1 * 5 * FLOAT
     first.sum().backward()
-    assert found.activations.bytes == 0
+    assert found.activations.live_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_run_leaves_nothing(monkeypatch, schedule):
 
     def counted(self, i):
         execute(self, i)
-        most.append(found.activations.bytes)
+        most.append(found.activations.live_bytes)
 
     monkeypatch.setattr(Rank, "execute", counted)
     runtime = SingleProcess(
@@ -119,7 +119,7 @@ def test_a_run_leaves_nothing(monkeypatch, schedule):
     )
     list(runtime.run(models.make_batches(schedule.n_microbatches, 2)))
     assert max(most) > 0
-    assert found.activations.bytes == most[-1] == 0
+    assert found.activations.live_bytes == most[-1] == 0
 
 
 # Events
