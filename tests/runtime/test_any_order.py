@@ -24,10 +24,10 @@ class InAnyOrder(Scheduled):
         self.__dict__ |= scheduled.__dict__
         self.chance = random.Random(seed)
 
-    def execute(self, program, versions, feed):
-        self.feed = feed
+    def execute(self, program, versions, microbatches):
+        self.microbatches = microbatches
         self.orders = program.ranks
-        self.ranks = self._ranks(program, versions, self.feed)
+        self.ranks = self._ranks(program, versions, self.microbatches)
         self.flows = [Dataflow(order, r, ordered=False) for r, order in enumerate(self.orders)]
         self.main = [
             deque(p for p, i in enumerate(order) if not in_background(i)) for order in self.orders
@@ -39,7 +39,7 @@ class InAnyOrder(Scheduled):
         self.opened = [0] * len(self.orders)
         while any(flow.n_left for flow in self.flows):
             assert any(self._advance(rank) for rank in self._shuffled(range(len(self.orders))))
-        yield from map(self.feed.result, program.steps)
+        yield from map(self.microbatches.result, program.steps)
 
     def _shuffled(self, some):
         return self.chance.sample([*some], len(some))

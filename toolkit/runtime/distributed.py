@@ -22,7 +22,7 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
-from toolkit.runtime.rank import Feed, Rank
+from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
@@ -101,7 +101,7 @@ class Distributed(OnRanks):
         assert source.n_steps is not None  # known, since steps overlap
         self.world.use(self, lambda: None)  # no message is under way once a run has ended
         layouts = self._find_layouts(source.shape, source)
-        feed = MicrobatchQueue(source, self.steps_done, self._reads)
+        microbatches = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
         with self._messages(layouts) as messages:
             while self.steps_done < end:
@@ -110,13 +110,13 @@ class Distributed(OnRanks):
                 if self.n_recorded < self.record:  # measured steps have a program of their own
                     n_steps = min(n_steps, self.record - self.n_recorded)
                 program = self.schedule.lower(n_steps, self.steps_done).verify()
-                yield from self._run(program, feed, messages)
+                yield from self._run(program, microbatches, messages)
                 self.steps_done = program.steps.stop
-        feed.skip_to(self.steps_done)
+        microbatches.skip_to(self.steps_done)
 
-    def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
+    def _run(self, program: Program, microbatches: MicrobatchQueue, messages: Messages) -> Steps:
         """Train by ``program``."""
-        rank = self._begin(program, feed, messages, self._loss)
+        rank = self._begin(program, microbatches, messages, self._loss)
         meter = self._meter if self.n_recorded < self.record else None
         if meter is not None:
             rank.watching = meter.activations.watch
@@ -124,7 +124,7 @@ class Distributed(OnRanks):
             meter.stopwatch = self._stopwatch
         executor = Executor(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
         for i in executor.run(executor.ends):
-            yield feed.result(cast(int, i.step))
+            yield microbatches.result(cast(int, i.step))
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
@@ -139,14 +139,20 @@ class Distributed(OnRanks):
             per_machine=self.per_machine,
         )
 
-    def _begin(self, program: Program, feed: Feed, messages: Messages, loss: Loss | None) -> Rank:
+    def _begin(
+        self,
+        program: Program,
+        microbatches: MicrobatchSource,
+        messages: Messages,
+        loss: Loss | None,
+    ) -> Rank:
         """Return this rank's buffers at the start of ``program``. Every rank calls it."""
         groups, pairs = groups_and_pairs(program, self.per_machine)
         self.world.make_groups(groups, pairs)
         first_weights = self._weight_store.share(messages, program.first_step)
         runners = dict(enumerate(self._runners))
         updaters = {stage: self._runners[stage] for stage in self.updated_stages}
-        rank = Rank(program, runners, updaters, self._weight_store.versions, loss, feed)
+        rank = Rank(program, runners, updaters, self._weight_store.versions, loss, microbatches)
         rank.weights = first_weights
         return rank
 

@@ -6,8 +6,8 @@ At each stage, the micro-batches that read the same weight version run as one ba
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from math import nan, prod
+from itertools import chain, zip_longest
+from math import nan
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit.runtime.capture import StepCapture
 
 Groups = list[tuple[int, ...]]
+"""The micro-batches of each batch, in the order of their samples."""
 Versions = Sequence[dict[int, Weights]]
 VersionOf = Callable[[int, int, int], int]
 """From stage, micro-batch and step to the weight version that is read."""
@@ -249,10 +250,11 @@ class Grouped:
                 oldest = min(oldest, step)  # they measure how far the last update moved
             if oldest <= step:
                 runners_to_renew.append(runner)
-            for version in [version for version in stage_versions if version < oldest]:
-                weights = stage_versions.pop(version)
-                if self.capture is not None:
-                    runner.recycle(weights)
+            for version in [*stage_versions]:
+                if version < oldest:
+                    weights = stage_versions.pop(version)
+                    if self.capture is not None:
+                        runner.recycle(weights)
         # After that, so that the next versions take the memory of those that have ended.
         renew(runners_to_renew)
 
@@ -281,16 +283,20 @@ class Grouped:
             groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for microbatch in self.microbatches:
                 version = version_of(runner.index, microbatch, step)
-                # A gradient is compensated before it is summed, so such micro-batches run apart.
-                runs_alone = self.schedule.compensates(version, step)
-                groups[(version, microbatch) if runs_alone else (version,)].append(microbatch)
+                group: tuple[int, ...] = (version,)
+                if self.schedule.compensates(version, step):
+                    # Its gradient is compensated before it is summed, so it runs apart.
+                    group = (version, microbatch)
+                groups[group].append(microbatch)
             stage_reads = []
-            for (version, *_), group in groups.items():
+            for (version, *_), microbatches in groups.items():
                 weights = self._read(runner, stage_versions, version, step)
                 is_compensated = self.schedule.compensates(version, step)
-                stage_reads.append(VersionRead(version, tuple(group), weights, is_compensated))
+                read = VersionRead(version, tuple(microbatches), weights, is_compensated)
+                stage_reads.append(read)
             stages.append(stage_reads)
-        return StepReads(step, stages, [stage_versions[step] for stage_versions in versions])
+        newest = [stage_versions[step] for stage_versions in versions]
+        return StepReads(step, stages, newest)
 
     def _read(
         self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
@@ -298,8 +304,9 @@ class Grouped:
         """Return what a stage reads at ``step``: a weight version, or a prediction from it."""
         if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
-        pair = versions[version - 1], versions[version]
-        prediction = runner.predict(*pair, version, step, self.schedule.corrected)
+        prediction = runner.predict(
+            versions[version - 1], versions[version], version, step, self.schedule.corrected
+        )
         if self.capture is None:
             return prediction
         return self.capture.in_place(prediction, (runner.index, step - version))
@@ -316,29 +323,38 @@ class Grouped:
         for runner, stage_versions, delayed_total, fresh_total in zip(
             self.runners, versions, delayed_totals, fresh_totals, strict=True
         ):
-            for total in (delayed_total, fresh_total):
-                total.divide_by_count(runner.masters)
-            stage, masters, scale = runner.index, runner.masters, self.options.scale
-            newest = _flat(stage_versions[step], masters)
-            previous = (
-                _flat(stage_versions[step - 1], masters)
-                if step - 1 in stage_versions
-                else newest * nan
-            )
-            gradient_pair = gradient, fresh_gradient = [
-                _flat(x.tensors, masters) / scale for x in (delayed_total, fresh_total)
-            ]
-            lengths = [float(x.norm()) for x in gradient_pair]
-            cosine = float(gradient @ fresh_gradient) / prod(lengths) if all(lengths) else nan
+            delayed_gradient = self._flat_gradient(runner, delayed_total)
+            fresh_gradient = self._flat_gradient(runner, fresh_total)
+            delayed_norm = float(delayed_gradient.norm())
+            fresh_norm = float(fresh_gradient.norm())
+            cosine = nan
+            if delayed_norm and fresh_norm:
+                cosine = float(delayed_gradient @ fresh_gradient) / (delayed_norm * fresh_norm)
+            newest = _flat(stage_versions[step], runner.masters)
+            moved = nan
+            if step - 1 in stage_versions:
+                previous = _flat(stage_versions[step - 1], runner.masters)
+                moved = float((newest - previous).norm())
             staleness = [
-                step - self.schedule.version(stage, microbatch, step)
+                step - self.schedule.version(runner.index, microbatch, step)
                 for microbatch in self.microbatches
             ]
-            norms = *lengths, float(newest.norm()), float((newest - previous).norm())
-            stage_delays.append(
-                StageDelay(step, stage, sum(staleness) / len(staleness), cosine, *norms)
+            stage_delay = StageDelay(
+                step=step,
+                stage=runner.index,
+                delay=sum(staleness) / len(staleness),
+                cosine=cosine,
+                gradient=delayed_norm,
+                fresh_gradient=fresh_norm,
+                weights=float(newest.norm()),
+                moved=moved,
             )
+            stage_delays.append(stage_delay)
         return tuple(stage_delays)
+
+    def _flat_gradient(self, runner: StageRunner, total: GradientSum) -> Tensor:
+        total.divide_by_count(runner.masters)
+        return _flat(total.tensors, runner.masters) / self.options.scale
 
 
 def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
@@ -354,16 +370,17 @@ def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
         tensors.get(name, torch.zeros_like(model_tensor)).flatten()
         for name, model_tensor in names.items()
     ]
-    return torch.cat(flat_tensors).double() if flat_tensors else torch.zeros(1, dtype=torch.float64)
+    if not flat_tensors:
+        return torch.zeros(1, dtype=torch.float64)
+    return torch.cat(flat_tensors).double()
 
 
 def _regroup(batches: list[Values], groups: Groups, next_groups: Groups) -> list[Values]:
     """Return the same micro-batches in other groups; copy only where groups merge."""
     if groups == next_groups:
         return batches
-    order, next_order = (
-        [m for group in grouping for m in group] for grouping in (groups, next_groups)
-    )
+    order = [*chain.from_iterable(groups)]
+    next_order = [*chain.from_iterable(next_groups)]
     regrouped: list[list[Tensor]] = []
     for tensors in zip(*batches, strict=True):
         batch = torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -10,7 +10,7 @@ from toolkit.runtime.distributed import WINDOW, Distributed
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.microbatches import Shape
-from toolkit.runtime.rank import Feed, Rank
+from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Instruction, Program
@@ -48,7 +48,7 @@ class LoopRuntime(Distributed):
         self._kept_buffers: dict[str, Tensor] = {}  # as they were before an evaluation
 
     def passes(
-        self, feed: Feed, shape: Shape, *, counted: bool = False
+        self, microbatches: MicrobatchSource, shape: Shape, *, counted: bool = False
     ) -> Generator[Pause, bool | None, None]:
         """Train without a loss and without known end; pause after each forward and backward.
 
@@ -57,7 +57,7 @@ class LoopRuntime(Distributed):
         step, completes that and ends.
 
         Args:
-            feed: inputs of this rank's micro-batches.
+            microbatches: inputs of this rank's micro-batches.
             shape: shape and type of each input of the first.
             counted: whether counts of the loss come with the gradients.
         """
@@ -71,7 +71,7 @@ class LoopRuntime(Distributed):
             self._use_schedule_of(self.steps_done)
             program = self._next_program(window)
             window = min(2 * window, WINDOW)
-            ends = yield from self._passes_of(program, feed, layouts)
+            ends = yield from self._passes_of(program, microbatches, layouts)
         self.world.watch.at("between programs")
 
     def _next_program(self, window: int) -> Program:
@@ -83,12 +83,12 @@ class LoopRuntime(Distributed):
         return self.schedule.lower(n_steps, self.steps_done).verify()
 
     def _passes_of(
-        self, program: Program, feed: Feed, layouts: Layouts
+        self, program: Program, microbatches: MicrobatchSource, layouts: Layouts
     ) -> Generator[Pause, bool | None, bool]:
         """Pause after each pass of ``program``; return whether the caller has ended it."""
         ends = False
         with self._messages(layouts) as messages:
-            rank = self._begin(program, feed, messages, None)
+            rank = self._begin(program, microbatches, messages, None)
             rank.next_step = program.first_step  # what is read from there on is kept
             executor = Executor(
                 rank,

@@ -37,35 +37,48 @@ Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None
 
 @dataclass
 class SavedForward:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward.
 
-    weights: Weights  # leaves, which gather the gradients
-    inputs: Values  # likewise
-    outputs: Sequence[GradientEdge | None]  # places in the graph: their memory may be freed
-    statistics: Weights  # of the norms, for the sum of gradients
-    gradients: Gradients = ()  # of the outputs; that of the loss is known at once
-    count: Tensor | None = None  # of the loss, if it has one
-    second_half: Sequence[BackwardSegment] = ()  # left by the first half of a split backward
+    Attributes:
+        weights: leaves, which gather the gradients.
+        inputs: likewise.
+        outputs: places in the graph, instead of tensors: the memory of these may be freed.
+        statistics: of the norms, for the sum of gradients.
+        gradients: of the outputs; that of the loss is known at once.
+        count: of the loss, if it has one.
+        second_half: left by the first half of a split backward.
+    """
+
+    weights: Weights
+    inputs: Values
+    outputs: Sequence[GradientEdge | None]
+    statistics: Weights
+    gradients: Gradients = ()
+    count: Tensor | None = None
+    second_half: Sequence[BackwardSegment] = ()
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Take where the backward begins, and the gradients there."""
-        pairs = zip(self.outputs, self.gradients, strict=True)
-        roots = [
-            (edge, gradient)
-            for edge, gradient in pairs
-            if edge is not None and gradient is not None
-        ]
+        edges = []
+        gradients = []
+        for edge, gradient in zip(self.outputs, self.gradients, strict=True):
+            if edge is not None and gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient)
         self.gradients = ()
-        return [edge for edge, _ in roots], [gradient for _, gradient in roots]
+        return edges, gradients
 
     def take_weight_gradients(self) -> Weights:
         """Take what a backward has left on the weights; free the rest, with the graph."""
         gradients = take_gradients(self.weights)
-        self.weights, self.inputs, self.outputs, self.second_half = {}, (), (), ()
+        self.weights = {}
+        self.inputs = ()
+        self.outputs = ()
+        self.second_half = ()
         return gradients
 
 
-class Feed(Protocol):
+class MicrobatchSource(Protocol):
     """Supplies micro-batches, and takes their results."""
 
     def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
@@ -80,10 +93,23 @@ class Feed(Protocol):
 class Rank:
     """The memory of one rank; each dictionary entry is one buffer of the program.
 
-    ``versions[stage]`` follows the weights of a stage that it owns, as long as this or a later
-    program reads them. ``watching`` is a context of each forward, from its weights, inputs and
-    buffers. Without ``loss`` the caller takes the last stage's outputs from :meth:`take_outputs`,
-    and gives their gradients to :meth:`give_gradients` before the backward.
+    Args:
+        program: the program of all ranks.
+        runners: compute with the stages that this rank runs, by stage.
+        updaters: update the stages that this rank updates, by stage.
+        versions: ``[stage][version]``, the weights of the stages that it owns, as long as this or a
+            later program reads them. It is kept up to date.
+        loss: the loss. None: the caller takes the last stage's outputs from :meth:`take_outputs`,
+            and gives their gradients to :meth:`give_gradients` before the backward.
+        microbatches: inputs, and where results go.
+        watching: context of each forward, from its weights, inputs and buffers.
+
+    Attributes:
+        next_step: the step that follows the program; the versions that it reads are kept.
+        weights: versions and predictions, by ``Instruction.weights``.
+        saved: what forwards have left, by stage, micro-batch and step.
+        boundaries: activations and their gradients, by buffer, stage, micro-batch and step.
+        sums: sums of gradients, by stage and step.
     """
 
     def __init__(
@@ -93,7 +119,7 @@ class Rank:
         updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
         loss: CheckedLoss | None,
-        feed: Feed,
+        microbatches: MicrobatchSource,
         watching: Watching | None = None,
     ) -> None:
         self.schedule = schedule = program.schedule
@@ -103,16 +129,16 @@ class Rank:
         self.updaters = updaters
         self.versions = versions
         self.loss = loss
-        self.feed = feed
+        self.microbatches = microbatches
         self.watching = watching or (lambda *tensors: nullcontext())
         self.weights: dict[tuple, Weights] = {}
-        self.kept: dict[tuple, SavedForward] = {}
+        self.saved: dict[tuple, SavedForward] = {}
         self.boundaries: dict[tuple, Gradients] = {}
         self.sums: defaultdict[tuple, GradientSum] = defaultdict(GradientSum)
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that involves no other rank."""
-        _DO[i.action](self, i)
+        _METHODS[i.action](self, i)
 
     def give(self, i: Instruction) -> Payload:
         """Return what ``i`` sends to another rank. Only weights stay here."""
@@ -143,9 +169,10 @@ class Rank:
             self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = payload
 
     def _forward(self, i: Instruction) -> None:
-        microbatch, step = _int(i.microbatch), _int(i.step)
+        microbatch = _int(i.microbatch)
+        step = _int(i.step)
         if i.stage == 0:
-            inputs, _ = self.feed.microbatch(step, microbatch)
+            inputs, _ = self.microbatches.microbatch(step, microbatch)
         else:
             activations = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, microbatch, step))
             inputs = tuple(
@@ -153,7 +180,8 @@ class Rank:
                 for tensor in activations
                 if tensor is not None
             )
-        # Own leaves per micro-batch: its backward uses this version even after later updates.
+        # Leaves of its own for each micro-batch: its backward uses this version even after later
+        # updates, and its gradients do not meet those of others before the sum.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, runner.buffers):
@@ -162,10 +190,12 @@ class Rank:
         gradients: Gradients = ()
         count: Tensor | None = None
         if i.stage == self.last_stage and self.loss is not None:
-            _, targets = self.feed.microbatch(step, microbatch)
+            _, targets = self.microbatches.microbatch(step, microbatch)
             loss = self.loss(outputs, targets)
             count = loss.count
-            self.feed.finished(step, microbatch, LossValue(loss.mean(), count), outputs[0].detach())
+            self.microbatches.finished(
+                step, microbatch, LossValue(loss.mean(), count), outputs[0].detach()
+            )
             outputs = (loss.root(self.schedule.n_microbatches, runner.options.scale),)
             gradients = (torch.ones_like(outputs[0]),)
         else:
@@ -173,10 +203,10 @@ class Rank:
             self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = detached_outputs
         edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
         saved = SavedForward(weights, inputs, edges, statistics, gradients, count)
-        self.kept[i.stage, microbatch, step] = saved
+        self.saved[i.stage, microbatch, step] = saved
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
-        saved = self.kept[i.stage, i.microbatch, i.step]
+        saved = self.saved[i.stage, i.microbatch, i.step]
         if i.stage < self.last_stage or self.loss is None:
             gradient_key = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
             gradients = self.boundaries.pop(gradient_key)
@@ -207,24 +237,23 @@ class Rank:
     def _backward_weight(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:  # the first half has done all
             return
-        saved = self.kept[i.stage, i.microbatch, i.step]
+        saved = self.saved[i.stage, i.microbatch, i.step]
         for segment in saved.second_half:
             segment.run()
         self._add_gradients(i, saved)
 
-    def _add_gradients(self, i: Instruction, kept: SavedForward) -> None:
-        gradients = kept.take_weight_gradients()
+    def _add_gradients(self, i: Instruction, saved: SavedForward) -> None:
+        gradients = saved.take_weight_gradients()
         if i.buffer == Buffer.COMPENSATED:
             stale_weights, newest_weights = (self.weights[key] for key in i.reads)
             scale = self.runners[i.stage].options.scale
             # The correction is quadratic in the gradient of the mean loss, of which these gradients
             # are ``factor`` times as large.
-            factor = loss_factor(kept.count, self.schedule.n_microbatches, scale)
-            gradients = compensated(
-                gradients, stale_weights, newest_weights, self.schedule.corrected.c / factor
-            )
-        counts = {} if kept.count is None else {COUNT: kept.count.clone()}
-        self.sums[i.stage, i.step].add(gradients | kept.statistics | counts)
+            factor = loss_factor(saved.count, self.schedule.n_microbatches, scale)
+            strength = self.schedule.corrected.c / factor
+            gradients = compensated(gradients, stale_weights, newest_weights, strength)
+        counts = {} if saved.count is None else {COUNT: saved.count.clone()}
+        self.sums[i.stage, i.step].add(gradients | saved.statistics | counts)
 
     def _give_input_gradients(
         self, i: Instruction, gradients: Gradients, count: Tensor | None = None
@@ -233,7 +262,8 @@ class Rank:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = with_count
 
     def _update(self, i: Instruction) -> None:
-        updater, total = self.updaters[i.stage], self.sums.pop((i.stage, i.step))
+        updater = self.updaters[i.stage]
+        total = self.sums.pop((i.stage, i.step))
         # Other micro-batches may still read the old version; FREE drops it after its last reader.
         updater.update(total, self.schedule.n_microbatches, keep_old=True)
         self.weights[i.weights] = updater.newest()
@@ -242,26 +272,25 @@ class Rank:
 
     def _predict(self, i: Instruction) -> None:
         stale_weights, previous_weights = (self.weights[key] for key in i.reads)
-        version_and_step = _int(i.version), _int(i.step)
-        correction = self.schedule.corrected
         self.weights[i.weights] = self.runners[i.stage].predict(
-            previous_weights, stale_weights, *version_and_step, correction
+            previous_weights, stale_weights, _int(i.version), _int(i.step), self.schedule.corrected
         )
 
     def _free(self, i: Instruction) -> None:
         if i.buffer == Buffer.ACTIVATION:
-            del self.kept[i.stage, i.microbatch, i.step]
+            del self.saved[i.stage, i.microbatch, i.step]
             return
         del self.weights[i.weights]
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
             # The next program may read versions that this one is done with.
             oldest = self.schedule.oldest_version(i.stage, self.next_step)
             versions_of_stage = self.versions[i.stage]
-            for version in [v for v in [*versions_of_stage] if v < oldest]:  # an update may add one
-                del versions_of_stage[version]
+            for version in [*versions_of_stage]:  # a copy: an update of another thread may add one
+                if version < oldest:
+                    del versions_of_stage[version]
 
 
-_DO: dict[Action, Callable[[Rank, Instruction], None]] = {
+_METHODS: dict[Action, Callable[[Rank, Instruction], None]] = {
     Action.FORWARD: Rank._forward,
     Action.BACKWARD: Rank._backward,
     Action.BACKWARD_INPUT: Rank._backward_input,

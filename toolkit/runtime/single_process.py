@@ -163,20 +163,21 @@ class Scheduled:
         Steps overlap, so a result can precede its step's last update.
         """
         assert source.n_steps is not None  # known, since steps overlap
-        feed = MicrobatchQueue(source, step, lambda _: range(self.schedule.n_microbatches))
+        microbatches = MicrobatchQueue(source, step, lambda _: range(self.schedule.n_microbatches))
         end = step + source.n_steps
         for begin in range(step, end, _WINDOW):
             program = self.schedule.lower(min(_WINDOW, end - begin), begin)
-            yield from self.execute(program, versions, feed)
+            yield from self.execute(program, versions, microbatches)
 
     def execute(
-        self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
+        self, program: Program, versions: list[dict[int, Weights]], microbatches: MicrobatchQueue
     ) -> Iterator[StepResult]:
         """Carry out ``program``."""
-        ranks = self._ranks(program, versions, feed)
+        ranks = self._ranks(program, versions, microbatches)
         message: Payload = ()
         for rank, i in replay(program.ranks):
-            rank_memory, is_root = ranks[rank], i.peers[:1] == (rank,)
+            rank_memory = ranks[rank]
+            is_root = i.peers[:1] == (rank,)
             # A replay has each receive right after its send, so one message is under way.
             if i.action == Action.SEND:
                 message = rank_memory.give(i)
@@ -193,12 +194,12 @@ class Scheduled:
             forward_step = i.step if i.action == Action.FORWARD else None
             if (
                 forward_step is not None
-                and feed.n_finished(forward_step) == self.schedule.n_microbatches
+                and microbatches.n_finished(forward_step) == self.schedule.n_microbatches
             ):
-                yield feed.result(forward_step)
+                yield microbatches.result(forward_step)
 
     def _ranks(
-        self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
+        self, program: Program, versions: list[dict[int, Weights]], microbatches: MicrobatchQueue
     ) -> list[Rank]:
         """Return every rank, with the weights that it holds before the program."""
         ranks = []
@@ -212,13 +213,21 @@ class Scheduled:
             owned_versions = {
                 stage: versions[stage] for stage in updated if self.schedule.owners[stage] == rank
             }
-            tools = (self.loss, feed, self.watching)
-            ranks.append(Rank(program, self.runners, updaters, owned_versions, *tools))
+            ranks.append(
+                Rank(
+                    program,
+                    self.runners,
+                    updaters,
+                    owned_versions,
+                    self.loss,
+                    microbatches,
+                    self.watching,
+                )
+            )
         for stage, stage_versions in enumerate(versions):
             for rank in self.schedule.first_holders(stage):
-                ranks[rank].weights |= {
-                    (stage, version): stage_versions[version] for version in stage_versions
-                }
+                for version, weights in stage_versions.items():
+                    ranks[rank].weights[stage, version] = weights
         return ranks
 
 

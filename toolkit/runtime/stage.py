@@ -1,7 +1,7 @@
 """One stage at work: it computes with any weight version."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -56,9 +56,8 @@ class StageRunner(Updater):
                 master.data = channels_last(master.data)
         self.group = Group(least_fused=options.least_fused(device_of(stage)))
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
-        stage_tensors = {
-            id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())
-        }
+        tensors = chain(stage.parameters(), stage.buffers())
+        stage_tensors = {id(tensor): tensor for tensor in tensors}
         self.compute = in_training(copy.deepcopy(stage, stage_tensors))
         nodes = cast(fx.GraphModule, stage).graph.nodes
         self.names = [node.name for node in nodes if node.op == "placeholder"]
@@ -66,18 +65,16 @@ class StageRunner(Updater):
         # Statistics of the norms by name, of each forward since they were last taken.
         self._statistics: list[dict[str, Tensor]] = []
         self.one_by_one = one_by_one(self.compute)
-        self.passes_on: dict[int, int] = cast(Any, stage).meta.get(
-            "passes_on", {}
-        )  # by output, the input that it is
+        # By output, the input that it is.
+        self.passes_on: dict[int, int] = cast(Any, stage).meta.get("passes_on", {})
         self.buffers = list(self.compute.buffers())
         frozen = [p for p in self.compute.parameters() if not p.requires_grad]
         self.constants = [*self.buffers, *frozen]  # what it reads besides weights and inputs
         # To look for tied weights in each call takes a tenth of a small model's time.
-        tied = len(list(self.compute.parameters())) < len(
-            list(self.compute.named_parameters(remove_duplicate=False))
-        )
+        n_names = len(list(self.compute.named_parameters(remove_duplicate=False)))
+        has_tied = len(list(self.compute.parameters())) < n_names
         self._call: Callable[..., Values] = partial(
-            torch.func.functional_call, self.compute, tie_weights=tied
+            torch.func.functional_call, self.compute, tie_weights=has_tied
         )
         if options.compile != "none":
             self._call = compiled(self._call, options.compile)
@@ -136,10 +133,10 @@ class StageRunner(Updater):
             for output in results:
                 # Of what has no batch, such as a tied weight, the stage returns one row, and the
                 # next stage takes one a micro-batch. All else has a row or more a micro-batch.
-                lacks_batch = output.shape[0] == 1 < n_microbatches
-                outputs.append(
-                    output.expand(n_microbatches, *output.shape[1:]) if lacks_batch else output
-                )
+                if output.shape[0] == 1 < n_microbatches:
+                    outputs.append(output.expand(n_microbatches, *output.shape[1:]))
+                else:
+                    outputs.append(output)
             return tuple(outputs)
 
     def _run_one_by_one(
@@ -148,11 +145,9 @@ class StageRunner(Updater):
         self.group.size = 1
         n_microbatches = len(microbatches)
         # No chunk of one part: the gradient of a chunk is copied.
-        chunks = (
-            zip(*(tensor.chunk(n_microbatches) for tensor in inputs), strict=True)
-            if n_microbatches > 1
-            else [inputs]
-        )
+        chunks: Iterable[Values] = [inputs]
+        if n_microbatches > 1:
+            chunks = zip(*(tensor.chunk(n_microbatches) for tensor in inputs), strict=True)
         outputs = []
         for microbatch, chunk in zip(microbatches, chunks, strict=True):
             with drawing(chunk, self.seed, step, microbatch):
@@ -162,37 +157,38 @@ class StageRunner(Updater):
             return outputs[0]
         merged_outputs = []
         for index, of_microbatches in enumerate(zip(*outputs, strict=True)):
-            # An input that is passed on is whole already: a copy of a tied weight is large.
-            passed_input = inputs[self.passes_on[index]] if index in self.passes_on else None
-            merged_outputs.append(
-                torch.cat(of_microbatches) if passed_input is None else passed_input
-            )
+            if index in self.passes_on:
+                # An input that is passed on is whole already: a copy of a tied weight is large.
+                merged_outputs.append(inputs[self.passes_on[index]])
+            else:
+                merged_outputs.append(torch.cat(of_microbatches))
         return tuple(merged_outputs)
 
     @torch.no_grad()
     def predict(
-        self, before: Weights, late: Weights, version: int, step: int, correction: Correction
+        self, previous: Weights, stale: Weights, version: int, step: int, correction: Correction
     ) -> Weights:
-        """Predict the weights of ``step`` from ``late``, of ``version``, and the version before.
+        """Predict the weights of ``step`` from ``stale``, of ``version``, and the previous version.
 
         See :class:`toolkit.schedule.Correction`.
         """
         if correction.kind == "extrapolate":
             ahead = 1.0 + correction.c * (step - version)
-            return {name: torch.lerp(before[name], weight, ahead) for name, weight in late.items()}
+            return {
+                name: torch.lerp(previous[name], weight, ahead) for name, weight in stale.items()
+            }
         predicted = {}
-        rates = [self.rates(update) for update in range(version - 1, step)]
-        for name, weight in late.items():
-            last_rate, decay = rates[0][name]
+        last_rates, *next_rates = [self.rates(update) for update in range(version - 1, step)]
+        for name, weight in stale.items():
+            last_rate, decay = last_rates[name]
             # At a rate of 0, as at the start of a warm-up, the last update says nothing.
-            ahead = (
-                correction.c * sum(rate[name][0] for rate in rates[1:]) / last_rate
-                if last_rate
-                else 0.0
-            )
-            predicted[name] = torch.lerp(before[name], weight, 1.0 + ahead)
+            ahead = 0.0
+            if last_rate:
+                ahead = correction.c * sum(rates[name][0] for rates in next_rates) / last_rate
+            predicted[name] = torch.lerp(previous[name], weight, 1.0 + ahead)
             if ahead and decay:
-                predicted[name].add_(before[name], alpha=ahead * last_rate * decay)
+                # The last update's decay must not be extrapolated with its gradient's step.
+                predicted[name].add_(previous[name], alpha=ahead * last_rate * decay)
         return predicted
 
     def _add_statistics(self) -> None:
@@ -241,11 +237,11 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compensated(
-    gradients: Weights, late: Weights, newest: Weights, strength: Tensor | float
+    gradients: Weights, stale: Weights, newest: Weights, strength: Tensor | float
 ) -> Weights:
-    """Add strength * g * g * (newest - late) to gradients g of ``late``; see ``Correction``."""
+    """Add strength * g * g * (newest - stale) to gradients g of ``stale``; see ``Correction``."""
     return {
-        name: gradient + strength * gradient * gradient * (newest[name] - late[name])
+        name: gradient + strength * gradient * gradient * (newest[name] - stale[name])
         for name, gradient in gradients.items()
     }
 
@@ -260,18 +256,21 @@ def take_gradients(weights: Weights) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, leaf in weights.items():
-        if (gradient := take_gradient(leaf)) is not None:
-            gradients[name] = gradient
-            if gradient.layout == torch.strided:
-                # Where several weights are added up, autograd may leave views of one gradient.
-                storage = gradient.untyped_storage()._cdata
-                if storage in storages:
-                    gradients[name] = gradient.clone()
-                storages.add(storage)
+        gradient = take_gradient(leaf)
+        if gradient is None:
+            continue
+        gradients[name] = gradient
+        if gradient.layout == torch.strided:
+            # Where several weights are added up, autograd may leave views of one gradient.
+            storage = gradient.untyped_storage()._cdata
+            if storage in storages:
+                gradients[name] = gradient.clone()
+            storages.add(storage)
     return gradients
 
 
 def take_gradient(leaf: Tensor) -> Tensor | None:
     """Take what a backward has left on ``leaf``; the caller alone then holds its memory."""
-    gradient, leaf.grad = leaf.grad, None
+    gradient = leaf.grad
+    leaf.grad = None
     return gradient

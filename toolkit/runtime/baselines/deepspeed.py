@@ -98,7 +98,7 @@ class DeepSpeed(Synchronous):
 
     def _wrap(self, model: Chain) -> nn.Module:
         joint_optimizer = _join_optimizers(self._optimizers, self._twins)
-        self._group_of = {}
+        self._group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(joint_optimizer.param_groups):
             self._group_of |= dict.fromkeys(group["params"], index)
         with self.world.watch.waiting("DeepSpeed on all ranks", self._everyone):
