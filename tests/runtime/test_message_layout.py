@@ -15,7 +15,7 @@ from tests.schedule.strategies import quick
 from toolkit.model import partition
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.message_layout import Layout, Part, find_layouts
+from toolkit.runtime.message_layout import Layout, MessageTensor, find_layouts
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
@@ -83,7 +83,7 @@ def test_any_message(given_tensors):
 
 
 def shapes(found):
-    return {part.place: (part.shape, part.dtype) for part in found.parts}
+    return {x.place: (x.shape, x.dtype) for x in found.tensors}
 
 
 def skeletons_of(model, n_stages, example, by="flops"):
@@ -115,10 +115,10 @@ def test_a_compressed_message_by_hand():
         "wide": torch.tensor(1.0, dtype=torch.float64),
     }
     found = Layout.of(given_tensors, torch.bfloat16, exact=["whole"])
-    assert found.parts == (
-        Part("whole", (1,), torch.float32, torch.float32),
-        Part("small", (2,), torch.float32, torch.bfloat16),
-        Part("wide", (), torch.float64, torch.bfloat16),
+    assert found.tensors == (
+        MessageTensor("whole", (1,), torch.float32, torch.float32),
+        MessageTensor("small", (2,), torch.float32, torch.bfloat16),
+        MessageTensor("wide", (), torch.float64, torch.bfloat16),
     )
     assert found.n_bytes == 4 + 2 * 2 + 2
     flat = found.pack(given_tensors, CPU)
@@ -126,7 +126,7 @@ def test_a_compressed_message_by_hand():
 
 
 def sent_as(found):
-    return {part.place: part.sent_as for part in found.parts}
+    return {part.place: part.sent_as for part in found.tensors}
 
 
 def test_what_of_a_model_is_compressed():

@@ -50,7 +50,7 @@ def queue_of(batches, wanted, n_microbatches=3, first_step=0):
 def reader(batches, wanted, first_step=0, device=CPU, n_microbatches=3, n_steps=None):
     """A reader that refuses batches that are not alike, and has looked at the first."""
     source = BatchReader(batches, n_microbatches, wanted, first_step, device, n_steps)
-    source.alike = True
+    source.same_sized = True
     source.look()
     return source
 

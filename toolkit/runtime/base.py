@@ -182,7 +182,7 @@ class Runtime(ABC):
             self.steps_done,
             self._device,
             n_steps,
-            alike=self._same_sized,
+            same_sized=self._same_sized,
         )
         if not self._overlaps:
             yield from self._train_on(source)

@@ -49,7 +49,9 @@ class LossValue:
     def mean(self) -> Tensor:
         """Return the mean loss, detached; 0 where nothing was counted."""
         value = self.value.detach()
-        return value if self.count is None else value / nonzero(self.count).to(value.dtype)
+        if self.count is None:
+            return value
+        return value / nonzero(self.count).to(value.dtype)
 
     def root(self, n_microbatches: int, scale: float) -> Tensor:
         """Return where the backward of this micro-batch begins.
@@ -65,7 +67,7 @@ class LossValue:
         return scale / n_microbatches if self.count is None else SUM_SCALE * scale
 
 
-_LOOKED_INTO = 64  # calls of a loss
+_EXAMINED_CALLS = 64  # of a loss
 
 CheckedLoss = Callable[[Any, Tensor], LossValue]
 """From the tensors of the last stage, and targets."""
@@ -141,11 +143,11 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         nonlocal counted_before, n_calls
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
         n_calls += 1
-        # To look into a call costs microseconds: only the first are looked into.
-        looks = n_calls <= _LOOKED_INTO and not means.seen
-        with options.autocast(tensors[0].device), means if looks else nullcontext():
+        # To examine a call costs microseconds: only the first are examined.
+        examines = n_calls <= _EXAMINED_CALLS and not means.seen
+        with options.autocast(tensors[0].device), means if examines else nullcontext():
             result = loss(results.restore(tensors), targets)
-        if looks and means.seen:
+        if examines and means.seen:
             warnings.warn(
                 "loss: got a mean over the targets that are not ignored, so a micro-batch with few"
                 " of them counts as much as one with many; return their sum and their number:"
@@ -169,6 +171,7 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         if counted:
             count = as_count(count, value.device)
         if len(tensors) > 1:
+            # Add a sum of no elements, 0, so that each tensor is used.
             for output in tensors:
                 if output.requires_grad:
                     value = value + output[:0].sum().real.to(value.dtype)

@@ -31,8 +31,15 @@ COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of a message, by a parameter's name or its index among a boundary's tensors."""
+class MessageTensor:
+    """One tensor of a message.
+
+    Attributes:
+        place: a parameter's name, or an index among a boundary's tensors.
+        shape: shape of the tensor.
+        dtype: its type at both ends.
+        sent_as: its type in the message.
+    """
 
     place: str | int
     shape: tuple[int, ...]
@@ -49,7 +56,7 @@ class Part:
 class Layout:
     """The tensors of a message, largest elements first, so that each is aligned."""
 
-    parts: tuple[Part, ...]
+    tensors: tuple[MessageTensor, ...]
 
     @classmethod
     def of(
@@ -62,27 +69,29 @@ class Layout:
 
         Types larger than ``wire`` are sent as ``wire``, except at ``exact`` places.
         """
-
-        def travelling(place: str | int, tensor: Tensor) -> Part:
-            shorter = tensor.is_floating_point() and wire and wire.itemsize < tensor.dtype.itemsize
-            sent_as = wire if wire and shorter and place not in exact else tensor.dtype
-            return Part(place, tuple(tensor.shape), tensor.dtype, sent_as)
-
-        present = {place: tensor for place, tensor in tensors.items() if tensor is not None}
-        return cls(_by_size([travelling(place, tensor) for place, tensor in present.items()]))
+        message_tensors = []
+        for place, tensor in tensors.items():
+            if tensor is None:
+                continue
+            dtype = sent_as = tensor.dtype
+            is_exact = place in exact or not tensor.is_floating_point()
+            if wire is not None and not is_exact and wire.itemsize < dtype.itemsize:
+                sent_as = wire
+            message_tensors.append(MessageTensor(place, tuple(tensor.shape), dtype, sent_as))
+        return cls(_by_size(message_tensors))
 
     def extended(self, tensors: Mapping[Any, Tensor]) -> "Layout":
         """Return this layout with further ``tensors``, which travel in their own types."""
-        return Layout(_by_size([*self.parts, *Layout.of(tensors).parts]))
+        return Layout(_by_size([*self.tensors, *Layout.of(tensors).tensors]))
 
     @cached_property
     def n_bytes(self) -> int:
         """Bytes of the whole message."""
-        return sum(tensor.n_bytes for tensor in self.parts)
+        return sum(tensor.n_bytes for tensor in self.tensors)
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
         """Return one flat tensor of bytes on ``device``, from tensors by place."""
-        ordered_tensors = [tensors[travelling.place] for travelling in self.parts]
+        ordered_tensors = [tensors[tensor.place] for tensor in self.tensors]
         # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
         packing_device = ordered_tensors[0].device if ordered_tensors else device
         flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=packing_device)
@@ -92,45 +101,57 @@ class Layout:
 
     def unpack(self, flat: Tensor) -> dict:
         """Return the tensors by place; those that travelled in their own type share its memory."""
-        views = self._views(flat)
-        return {p.place: view.to(p.dtype) for p, view in zip(self.parts, views, strict=True)}
+        views = zip(self.tensors, self._views(flat), strict=True)
+        return {tensor.place: view.to(tensor.dtype) for tensor, view in views}
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = zip(self.parts, flat.split([part.n_bytes for part in self.parts]), strict=True)
-        return [piece.view(part.sent_as).view(part.shape) for part, piece in pieces]
+        """Return views of the message as the tensors in it."""
+        pieces = flat.split([tensor.n_bytes for tensor in self.tensors])
+        views = []
+        for tensor, piece in zip(self.tensors, pieces, strict=True):
+            views.append(piece.view(tensor.sent_as).view(tensor.shape))
+        return views
 
     def by_dtype(self, flat: Tensor) -> list[Tensor]:
         """Return the message as one flat tensor of each type that is in it."""
         sizes: Counter[torch.dtype] = Counter()
-        for part in self.parts:
-            sizes[part.sent_as] += part.n_bytes
+        for tensor in self.tensors:
+            sizes[tensor.sent_as] += tensor.n_bytes
         pieces = flat.split([*sizes.values()])
         return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
 
 
-def _by_size(parts: Sequence[Part]) -> tuple[Part, ...]:
-    return tuple(sorted(parts, key=lambda p: (-p.sent_as.itemsize, str(p.sent_as))))
+def _by_size(tensors: Sequence[MessageTensor]) -> tuple[MessageTensor, ...]:
+    return tuple(sorted(tensors, key=lambda x: (-x.sent_as.itemsize, str(x.sent_as))))
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """The messages of every stage, for micro-batches of one size."""
+    """The messages of every stage, for micro-batches of one size.
 
-    activations: tuple[Layout, ...]  # that a stage passes on
-    activation_gradients: tuple[Layout, ...]  # of a stage's inputs that have a gradient
+    Attributes:
+        activations: what each stage passes on.
+        activation_gradients: gradients of each stage's inputs that have one.
+        n_inputs: number of inputs of each stage, with the count of the loss, if any.
+        gradients: gradients of each stage's weights, with the statistics of its norms.
+        weights: one version of each stage's weights.
+    """
+
+    activations: tuple[Layout, ...]
+    activation_gradients: tuple[Layout, ...]
     n_inputs: tuple[int, ...]
-    gradients: tuple[Layout, ...]  # of a stage's weights, with the statistics of its norms
-    weights: tuple[Layout, ...]  # one version
+    gradients: tuple[Layout, ...]
+    weights: tuple[Layout, ...]
 
     def with_counts(self) -> "Layouts":
         """Return the layouts for a loss with a count, which travels with the gradients."""
         count = torch.empty((), dtype=torch.float64, device="meta")
-        input_layouts = zip(self.activation_gradients, self.n_inputs, strict=True)
+        activation_gradients = []
+        for layout, n_inputs in zip(self.activation_gradients, self.n_inputs, strict=True):
+            activation_gradients.append(layout.extended({n_inputs: count}))
         return replace(
             self,
-            activation_gradients=tuple(
-                layout.extended({n_inputs: count}) for layout, n_inputs in input_layouts
-            ),
+            activation_gradients=tuple(activation_gradients),
             n_inputs=tuple(n_inputs + 1 for n_inputs in self.n_inputs),
             gradients=tuple(layout.extended({COUNT: count}) for layout in self.gradients),
         )
@@ -155,14 +176,12 @@ class Layouts:
 
     def _check_count(self, i: Instruction, named: Mapping[Any, Any]) -> None:
         """Raise UserError if a count of the loss would be left out of a message."""
+        loses_count = False
         if i.buffer == Buffer.GRADIENT:
-            loses_count = COUNT in named and all(
-                entry.place != COUNT for entry in self.gradients[i.stage].parts
-            )
-        else:
-            loses_count = (
-                i.buffer == Buffer.ACTIVATION_GRADIENT and len(named) > self.n_inputs[i.stage]
-            )
+            places = {tensor.place for tensor in self.gradients[i.stage].tensors}
+            loses_count = COUNT in named and COUNT not in places
+        elif i.buffer == Buffer.ACTIVATION_GRADIENT:
+            loses_count = len(named) > self.n_inputs[i.stage]
         if loses_count:
             raise UserError(
                 "loss: got a sum with a count, but an error for outputs of zeros; expected a sum"
@@ -186,20 +205,25 @@ def find_layouts(
     wire: torch.dtype | None = None,
     device: torch.device = _CPU,
 ) -> Layouts:
-    """Find the layouts of stages and a micro-batch's ``inputs`` on the meta device.
+    """Find the layouts of all messages, by a run of the stages without memory or values.
 
-    They compute on ``device``, for which autocast chooses types; ``wire`` is as in ``Layout.of``.
+    Args:
+        skeletons: the stages, on the meta device.
+        inputs: of a micro-batch, on the meta device.
+        wire: as in :meth:`Layout.of`.
+        device: where the stages compute; autocast chooses types by it.
     """
-    activations, activation_gradients, gradients, versions = [], [], [], []
+    activations = []
+    activation_gradients = []
+    gradients = []
+    versions = []
     with FakeTensorMode():
         inputs = tuple(_fake(tensor, device) for tensor in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
         for stage in skeletons:
-            named_tensors = chain(stage.named_parameters(), stage.named_buffers())
-            tensors = {
-                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
-                for name, tensor in named_tensors
-            }
+            tensors = {}
+            for name, tensor in chain(stage.named_parameters(), stage.named_buffers()):
+                tensors[name] = _fake(tensor, device).requires_grad_(tensor.requires_grad)
             outputs: Values = torch.func.functional_call(stage, tensors, inputs)
             runs.append((tensors, inputs, outputs))
             activations.append(Layout.of(dict(enumerate(outputs))))
@@ -238,13 +262,15 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 def _gradients(
     outputs: Values, output_gradients: Sequence[Tensor | None], leaves: list[Tensor]
 ) -> list[Tensor | None]:
-    pairs = zip(outputs, output_gradients, strict=True)
-    roots = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
-    differentiable_leaves = [x for x in leaves if x.requires_grad]
-    if not roots or not differentiable_leaves:
+    """Return the gradient of each of ``leaves``; None where it has none."""
+    roots = []
+    root_gradients = []
+    for output, gradient in zip(outputs, output_gradients, strict=True):
+        if output.requires_grad and gradient is not None:
+            roots.append(output)
+            root_gradients.append(gradient)
+    sources = [leaf for leaf in leaves if leaf.requires_grad]
+    if not roots or not sources:
         return [None] * len(leaves)
-    root_outputs, root_gradients = zip(*roots, strict=True)
-    gradients = iter(
-        torch.autograd.grad(root_outputs, differentiable_leaves, root_gradients, allow_unused=True)
-    )
-    return [next(gradients) if x.requires_grad else None for x in leaves]
+    gradients = iter(torch.autograd.grad(roots, sources, root_gradients, allow_unused=True))
+    return [next(gradients) if leaf.requires_grad else None for leaf in leaves]

@@ -41,7 +41,10 @@ Pair = tuple[int, int]
 
 
 class Transfer:
-    """A message under way: its bytes, and functions that begin one phase after another."""
+    """A message under way: its bytes, and functions that begin one phase after another.
+
+    Each phase begins when the one before has ended.
+    """
 
     def __init__(self, flat: Tensor, *phases: Phase) -> None:
         self.flat = flat
@@ -88,11 +91,13 @@ class Turns:
 
     def _next(self) -> list[tuple[int, Transfer]]:
         messages = []
-        while self._waiting and (
-            self._together or all(self._waiting[0][0] < position for position in self._under_way)
-        ):
+        while self._waiting:
+            next_position, _ = self._waiting[0]
+            is_needed_first = all(next_position < position for position in self._under_way)
+            if not (self._together or is_needed_first):
+                break
             messages.append(heappop(self._waiting))
-            self._under_way.add(messages[-1][0])
+            self._under_way.add(next_position)
         return messages
 
 
@@ -123,8 +128,10 @@ class Messages:
 
     def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
         """Prepare to send; ``payload`` may change afterwards."""
-        flat, peer = self._pack(i, payload), i.peers[0]
-        group, chunks = self.world.channel(self.world.rank, peer), self._chunks(flat)
+        flat = self._pack(i, payload)
+        peer = i.peers[0]
+        group = self.world.channel(self.world.rank, peer)
+        chunks = self._chunks(flat)
         starts = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
         if self.pacer is not None:
             # The pacer's thread sends on another stream: the message must be packed by then.
@@ -135,7 +142,8 @@ class Messages:
 
     def receive(self, i: Instruction, tag: int = 0) -> Transfer:
         """Be ready for a message."""
-        flat, peer = self._pack(i, None), i.peers[0]
+        flat = self._pack(i, None)
+        peer = i.peers[0]
         group = self.world.channel(peer, self.world.rank)
         works = [dist.irecv(chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)]
         return Transfer(flat, lambda: works)
@@ -144,16 +152,16 @@ class Messages:
         """Take part in a collective; ``payload`` is what this rank gives to it."""
         flat = self._pack(i, payload)
         # A sum needs one tensor a type; a broadcast moves plain bytes.
-        is_broadcast = i.action == Action.BROADCAST
-        pieces = [flat] if is_broadcast else self.layouts.of(i).by_dtype(flat)
-        tiers = self._per_machine if i.action == Action.ALL_REDUCE else 0
-        phases: list[Phase] = []  # each begins when the one before has ended
-        for name, members in all_reduce_groups(sorted(i.peers), tiers):
+        pieces = [flat]
+        if i.action != Action.BROADCAST:
+            pieces = self.layouts.of(i).by_dtype(flat)
+        phases: list[Phase] = []
+        for name, members in _collective_groups(i, self._per_machine):
             if self.world.rank in members:
-                do = _IN_TIERS.get(name, _COLLECTIVES[i.action])
+                collective = _IN_TIERS.get(name, _COLLECTIVES[i.action])
                 root = i.peers[0] if name == ALL else members[0]
                 group = self.world.group_of((name, members))
-                phases.append(partial(_each, do, pieces, root, group))
+                phases.append(partial(_each, collective, pieces, root, group))
         # The first phase begins now. A waiter begins each later one when the one before has ended.
         first_phase, *later_phases = phases
         works = first_phase()
@@ -190,25 +198,40 @@ class Messages:
 def _each(
     collective: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
 ) -> Works:
-    rooted = () if collective is dist.all_reduce else (root,)
-    return [collective(piece, *rooted, group=group, async_op=True) for piece in pieces]
+    """Begin a collective of each piece."""
+    arguments = () if collective is dist.all_reduce else (root,)
+    return [collective(piece, *arguments, group=group, async_op=True) for piece in pieces]
+
+
+def _collective_groups(i: Instruction, per_machine: int) -> list[Group]:
+    """Return the groups of a collective, in turn; only an all-reduce has several."""
+    tiers = per_machine if i.action == Action.ALL_REDUCE else 0
+    return all_reduce_groups(sorted(i.peers), tiers)
 
 
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
     """Return the groups of an all-reduce, in turn; ``per_machine`` ranks share a machine.
 
+    Four ranks on two machines::
+
+        GATHER   0 <- 1   2 <- 3     within each machine, to its first rank
+        BETWEEN  0 <-> 2             between the first ranks
+        SPREAD   0 -> 1   2 -> 3     within each machine
+
     Sums cross between machines once a machine, not once a rank. Gather and spread have separate
     groups: a machine may gather the next sum while one of its ranks still awaits the last one.
     """
-    by_machine = groupby(ranks, key=lambda rank: rank // per_machine if per_machine else 0)
+    if per_machine == 0:
+        return [(ALL, tuple(ranks))]
+    by_machine = groupby(ranks, key=lambda rank: rank // per_machine)
     machines = [tuple(members) for _, members in by_machine]
     if len(machines) == 1:
         return [(ALL, machines[0])]
-    within = [machine for machine in machines if len(machine) > 1]
+    shared_machines = [machine for machine in machines if len(machine) > 1]
     return [
-        *((GATHER, machine) for machine in within),
+        *((GATHER, machine) for machine in shared_machines),
         (BETWEEN, tuple(machine[0] for machine in machines)),
-        *((SPREAD, machine) for machine in within),
+        *((SPREAD, machine) for machine in shared_machines),
     ]
 
 
@@ -216,12 +239,12 @@ def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], l
     """Return the groups of every collective; and (sender, receiver) of every message."""
     groups: set[Group] = set()
     pairs: set[Pair] = set()
-    for rank, i in ((rank, i) for rank, order in enumerate(program.ranks) for i in order):
-        if i.action == Action.SEND:
-            pairs.add((rank, i.peers[0]))
-        elif i.action in _COLLECTIVES:
-            tiers = per_machine if i.action == Action.ALL_REDUCE else 0
-            groups.update(all_reduce_groups(sorted(i.peers), tiers))
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            if i.action == Action.SEND:
+                pairs.add((rank, i.peers[0]))
+            elif i.action in _COLLECTIVES:
+                groups.update(_collective_groups(i, per_machine))
     return sorted(groups), sorted(pairs)
 
 
@@ -229,9 +252,11 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
     """Return the bytes of a message that are sent at once; None: all of them."""
     # Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
     # message is.
-    if chunk_mb is None and backend == "nccl" and not paced:
-        return None
-    return max(1, round((1.0 if chunk_mb is None else chunk_mb) * MB))
+    if chunk_mb is None:
+        if backend == "nccl" and not paced:
+            return None
+        chunk_mb = 1.0
+    return max(1, round(chunk_mb * MB))
 
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:

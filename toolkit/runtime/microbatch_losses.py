@@ -94,8 +94,8 @@ def cross_entropies(
 def _squared_errors(outputs: Tensor, targets: Tensor, n_microbatches: int) -> Tensor:
     if outputs.shape != targets.shape:
         # They are broadcast, which must not mix the samples of several micro-batches.
-        pairs = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
-        return torch.stack([F.mse_loss(*pair) for pair in pairs])
+        chunks = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        return torch.stack([F.mse_loss(output, target) for output, target in chunks])
     errors = F.mse_loss(outputs, targets, reduction="none")
     return errors.reshape(n_microbatches, -1).mean(1)
 

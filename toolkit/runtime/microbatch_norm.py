@@ -60,11 +60,12 @@ class MicrobatchNorm(nn.Module):
         self.dtype = getattr(norm.running_mean, "dtype", None)
         self.group = group
         self.statistics: Tensor | None = None
-        self.own: tuple[_BatchNorm, ...] = ()
+        # The norm itself, if its class has its own forward. In a tuple, or it would be a module of
+        # the stage.
+        self.original: tuple[_BatchNorm, ...] = ()
         if computes_otherwise(norm):
-            # A class with its own forward. In a tuple, or it would be a module of the stage.
-            self.own = (copy.deepcopy(norm),)
-            self.own[0].momentum = 1.0
+            self.original = (copy.deepcopy(norm),)
+            self.original[0].momentum = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[size * b, channels, ...]``, each micro-batch by its own statistics."""
@@ -73,10 +74,9 @@ class MicrobatchNorm(nn.Module):
         is_fused = least_fused is not None and (
             self.group.size >= least_fused or torch.compiler.is_compiling()
         )
-        if is_fused and not self.own:
-            normalised, self.statistics = self._at_once(x)
-        else:
-            normalised, self.statistics = self._in_turn(x)
+        normalise = self._at_once if is_fused and not self.original else self._in_turn
+        normalised, statistics = normalise(x)
+        self.statistics = statistics
         return normalised
 
     def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -85,15 +85,14 @@ class MicrobatchNorm(nn.Module):
         # Shared tensors are made, and their gradients summed, in one operation: on a GPU a small
         # operation takes longer to launch than to run.
         absent: Columns = [None] * n
-        means, variances = absent, absent
+        means = absent
+        variances = absent
         statistics = None
         if self.dtype is not None:
             statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype)
             means, variances = (rows.unbind() for rows in statistics.unbind())
-        weights, biases = (
-            absent if p is None else p.expand(n, -1).unbind() if n > 1 else [p]
-            for p in (self.weight, self.bias)
-        )
+        weights = self._for_each(self.weight)
+        biases = self._for_each(self.bias)
         # The gradient of a chunk is copied into that of the whole, so no chunk of one part.
         chunks = x.chunk(n) if n > 1 else [x]
         columns = zip(chunks, means, variances, weights, biases, strict=True)
@@ -102,6 +101,13 @@ class MicrobatchNorm(nn.Module):
         if statistics is None:
             return y, None
         return y, statistics.sum(1)
+
+    def _for_each(self, parameter: Tensor | None) -> Columns:
+        """Return a parameter once for each micro-batch."""
+        n = self.group.size
+        if parameter is None or n == 1:
+            return [parameter] * n
+        return parameter.expand(n, -1).unbind()
 
     def _normalised(
         self,
@@ -112,14 +118,14 @@ class MicrobatchNorm(nn.Module):
         bias: Tensor | None,
     ) -> Tensor:
         """Normalise one micro-batch; write its statistics into ``mean`` and ``variance``."""
-        if not self.own:
+        if not self.original:
             # With momentum 1 the running statistics become those of this micro-batch.
             return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
         tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
         if self.dtype is not None:
             tensors["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
         present_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return cast(Tensor, torch.func.functional_call(self.own[0], present_tensors, (x,)))
+        return cast(Tensor, torch.func.functional_call(self.original[0], present_tensors, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the formula: as one operation, or inside of a compiled stage."""
@@ -153,7 +159,8 @@ def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
     statistics = {}
     for name, norm in norms.items():
         if norm.statistics is not None:
-            statistics[name], norm.statistics = norm.statistics, None
+            statistics[name] = norm.statistics
+            norm.statistics = None
     return statistics
 
 

@@ -30,7 +30,7 @@ class Divisible(Protocol):
     """Batches whose parts a process can load separately."""
 
     def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
-        """Yield of each batch k the ``wanted(k)`` of its ``n_parts`` equal parts.
+        """Yield of each batch k those of its ``n_parts`` equal parts that are in ``wanted(k)``.
 
         Batches with no wanted part are left out.
         """
@@ -40,27 +40,39 @@ class Divisible(Protocol):
 class BatchReader(Iterator[Share]):
     """Yields what a process reads of ``n_steps`` batches, or of all; UserError if they end before.
 
-    Of :class:`Divisible` batches only what is read is loaded: ``wanted(step)``, micro-batches
-    in ascending order. They move to ``device``, if any. With ``alike`` all must have the ``shape``
-    of the first ones' inputs.
+    Args:
+        batches: the batches. Of :class:`Divisible` ones only what is read is loaded.
+        n_microbatches: number of micro-batches in each.
+        microbatches_of: function from a step to the micro-batches that are read, ascending.
+        first_step: the step of the first batch.
+        device: where they move, if any.
+        n_steps: number of batches to read; None: all.
+        same_sized: whether all must have the ``shape`` of the first.
+
+    Attributes:
+        shape: shape and type of each input of a micro-batch, once the first batch is read.
+        n_steps: number of batches that are left, if it is known.
+
+    Raises:
+        UserError: there are fewer batches, or one cannot be divided.
     """
 
     def __init__(
         self,
         batches: Iterable[Batch],
         n_microbatches: int,
-        wanted: Callable[[int], Sequence[int]],
+        microbatches_of: Callable[[int], Sequence[int]],
         first_step: int,
         device: torch.device | None,
         n_steps: int | None = None,
         *,
-        alike: bool = False,
+        same_sized: bool = False,
     ) -> None:
-        self.alike = alike
+        self.same_sized = same_sized
         self.shape: Shape | None = None
         self.n_steps = n_steps
-        self._n = n_microbatches
-        self._wanted = wanted
+        self._n_microbatches = n_microbatches
+        self._microbatches_of = microbatches_of
         self._device = device
         self._shares = self._read(batches, first_step)
 
@@ -85,15 +97,17 @@ class BatchReader(Iterator[Share]):
     def _read(self, batches: Iterable[Batch], first_step: int) -> Iterator[Share]:
         divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
-            batches = batches.parts(self._n, lambda index: self._wanted(first_step + index))
+            batches = batches.parts(
+                self._n_microbatches, lambda index: self._microbatches_of(first_step + index)
+            )
         remaining = iter(batches)
         n_steps = self.n_steps
         for n_read in count() if n_steps is None else range(n_steps):
-            microbatches = self._wanted(first_step + n_read)
+            microbatches = self._microbatches_of(first_step + n_read)
             if divided and not microbatches:
                 yield None
                 continue
-            n_parts = len(microbatches) if divided else self._n
+            n_parts = len(microbatches) if divided else self._n_microbatches
             try:  # in no variable, which would keep the batch until the next one
                 yield self._share(next(remaining), n_parts, microbatches, first_step + n_read)
             except StopIteration:
@@ -104,21 +118,22 @@ class BatchReader(Iterator[Share]):
                     f" Use n_steps={n_read}"
                 ) from None
 
-    def _share(self, batch: Batch, n_parts: int, parts: Sequence[int], step: int) -> Share:
+    def _share(self, batch: Batch, n_parts: int, microbatches: Sequence[int], step: int) -> Share:
+        """Return some micro-batches of a batch of ``n_parts``."""
         inputs, targets = divisible(batch, n_parts)
         shape = tuple(
             ((len(tensor) // n_parts, *tensor.shape[1:]), tensor.dtype) for tensor in inputs
         )
         self.shape = self.shape or shape
-        if self.alike and shape != self.shape:
+        if self.same_sized and shape != self.shape:
             raise UserError(
                 f"step {step}: got micro-batches {_text(shape)}; expected {_text(self.shape)}, as"
                 " in the run's first batch. Use drop_last=True, or separate runs"
             )
-        if not parts:
+        if not microbatches:
             return None
         *share_inputs, share_targets = (
-            _taken(tensor, n_parts, parts, self._device) for tensor in (*inputs, targets)
+            _selected(tensor, n_parts, microbatches, self._device) for tensor in (*inputs, targets)
         )
         return tuple(share_inputs), share_targets
 
@@ -127,17 +142,14 @@ def _text(shape: Shape) -> str:
     return ", ".join(f"{list(size)} of {dtype}" for size, dtype in shape)
 
 
-def _taken(
+def _selected(
     tensor: Tensor, n_parts: int, microbatches: Sequence[int], device: torch.device | None
 ) -> Tensor:
     """Return the chosen ones of ``n_parts`` equal parts, joined, on ``device``."""
     if len(microbatches) < n_parts:
         chunks = tensor.chunk(n_parts)
-        tensor = (
-            torch.cat([chunks[microbatch] for microbatch in microbatches])
-            if len(microbatches) > 1
-            else chunks[microbatches[0]]
-        )
+        selected_chunks = [chunks[microbatch] for microbatch in microbatches]
+        tensor = torch.cat(selected_chunks) if len(selected_chunks) > 1 else selected_chunks[0]
     # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
     return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
@@ -146,7 +158,9 @@ def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
     """Return the inputs, as a tuple, and the targets of a batch; refuse an indivisible one."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserError(f"batch: got a {_kind(batch)}; expected a pair (x, y)")
-    inputs, targets = tensors_of(batch[0]), batch[1]
+    inputs = tensors_of(batch[0])
+    targets = batch[1]
+    # What has no tensors is refused as it is.
     for value in (*(inputs or batch[:1]), targets):
         if not isinstance(value, Tensor) or not value.dim():
             raise UserError(f"batch: got a {_kind(value)}; expected tensors of samples, [b, ...]")
@@ -167,17 +181,23 @@ def _kind(value: object) -> str:
 
 
 class MicrobatchQueue:
-    """Cuts batches into micro-batches when the first of them is wanted, in order of their steps.
+    """Cuts batches into micro-batches when the first of them is needed, in order of their steps.
 
-    ``source`` yields what this process reads: the micro-batches ``parts(step)``, in order.
+    Args:
+        source: yields what this process reads.
+        first_step: step of the first batch.
+        microbatches_of: function from a step to the micro-batches that this process reads of it.
     """
 
     def __init__(
-        self, source: Iterator[Share], first_step: int, parts: Callable[[int], Sequence[int]]
+        self,
+        source: Iterator[Share],
+        first_step: int,
+        microbatches_of: Callable[[int], Sequence[int]],
     ) -> None:
         self._source = source
         self._next_step = first_step
-        self._parts = parts
+        self._microbatches_of = microbatches_of
         self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}  # step -> micro-batch
         self._results: defaultdict[int, dict[int, tuple[LossValue, Tensor]]] = defaultdict(dict)
 
@@ -207,11 +227,11 @@ class MicrobatchQueue:
         while self._next_step < step:
             share = next(self._source)
             if share is not None:
-                microbatches = self._parts(self._next_step)
-                *inputs, targets = (
-                    tensor.chunk(len(microbatches)) for tensor in (*share[0], share[1])
-                )
-                pairs = zip(zip(*inputs, strict=True), targets, strict=True)
+                inputs, targets = share
+                microbatches = self._microbatches_of(self._next_step)
+                n_read = len(microbatches)
+                chunks_of_inputs = zip(*(tensor.chunk(n_read) for tensor in inputs), strict=True)
+                pairs = zip(chunks_of_inputs, targets.chunk(n_read), strict=True)
                 self._steps[self._next_step] = dict(zip(microbatches, pairs, strict=True))
             self._next_step += 1
 

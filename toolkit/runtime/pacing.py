@@ -24,9 +24,9 @@ Works = list[dist.Work | None]
 class _Message(NamedTuple):
     urgency: float  # smaller numbers begin sooner
     number: int  # unique, so that the queue compares no further
-    chunks: deque[tuple[Begin, int]]
-    works: Works
-    begun: "Future[Works]"
+    chunks: deque[tuple[Begin, int]]  # with their bytes
+    works: Works  # of the chunks that have begun
+    all_works: "Future[Works]"
 
 
 class Pacer:
@@ -66,7 +66,7 @@ class Pacer:
         chunks = deque(zip(begin, sizes, strict=True))
         message = _Message(urgency, next(self._numbers), chunks, [], Future())
         self._waiting.put(message)
-        return message.begun
+        return message.all_works
 
     def close(self) -> None:
         """End the thread; what waits is not sent."""
@@ -86,13 +86,14 @@ class Pacer:
                 try:
                     message.works.append(begin())
                 except BaseException as error:  # the thread that waits for the message raises it
-                    message.begun.set_exception(error)
+                    message.all_works.set_exception(error)
                     continue
                 if message.chunks:
                     self._waiting.put(message)  # a more urgent one may come before the next chunk
                 else:
-                    message.begun.set_result(message.works)
+                    message.all_works.set_result(message.works)
                 if self.rate is not None:
                     seconds = size / self.rate
-                    # A late thread may catch up by one chunk, and no more.
+                    # From the planned time on, so that the mean rate holds even if this thread is
+                    # late. It may catch up by one chunk, and no more: the load stays even.
                     next_begin = max(next_begin, time.monotonic() - seconds) + seconds

@@ -89,7 +89,8 @@ class PendingGradient(Tensor):
 
         def pending(value: Tensor) -> Tensor:
             output = value.as_subclass(cls)
-            output.note, output.norm_type = first.note, first.norm_type
+            output.note = first.note
+            output.norm_type = first.norm_type
             output.max_norm = first.max_norm
             output.checks = name in _CHECKS
             if name.endswith("norm") and len(args) > 1:

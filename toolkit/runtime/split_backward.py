@@ -28,7 +28,8 @@ class BackwardSegment:
         pairs = zip(self.edges, self.gradients, strict=True)
         roots = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if roots and self.weights:
-            edges, gradients = zip(*roots, strict=True)
+            edges = [edge for edge, _ in roots]
+            gradients = [gradient for _, gradient in roots]
             # Not torch.autograd.grad, which may return one tensor for two weights.
             torch.autograd.backward(edges, gradients, inputs=self.weights)
 
@@ -75,7 +76,14 @@ def first_half(
 def _find_segments(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[BackwardSegment]:
-    """Return a segment for each joint, with the weights that join only there."""
+    """Return a segment for each joint, with the weights that join only there.
+
+    ::
+
+        output o--o--o--o input      the path; its nodes are keys of ``joining``
+                  |  |
+                  w  o--w            beyond it: the weights that join at a node of the path
+    """
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
     entered: defaultdict[Node, set[int]] = defaultdict(set)
@@ -84,11 +92,15 @@ def _find_segments(
     joining: dict[Node, set[Node]] = {}  # weights that join at each node on the path to the inputs
     beyond: dict[Node, set[Node]] = {}  # weights beyond each of the other nodes
     for node in _leaves_first(outputs):
-        followers = [(n, number) for n, number in node.next_functions if n is not None]
-        for follower, number in followers:
+        weights_beyond: set[Node] = set()
+        is_on_path = node in ends
+        for follower, number in node.next_functions:
+            if follower is None:
+                continue
             entered[follower].add(number)
-        weights_beyond = set().union(*(beyond[n] for n, _ in followers if n in beyond))
-        if node in ends or any(n in joining for n, _ in followers):
+            weights_beyond |= beyond.get(follower, set())
+            is_on_path = is_on_path or follower in joining
+        if is_on_path:
             joining[node] = weights_beyond
         else:
             beyond[node] = weights_beyond | (leaves.keys() & {node})
@@ -96,9 +108,12 @@ def _find_segments(
     off_path = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
     segments = []
     for node, weights_beyond in joining.items():
-        if lone_leaves := [n for n in weights_beyond if n_joints[n] == 1 and n not in off_path]:
+        segment_weights = [
+            leaves[n] for n in weights_beyond if n_joints[n] == 1 and n not in off_path
+        ]
+        if segment_weights:
             edges = [GradientEdge(node, number) for number in sorted(entered[node])]
-            segments.append(BackwardSegment(edges, [leaves[n] for n in lone_leaves]))
+            segments.append(BackwardSegment(edges, segment_weights))
     return segments
 
 
@@ -113,6 +128,6 @@ def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:
         elif node not in visited:
             visited.add(node)
             stack.append((node, True))
-            stack += [
-                (follower, False) for follower, _ in node.next_functions if follower is not None
-            ]
+            for follower, _ in node.next_functions:
+                if follower is not None:
+                    stack.append((follower, False))

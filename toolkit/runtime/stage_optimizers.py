@@ -99,13 +99,10 @@ class StageOptimizers:
                 if name in parameters and parameter in original.state:
                     state[parameters[name]] = copy.deepcopy(original.state[parameter])
         twin = copy.copy(original)
-        for name, value in vars(original).items():
-            if name not in vars(twin) and name not in _OF_THE_ORIGINAL:
-                vars(twin)[name] = value
+        _copy_attributes(original, twin)
         twin.param_groups = param_groups
         twin.state = state
-        if callable(train := getattr(twin, "train", None)):
-            train()  # such as those of schedule-free, which evaluate with other weights
+        _train_mode(twin)
         return twin
 
     @property
@@ -237,23 +234,34 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
     def updated(chosen: Sequence[int]) -> list[Tensor]:
         parameters = [nn.Parameter(values[k].clone()) for k in chosen]
         twin = copy.copy(original)
-        missing_attributes = {k: x for k, x in vars(original).items() if k not in vars(twin)}
-        vars(twin).update(
-            {k: x for k, x in missing_attributes.items() if k not in _OF_THE_ORIGINAL}
-        )
+        _copy_attributes(original, twin)
         twin.param_groups = [{**copy.deepcopy(options), "params": parameters}]
         twin.state = defaultdict(dict)
-        if callable(train := getattr(twin, "train", None)):
-            train()
+        _train_mode(twin)
         for _ in range(_COUPLING_STEPS):
             for parameter in parameters:
                 parameter.grad = parameter.detach().clone()  # of a quadratic loss
             twin.step()
         return [parameter.detach() for parameter in parameters]
 
-    updated_jointly = updated([0, 1])
-    updated_alone = [updated([0])[0], updated([1])[0]]
-    return not all(torch.equal(x, y) for x, y in zip(updated_jointly, updated_alone, strict=True))
+    first, second = updated([0, 1])
+    (first_alone,) = updated([0])
+    (second_alone,) = updated([1])
+    return not (torch.equal(first, first_alone) and torch.equal(second, second_alone))
+
+
+def _copy_attributes(original: Optimizer, twin: Optimizer) -> None:
+    """Add what ``copy.copy`` of an optimizer leaves out: torch copies only groups and state."""
+    for name, value in vars(original).items():
+        if name not in vars(twin) and name not in _OF_THE_ORIGINAL:
+            vars(twin)[name] = value
+
+
+def _train_mode(optimizer: Optimizer) -> None:
+    """Let an optimizer train, such as those of schedule-free, which evaluate with averages."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def on_cpu(tree: Any) -> Any:

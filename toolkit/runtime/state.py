@@ -22,85 +22,93 @@ def local_state_of(
     stages: Stages,
     updaters: Sequence[Updater],
     versions: Mapping[int, Mapping[int, Weights]],
-    own: Collection[int],
+    saved_stages: Collection[int],
     *,
     is_rank_zero: bool,
 ) -> dict[str, Any]:
     """Return what one rank alone adds to the state of a run; see :func:`join_states`.
 
-    It adds the updaters' states and the ``versions`` of its ``own`` stages; rank zero
-    also adds what belongs to no stage.
+    It adds the updaters' states and the ``versions`` of ``saved_stages``, and what the model has
+    besides trained weights: of these stages, and on rank zero what belongs to no stage.
     """
     trained = {name for updater in updaters for name in updater.masters}
-    home = {name: index for index, stage in enumerate(stages) for name in stage.state_dict()}
     other_names = names_of_tied(stages, trained)
-    fixed = {
-        name: tensor
-        for name, tensor in stages.model.state_dict().items()
-        if name not in trained and name not in other_names
-        if (home[name] in own if name in home else is_rank_zero)
-    }
-    for stage in own:
+    stage_of_name: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        stage_of_name |= dict.fromkeys(stage.state_dict(), index)
+    fixed = {}
+    for name, tensor in stages.model.state_dict().items():
+        if name in trained or name in other_names:
+            continue
+        if name in stage_of_name:
+            is_saved_here = stage_of_name[name] in saved_stages
+        else:
+            is_saved_here = is_rank_zero
+        if is_saved_here:
+            fixed[name] = tensor
+    for index in saved_stages:
         # The model's own tensor is empty on ranks without the stage.
-        newest = versions[stage][steps_done]
-        fixed |= {
-            other_name: newest[name] for other_name, name in other_names.items() if name in newest
-        }
+        newest = versions[index][steps_done]
+        for other_name, name in other_names.items():
+            if name in newest:
+                fixed[other_name] = newest[name]
     return {
         "steps_done": steps_done,
         "fixed": fixed,
-        "versions": {stage: dict(versions[stage]) for stage in own},
-        "stages": {stage: updaters[stage].state() for stage in own},
+        "versions": {index: dict(versions[index]) for index in saved_stages},
+        "stages": {index: updaters[index].state() for index in saved_stages},
     }
 
 
 def names_of_tied(stages: Stages, trained: Collection[str]) -> dict[str, str]:
     """Return the further names of tied weights in the model; each with its name in ``trained``."""
-    names: defaultdict[int, list[str]] = defaultdict(list)
+    names_of_weights: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in stages.model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+        names_of_weights[id(parameter)].append(name)
     trained_names: dict[str, str] = {}
-    for names_of_weight in names.values():  # of one weight
-        masters = [name for name in names_of_weight if name in trained]
+    for names in names_of_weights.values():
+        masters = [name for name in names if name in trained]
         if masters:
-            trained_names |= {name: masters[0] for name in names_of_weight if name not in trained}
+            trained_names |= {name: masters[0] for name in names if name not in trained}
     return trained_names
 
 
-def part_of_stages(
-    part: Mapping[str, Any], stages: Stages, read: Mapping[int, Collection[int]]
+def state_of_stages(
+    local_state: Mapping[str, Any], stages: Stages, versions_read: Mapping[int, Collection[int]]
 ) -> dict[str, Any]:
-    """Return what of ``part`` belongs to the stages of ``read``, and their versions, on the CPU."""
-    names = {name for stage in read for name in stages[stage].state_dict()}
-    state_of_read = {
-        "fixed": {name: tensor for name, tensor in part["fixed"].items() if name in names},
-        "versions": {
-            stage: {
-                version: weights
-                for version, weights in part["versions"][stage].items()
-                if version in versions
-            }
-            for stage, versions in read.items()
-        },
-        "stages": {stage: part["stages"][stage] for stage in read},
-    }
-    return tree_map_only(Tensor, Tensor.cpu, state_of_read)
+    """Return what of ``local_state`` belongs to some stages, on the CPU.
+
+    Args:
+        local_state: as :func:`local_state_of` returns it.
+        stages: the model, partitioned.
+        versions_read: the versions to return, by stage.
+    """
+    names: set[str] = set()
+    versions: dict[int, dict[int, Weights]] = {}
+    for stage, read in versions_read.items():
+        names |= stages[stage].state_dict().keys()
+        stage_versions = local_state["versions"][stage]
+        versions[stage] = {v: weights for v, weights in stage_versions.items() if v in read}
+    fixed = {name: tensor for name, tensor in local_state["fixed"].items() if name in names}
+    updater_states = {stage: local_state["stages"][stage] for stage in versions_read}
+    state = {"fixed": fixed, "versions": versions, "stages": updater_states}
+    return tree_map_only(Tensor, Tensor.cpu, state)
 
 
-def join_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a run, from the parts of all ranks.
+def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a run, from those of all ranks.
 
     Returns:
         ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
         weights that are still read; ``stages``, the state of each one's updater.
     """
-    state = reduce(merged, parts)
-    steps_done, model = state["steps_done"], state["fixed"]
-    versions, stages = (
-        [state[key][stage] for stage in sorted(state[key])] for key in ("versions", "stages")
-    )
+    state = reduce(merged, local_states)
+    steps_done = state["steps_done"]
+    versions = [state["versions"][stage] for stage in sorted(state["versions"])]
+    stages = [state["stages"][stage] for stage in sorted(state["stages"])]
+    model = dict(state["fixed"])
     for stage_versions in versions:
-        model = model | stage_versions[steps_done]
+        model |= stage_versions[steps_done]
     return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
 
 
@@ -108,37 +116,39 @@ def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any
     """Merge nested dicts; where both have a value, take that of ``second``."""
     union = dict(first)
     for key, value in second.items():
-        both_mappings = isinstance(value, dict) and isinstance(union.get(key), dict)
-        union[key] = merged(union[key], value) if both_mappings else value
+        if isinstance(value, dict) and isinstance(union.get(key), dict):
+            union[key] = merged(union[key], value)
+        else:
+            union[key] = value
     return union
 
 
 def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
     """Return the versions of stage ``j``: the newest is that of ``updater``, others are copies."""
-    versions = {}
+    versions: dict[int, Weights] = {}
     for version, weights in state["versions"][j].items():
         if version != state["steps_done"]:
-            devices = {name: updater.masters[name].device for name in weights}
-            versions[version] = {
-                name: tensor.to(devices[name], copy=True) for name, tensor in weights.items()
-            }
+            versions[version] = {}
+            for name, tensor in weights.items():
+                versions[version][name] = tensor.to(updater.masters[name].device, copy=True)
     return versions | {state["steps_done"]: updater.newest()}
 
 
 def load_model(
-    state: Mapping[str, Any], stages: Stages, updaters: Sequence[Updater], own: Collection[int]
+    state: Mapping[str, Any],
+    stages: Stages,
+    updaters: Sequence[Updater],
+    updated_stages: Collection[int],
 ) -> None:
-    """Copy the model's tensors from ``state``, except trained weights of stages not ``own``."""
-    skipped_names = {
-        name
-        for stage, updater in enumerate(updaters)
-        if stage not in own
-        for name in updater.masters
-    }
+    """Copy the model's tensors from ``state``; trained weights only of ``updated_stages``."""
+    trained: set[str] = set()
+    skipped_names: set[str] = set()
+    for stage, updater in enumerate(updaters):
+        trained |= updater.masters.keys()
+        if stage not in updated_stages:
+            skipped_names |= updater.masters.keys()
     # A tied weight is loaded once, by the name that its stage has for it.
-    skipped_names |= {
-        *names_of_tied(stages, {name for updater in updaters for name in updater.masters})
-    }
+    skipped_names |= names_of_tied(stages, trained).keys()
     for name, tensor in stages.model.state_dict().items():
         if name not in skipped_names:
             tensor.copy_(state["model"][name])
@@ -157,14 +167,16 @@ def check_state(
     schedule: Schedule,
     updaters: Sequence[Updater],
     model: Mapping[str, Tensor],
-    own: Collection[int],
+    updated_stages: Collection[int],
 ) -> None:
     """Raise UserError if ``schedule`` cannot continue from ``state``.
 
     The state is of other stages, lacks weights that the schedule reads, or differs in form from
-    that of these ``updaters`` and of ``model``, a state_dict. Only ``own`` stages are compared.
+    that of these ``updaters`` and of ``model``, a state_dict. Of the stages only ``updated_stages``
+    are compared in form.
     """
-    if missing := sorted(_KEYS - state.keys()):
+    missing = sorted(_KEYS - state.keys())
+    if missing:
         raise UserError(f"this is not the state of a runtime: it lacks {missing}")
     if not _well_formed(**state):
         raise UserError("this is not the state of a runtime: it is malformed")
@@ -179,17 +191,20 @@ def check_state(
             " partition the model as it was when the state was taken"
         )
     for stage, versions in enumerate(state["versions"]):
-        if lacking := sorted({*schedule.versions(stage, steps_done)} - versions.keys()):
+        lacking = sorted({*schedule.versions(stage, steps_done)} - versions.keys())
+        if lacking:
             raise UserError(
                 f"the schedule reads version {lacking[0]} of stage {stage} at step {steps_done},"
                 " which the state lacks: continue with the schedule (delays, correction) that"
                 " saved it"
             )
-    forms = {"model": state["model"]} | {stage: _of_stage(state, stage) for stage in own}
-    expected_forms = {"model": model} | {
-        stage: _expected(state, stage, updaters[stage]) for stage in own
-    }
-    if fault := difference(forms, expected_forms, "state"):
+    forms: dict[Any, Any] = {"model": state["model"]}
+    expected_forms: dict[Any, Any] = {"model": model}
+    for stage in updated_stages:
+        forms[stage] = {"versions": state["versions"][stage], "stage": state["stages"][stage]}
+        expected_forms[stage] = _expected(state, stage, updaters[stage])
+    fault = difference(forms, expected_forms, "state")
+    if fault:
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
@@ -198,30 +213,28 @@ def check_state(
 
 def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: Any) -> bool:
     """Whether a state has, for each stage, a mapping and weights by the number of the version."""
-    return (
+    if not (
         type(steps_done) is int
-        and all(isinstance(entries, list | tuple) for entries in (versions, stages))
+        and isinstance(versions, list | tuple)
+        and isinstance(stages, list | tuple)
         and len(versions) == len(stages)
         and all(isinstance(entry, dict) for entry in (*versions, *stages))
         and all(versions)
-        and all(
-            type(version) is int and isinstance(weights, dict)
-            for stage_versions in versions
-            for version, weights in stage_versions.items()
-        )
-    )
-
-
-def _of_stage(state: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    return {"versions": state["versions"][stage], "stage": state["stages"][stage]}
+    ):
+        return False
+    for stage_versions in versions:
+        for version, weights in stage_versions.items():
+            if type(version) is not int or not isinstance(weights, dict):
+                return False
+    return True
 
 
 def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[str, Any]:
-    """Return a template of :func:`_of_stage`: its values have the kinds that the state needs."""
-    stage_state, versions = state["stages"][stage], state["versions"][stage]
-    unused, n_skipped, average = (
-        stage_state.get(key) for key in ("unused", "n_skipped", "average")
-    )
+    """Return a template of a stage's state: its values have the kinds that the state needs."""
+    stage_state = state["stages"][stage]
+    unused = stage_state.get("unused")
+    n_skipped = stage_state.get("n_skipped")
+    average = stage_state.get("average")
     unused_is_valid = isinstance(unused, list) and all(name in updater.masters for name in unused)
     updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
     form = updater.form(updated=updated, unused=unused if unused_is_valid else ())
@@ -230,23 +243,23 @@ def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[st
         form["average"] = average  # this run keeps no average, so any will do
     elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
         form["average"] = {"weights": updater.averaged(), "n_updates": 0}
-    return {"versions": dict.fromkeys(versions, updater.newest()), "stage": form}
+    versions = dict.fromkeys(state["versions"][stage], updater.newest())
+    return {"versions": versions, "stage": form}
 
 
-def difference(found: Any, expected: Any, where: str) -> str | None:
-    """Return the first place where ``found`` has another form than ``expected``, or None.
+def difference(tree: Any, expected: Any, name: str) -> str | None:
+    """Return the first place where ``tree`` has another form than ``expected``, or None.
 
     Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
-    values the same type; an int may stand for a float. ``where`` names ``found`` in the answer.
+    values the same type; an int may stand for a float. ``name`` is that of ``tree`` in the answer.
     """
-    found_kinds, expected_kinds = _kinds(found), _kinds(expected)
-    for place in [*expected_kinds, *found_kinds]:
-        kind, expected_kind = (
-            found_kinds.get(place, "missing"),
-            expected_kinds.get(place, "unknown"),
-        )
+    kinds = _kinds(tree)
+    expected_kinds = _kinds(expected)
+    for place in [*expected_kinds, *kinds]:
+        kind = kinds.get(place, "missing")
+        expected_kind = expected_kinds.get(place, "unknown")
         if kind != expected_kind and (kind, expected_kind) != ("of type int", "of type float"):
-            return f"{where}{place} is {kind}, not {expected_kind}"
+            return f"{name}{place} is {kind}, not {expected_kind}"
     return None
 
 

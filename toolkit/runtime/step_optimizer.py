@@ -145,8 +145,10 @@ class StepOptimizer(Optimizer):
 class FollowsSettings:
     """Gives a stage's optimizer what the loop set for each step; stands for its scheduler."""
 
-    def __init__(self, optimizer: Optimizer, known: Mapping[int, Settings]) -> None:
-        self.optimizer, self.known, self.n = optimizer, known, 0
+    def __init__(self, optimizer: Optimizer, settings_of_steps: Mapping[int, Settings]) -> None:
+        self.optimizer = optimizer
+        self.settings_of_steps = settings_of_steps
+        self.n = 0
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self._set()
 
@@ -156,7 +158,7 @@ class FollowsSettings:
         self._set()
 
     def _set(self) -> None:
-        settings = self.known.get(self.n)
+        settings = self.settings_of_steps.get(self.n)
         if settings is not None:
             # A group that was added later has no settings for the steps before.
             for group, options in zip(self.optimizer.param_groups, settings.options, strict=False):
@@ -165,7 +167,7 @@ class FollowsSettings:
 
     def _before_step(self) -> None:
         self._set()
-        settings = self.known.get(self.n)
+        settings = self.settings_of_steps.get(self.n)
         if settings is not None and settings.clip is not None:
             groups = self.optimizer.param_groups
             parameters = [parameter for group in groups for parameter in group["params"]]

@@ -81,14 +81,14 @@ class TrainingState:
         n_skipped = max(updater_state["n_skipped"] for updater_state in state["stages"])
         return cls(
             steps_done,
-            parameter_states,
-            options,
-            versions,
-            averages,
-            n_averaged,
-            n_skipped,
-            dict(settings),
-            frozenset(followed),
+            optimizer=parameter_states,
+            options=options,
+            versions=versions,
+            averages=averages,
+            n_averaged=n_averaged,
+            n_skipped=n_skipped,
+            settings=dict(settings),
+            followed=frozenset(followed),
         )
 
     def of_runtime(
@@ -97,7 +97,8 @@ class TrainingState:
         """Return the state that ``runtime`` loads to continue with the newest ``weights``."""
         step = self.steps_done
         schedule = runtime.schedule_plan.at(step)
-        versions, stages = [], []
+        versions = []
+        stages = []
         for stage, names in enumerate(runtime.trained):
             newest = {name: weights[name] for name in names}
             stage_versions = {step: newest}

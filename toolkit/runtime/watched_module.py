@@ -49,13 +49,14 @@ class Owner(Protocol):
     def before_calling(self) -> None:
         """Bring the newest weights to the model before the script calls its forward."""
 
-    def parameters_by_name(self, own: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
-        """Return ``own()``, the model's named parameters, as the script may have them now."""
+    def parameters_by_name(self, read: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
+        """Return ``read()``, the model's named parameters, as the script may have them now."""
 
     def load_weights(self, load: Callable[[], Any]) -> Any:
         """Call ``load``, which changes the model's weights, and train from these."""
 
 
+# Not an attribute of the model: its state, copies and pickles stay those of the model's own class.
 _owners: WeakKeyDictionary[nn.Module, Owner] = WeakKeyDictionary()
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -83,12 +84,14 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
 
     class Watched(kind):  # type: ignore[valid-type, misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if (owner := _owners.get(self)) is not None:
+            owner = _owners.get(self)
+            if owner is not None:
                 owner.before_calling()
             return super().__call__(*args, **kwargs)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            if (owner := _owners.get(self)) is not None:
+            owner = _owners.get(self)
+            if owner is not None:
                 owner.before_reading()
             return super().state_dict(*args, **kwargs)
 
@@ -100,15 +103,16 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
             return load() if owner is None else owner.load_weights(load)
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            def own_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+            def read() -> Iterator[tuple[str, nn.Parameter]]:
                 return kind.named_parameters(self, *args, **kwargs)
 
             owner = _owners.get(self)
-            return own_parameters() if owner is None else owner.parameters_by_name(own_parameters)
+            return read() if owner is None else owner.parameters_by_name(read)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Copy and pickle as an instance of the model's own class."""
-            if (owner := _owners.get(self)) is not None:
+            owner = _owners.get(self)
+            if owner is not None:
                 owner.before_reading()
             self.__class__ = kind  # type: ignore[assignment]
             try:

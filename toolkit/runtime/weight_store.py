@@ -13,7 +13,7 @@ from toolkit.runtime.message_layout import Layout
 from toolkit.runtime.message_transfer import Messages, Transfer
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.state import load_model, loaded, merged, part_of_stages
+from toolkit.runtime.state import load_model, loaded, merged, state_of_stages
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
@@ -21,14 +21,19 @@ from toolkit.schedule import Action, Buffer, Instruction, Schedule
 class WeightStore:
     """The weights of one rank.
 
+    Weights of stages that it does not update come from other ranks: the versions that are read
+    first as a program begins (:meth:`share`), later ones by messages of the program.
+
+    Args:
+        world: the ranks.
+        stages: the model, partitioned.
+        schedule: the schedule of the next programs.
+        runners: of each stage.
+        loads: whether a state is loaded next, so that the ranks need not agree on first weights.
+
     Attributes:
         updated: stages that this rank updates.
         versions: ``[stage][version]``, the weights of those stages that are still read.
-
-    Weights of the other stages come from other ranks: the versions that are read first as a program
-    begins (:meth:`share`), later ones by messages of the program.
-
-    With ``loads`` a state is loaded next, so the ranks need not agree on first weights.
     """
 
     def __init__(
@@ -44,14 +49,16 @@ class WeightStore:
         self.stages = stages
         self.schedule = schedule
         self.runners = runners
-        self._updaters, all_stages = _updaters(schedule), range(len(runners))
+        self._updaters = _updaters(schedule)
+        all_stages = range(len(runners))
         self._layouts = [Layout.of(self._state(stage)) for stage in all_stages]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         # All ranks start with the weights of rank 0, unless a state is loaded next.
-        for stage, layout in enumerate(() if loads else self._layouts):
-            received = self._broadcast(layout, 0, self._state(stage))
-            for name, tensor in self._state(stage).items():
-                tensor.copy_(received[name])
+        if not loads:
+            for stage, layout in enumerate(self._layouts):
+                received = self._broadcast(layout, 0, self._state(stage))
+                for name, tensor in self._state(stage).items():
+                    tensor.copy_(received[name])
         self.updated = [stage for stage in all_stages if world.rank in self._updaters[stage]]
         self.versions = {stage: {0: runners[stage].newest()} for stage in self.updated}
         for stage in self.updated:
@@ -63,21 +70,20 @@ class WeightStore:
         for stage, runner in enumerate(self.runners):
             if stage not in self.versions:
                 for master in runner.masters.values():
-                    master.data = torch.empty(0, dtype=master.dtype, device=master.device)
+                    master.data = master.data.new_empty(0)
 
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
-        """Return the weights by (stage, version) held as a program begins at ``step``.
+        """Return the weights with which a program begins at ``step``, by (stage, version).
 
         Every rank calls it. Ranks that lack a version pass it on from one to the next, so the owner
         sends it only once.
         """
         self.forget()
         rank = self.world.rank
-        held_weights: dict[tuple, Weights] = {
-            (stage, version): weights
-            for stage, versions in self.versions.items()
-            for version, weights in versions.items()
-        }
+        first_weights: dict[tuple, Weights] = {}
+        for stage, versions in self.versions.items():
+            for version, weights in versions.items():
+                first_weights[stage, version] = weights
         sends = []
         for stage, owner in enumerate(self.schedule.owners):
             chain = handed_on(owner, {*self.schedule.first_holders(stage)} - self._updaters[stage])
@@ -89,18 +95,19 @@ class WeightStore:
                 # All ranks wait in the order of stages and versions: so none deadlocks.
                 if chain_index > 0:
                     receive = Instruction(0, Action.RECV, *message, (chain[chain_index - 1],))
-                    self._await(receive, step, incoming := messages.receive(receive))
-                    held_weights[stage, version] = cast(
-                        Weights, messages.received(receive, incoming)
-                    )
+                    incoming = messages.receive(receive)
+                    self._await(receive, step, incoming)
+                    received = messages.received(receive, incoming)
+                    first_weights[stage, version] = cast(Weights, received)
                 if chain_index + 1 < len(chain):
                     send = Instruction(0, Action.SEND, *message, (chain[chain_index + 1],))
-                    sends.append((send, messages.send(send, held_weights[stage, version])))
+                    outgoing = messages.send(send, first_weights[stage, version])
                     # Begin now and wait at the end: the next rank of the chain waits for it.
-                    sends[-1][1].begin()
+                    outgoing.begin()
+                    sends.append((send, outgoing))
         for send, transfer in sends:
             self._await(send, step, transfer)
-        return held_weights
+        return first_weights
 
     def _await(self, i: Instruction, step: int, transfer: Transfer) -> None:
         with self.world.watch.waiting(i, i.peers, step):
@@ -136,9 +143,10 @@ class WeightStore:
     def allocate(self) -> None:
         """Make memory for the weights of stages that this rank does not update."""
         for stage, runner in enumerate(self.runners):
-            shapes = {tensor.place: tensor.shape for tensor in self._layouts[stage].parts}
-            for name, master in runner.masters.items() if stage not in self.versions else ():
-                master.data = torch.empty(shapes[name], dtype=master.dtype, device=master.device)
+            if stage not in self.versions:
+                shapes = {tensor.place: tensor.shape for tensor in self._layouts[stage].tensors}
+                for name, master in runner.masters.items():
+                    master.data = master.data.new_empty(shapes[name])
 
     def averages(self) -> Weights:
         """Return the averages of all stages' weights, from their owners."""
@@ -149,7 +157,9 @@ class WeightStore:
                 averages |= self._broadcast(self._averaged[stage], owner, runner.averages)
         return averages
 
-    def handed_over(self, schedule_plan: Schedule, part: Mapping[str, Any]) -> dict[str, Any]:
+    def handed_over(
+        self, schedule_plan: Schedule, local_state: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the state from which this rank can go over to the next schedule of a plan.
 
         A rank that will update a stage gets that stage's state, unless it updates it now. Every
@@ -157,26 +167,26 @@ class WeightStore:
 
         Args:
             schedule_plan: schedules of the same ranks.
-            part: the state of the stages that this rank updates, as of :func:`local_state_of`.
+            local_state: that of the stages that this rank updates; see :func:`local_state_of`.
         """
-        state, step = part, part["steps_done"]
-        next_updaters, stages_of = _updaters(schedule_plan.at(step)), defaultdict(list)
+        state = local_state
+        step = local_state["steps_done"]
+        next_updaters = _updaters(schedule_plan.at(step))
+        stages_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         # Stages with the same chain of ranks travel together, so each chain is one relay.
         for stage, owner in enumerate(self.schedule.owners):
-            stages_of[handed_on(owner, next_updaters[stage] - self._updaters[stage])].append(stage)
+            chain = handed_on(owner, next_updaters[stage] - self._updaters[stage])
+            stages_of[chain].append(stage)
         for chain, stages in stages_of.items():
             if self.world.rank in chain:
                 sent_state = None
                 if self.world.rank == chain[0]:
                     versions_read = {stage: schedule_plan.versions(stage, step) for stage in stages}
-                    sent_state = part_of_stages(part, self.stages, versions_read)
+                    sent_state = state_of_stages(local_state, self.stages, versions_read)
                 state = merged(state, self.world.relay(sent_state, chain))
-        newest = {
-            name: tensor
-            for versions in state["versions"].values()
-            for name, tensor in versions[step].items()
-        }
-        model = self.stages.model.state_dict() | state["fixed"] | newest
+        model = self.stages.model.state_dict() | state["fixed"]
+        for versions in state["versions"].values():
+            model |= versions[step]
         return {**state, "model": model}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -189,9 +199,8 @@ class WeightStore:
     def _state(self, j: int) -> dict[str, Tensor]:
         """Return the newest weights of a stage, its frozen weights, and its buffers."""
         stage = self.runners[j].stage
-        return {name: parameter.data for name, parameter in stage.named_parameters()} | dict(
-            stage.named_buffers()
-        )
+        weights = {name: parameter.data for name, parameter in stage.named_parameters()}
+        return weights | dict(stage.named_buffers())
 
     def _broadcast(self, layout: Layout, root: int, tensors: Mapping) -> dict:
         """Return ``tensors`` of ``root`` on every rank, each in memory of its own.
@@ -211,12 +220,12 @@ class WeightStore:
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
     """Return the ranks that update each stage."""
-    program, ranks = schedule.lower(1), range(schedule.n_ranks)
-    updated_stages = [program.updated(rank) for rank in ranks]
-    return [
-        {rank for rank in ranks if stage in updated_stages[rank]}
-        for stage in range(schedule.n_stages)
-    ]
+    program = schedule.lower(1)
+    updaters: list[set[int]] = [set() for _ in range(schedule.n_stages)]
+    for rank in range(schedule.n_ranks):
+        for stage in program.updated(rank):
+            updaters[stage].add(rank)
+    return updaters
 
 
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, end: int) -> None:
         self._device = device
         self._end = end
-        self._found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        self._seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
 
     def now(self) -> float:
         """Return the time, in seconds."""
@@ -53,7 +53,7 @@ class Stopwatch:
     def add(self, i: Instruction, seconds: float) -> None:
         """Take the ``seconds`` of an instruction, if it is to be timed."""
         if self._times(i):
-            self._found[i.stage, _LETTERS[i.action]].append(seconds)
+            self._seconds[i.stage, _LETTERS[i.action]].append(seconds)
 
     def _times(self, i: Instruction) -> bool:
         return i.action <= Action.UPDATE and i.step is not None and i.step < self._end
@@ -63,7 +63,7 @@ class Stopwatch:
 
     def medians(self) -> Seconds:
         """Return the median seconds of what was timed."""
-        return {key: median(seconds) for key, seconds in self._found.items()}
+        return {key: median(seconds) for key, seconds in self._seconds.items()}
 
 
 def running_costs(
@@ -80,9 +80,9 @@ def running_costs(
     """
     seconds_of_ranks: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for rank_seconds in measured:
-        for key, seconds in rank_seconds.items():
-            seconds_of_ranks[key].append(seconds)
-    median_seconds = {key: median(seconds) for key, seconds in seconds_of_ranks.items()}
+        for op, seconds in rank_seconds.items():
+            seconds_of_ranks[op].append(seconds)
+    median_seconds = {op: median(seconds) for op, seconds in seconds_of_ranks.items()}
     costs = []
     for stage, weights in enumerate(layouts.weights):
         inputs = layouts.activation_gradients[stage].n_bytes
@@ -102,13 +102,10 @@ def running_costs(
         for (stage, letter), seconds in median_seconds.items()
         if letter == "U" and seconds > 0 and costs[stage].parameter_bytes
     ]
-    speeds = [
-        median(
-            [median_seconds[key] / seconds for key, seconds in rank_seconds.items() if seconds > 0]
-            or [1.0]
-        )
-        for rank_seconds in measured
-    ]
+    speeds = []
+    for rank_seconds in measured:
+        ratios = [median_seconds[op] / t for op, t in rank_seconds.items() if t > 0]
+        speeds.append(median(ratios or [1.0]))
     memory = median(rates) if rates else inf
     return tuple(costs), Hardware("measured", inf, memory, bandwidth, latency, speeds=speeds)
 
@@ -130,14 +127,13 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
     if world.size == 1:
         return 0.0, inf
     size = round(min(max(n_bytes, _LEAST), _MOST))
-    ahead, behind = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    ahead = (world.rank + 1) % world.size
+    behind = (world.rank - 1) % world.size
 
     def exchange(message_bytes: int, times: int) -> float:
         """Return the least seconds of a message, without the first."""
-        sent, received = (
-            torch.zeros(message_bytes, dtype=torch.uint8, device=world.message_device)
-            for _ in range(2)
-        )
+        sent = torch.zeros(message_bytes, dtype=torch.uint8, device=world.message_device)
+        received = torch.zeros_like(sent)
         durations = []
         for _ in range(1 + times):
             start = time.perf_counter()
@@ -155,7 +151,8 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
         return min(durations[1:])
 
     with world.watch.waiting("a measurement of links", [ahead, behind]):
-        small, large = exchange(1, 3), exchange(size, 2)
+        small = exchange(1, 3)
+        large = exchange(size, 2)
     rank_times = world.gather((small, large))
     latency = median(small for small, _ in rank_times)
     slowest = max(large for _, large in rank_times)
