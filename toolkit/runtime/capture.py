@@ -126,10 +126,13 @@ class _CapturedStep:
     """One kind of step, recorded.
 
     Attributes:
-        inputs, targets: memory that a step's batch is copied to.
+        inputs: memory that the inputs of a step are copied to.
+        targets: likewise, of its targets.
         outputs: what the last stage returns.
+        replay_forward: sets ``outputs``.
         gradients: losses and gradients of outputs, in memory that the backward reads.
         replay_losses: sets ``gradients``; None if the loss has to be called each time.
+        replay_backward: sets the sums of gradients.
         names: for each stage, the names of the sums that the backward leaves.
         last_step: number of steps before its last use.
     """
@@ -154,7 +157,8 @@ class StepCapture:
         recorder: records them.
 
     Attributes:
-        n_replayed, n_computed: training steps so far, of both kinds.
+        n_replayed: training steps that were replayed.
+        n_computed: the others.
     """
 
     grouped_pass: GroupedPass
@@ -206,18 +210,18 @@ class StepCapture:
 
     def _key(self, reads: StepReads, inputs: Values, targets: Tensor) -> Hashable:
         """Return what must be the same for two steps to launch the same operations."""
-        of_reads = [
-            _key_of_read(read, reads.step, newest)
-            for stage_reads, newest in zip(reads.stages, reads.newest, strict=True)
-            for read in stage_reads
-        ]
+        key_of_reads = []
+        for stage_reads, newest in zip(reads.stages, reads.newest, strict=True):
+            key_of_reads += [_key_of_read(read, reads.step, newest) for read in stage_reads]
         shapes = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (*inputs, targets)]
-        constants = [
-            tensor.data_ptr() for runner in self.grouped_pass.runners for tensor in runner.constants
-        ]
-        form = self.grouped_pass.losses.in_one_call()
-        loss_options = None if form is None else form[1]
-        return tuple(of_reads), tuple(shapes), tuple(constants), loss_options
+        constant_addresses: list[int] = []
+        for runner in self.grouped_pass.runners:
+            constant_addresses += [tensor.data_ptr() for tensor in runner.constants]
+        losses_in_one_call = self.grouped_pass.losses.in_one_call()
+        loss_options = None
+        if losses_in_one_call is not None:
+            _, loss_options = losses_in_one_call
+        return tuple(key_of_reads), tuple(shapes), tuple(constant_addresses), loss_options
 
     def _may_capture(self, key: Hashable) -> bool:
         """Whether to record a kind of step.
@@ -271,29 +275,31 @@ class StepCapture:
 
     def _capture(self, reads: StepReads, inputs: Values, targets: Tensor) -> _CapturedStep:
         grouped_pass = self.grouped_pass
-        own_inputs = tuple(tensor.clone() for tensor in inputs)
-        own_targets = targets.clone()
+        # The recording reads this memory; each step copies its batch there.
+        input_memory = tuple(tensor.clone() for tensor in inputs)
+        target_memory = targets.clone()
         forward, replay_forward = self.recorder.record(
-            lambda: grouped_pass.forward(reads, own_inputs)
+            lambda: grouped_pass.forward(reads, input_memory)
         )
         replay_losses: Replay | None = None
         if grouped_pass.losses.in_one_call():
             gradients, replay_losses = self.recorder.record(
-                lambda: grouped_pass.loss_gradients(forward.outputs, own_targets)
+                lambda: grouped_pass.loss_gradients(forward.outputs, target_memory)
             )
         else:
             # A recording runs nothing, and the loss may read the outputs.
             replay_forward()
-            gradients = grouped_pass.loss_gradients(forward.outputs, own_targets)
+            gradients = grouped_pass.loss_gradients(forward.outputs, target_memory)
         names, replay_backward = self.recorder.record(
             lambda: self._backward(forward, reads, gradients)
         )
+        # Where the loss is called each time, the forward has run, and its losses are there.
         if replay_losses is not None:
             replay_forward()
             replay_losses()
         return _CapturedStep(
-            inputs=own_inputs,
-            targets=own_targets,
+            inputs=input_memory,
+            targets=target_memory,
             outputs=tuple(output.detach() for output in forward.outputs),
             replay_forward=replay_forward,
             gradients=gradients,
@@ -341,7 +347,8 @@ class StepCapture:
                 torch._foreach_copy_(copies, sums)
             totals.append(GradientSum(dict(zip(names, copies, strict=True))))
         counts = captured.gradients.counts
-        counts = None if counts is None else counts.clone()
+        if counts is not None:
+            counts = counts.clone()
         add_counts(totals, counts)
         losses = captured.gradients.losses.clone()
         outputs = captured.outputs[0].clone()

@@ -114,7 +114,7 @@ def all_losses(loss: Loss) -> tuple[AllLosses, tuple[Any, ...]] | None:
     """
     options: dict[str, Any] = {}
     while isinstance(loss, partial) and not loss.args:
-        options = loss.keywords | options
+        options = loss.keywords | options  # those of the outer partial count
         loss = loss.func
     marked, of_all = getattr(loss, _ATTRIBUTE, (None, None))
     if marked is not loss:

@@ -24,12 +24,20 @@ _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One setting of the paper under one rule (DP, CDP-v1 or CDP-v2), measured."""
+    """One setting of the paper under one rule, measured.
+
+    Attributes:
+        setting: name of the setting.
+        rule: DP, CDP-v1 or CDP-v2.
+        measured: in the units of :class:`toolkit.schedule.steady_state.Footprint`.
+        differences: (counted, measured) of what differs, by name.
+        measurements: those of all ranks.
+    """
 
     setting: str
     rule: str
-    measured: dict[str, Fraction]  # in the units of schedule.steady_state.Footprint
-    differences: dict[str, tuple[Any, Any]]  # (counted, measured), or cells that differ
+    measured: dict[str, Fraction]
+    differences: dict[str, tuple[Any, Any]]
     measurements: Measurements
 
 
@@ -56,7 +64,8 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
         for rule in RULES:
             report(f"{setting}, {rule}")
             schedule = make(rule, n)
-            if (part_world := world.part(schedule.n_ranks)) is not None:
+            part_world = world.part(schedule.n_ranks)
+            if part_world is not None:
                 n_steps = 2 * settled_steps(schedule) + 1
                 runtime = Distributed(
                     equal_stages(n, width, batch),
@@ -77,41 +86,47 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
 
 
 def measured_and_predicted(
-    found: Measurements, n: int, width: int, batch: int
+    measurements: Measurements, n: int, width: int, batch: int
 ) -> tuple[Timeline, Timeline]:
     """Return the measured timeline, and the simulation with the measured durations."""
-    timeline = found.timeline()
+    timeline = measurements.timeline()
     example = torch.empty(batch, width, device="meta")
     costs = profile(equal_stages(n, width, batch), example)
-    return timeline, predict_calibrated(timeline, found.schedule, costs)
+    return timeline, predict_calibrated(timeline, measurements.schedule, costs)
 
 
 def equal_stages(n: int, width: int, batch: int) -> Stages:
     """Return ``n`` stages with ``width * width`` parameters each."""
-    layers = [layer for _ in range(n) for layer in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    layers: list[nn.Module] = []
+    for _ in range(n):
+        layers += [nn.Linear(width, width, bias=False), nn.Tanh()]
     names = [str(2 * stage) for stage in range(1, n)]
     return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names, check=False)
 
 
-def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
+def make_row(
+    setting: str, rule: str, measurements: Measurements, width: int, batch: int
+) -> MeasuredRow:
     """Compare measurements with the count; see :func:`measure`."""
-    schedule = found.schedule
+    schedule = measurements.schedule
     item_bytes = torch.get_default_dtype().itemsize
     stage_bytes = item_bytes * width * width  # bytes of its parameters
-    measured = _footprint(found, stage_bytes, item_bytes * width * batch)
+    measured = _footprint(measurements, stage_bytes, item_bytes * width * batch)
     counted = asdict(footprint(schedule))
-    differences: dict[str, tuple[Any, Any]] = {
-        name: (counted[name], value) for name, value in measured.items() if value != counted[name]
-    }
-    traffic = schedule.lower(2 * settled_steps(schedule) + 1).traffic()
-    cells = sum(
-        (expected.messages, expected.units * stage_bytes) != sent
-        for slots in zip(traffic, found.sent(*_PARAMETERS), strict=True)
-        for expected, sent in zip(*slots, strict=True)
-    )
-    if cells:
-        differences["messages and bytes by slot and rank"] = (0, cells)
-    return MeasuredRow(setting, rule, measured, differences, found)
+    differences: dict[str, tuple[Any, Any]] = {}
+    for name, value in measured.items():
+        if value != counted[name]:
+            differences[name] = (counted[name], value)
+
+    # Compare what each rank sends in each slot.
+    expected_traffic = schedule.lower(2 * settled_steps(schedule) + 1).traffic()
+    n_different = 0
+    for expected_slot, slot in zip(expected_traffic, measurements.sent(*_PARAMETERS), strict=True):
+        for expected, sent in zip(expected_slot, slot, strict=True):
+            n_different += (expected.messages, expected.units * stage_bytes) != sent
+    if n_different:
+        differences["messages and bytes by slot and rank"] = (0, n_different)
+    return MeasuredRow(setting, rule, measured, differences, measurements)
 
 
 def _footprint(
@@ -122,31 +137,32 @@ def _footprint(
     ``stage_bytes`` are the bytes of a stage's parameters; ``activation_bytes``, those that it keeps
     of a micro-batch.
     """
-    schedule, ranks = measurements.schedule, len(measurements.records)
+    schedule = measurements.schedule
+    n_ranks = len(measurements.records)
     settled = settled_steps(schedule)
     slots = steady_slots(schedule, settled)
-    stage_share = Fraction(1, schedule.n_stages)
+
+    # Bytes of a model, of which each stage is an equal share.
+    model_bytes = stage_bytes * schedule.n_stages
+    model_activation_bytes = activation_bytes * schedule.n_stages
+
     activations = [rank_activations[slots] for rank_activations in measurements.activations()]
+    total_activations = map(sum, zip(*activations, strict=True))
     sent = measurements.sent(*_PARAMETERS)[slots]
-    messages = [
-        (traffic_of(event.instruction, record.rank), event.bytes)
-        for record in measurements.records
-        for event in record.events
-        if belongs_to(event.instruction, settled)
-    ]
+    n_messages = 0
+    sent_bytes = Fraction(0)
+    for record in measurements.records:
+        for event in record.events:
+            if belongs_to(event.instruction, settled):
+                traffic = traffic_of(event.instruction, record.rank)
+                n_messages += traffic.messages
+                sent_bytes += traffic.units * event.bytes
     return {
-        "ranks": Fraction(ranks),
-        "activations": Fraction(max(map(max, activations)), activation_bytes) * stage_share,
-        "total_activations": Fraction(
-            max(map(sum, zip(*activations, strict=True))), activation_bytes
-        )
-        * stage_share,
-        "weights": Fraction(max(measurements.peak_weights()), stage_bytes) * stage_share,
-        "traffic": sum(traffic.units * n_bytes for traffic, n_bytes in messages)
-        / Fraction(stage_bytes * ranks)
-        * stage_share,
-        "messages": Fraction(sum(traffic.messages for traffic, _ in messages), ranks),
-        "traffic_in_slot": max(cell.units for slot in sent for cell in slot)
-        / stage_bytes
-        * stage_share,
+        "ranks": Fraction(n_ranks),
+        "activations": Fraction(max(map(max, activations)), model_activation_bytes),
+        "total_activations": Fraction(max(total_activations), model_activation_bytes),
+        "weights": Fraction(max(measurements.peak_weights()), model_bytes),
+        "traffic": sent_bytes / (model_bytes * n_ranks),
+        "messages": Fraction(n_messages, n_ranks),
+        "traffic_in_slot": max(max(cell.units for cell in slot) for slot in sent) / model_bytes,
     }
