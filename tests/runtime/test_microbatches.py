@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import quick
 from toolkit.errors import UserError
 from toolkit.runtime.losses import LossValue
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, _taken
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, _selected
 
 CPU = torch.device("cpu")
 ROWS = torch.zeros(6)
@@ -224,4 +224,4 @@ class Moving:
 @pytest.mark.parametrize(("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)])
 def test_only_a_gpu_copies_asynchronously(name, ahead):
     device = None if name is None else torch.device(name)
-    assert _taken(Moving(), 1, [0], device) == (device, ahead)
+    assert _selected(Moving(), 1, [0], device) == (device, ahead)

@@ -1,6 +1,12 @@
 """Order "grouped": the schedule's trajectory at nearly the speed of plain training.
 
-At each stage, the micro-batches that read the same weight version run as one batch.
+At each stage, the micro-batches that read the same weight version run as one batch. CDP-v2 with
+four stages and micro-batches::
+
+    stage 0   [0 1 2] [3]      micro-batch 3 reads the newest version, the others the one before
+    stage 1   [0 1] [2 3]      groups change: the batches are cut and joined again
+    stage 2   [0] [1 2 3]
+    stage 3   [0 1 2 3]        all read the newest version
 """
 
 from collections import defaultdict
@@ -222,18 +228,25 @@ class Grouped:
             yield replace(self._step(current_step, versions, *share), delays=delays)
 
     def _step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
+        # 1. The gradients of all stages, summed over the micro-batches.
         reads = self._reads(step, versions, self.schedule.version)
         if self.capture is None:
             result, totals = self._gradients(reads, inputs, targets)
         else:
             result, totals = self.capture.gradients(reads, inputs, targets, self._gradients)
         del reads  # it would keep versions that nothing reads any more
+
+        # 2. The memory of the next versions: that of versions that end, or new memory.
         self._end_versions(versions, step)
+
+        # 3. What concerns all stages at once, in as few operations as possible.
         n_microbatches = self.schedule.n_microbatches
         norms = gradient_norms(self.runners, totals)
         for runner in self.runners:  # averages begin with the statistics before the first update
             runner.begin_average()
         advance_statistics(self.runners, totals, n_microbatches)
+
+        # 4. The update of each stage makes the next version.
         for runner, stage_versions, total, norm in zip(
             self.runners, versions, totals, norms, strict=True
         ):

@@ -62,7 +62,7 @@ class GradientSum:
     """Gradients of a stage's weights and statistics of its norms, summed over micro-batches.
 
     If the loss is counted, so are the counts, under the name ``COUNT``. It adds in place to the
-    first tensors that it is given.
+    first tensors that it is given, so these must not be used elsewhere.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
@@ -224,6 +224,7 @@ class Updater:
         ``keep_old``: the version before is still read.
         """
         total.divide_by_count(self.masters)
+        # Before the weights change: the average begins with those before the first update.
         self.begin_average()
         # The optimizer works in place. Micro-batches between forward and backward still use the old
         # version, so it must keep its memory.
