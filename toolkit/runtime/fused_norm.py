@@ -81,10 +81,10 @@ def backward_formula(
     product_sum = (gradients * normalised).sum(dims, keepdim=True)
     factor = reciprocal if weight is None else reciprocal * _by_channel(weight, reciprocal)
     inner = gradients - gradient_sum / n_values - normalised * (product_sum / n_values)
-    of_x = (inner * factor).to(x.dtype).flatten(0, 1)
-    of_weight = product_sum.sum(0).flatten()
-    of_bias = gradient_sum.sum(0).flatten()
-    return of_x, of_weight, of_bias
+    x_gradient = (inner * factor).to(x.dtype).flatten(0, 1)
+    weight_gradient = product_sum.sum(0).flatten()
+    bias_gradient = gradient_sum.sum(0).flatten()
+    return x_gradient, weight_gradient, bias_gradient
 
 
 def check_values(x: Tensor, n_microbatches: int) -> None:
@@ -163,8 +163,8 @@ def _(
 def _(
     gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, reciprocal: Tensor
 ) -> Gradients:
-    of_channels = mean.new_empty(x.shape[1])
-    return torch.empty_like(x), of_channels, torch.empty_like(of_channels)
+    weight_gradient = mean.new_empty(x.shape[1])
+    return torch.empty_like(x), weight_gradient, torch.empty_like(weight_gradient)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
@@ -180,15 +180,14 @@ def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor 
     if gradient is None:  # y is not used
         return None, None, None, None, None
     x, weight, mean, reciprocal = ctx.saved_tensors
-    of_x, of_weight, of_bias = microbatch_norm_backward(gradient, x, weight, mean, reciprocal)
-    weight_type, bias_type = ctx.types
-    return (
-        of_x,
-        None if weight_type is None else of_weight.to(weight_type),
-        None if bias_type is None else of_bias.to(bias_type),
-        None,
-        None,
+    x_gradient, *parameter_gradients = microbatch_norm_backward(
+        gradient, x, weight, mean, reciprocal
     )
+    # Of weight and bias, which may be absent; the formula computes in 32 bits or more.
+    converted = []
+    for parameter_gradient, dtype in zip(parameter_gradients, ctx.types, strict=True):
+        converted.append(None if dtype is None else parameter_gradient.to(dtype))
+    return x_gradient, *converted, None, None
 
 
 microbatch_norm.register_autograd(_differentiate, setup_context=_save)

@@ -17,13 +17,13 @@ Options = dict[str, Any]
 """The options of a parameter group, without its parameters."""
 
 _COUPLING_STEPS = 10  # Prodigy's first steps are the same, whatever the parameters
-_OF_LISTS = ("params", "param_names")  # keys of a group that list its parameters
-_OF_THE_ORIGINAL = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
+_PARAMETER_KEYS = ("params", "param_names")  # of a group: they list its parameters
+_SCHEDULER_KEYS = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
     """Return a parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key not in _OF_LISTS}
+    return {key: value for key, value in group.items() if key not in _PARAMETER_KEYS}
 
 
 class StageOptimizers:
@@ -253,7 +253,7 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
 def _copy_attributes(original: Optimizer, twin: Optimizer) -> None:
     """Add what ``copy.copy`` of an optimizer leaves out: torch copies only groups and state."""
     for name, value in vars(original).items():
-        if name not in vars(twin) and name not in _OF_THE_ORIGINAL:
+        if name not in vars(twin) and name not in _SCHEDULER_KEYS:
             vars(twin)[name] = value
 
 
