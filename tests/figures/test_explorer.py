@@ -177,7 +177,7 @@ def test_a_model_on_a_machine_is_drawn_in_seconds_and_bytes():
     assert {round(cell.end - cell.start, 2) for cell in dp.cells} == {1, 3}
     assert len(dp.cells) == 2 * 32
     assert dp.end == pytest.approx(2 * found[1][1].step_time)
-    assert max(value for _, value in dp.charts[0].curve) == found[1][1].peak_memory()
+    assert max(value for _, value in dp.memory.curve) == found[1][1].peak_memory()
     assert (dp.axis, [*dp.ticks(10)][:2]) == ((1.0, "s"), [(0, "0"), (5, "5")])
     said = verdict(*found, in_slots=False)
     for part in (

@@ -11,11 +11,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from toolkit.cost import Timeline
 from toolkit.figures.explorer.inspection import Analysis, texts, waits
 from toolkit.figures.explorer.picture import Curve, Picture, Placed, in_seconds, in_slots
+from toolkit.schedule import Instruction
 from toolkit.schedule.grid import rows
 
 # Pixels
-_WIDE, _NARROW = 740.0, 340.0  # for the slots, of one drawing and of two side by side
-_ONE_DIGIT, _TWO_DIGITS, _LARGEST = 8.0, 13.0, 36.0  # of a cell: at least, and at most
+_WIDE = 740.0  # for the slots of one drawing
+_NARROW = 340.0  # for those of two side by side
+_ONE_DIGIT = 8.0  # of a cell at least
+_TWO_DIGITS = 13.0
+_LARGEST = 36.0  # of a cell at most
 _CURVE = 62.0  # of the largest value in a chart
 
 
@@ -42,35 +46,42 @@ class Frame(NamedTuple):
     sent: float
 
 
-def frame_of(shown: Sequence[Picture]) -> Frame:
+def frame_of(pictures: Sequence[Picture]) -> Frame:
     """Return the common frame of drawings side by side; an empty frame without drawings."""
-    if not shown:
-        return Frame(0.0, 1.0, 1.0, 0, 0.0, 0.0)
-    end = max(picture.end for picture in shown)
-    width = _WIDE if len(shown) == 1 else _NARROW
-    two_digits = max(picture.analysis.schedule.n_stages for picture in shown) > 10
-    min_cell = _TWO_DIGITS if two_digits else _ONE_DIGIT
-    cell_length = min(
-        median(placed.end - placed.start for placed in picture.cells) for picture in shown
-    )
-    is_in_slots = shown[0].in_slots
-    scale = width / (end + 1) if is_in_slots else width / end
-    max_cell = _LARGEST if is_in_slots else 3 * width / end * cell_length
+    if not pictures:
+        return Frame(end=0.0, scale=1.0, cell=1.0, rows=0, memory=0.0, sent=0.0)
+    end = max(picture.end for picture in pictures)
+    width = _WIDE if len(pictures) == 1 else _NARROW
+    cell_length = min(map(_median_cell, pictures))
+    if pictures[0].in_slots:
+        scale = width / (end + 1)
+        max_cell = _LARGEST
+    else:
+        scale = width / end
+        max_cell = 3 * scale * cell_length
+    n_stages = max(picture.analysis.schedule.n_stages for picture in pictures)
+    min_cell = _TWO_DIGITS if n_stages > 10 else _ONE_DIGIT
     cell_width = min(max_cell, max(min_cell, scale * cell_length))
-    chart_tops = [
-        max(max(chart.level, *(value for _, value in chart.curve)) for chart in charts_of_kind)
-        for charts_of_kind in zip(*(picture.charts for picture in shown), strict=True)
-    ]
-    n_rows = max(picture.n_rows for picture in shown)
-    return Frame(end, cell_width / cell_length, cell_width, n_rows, chart_tops[0], chart_tops[1])
+    return Frame(
+        end=end,
+        scale=cell_width / cell_length,
+        cell=cell_width,
+        rows=max(picture.n_rows for picture in pictures),
+        memory=max(picture.memory.top for picture in pictures),
+        sent=max(picture.traffic.top for picture in pictures),
+    )
 
 
-def pictures_of(shown: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool) -> list[Picture]:
+def _median_cell(picture: Picture) -> float:
+    """Return the length of an op, in slots or seconds."""
+    return median(placed.end - placed.start for placed in picture.cells)
+
+
+def pictures_of(results: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool) -> list[Picture]:
     """Return the pictures of schedules, over slots or over seconds."""
-    return [
-        in_slots(analysis) if by_slots else in_seconds(analysis, timeline)
-        for analysis, timeline in shown
-    ]
+    if by_slots:
+        return [in_slots(analysis) for analysis, _ in results]
+    return [in_seconds(analysis, timeline) for analysis, timeline in results]
 
 
 def pane(analysis: Analysis, timeline: Timeline, picture: Picture, frame: Frame) -> str:
@@ -85,27 +96,37 @@ def draw(picture: Picture, frame: Frame) -> str:
     schedule = picture.analysis.schedule
     row_name, n_rows = rows(schedule.layout)
     by_row: list[list[Placed]] = [[] for _ in range(n_rows)]
-    numbers: dict[Any, int] = {}
+    numbers: dict[Instruction, int] = {}
     for cell in sorted(picture.cells, key=lambda cell: cell.start):
         by_row[cell.row].append(cell)
         numbers[cell.instruction] = len(numbers)
-    awaited_numbers = {
-        instruction: " ".join(
-            str(numbers[awaited]) for awaited in awaited_ops if awaited in numbers
-        )
-        for instruction, awaited_ops in waits(picture.program).items()
-    }
-    height = 22.0 if frame.rows <= 12 else 16.0 if frame.rows <= 32 else 12.0
+    awaited_numbers = {}
+    for instruction, awaited_ops in waits(picture.program).items():
+        drawn_ops = [awaited for awaited in awaited_ops if awaited in numbers]
+        awaited_numbers[instruction] = " ".join(str(numbers[awaited]) for awaited in drawn_ops)
+    height = 22.0
+    if frame.rows > 12:
+        height = 16.0
+    if frame.rows > 32:
+        height = 12.0
     digit_width = 0.85 if schedule.n_stages <= 10 else 0.66  # of a cell
-    font_size = min(12.0, height - 4, frame.cell * digit_width)
     charts = []
-    for chart, top in zip(picture.charts, (frame.memory, frame.sent), strict=True):
+    for chart, top in ((picture.memory, frame.memory), (picture.traffic, frame.sent)):
         scale = _CURVE / (top or 1.0)
         path = steps(chart.curve, picture.end, frame.scale, scale)
         charts.append({**chart._asdict(), "level": chart.level * scale, "path": path})
-    hover = texts(picture.program)
-    drawing_arguments = picture, frame, row_name, by_row, numbers, awaited_numbers
-    return HTML.drawing(*drawing_arguments, hover, height, font_size, charts)
+    return HTML.drawing(
+        picture,
+        frame,
+        row_name,
+        rows=by_row,
+        numbers=numbers,
+        before=awaited_numbers,
+        hover=texts(picture.program),
+        height=height,
+        font=min(12.0, height - 4, frame.cell * digit_width),
+        charts=charts,
+    )
 
 
 def steps(curve: Curve, end: float, width: float, scale: float) -> str:
@@ -117,9 +138,8 @@ def steps(curve: Curve, end: float, width: float, scale: float) -> str:
         width: pixels of a unit of time.
         scale: pixels of a unit of the values.
     """
+    path = "M0 0"
     end_times = [time for time, _ in curve[1:]] + [end]
-    segments = (
-        f"V{-value * scale:.5g}H{end_time * width:.5g}"
-        for (_, value), end_time in zip(curve, end_times, strict=True)
-    )
-    return f"M0 0{''.join(segments)}V0Z"
+    for (_, value), end_time in zip(curve, end_times, strict=True):
+        path += f"V{-value * scale:.5g}H{end_time * width:.5g}"
+    return f"{path}V0Z"

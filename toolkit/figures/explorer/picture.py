@@ -37,6 +37,11 @@ class Chart(NamedTuple):
     level: float
     label: str
 
+    @property
+    def top(self) -> float:
+        """The largest value of the curve, or the level."""
+        return max(self.level, *(value for _, value in self.curve))
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -45,7 +50,8 @@ class Picture:
     analysis: Analysis
     program: Program
     cells: list[Placed]
-    charts: tuple[Chart, Chart]
+    memory: Chart
+    traffic: Chart
     end: float
     in_slots: bool
 
@@ -69,33 +75,41 @@ class Picture:
         """Yield places and labels of the time axis; ``scale`` is pixels per slot or second."""
         unit, _ = self.axis
         min_spacing = (26 if self.in_slots else 50) / scale / unit
-        spacings = (
-            multiple * 10.0**exponent
-            for exponent in range(int(log10(min_spacing)) - 2, 99)
-            for multiple in (1, 2, 5)
-        )
-        tick_spacing = next(
-            spacing
-            for spacing in spacings
-            if spacing >= min_spacing and (spacing >= 1 or not self.in_slots)
-        )
-        offset = 0.5 if self.in_slots else 0.0  # of a slot
-        for multiple in range(int(self.end / unit / tick_spacing + 0.999)):
-            yield (multiple * tick_spacing + offset) * unit, f"{multiple * tick_spacing:g}"
+        if self.in_slots:
+            min_spacing = max(1, min_spacing)
+        offset = 0.5 if self.in_slots else 0.0  # the middle of a slot
+        spacing = _round_up(min_spacing)
+        for multiple in range(int(self.end / unit / spacing + 0.999)):
+            yield (multiple * spacing + offset) * unit, f"{multiple * spacing:g}"
+
+
+def _round_up(spacing: float) -> float:
+    """Return the least of 1, 2 or 5 times a power of ten that is at least ``spacing``."""
+    exponent = int(log10(spacing)) - 2
+    while True:
+        for multiple in (1, 2, 5):
+            if multiple * 10.0**exponent >= spacing:
+                return multiple * 10.0**exponent
+        exponent += 1
 
 
 @lru_cache(maxsize=16)
 def in_slots(analysis: Analysis) -> Picture:
     """Return the picture of a program by slots, its memory in micro-batches."""
     placed_ops = [Placed(cell.slot, cell.slot + 1, *cell[1:]) for cell in cells(analysis.drawn)]
-    charts = (
-        Chart("memory", "activations", [*enumerate(analysis.activations)], analysis.peak,
-              f"peak {analysis.peak:.4g} micro-batches"),
-        Chart("traffic", "sent", [*enumerate(analysis.traffic)], analysis.most_sent,
-              f"most {analysis.most_sent:.4g} stage-parameters a slot"),
-    )  # fmt: skip
-    drawn = analysis.drawn
-    return Picture(analysis, drawn, placed_ops, charts, drawn.n_slots, in_slots=True)
+    memory_label = f"peak {analysis.peak:.4g} micro-batches"
+    traffic_label = f"most {analysis.most_sent:.4g} stage-parameters a slot"
+    activations = [*enumerate(analysis.activations)]
+    traffic = [*enumerate(analysis.traffic)]
+    return Picture(
+        analysis,
+        analysis.drawn,
+        placed_ops,
+        memory=Chart("memory", "activations", activations, analysis.peak, memory_label),
+        traffic=Chart("traffic", "sent", traffic, analysis.most_sent, traffic_label),
+        end=analysis.drawn.n_slots,
+        in_slots=True,
+    )
 
 
 def in_seconds(analysis: Analysis, timeline: Timeline) -> Picture:
@@ -103,47 +117,68 @@ def in_seconds(analysis: Analysis, timeline: Timeline) -> Picture:
 
     The window begins with the first op of a steady step. Ops that reach beyond it are cut.
     """
-    n_steps = len(analysis.drawn.steps)
+    window = _steady_window(timeline, n_steps=len(analysis.drawn.steps))
     program = analysis.schedule.lower(len(timeline.step_ends))
+    memory = timeline.memory()
+    peak = max(n_bytes for _, n_bytes in memory)
+    rates = _rates(timeline)
+    fastest = max(rate for _, rate in rates)
+    unit, unit_name = unit_for(fastest, RATES, at_least=1)
+    memory_label = f"peak {size(peak)}, all ranks"
+    traffic_label = f"most {digits(fastest / unit)} {unit_name}, all ranks"
+    return Picture(
+        analysis,
+        program,
+        _placed_in(window, program, timeline),
+        memory=Chart("memory", "memory", window.cut(memory), peak, memory_label),
+        traffic=Chart("traffic", "sent", window.cut(rates), fastest, traffic_label),
+        end=window.length,
+        in_slots=False,
+    )
+
+
+class _Window(NamedTuple):
+    """The part of a timeline that is drawn; its start becomes time 0."""
+
+    start: float
+    length: float
+
+    def cut(self, curve: Curve) -> Curve:
+        """Return the part of a curve within the window."""
+        earlier_values = [value for time, value in curve if time <= self.start]
+        points = [(0.0, earlier_values[-1])]
+        for time, value in curve:
+            if self.start < time < self.start + self.length:
+                points.append((time - self.start, value))
+        return points
+
+
+def _steady_window(timeline: Timeline, n_steps: int) -> _Window:
+    """Return the window of ``n_steps`` steps from the first op of a steady one on."""
+    first_step = timeline.steady.start if timeline.steady else 0
+    starts = [
+        span.start for span in timeline.spans if span.lane == COMPUTE and span.step == first_step
+    ]
+    return _Window(min(starts), n_steps * timeline.step_time)
+
+
+def _placed_in(window: _Window, program: Program, timeline: Timeline) -> list[Placed]:
+    """Return the ops that run in the window, those that reach beyond it cut."""
     span_of_op = {
         (span.rank, span.name, span.step): span for span in timeline.spans if span.lane == COMPUTE
     }
-    first_step = timeline.steady.start if timeline.steady else 0
-    window_start = min(span.start for span in span_of_op.values() if span.step == first_step)
-    window_length = n_steps * timeline.step_time
     cell_of_instruction = {cell.instruction: cell for cell in cells(program)}
     placed_ops = []
     for rank, instructions in enumerate(program.ranks):
         for instruction in instructions:
             if instruction.action.computes:
                 span = span_of_op[rank, str(instruction.op), instruction.step]
-                start, end = (
-                    max(0.0, span.start - window_start),
-                    min(window_length, span.end - window_start),
-                )
+                start = max(0.0, span.start - window.start)
+                end = min(window.length, span.end - window.start)
                 if start < end:
-                    placed_ops.append(
-                        Placed(
-                            start,
-                            end,
-                            cell_of_instruction[instruction].row,
-                            cell_of_instruction[instruction].stale,
-                            instruction,
-                        )
-                    )
-    held_bytes, sent_rates = timeline.memory(), _rates(timeline)
-    peak_bytes, peak_rate = (
-        max(value for _, value in held_bytes),
-        max(value for _, value in sent_rates),
-    )
-    unit, unit_name = unit_for(peak_rate, RATES, at_least=1)
-    charts = (
-        Chart("memory", "memory", _within(held_bytes, window_start, window_length), peak_bytes,
-              f"peak {size(peak_bytes)}, all ranks"),
-        Chart("traffic", "sent", _within(sent_rates, window_start, window_length), peak_rate,
-              f"most {digits(peak_rate / unit)} {unit_name}, all ranks"),
-    )  # fmt: skip
-    return Picture(analysis, program, placed_ops, charts, window_length, in_slots=False)
+                    cell = cell_of_instruction[instruction]
+                    placed_ops.append(Placed(start, end, cell.row, cell.stale, instruction))
+    return placed_ops
 
 
 def _rates(timeline: Timeline) -> Curve:
@@ -153,15 +188,9 @@ def _rates(timeline: Timeline) -> Curve:
         if span.lane == SEND and span.end > span.start:
             rate = span.bytes / (span.end - span.start)
             changes += [(span.start, rate), (span.end, -rate)]
-    rate_now, curve = 0.0, [(0.0, 0.0)]
+    rate = 0.0
+    curve = [(0.0, 0.0)]
     for time, change in sorted(changes):
-        rate_now += change
-        curve.append((time, max(rate_now, 0.0)))  # rounding may go below
+        rate += change
+        curve.append((time, max(rate, 0.0)))  # rounding may go below
     return curve
-
-
-def _within(curve: Curve, begin: float, length: float) -> Curve:
-    """Cut a curve to the window of ``length`` from ``begin`` on, which becomes time 0."""
-    earlier_values = [value for time, value in curve if time <= begin]
-    later_points = [(time - begin, value) for time, value in curve if begin < time < begin + length]
-    return [(0.0, earlier_values[-1]), *later_points]
