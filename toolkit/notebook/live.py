@@ -36,19 +36,19 @@ class Live:
     def __enter__(self) -> "Live":
         return self
 
-    def __exit__(self, kind: object, error: object, where: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for bar in self.bars:
             bar.close()
         if isinstance(error, RankError | JobFailedError | UserError):
             message = f"{type(error).__name__}: {first_line(error)}"
             error._render_traceback_ = lambda: [message]  # type: ignore[union-attr]
 
-    def say(self, what: str, share: float) -> None:
+    def say(self, activity: str, share: float) -> None:
         """Show an activity and its completed share, from 0 to 1."""
         if not self.bars:
             self._add(self._title, total=1.0)
         (bar,) = self.bars
-        bar.set_postfix_str(what, refresh=False)
+        bar.set_postfix_str(activity, refresh=False)
         bar.n = share  # not by update, since the next activity starts at 0 again
         bar.refresh()
 
@@ -64,7 +64,8 @@ class Live:
         bar = self.bars[rank]
         if isinstance(value, Mapping):
             metrics = dict(value)
-            step, bar.total = metrics.pop("step"), metrics.pop("n_steps")
+            step = metrics.pop("step")
+            bar.total = metrics.pop("n_steps")
             bar.set_postfix(metrics, refresh=False)
             bar.update(step - bar.n)
         else:
@@ -113,19 +114,21 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     run = build_run(config)
 
     def report_step(step: Step) -> None:
-        steps_done, n_steps = step.result.step + 1, step.n_steps * run.options.epochs
-        loss_metric = {"loss": float(step.result.loss)} if len(step.result.losses) else {}
-        report({"step": steps_done, "n_steps": n_steps} | loss_metric | {"lr": step.learning_rate})
+        message = {"step": step.result.step + 1, "n_steps": step.n_steps * run.options.epochs}
+        if len(step.result.losses):  # this rank computes a loss
+            message["loss"] = float(step.result.loss)
+        message["lr"] = step.learning_rate
+        report(message)
 
     run.run(on_step=report_step)
     return run.measurements()
 
 
-def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:
+def beside_prediction(measurements: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:
     """Return the measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:
-        found: measured with the options ``config``.
+        measurements: measured with the options ``config``.
         config: options, from which the stages are built again, without ranks.
     """
     from toolkit.cli.build import build_model, load_samples, training_options
@@ -133,4 +136,4 @@ def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "
 
     form = load_samples(config.data).form
     model = build_model(config.model, form)
-    return beside_prediction(found, model, form, training_options(config))
+    return beside_prediction(measurements, model, form, training_options(config))

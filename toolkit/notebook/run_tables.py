@@ -45,7 +45,7 @@ class Markdown(str):
 def train_rules(
     config: Any,
     seeds: Iterable[int] | None = None,
-    on_epoch: Any = lambda what, share: None,
+    on_epoch: Any = lambda activity, share: None,
 ) -> pd.DataFrame:
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
@@ -74,21 +74,26 @@ def train_rules(
         )
     if seeds is None:
         seeds = seeds_of(config)
-    if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
+    seeds = [*seeds] if isinstance(seeds, Iterable) else seeds
+    if not isinstance(seeds, list) or not seeds:
         raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = build.load_samples(config.data)
     build.settle_delays(config, lambda: images.form)
     label_of_rule = labels(
         {name: build.build_schedule(rule).name for name, rule in config.rules.items()}
     )
-    runs = [(seed, name) for seed in seeds for name in config.rules]
+    n_runs = len(seeds) * len(config.rules)
+    n_done = 0
     rows: list[dict[str, Any]] = []
-    for index, (seed, name) in enumerate(runs):
-        on_epoch(f"{label_of_rule[name]}, seed {seed}", index / len(runs))
-        for epoch in build.build_run(build.rule_config(config, name, seed), images).run_to_end():
-            numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
-            rows.append({"schedule": label_of_rule[name], "seed": seed} | numbers)
-    on_epoch(f"{len(runs)} runs", 1.0)
+    for seed in seeds:
+        for rule, label in label_of_rule.items():
+            on_epoch(f"{label}, seed {seed}", n_done / n_runs)
+            run = build.build_run(build.rule_config(config, rule, seed), images)
+            for epoch in run.run_to_end():
+                numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
+                rows.append({"schedule": label, "seed": seed} | numbers)
+            n_done += 1
+    on_epoch(f"{n_runs} runs", 1.0)
     return pd.DataFrame(rows)
 
 
@@ -105,10 +110,10 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     Raises:
         UserError: several runs of a rule have the same seed, or the table lacks the metric.
     """
-    return {
-        rule: [[value / measure.factor for value in run] for run in by_seed.values()]
-        for rule, by_seed in _values(epochs, measure).items()
-    }
+    curves: Curves = {}
+    for rule, runs in _values(epochs, measure).items():
+        curves[rule] = [[value / measure.factor for value in run] for run in runs.values()]
+    return curves
 
 
 def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
@@ -122,16 +127,28 @@ def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
     Raises:
         UserError: no rule is in both, or several runs of a rule have the same seed.
     """
-    kept_by_rule, own_by_rule = by_epoch(kept, measure), by_epoch(own, measure)
-    curves = {f"{rule}, kept": runs for rule, runs in kept_by_rule.items() if rule in own_by_rule}
-    curves |= {f"{rule}, own": runs for rule, runs in own_by_rule.items() if rule in kept_by_rule}
+    kept_curves = by_epoch(kept, measure)
+    own_curves = by_epoch(own, measure)
+    curves: Curves = {}
+    for label, runs_of_rule in (("kept", kept_curves), ("own", own_curves)):
+        for rule, runs in runs_of_rule.items():
+            if rule in kept_curves and rule in own_curves:
+                curves[f"{rule}, {label}"] = runs
     if not curves:
         raise UserError(
-            f"kept and own runs share no rule: got {', '.join(kept_by_rule)} and"
-            f" {', '.join(own_by_rule)}"
+            f"kept and own runs share no rule: got {', '.join(kept_curves)} and"
+            f" {', '.join(own_curves)}"
         )
-    n_epochs = min(len(run) for runs in curves.values() for run in runs)
+    n_epochs = min(_lengths(curves))
     return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
+
+
+def _lengths(curves: Mapping[str, Iterable[Sequence[float]]]) -> set[int]:
+    """Return the different numbers of epochs of all runs."""
+    lengths = set()
+    for runs in curves.values():
+        lengths |= {len(run) for run in runs}
+    return lengths
 
 
 def differences(
@@ -156,15 +173,12 @@ def differences(
             of a rule have the same seed, runs differ in their number of epochs, or the margin is
             not above 0.
     """
-    rows = {
-        rule: {
-            "runs": row["runs"],
-            **metric_cells(row, measure, baseline),
-            "says": "" if rule == baseline else says(*interval(row, measure)),
-        }
-        for rule, row in _summaries(epochs, baseline, measure, margin).items()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    cells_of_rule = {}
+    for rule, row in _summaries(epochs, baseline, measure, margin).items():
+        cells = {"runs": row["runs"], **metric_cells(row, measure, baseline)}
+        cells["says"] = "" if rule == baseline else says(*interval(row, measure))
+        cells_of_rule[rule] = cells
+    return pd.DataFrame.from_dict(cells_of_rule, orient="index")
 
 
 def in_words(
@@ -201,24 +215,22 @@ def _summaries(
             f"no run of {baseline!r} has finished: got runs of"
             f" {', '.join(values_of_rule) or 'none'}"
         )
-    lengths = sorted({len(run) for runs in values_of_rule.values() for run in runs.values()})
+    lengths = sorted(_lengths({rule: runs.values() for rule, runs in values_of_rule.items()}))
     if len(lengths) > 1:
         raise UserError(
             f"runs have {', '.join(map(str, lengths))} epochs: keep those that all have, by"
             f' epochs[epochs["epoch"] < {lengths[0]}]'
         )
-    final_values = {
-        rule: {seed: run[-1] for seed, run in runs.items()} for rule, runs in values_of_rule.items()
-    }
+    last_baseline = {seed: run[-1] for seed, run in values_of_rule[baseline].items()}
     rows = {}
-    for rule, rule_values in final_values.items():
-        paired_values = {
-            seed: value for seed, value in rule_values.items() if seed in final_values[baseline]
-        } or rule_values
-        n_runs = sum(not isnan(value) for value in paired_values.values())
-        rows[rule] = over_seeds(paired_values, final_values[baseline], measure, margin) | {
-            "runs": n_runs
-        }
+    for rule, runs in values_of_rule.items():
+        last_values = {seed: run[-1] for seed, run in runs.items()}
+        shared_seeds = last_values.keys() & last_baseline.keys()
+        if shared_seeds:  # else over_seeds says what is wrong
+            last_values = {seed: last_values[seed] for seed in runs if seed in shared_seeds}
+        row = over_seeds(last_values, last_baseline, measure, margin)
+        row["runs"] = sum(not isnan(value) for value in last_values.values())
+        rows[rule] = row
     return rows
 
 
@@ -230,9 +242,8 @@ def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[f
     labels_of_folder = {}
     if {"folder", "rule"} <= {*epochs}:
         for folder, rows in epochs.groupby("folder"):
-            labels_of_folder[folder] = labels(
-                dict(zip(rows["rule"], rows["schedule"], strict=True))
-            )
+            schedule_of_rule = dict(zip(rows["rule"], rows["schedule"], strict=True))
+            labels_of_folder[folder] = labels(schedule_of_rule)
     values_of_rule: dict[str, dict[int, list[float]]] = {}
     keys = [name for name in ("folder", "rule", "schedule", "seed") if name in epochs]
     for _, run in epochs.groupby(keys, sort=False, dropna=False):
@@ -240,19 +251,18 @@ def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[f
         diverged = run.get("train_loss", run["epoch"]).isna().any()
         if first_row.get("state", "finished") != "finished" and not diverged:
             continue
-        rule = (
-            labels_of_folder[first_row["folder"]][first_row["rule"]]
-            if labels_of_folder
-            else first_row["schedule"]
-        )
-        by_seed, seed = values_of_rule.setdefault(str(rule), {}), int(first_row["seed"])
-        if seed in by_seed or run["epoch"].duplicated().any():
+        rule = first_row["schedule"]
+        if labels_of_folder:
+            rule = labels_of_folder[first_row["folder"]][first_row["rule"]]
+        seed = int(first_row["seed"])
+        runs = values_of_rule.setdefault(str(rule), {})
+        if seed in runs or run["epoch"].duplicated().any():
             raise UserError(
                 f"several runs of {rule} have seed {seed}, one in"
                 f" {first_row.get('folder', 'epochs')}:"
                 ' keep one of them, as by epochs[epochs["folder"] == FOLDER], or by an option'
             )
-        by_seed[seed] = run.sort_values("epoch")[measure.key].tolist()
+        runs[seed] = run.sort_values("epoch")[measure.key].tolist()
     return values_of_rule
 
 
@@ -272,7 +282,8 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     from toolkit.results.record import read_result
 
     result = read_result(Path(folder))
-    rows, needed_columns = result["metrics"], {"rule", "schedule", *measure.columns}
+    rows = result["metrics"]
+    needed_columns = {"rule", "schedule", *measure.columns}
     if not rows or not all(needed_columns <= {*row} for row in rows):
         raise UserError(
             f"{folder} has no result of a comparison with test {measure.name}: give a finished"
@@ -282,10 +293,10 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     baseline = next(iter(label_of_rule.values()))
     cells_of_rule = {}
     for row in rows:
-        stage_cosines = [
-            delay["cosine"] for delay in result["delays"] if delay["rule"] == row["rule"]
-        ]
-        cosines = [cosine for cosine in stage_cosines if cosine is not None]
+        cosines = []
+        for delay in result["delays"]:
+            if delay["rule"] == row["rule"] and delay["cosine"] is not None:
+                cosines.append(delay["cosine"])
         cells_of_rule[label_of_rule[row["rule"]]] = {
             **staleness_cells(row),
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
@@ -304,13 +315,10 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
         curves: memory of one micro-batch, by name.
         workers: numbers of workers.
     """
-    rows = [
-        reduction_cells(
-            {n_workers: curve.reduction(n_workers) for n_workers in workers},
-            curve.largest_reduction,
-        )
-        for curve in curves.values()
-    ]
+    rows = []
+    for curve in curves.values():
+        reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
+        rows.append(reduction_cells(reductions, curve.largest_reduction))
     return pd.DataFrame(rows, index=[*curves])
 
 
@@ -328,16 +336,15 @@ def counted_and_measured(
     measured_schedules = [row.measurements.schedule for row in measured]
     if measured and measured_schedules != [row.schedule for row in rows]:
         raise UserError("measured and counted schedules differ: take the same n in compare(n)")
-    cells = [
-        counted_cells({"setting": row.setting, "rule": row.rule} | asdict(row.counted))
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        footprint = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
+        cells.append(counted_cells(footprint))
     table = pd.DataFrame(cells).set_index(["setting", "rule"])
     if measured:
-        difference_texts = [", ".join(row.differences) for row in measured]
         table["measured"] = [
-            f"{difference_text} differ" if difference_text else "equal"
-            for difference_text in difference_texts
+            f"{', '.join(row.differences)} differ" if row.differences else "equal"
+            for row in measured
         ]
     return table
 
@@ -352,10 +359,10 @@ def when_cdp_helps(rows: "Iterable[Mapping[str, Any]]") -> pd.DataFrame:
     return pd.DataFrame([situation_cells(row) for row in rows]).set_index(index)
 
 
-def by_rank(found: "Measurements") -> pd.DataFrame:
+def by_rank(measurements: "Measurements") -> pd.DataFrame:
     """Return each rank's peak memory, and what it sent and received.
 
     Args:
-        found: what ``runtime.measurements()`` returned.
+        measurements: what ``runtime.measurements()`` returned.
     """
-    return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")
+    return pd.DataFrame([rank_cells(row) for row in measurements.by_rank()]).set_index("rank")
