@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,22 @@ if TYPE_CHECKING:
 
 # Options that always have a column.
 PRINCIPAL = (
-    *("model", "data", "stages", "microbatches", "batch", "epochs"),
-    *("optimizer.lr", "precision", "runtime"),
+    "model",
+    "data",
+    "stages",
+    "microbatches",
+    "batch",
+    "epochs",
+    "optimizer.lr",
+    "precision",
+    "runtime",
 )
 # A schedule's own sizes, and the options that they replace.
 _SIZES = {"n": "microbatches", "n_microbatches": "microbatches", "n_stages": "stages"}
 # Options that are shown by a column of their own, or by another option.
-_ELSEWHERE = {"seed", "schedule", "device", "workers", "model.name"} | {
-    f"schedule.{size}" for size in _SIZES
-}
+_ELSEWHERE = {"seed", "schedule", "device", "workers", "model.name"}
+_ELSEWHERE |= {f"schedule.{size}" for size in _SIZES}
+_ORIGIN = ("commit", "device", "started", "command")
 # Rules are paired by seeds. The runtime changes no result, but a report compares its speed.
 _FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}
 
@@ -48,20 +56,20 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     """Return the table of :func:`collect`."""
     import pandas as pd
 
-    options = [flat_options(run.config) for run in runs]
-    columns = dict.fromkeys([*PRINCIPAL, *differing(options)])
-    metrics = dict.fromkeys(["top1", *(name for run in runs for name in run.metrics)])
+    options_of_runs = [flat_options(run.config) for run in runs]
+    columns = dict.fromkeys([*PRINCIPAL, *differing(options_of_runs)])
+    metrics = {"top1": None}
+    for run in runs:
+        metrics |= dict.fromkeys(run.metrics)
     rows = []
-    for run, options_of_run in zip(runs, options, strict=True):
-        origin = run.provenance
-        versions = origin.get("versions") or {}
-        rows.append(
-            _about(run)
-            | {name: run.metrics.get(name, float("nan")) for name in metrics}
-            | {name: options_of_run.get(name) for name in columns}
-            | {"toolkit": versions.get(CONSOLE), "torch": versions.get("torch")}
-            | {name: origin.get(name) for name in ("commit", "device", "started", "command")}
-        )
+    for run, options in zip(runs, options_of_runs, strict=True):
+        row = _about(run)
+        row |= {name: run.metrics.get(name, nan) for name in metrics}
+        row |= {name: options.get(name) for name in columns}
+        versions = run.provenance.get("versions") or {}
+        row |= {"toolkit": versions.get(CONSOLE), "torch": versions.get("torch")}
+        row |= {name: run.provenance.get(name) for name in _ORIGIN}
+        rows.append(row)
     return pd.DataFrame(rows).astype({"seed": "Int64"})
 
 
@@ -79,16 +87,13 @@ def learning_curves(*folders: str | Path) -> "pd.DataFrame":
     import pandas as pd
 
     runs = read_runs(folders)
-    options = [flat_options(run.config) for run in runs]
-    columns = differing(options)
-    rows = [
-        _about(run)
-        | epoch
-        | {"epoch": number}
-        | {name: options_of_run.get(name) for name in columns}
-        for run, options_of_run in zip(runs, options, strict=True)
-        for number, epoch in enumerate(run.epochs)
-    ]
+    options_of_runs = [flat_options(run.config) for run in runs]
+    columns = differing(options_of_runs)
+    rows = []
+    for run, options in zip(runs, options_of_runs, strict=True):
+        shown_options = {name: options.get(name) for name in columns}
+        for number, epoch in enumerate(run.epochs):
+            rows.append(_about(run) | epoch | {"epoch": number} | shown_options)
     if not rows:
         return pd.DataFrame(columns=[*_about(runs[0]), "epoch", "top1"])
     return pd.DataFrame(rows).astype({"seed": "Int64"})
@@ -106,21 +111,20 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     A group with a ``_target_`` has the target's last name as its value, the model its own name.
     Lists are JSON. Sizes that the schedule has replace those of the configuration.
     """
-    flat_values: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in without(flat(config), AROUND).items():
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
-        flat_values[name] = json.dumps(value, default=str) if isinstance(value, list) else value
-    model, schedule = config.get("model"), config.get("schedule")
+        values[name] = json.dumps(value, default=str) if isinstance(value, list) else value
+    model = config.get("model")
     if isinstance(model, dict):
-        flat_values["model"] = model.get("target") or model.get("name") or flat_values.get("model")
+        values["model"] = model.get("target") or model.get("name") or values.get("model")
+    schedule = config.get("schedule")
     if isinstance(schedule, dict) and not schedule.get("file"):
-        flat_values |= {
-            _SIZES[key]: size
-            for key, size in schedule.items()
-            if key in _SIZES and isinstance(size, int)
-        }
-    return {name: value for name, value in flat_values.items() if name not in _ELSEWHERE}
+        for name, option in _SIZES.items():
+            if isinstance(schedule.get(name), int):
+                values[option] = schedule[name]
+    return {name: value for name, value in values.items() if name not in _ELSEWHERE}
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,10 @@ class Group:
         """Number of runs whose loss diverged."""
         return sum(run.diverged and not run.counts for run in self.runs)
 
-    def baseline(self, others: Sequence["Group"]) -> "Group":
+    def baseline(self, groups: Sequence["Group"]) -> "Group":
         """Return the first group with these settings if several have them, else the first."""
-        comparable_groups = [group for group in others if group.settings == self.settings]
-        return (comparable_groups if len(comparable_groups) > 1 else others)[0]
+        comparable_groups = [group for group in groups if group.settings == self.settings]
+        return comparable_groups[0] if len(comparable_groups) > 1 else groups[0]
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
@@ -167,20 +171,21 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
 
 def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group]:
     """Return a group per configuration, labelled by its schedule and the options that differ."""
-    sorted_configurations = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
-    options = [_relevant(flat_options(runs[0].config)) for _, runs in sorted_configurations]
-    columns = differing(options)
+    by_lateness = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
+    options_of_groups = [_relevant(flat_options(runs[0].config)) for _, runs in by_lateness]
+    columns = differing(options_of_groups)
     labels = []
-    for (_, runs), relevant_options in zip(sorted_configurations, options, strict=True):
-        differences = [
-            f"{name.rpartition('.')[2]} {relevant_options[name]}"
-            for name in columns
-            if name in relevant_options
-        ]
-        labels.append(", ".join([runs[0].schedule or runs[0].rule or "schedule", *differences]))
+    for (_, runs), options in zip(by_lateness, options_of_groups, strict=True):
+        words = [runs[0].schedule or runs[0].rule or "schedule"]
+        for name in columns:
+            if name in options:
+                words.append(f"{name.rpartition('.')[2]} {options[name]}")
+        labels.append(", ".join(words))
     groups = []
-    for label, ((settings, _), runs) in zip(labels, sorted_configurations, strict=True):
-        suffix = f" ({runs[0].rule}, {runs[0].folder.name})" if labels.count(label) > 1 else ""
+    for label, ((settings, _), runs) in zip(labels, by_lateness, strict=True):
+        suffix = ""
+        if labels.count(label) > 1:
+            suffix = f" ({runs[0].rule}, {runs[0].folder.name})"
         groups.append(Group(label + suffix, settings, runs))
     return groups
 
@@ -188,12 +193,9 @@ def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group
 def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that distinguish configurations; of the data's folder only its name."""
     relevant_options = without(options, _FREE)
-    data_root = relevant_options.get("data.root")
-    return (
-        relevant_options | {"data.root": Path(data_root).name}
-        if isinstance(data_root, str)
-        else relevant_options
-    )
+    if isinstance(relevant_options.get("data.root"), str):
+        relevant_options["data.root"] = Path(relevant_options["data.root"]).name
+    return relevant_options
 
 
 def _text(options: Any) -> str:

@@ -24,23 +24,28 @@ _CLIENT = {
     "WANDB__GRAPHQL_RETRY_MAX": "2",
     "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2",
 }
-# Images and tables that training logs, by section; and curves.
-_LOGGED = {
-    "Memory": (["schedule/grid"], ["schedule/activations_by_slot", "measured/memory"]),
-    "Communication": (["measured/timeline"], ["schedule/traffic_by_slot", "measured/ranks"]),
+# What training logs, by section of the report.
+_IMAGES = {"Memory": ["schedule/grid"], "Communication": ["measured/timeline"]}
+_TABLES = {
+    "Memory": ["schedule/activations_by_slot", "measured/memory"],
+    "Communication": ["schedule/traffic_by_slot", "measured/ranks"],
 }
-_SCALARS = {  # bars of the runs, by section
-    "Memory": (["schedule/peak_activations"], ["measured/peak_mib_of_rank"]),
-    "Communication": (
+_BARS = {
+    "Memory": [["schedule/peak_activations"], ["measured/peak_mib_of_rank"]],
+    "Communication": [
         ["schedule/traffic_mean", "schedule/traffic_max"],
         ["measured/bytes_sent_a_step"],
         ["measured/step_seconds", "predicted/step_seconds"],
-    ),
+    ],
 }
-_CURVES = (
-    *("epoch/top1", "epoch/test_loss", "epoch/samples_per_second"),
-    *("train/loss", "train/lr"),
-)
+_CURVES = {  # of the accuracy, by the axis that they are drawn over
+    "epoch/top1": "epoch",
+    "epoch/test_loss": "epoch",
+    "epoch/samples_per_second": "epoch",
+    "train/loss": STEP,
+    "train/lr": STEP,
+}
+_STALENESS = "schedule/staleness_mean"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
 
 
@@ -74,18 +79,14 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
     blocks: list[Any] = [wr.TableOfContents()]
     sections = []
     for title, content in report.sections.items():
-        blocks += [wr.H1(text=title), *(_block(wr, block) for block in content)]
-        report_panels, workspace_panels = _panels(wr, title, runs), _panels(wr, title, runs)
-        if report_panels:
-            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=report_panels))
-            sections.append(ws.Section(name=title, panels=workspace_panels, is_open=True))
-    # W&B refuses symbols in a workspace's name.
-    name = (
-        "".join(
-            " " if category(character)[0] in "SC" else character for character in report.title
-        ).strip()
-        or "Runs"
-    )
+        blocks.append(wr.H1(text=title))
+        blocks += [_block(wr, block) for block in content]
+        panels = _panels(wr, title, runs)
+        if panels:
+            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=panels))
+            # Panels belong to one page; the workspace gets its own.
+            panels = _panels(wr, title, runs)
+            sections.append(ws.Section(name=title, panels=panels, is_open=True))
     wandb_page = wr.Report(
         entity=entity,
         project=project,
@@ -94,51 +95,64 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
         blocks=blocks,
         width="fluid",
     )
-    return wandb_page, ws.Workspace(entity=entity, project=project, name=name, sections=sections)
+    # W&B refuses symbols in a workspace's name.
+    name = "".join(" " if category(letter)[0] in "SC" else letter for letter in report.title)
+    workspace = ws.Workspace(
+        entity=entity, project=project, name=name.strip() or "Runs", sections=sections
+    )
+    return wandb_page, workspace
 
 
 def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
-    """Return the panels of a section; accuracy also has bars of the runs' metric."""
-    measured = not runs or any(run.ranks for run in runs)  # else these panels would be empty
-
-    def logged(keys: Sequence[str]) -> list[str]:
-        return [key for key in keys if measured or key.startswith("schedule/")]
-
-    images, tables = map(logged, _LOGGED.get(section, ([], [])))
-    panels = [wr.MediaBrowser(title=key, media_keys=[key]) for key in images]
-    panels += [wr.WeavePanelSummaryTable(table_name=key) for key in tables]
-    scalars = filter(None, map(logged, _SCALARS.get(section, ())))
-    panels += [wr.BarPlot(title=keys[0], metrics=keys) for keys in scalars]
+    """Return the panels of a section; without measurements, only those of the schedules."""
     if section == "Accuracy":
-        judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
-        finals = [f"final/{metric.key}" for metric in judges]
-        panels += [wr.LinePlot(title=key, x=key.partition("/")[0].replace("train", STEP), y=[key])
-                   for key in _CURVES]  # fmt: skip
-        panels += [wr.BarPlot(title=key, metrics=[key]) for key in finals]
-        staleness = "schedule/staleness_mean"
-        panels += [
-            wr.ScatterPlot(title=f"{key} by staleness", x=staleness, y=key) for key in finals
-        ]
-        panels.append(wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*"))
+        return _accuracy_panels(wr, runs)
+    keys = [*_IMAGES.get(section, ()), *_TABLES.get(section, ())]
+    is_measured = not runs or any(run.ranks for run in runs)  # else those panels would be empty
+    panels: list[Any] = []
+    for key in keys:
+        if is_measured or key.startswith("schedule/"):
+            if key in _IMAGES[section]:
+                panels.append(wr.MediaBrowser(title=key, media_keys=[key]))
+            else:
+                panels.append(wr.WeavePanelSummaryTable(table_name=key))
+    for metrics in _BARS.get(section, ()):
+        if is_measured or metrics[0].startswith("schedule/"):
+            panels.append(wr.BarPlot(title=metrics[0], metrics=metrics))
+    return panels
+
+
+def _accuracy_panels(wr: Any, runs: Sequence[Run]) -> list[Any]:
+    """Return curves of the training, and the runs' last metrics as bars and by staleness."""
+    metrics = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
+    final_keys = [f"final/{metric.key}" for metric in metrics]
+    panels = [wr.LinePlot(title=key, x=axis, y=[key]) for key, axis in _CURVES.items()]
+    panels += [wr.BarPlot(title=key, metrics=[key]) for key in final_keys]
+    panels += [
+        wr.ScatterPlot(title=f"{key} by staleness", x=_STALENESS, y=key) for key in final_keys
+    ]
+    panels.append(wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*"))
     return panels
 
 
 def _run_sets(wr: Any, runs: Sequence[Run]) -> list[Any]:
     """Return run sets of the runs' groups and of the runs without one; else of all runs."""
-    groups, ids = set(), set()
+    groups = set()
+    ids = set()
     for run in runs:
         identity = read_identity(run.folder / WANDB_RUN)
-        if run.kind == "compare" and isinstance(options := run.config.get("tracking"), dict):
-            groups.add(str(options.get("group") or group_of(run.folder)))
+        tracking = run.config.get("tracking")
+        if run.kind == "compare" and isinstance(tracking, dict):
+            groups.add(str(tracking.get("group") or group_of(run.folder)))
         elif identity.get("group"):
             groups.add(str(identity["group"]))
         elif identity.get("id"):
             ids.add(str(identity["id"]))
-    run_sets = [
-        wr.Runset(name=name, filters=f"Metric('{column}') in {sorted(values)}")
-        for name, column, values in (("groups", "Group", groups), ("single runs", "ID", ids))
-        if values
-    ]
+    run_sets = []
+    if groups:
+        run_sets.append(wr.Runset(name="groups", filters=f"Metric('Group') in {sorted(groups)}"))
+    if ids:
+        run_sets.append(wr.Runset(name="single runs", filters=f"Metric('ID') in {sorted(ids)}"))
     return run_sets or [wr.Runset(name="runs")]
 
 
@@ -149,10 +163,9 @@ def _block(wr: Any, block: Block) -> Any:
     if isinstance(block, Text):
         text = _escaped(block.text)
     elif isinstance(block, Table):
-        rows = [
-            {_escaped(heading): _escaped(cell) for heading, cell in row.items()}
-            for row in block.rows
-        ]
+        rows = []
+        for row in block.rows:
+            rows.append({_escaped(heading): _escaped(cell) for heading, cell in row.items()})
         text = f"{_escaped(block.caption)}\n\n{table(rows, 'github')}"
     else:
         text = f"*{_escaped(f'Figure: {block.caption} {block.alt}')}*"

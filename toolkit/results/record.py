@@ -32,7 +32,7 @@ METRICS = {metric.name: metric for metric in (ACCURACY, LOSS)}
 Row = dict[str, Any]
 Numbers = dict[str, float]
 
-_SHARES = ("top1", "top5", "ema_top1")
+_SHARES = {"top1", "top5", "ema_top1"}
 
 
 class DamagedError(UserError):
@@ -74,7 +74,7 @@ def read_result(folder: Path) -> Row:
     defaults = {"schema": SCHEMA, "schedule": "", "judged_by": None}
     result = defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
     metrics = result.get("metrics")
-    valid = {
+    is_valid = {
         "schema": result["schema"] == SCHEMA,
         "metrics": isinstance(metrics, dict) or _is_list(metrics, dict),
         "provenance": isinstance(result.get("provenance"), dict),
@@ -84,8 +84,8 @@ def read_result(folder: Path) -> Row:
         "delays": _is_list(result["delays"], dict),
         "ranks": _is_list(result["ranks"], dict),
     }
-    for name, is_valid in valid.items():
-        if not is_valid:
+    for name in is_valid:
+        if not is_valid[name]:
             value_text = str(result.get(name))[:40]
             raise DamagedError(f"{RESULT}: {name} does not match schema {SCHEMA}: got {value_text}")
     return result
@@ -132,12 +132,10 @@ def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = Fals
                 try:
                     if None in row or None in row.values():
                         raise UserError(f"line {reader.line_num} has too few or too many cells")
-                    rows.append(
-                        {
-                            column: cell if column in words else _number(cell)
-                            for column, cell in row.items()
-                        }
-                    )
+                    for column, cell in row.items():
+                        if column not in words:
+                            row[column] = _number(cell)
+                    rows.append(row)
                 except ValueError:
                     if not skip_damaged:
                         raise
@@ -156,19 +154,21 @@ def _number(text: str) -> float | None:
 
 def numbers_of(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, with None as NaN."""
-    return {
-        name: nan if value is None else float(value)
-        for name, value in row.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
+    numbers = {}
+    for name, value in row.items():
+        if value is None:
+            numbers[name] = nan
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    return numbers
 
 
 def per_cent(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, with accuracies in per cent instead of shares."""
-    return {
-        name: 100 * number if name in _SHARES else number
-        for name, number in numbers_of(row).items()
-    }
+    numbers = numbers_of(row)
+    for name in numbers.keys() & _SHARES:
+        numbers[name] *= 100
+    return numbers
 
 
 class Ledger:
@@ -186,7 +186,9 @@ class Ledger:
     def __init__(
         self, path: Path, keys: Sequence[str], *, resume: bool = False, here: bool = True
     ) -> None:
-        self.path, self.keys, self.here = path, tuple(keys), here
+        self.path = path
+        self.keys = tuple(keys)
+        self.here = here
         self._rows: dict[tuple[int, ...], Row] = {}
         self._columns: dict[str, None] = {}  # in order
         self._on_disk = False  # whether the file has all rows
@@ -208,10 +210,8 @@ class Ledger:
                 with self.path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                write_csv(
-                    self.path,
-                    [{column: row.get(column) for column in self._columns} for row in self.rows()],
-                )
+                empty_row = dict.fromkeys(self._columns)
+                write_csv(self.path, [empty_row | row for row in self.rows()])
             self._on_disk = True
         except OSError:
             self._on_disk = False

@@ -92,14 +92,17 @@ def equivalence(
     df = len(values) - 1
     error = difference.half_width / float(t.ppf(0.975, df))
     gain = -difference.mean if by.lower_is_better else difference.mean
-    p_worse, p_better = (float(t.sf((margin + side * gain) / error, df)) for side in (1, -1))
-    loss = -gain - difference.half_width
+    p_worse = float(t.sf((margin + gain) / error, df))
+    p_better = float(t.sf((margin - gain) / error, df))
+    least_loss = -gain - difference.half_width  # the near end of the interval
     if max(p_worse, p_better) < 0.05:
         verdict = f"equivalent within {margin:g}"
-    elif loss > 0:
-        verdict = f"worse by at least {loss:.{by.decimals}f}"
+    elif least_loss > 0:
+        verdict = f"worse by at least {least_loss:.{by.decimals}f}"
+    elif p_worse < 0.05:
+        verdict = f"at most {margin:g} worse"
     else:
-        verdict = f"at most {margin:g} worse" if p_worse < 0.05 else "not shown"
+        verdict = "not shown"
     return Equivalence(max(p_worse, p_better), verdict)
 
 
@@ -150,24 +153,29 @@ def over_seeds(
     """
     shared = [seed for seed in values if seed in baseline]
     if not shared:
-        value_seeds, baseline_seeds = (
-            ", ".join(map(str, values_by_seed)) or "none" for values_by_seed in (values, baseline)
-        )
+        value_seeds = ", ".join(map(str, values)) or "none"
+        baseline_seeds = ", ".join(map(str, baseline)) or "none"
         raise UserError(
             f"runs are paired by their seeds, and share none: got {value_seeds} and"
             f" {baseline_seeds}; train both with the same seeds"
         )
-    pairs = [(values[seed], baseline[seed]) for seed in shared]
-    pairs = [pair for pair in pairs if not any(map(isnan, pair))]
-    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else Estimate(nan, nan)
+    paired_seeds = [seed for seed in shared if not isnan(values[seed] + baseline[seed])]
+    paired_values = [values[seed] for seed in paired_seeds]
+    paired_baseline = [baseline[seed] for seed in paired_seeds]
+    difference = Estimate(nan, nan)
+    if paired_seeds:
+        difference = paired_difference(paired_values, paired_baseline)
     final_values = [value for value in values.values() if not isnan(value)]
-    spread = stdev(final_values) if len(final_values) > 1 else nan
-    cells = mean(final_values or [nan]), spread, difference.mean, difference.half_width
-    row: dict[str, Any] = dict(zip(by.columns, cells, strict=True))
+    mean_column, spread_column, difference_column, half_width_column = by.columns
+    row: dict[str, Any] = {
+        mean_column: mean(final_values or [nan]),
+        spread_column: stdev(final_values) if len(final_values) > 1 else nan,
+        difference_column: difference.mean,
+        half_width_column: difference.half_width,
+    }
     if margin is not None:
         test = Equivalence(nan, "")
-        if pairs:
-            paired_values, paired_baseline = zip(*pairs, strict=True)
+        if paired_seeds:
             test = equivalence(paired_values, paired_baseline, margin, by)
         row |= {"margin": margin, "equivalence_p": test.p, "verdict": test.verdict}
     return row
@@ -175,8 +183,8 @@ def over_seeds(
 
 def interval(row: Mapping[str, Any], by: Metric) -> tuple[float, float]:
     """Return both ends of the 95 % interval of a row of :func:`over_seeds`."""
-    middle, half_width = (row[name] for name in by.columns[2:])
-    return middle - half_width, middle + half_width
+    _, _, difference_column, half_width_column = by.columns
+    return Estimate(row[difference_column], row[half_width_column]).interval
 
 
 def says(low: float, high: float) -> str:
@@ -192,16 +200,19 @@ def in_a_sentence(
     rule: str, first: str, row: Mapping[str, Any], n_runs: int, by: Metric, margin: float | None
 ) -> str:
     """Return a row of :func:`over_seeds`, of ``rule`` against rule ``first``, as a sentence."""
-    (low, high), middle = interval(row, by), row[by.columns[2]]
-    side = "below" if middle < 0 else "above"
-    line = f"{rule} ends {abs(middle):.{by.decimals}f} {by.unit_of_differences} {side} {first}"
+    low, high = interval(row, by)
+    difference = row[by.columns[2]]
+    side = "below" if difference < 0 else "above"
+    line = f"{rule} ends {abs(difference):.{by.decimals}f} {by.unit_of_differences} {side} {first}"
     if isnan(low):
         line += f", with {count(n_runs, 'run')} and no spread: this shows nothing"
     else:
         line += f" (interval {low:+.{by.decimals}f} to {high:+.{by.decimals}f}): {says(low, high)}"
-    if verdict := row.get("verdict"):
-        is_shown = verdict != "not shown"
-        line += f"; {verdict if is_shown else f'equivalence within {margin:g} is not shown'}"
+    verdict = row.get("verdict")
+    if verdict == "not shown":
+        line += f"; equivalence within {margin:g} is not shown"
+    elif verdict:
+        line += f"; {verdict}"
     return f"{line}."
 
 

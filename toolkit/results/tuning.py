@@ -23,20 +23,22 @@ def trials(options: Options) -> dict[str, Any]:
             out of range.
     """
     tune = TuneOptions(**options["tune"])
-    if tune.seed in (seeds := seeds_of(options)):
+    seeds = seeds_of(options)
+    if tune.seed in seeds:
         raise UserError(
             f"tune.seed={tune.seed} is a seed of the comparison, {seeds[0]} to {seeds[-1]}: rates"
             " that are chosen by the runs that they are judged by look too good; take another"
         )
-    trial_of_name = {
-        _name(rule, factor): (rule, rate)
-        for rule in options["rules"]
-        for factor, rate in _rates(options, rule).items()
-    }
+    rules = {}
+    own = {}
+    for rule, rule_options in options["rules"].items():
+        for factor, rate in _rates(options, rule).items():
+            rules[_name(rule, factor)] = rule_options
+            own[_name(rule, factor)] = _own(options, rule, rate)
     return {
         **options,
-        "rules": {name: options["rules"][rule] for name, (rule, _) in trial_of_name.items()},
-        "own": {name: _own(options, rule, rate) for name, (rule, rate) in trial_of_name.items()},
+        "rules": rules,
+        "own": own,
         "seed": tune.seed,
         "seeds": 1,
         "epochs": tune.epochs,
@@ -56,54 +58,58 @@ def tried(options: Options, runs: Sequence[RuleRun], by: Metric) -> list[Row]:
         runs: the trials.
         by: metric that judges them.
     """
-    ends = {run.rule: run.epochs[-1] for run in runs}
+    last_epochs = {run.rule: run.epochs[-1] for run in runs}
     rows = []
     for rule in options["rules"]:
-        rates = sorted(_rates(options, rule).items())
-        trials_of_rule = [(rate, ends[_name(rule, factor)]) for factor, rate in rates]
-        best, _ = max(trials_of_rule, key=lambda trial: _merit(trial[1], by))
-        rows += [
-            {"rule": rule, "lr": rate, by.name: by.factor * end[by.key], "best": rate == best}
-            for rate, end in trials_of_rule
-        ]
+        epoch_of_rate = {}
+        for factor, rate in sorted(_rates(options, rule).items()):
+            epoch_of_rate[rate] = last_epochs[_name(rule, factor)]
+        best_rate = max(epoch_of_rate, key=lambda rate: _merit(epoch_of_rate[rate], by))
+        for rate, epoch in epoch_of_rate.items():
+            value = by.factor * epoch[by.key]
+            rows.append({"rule": rule, "lr": rate, by.name: value, "best": rate == best_rate})
     return rows
 
 
 def _merit(last_epoch: Row, by: Metric) -> list[float]:
     """Return the sort key of a trial: its metric, then its loss; larger is better."""
     sign = -1 if by.lower_is_better else 1
-    return [
-        -inf if isnan(value) else value
-        for value in (sign * last_epoch[by.key], -last_epoch["test_loss"])
-    ]
+    values = [sign * last_epoch[by.key], -last_epoch["test_loss"]]
+    return [-inf if isnan(value) else value for value in values]
 
 
 def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     """Return ``own`` of a comparison, with the best rate of each rule."""
-    best_options = {
-        row["rule"]: _own(options, row["rule"], row["lr"]) for row in rows if row["best"]
-    }
-    return {**options["own"], **best_options}
+    own = {**options["own"]}
+    for row in rows:
+        if row["best"]:
+            own[row["rule"]] = _own(options, row["rule"], row["lr"])
+    return own
 
 
 def edges(rows: Sequence[Row]) -> dict[str, str]:
     """Return the rules whose best rate is the lowest or the highest of several, and which it is."""
     edge_of_rule = {}
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        best_flags = [row["best"] for row in rows if row["rule"] == rule]
-        if len(best_flags) > 1 and (best_flags[0] or best_flags[-1]):
-            edge_of_rule[rule] = "lowest" if best_flags[0] else "highest"
+        is_best = [row["best"] for row in rows if row["rule"] == rule]  # from the lowest rate on
+        if len(is_best) > 1 and is_best[0]:
+            edge_of_rule[rule] = "lowest"
+        elif len(is_best) > 1 and is_best[-1]:
+            edge_of_rule[rule] = "highest"
     return edge_of_rule
 
 
 def edge_notes(rows: Sequence[Row]) -> list[str]:
     """Return a sentence on each rule whose best rate is the lowest or the highest of several."""
-    best_rate_of_rule = {row["rule"]: row["lr"] for row in rows if row["best"]}
-    return [
-        f"{rule}: the best of its rates, {best_rate_of_rule[rule]:g}, is the {edge} that was tried;"
-        f" a {'lower' if edge == 'lowest' else 'higher'} one may be better: add it to tune.rates"
-        for rule, edge in edges(rows).items()
-    ]
+    best_rates = {row["rule"]: row["lr"] for row in rows if row["best"]}
+    notes = []
+    for rule, edge in edges(rows).items():
+        direction = "lower" if edge == "lowest" else "higher"
+        notes.append(
+            f"{rule}: the best of its rates, {best_rates[rule]:g}, is the {edge} that was tried; a"
+            f" {direction} one may be better: add it to tune.rates"
+        )
+    return notes
 
 
 def _name(rule: str, factor: float) -> str:
