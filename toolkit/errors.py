@@ -15,39 +15,42 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """Return the first non-blank line of an error's message, or its repr if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return lines[0].strip()
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """Return ``text``, cut in the middle to at most ``most`` characters."""
-    half = (most - 5) // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+def shortened(text: str, max_length: int = 200) -> str:
+    """Return ``text``, cut in the middle to at most ``max_length`` characters."""
+    if len(text) <= max_length:
+        return text
+    half = (max_length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def suggest(choice: str, valid: Sequence[str]) -> str:
     """Return advice for an unknown ``choice``: the nearest valid name, and all of them."""
     matches = get_close_matches(choice, valid, n=1, cutoff=0.4)
-    matches = [name for name in valid if choice and name.startswith(choice)][:1] or matches
-    return (
-        "".join(f"did you mean {name}? " for name in matches) + f"choose one of {', '.join(valid)}"
-    )
+    if choice:
+        matches = [name for name in valid if name.startswith(choice)] + matches
+    question = f"did you mean {matches[0]}? " if matches else ""
+    return f"{question}choose one of {', '.join(valid)}"
 
 
-def whole(value: object, what: str, least: int | None = None) -> int:
+def whole(value: object, name: str, minimum: int | None = None) -> int:
     """Return ``value``, a whole number of any library, as an int.
 
     Raises:
-        UserError: ``value``, called ``what``, is not a whole number, or is below ``least``.
+        UserError: ``value``, called ``name``, is not a whole number, or is below ``minimum``.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
-        if least is None or number >= least:
+        if minimum is None or number >= minimum:
             return number
-    bound = "" if least is None else f", {least} or more"
-    raise UserError(f"{what} is a whole number{bound}: got {value!r}")
+    bound = "" if minimum is None else f", {minimum} or more"
+    raise UserError(f"{name} is a whole number{bound}: got {value!r}")
 
 
-def check_choice(what: str, value: object, choices: Collection[str]) -> None:
-    """Raise UserError unless ``value``, called ``what``, is one of the ``choices``."""
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise UserError unless ``value``, called ``name``, is one of the ``choices``."""
     if value not in choices:
-        raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
+        raise UserError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")

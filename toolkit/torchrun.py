@@ -9,8 +9,9 @@ from pathlib import Path
 
 def is_rank_zero() -> bool:
     """Return whether this process prints and writes: the first rank, or the only process."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+    rank = os.environ.get("RANK", "")
+    n_ranks = os.environ.get("WORLD_SIZE", "")
+    return not (rank.isdecimal() and n_ranks.isdecimal() and 0 < int(rank) < int(n_ranks))
 
 
 def restarted() -> bool:
@@ -20,7 +21,8 @@ def restarted() -> bool:
 
 def report_error(message: str) -> None:
     """Have torchrun, if it started this process, end its own output with ``message``."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

@@ -49,7 +49,7 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Return what was written to ``path``, on the CPU; DamagedCheckpointError if it has changed."""
-    check_regular(path, most=None)
+    check_regular(path, max_bytes=None)
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
         if not _MAGIC.startswith(head):  # before the rest of what may be a huge file is read

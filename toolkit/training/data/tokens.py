@@ -118,7 +118,7 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         )
         try:
             for file in files:
-                check_regular(file, most=None)
+                check_regular(file, max_bytes=None)
             content = b"".join(file.read_bytes() for file in files)
         except OSError as error:
             raise UserError(f"data.root={root} cannot be read: {error}") from error
