@@ -41,7 +41,8 @@ from toolkit.errors import UserError
 from toolkit.files import note_write_errors
 from toolkit.format import count, metric_cells, peak_cells, rate_cells, staleness_cells, table
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import TUNING, TrackingOptions, TuneOptions
+from toolkit.options import TrackingOptions, TuneOptions
+from toolkit.results.run_files import TUNING_FOLDER
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def main(config: DictConfig) -> Ended:
     tuning: list[dict[str, Any]] = []
     try:
         if TuneOptions(**options["tune"]).rates:
-            tried_runs = train(OmegaConf.create(trials(options)), folder / TUNING, samples, world)
+            tried_runs = train(
+                OmegaConf.create(trials(options)), folder / TUNING_FOLDER, samples, world
+            )
             tuning = tried(options, tried_runs.runs, measure)
             if tried_runs.unwritten:
                 notes.append(tried_runs.unwritten)
@@ -130,7 +133,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
 
     options = build.plain(config)
     make_run = build.RuleBuilder(options, samples)
-    are_trials = folder.name == TUNING
+    are_trials = folder.name == TUNING_FOLDER
     unchecked_rules = set[str]()  # whose learning rates may be far too large
     if config.stability and not config.resume and not are_trials and is_rank_zero():
         unchecked_rules = {*config.rules}

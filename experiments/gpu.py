@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.options import COMPARED, TUNING
+from toolkit.results.run_files import OPTIONS_FILE, TUNING_FOLDER
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -262,7 +262,7 @@ def run(job: Job, seconds: float) -> int | None:
     """Run ``job``; return its exit status, or None if it was stopped after ``seconds``."""
     folder = _folder(job.name)
     # A comparison that was stopped in its trials of rates has options in their folder only.
-    has_options = any((place / COMPARED).exists() for place in (folder, folder / TUNING))
+    has_options = any((place / OPTIONS_FILE).exists() for place in (folder, folder / TUNING_FOLDER))
     command = job.command
     if job.resume_command and has_options:
         command = job.resume_command

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from toolkit.errors import UserError
-from toolkit.options import ENDED, TUNING, UNDER_WAY
 
 _PACKAGE = Path(__file__).resolve().parent
 ROOT = _PACKAGE.parent
@@ -29,16 +28,16 @@ _MOST_BYTES = 2**26  # of a file that is read into memory
 _MOST_VALUES = 1_000_000  # of a JSON or YAML file, with its aliases written out
 
 
-def check_regular(path: Path, most: int | None = _MOST_BYTES) -> None:
-    """Raise OSError unless ``path`` is a regular file of at most ``most`` bytes.
+def check_regular(path: Path, max_bytes: int | None = _MOST_BYTES) -> None:
+    """Raise OSError unless ``path`` is a regular file of at most ``max_bytes``.
 
     A pipe would block its reader, and a device or a sparse file would fill the memory.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if most is not None and status.st_size > most:
-        reason = f"it has {status.st_size} bytes; expected at most {most}"
+    if max_bytes is not None and status.st_size > max_bytes:
+        reason = f"it has {status.st_size} bytes; expected at most {max_bytes}"
         raise OSError(errno.EFBIG, reason, str(path))
 
 
@@ -77,22 +76,6 @@ def write_csv(path: Path, rows: Rows) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
-
-
-def has_checkpoint(run: Path) -> bool:
-    """Return whether a run's folder has a checkpoint to resume from."""
-    return any(run.glob("checkpoints/step_*.ckpt"))
-
-
-def resumable_in(folder: Path) -> str:
-    """Return what can be resumed in ``folder``, as text: checkpoints or runs; empty if nothing."""
-    if has_checkpoint(folder):
-        return "the checkpoints of a run"
-    for comparison_folder in (folder, folder / TUNING):
-        has_begun = any(map(has_checkpoint, (comparison_folder / UNDER_WAY).glob("*")))
-        if has_begun or (comparison_folder / ENDED).is_file():
-            return "the runs of a comparison"
-    return ""
 
 
 @contextmanager
@@ -158,5 +141,9 @@ def started_by(experiment: str, n_ranks: int = 1, nodes: int = 1, folder: Path =
     is_at_hand = (folder / script).resolve() == EXPERIMENTS / script.name
     if n_ranks * nodes == 1:
         return f"python {script}" if is_at_hand else f"{CONSOLE} {experiment}"
-    start = f"torchrun {f'--nnodes {nodes} ' * (nodes > 1)}--nproc-per-node {n_ranks}"
-    return f"{start} {script if is_at_hand else f'-m toolkit {experiment}'}"
+    words = ["torchrun"]
+    if nodes > 1:
+        words.append(f"--nnodes {nodes}")
+    words.append(f"--nproc-per-node {n_ranks}")
+    words.append(str(script) if is_at_hand else f"-m toolkit {experiment}")
+    return " ".join(words)

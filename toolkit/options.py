@@ -10,12 +10,6 @@ from typing import Any
 
 from toolkit.errors import UserError, check_choice
 
-# In the folder of a comparison:
-COMPARED = "runs.yaml"  # the options of its runs
-ENDED = "runs.csv"  # the epochs of the runs that have ended
-UNDER_WAY = "under_way"  # a folder for each run that has begun and not ended
-TUNING = "tuning"  # the folder of the comparison of learning rates
-
 STOPPED = 75
 """Exit status of a run or a sweep that a signal has ended and that can be resumed."""
 
@@ -31,11 +25,23 @@ OWN = ("optimizer", "lr", "clip", "ema", "readout")
 """Options in which the rules of a comparison may differ, besides their schedules."""
 
 INDIFFERENT = AROUND | {
-    *("save", "guard", "guard_factor"),  # when to save, and what to do if the loss diverges
-    *("profile", "diagnostics", "stability"),  # what to measure
-    *("runtime", "device", "threads", "cudnn_benchmark"),  # results are equal up to rounding
-    *("data.num_workers", "data.prefetch_factor"),
-    "workers",  # microbatches has its value
+    # When to save, and what to do if the loss diverges.
+    "save",
+    "guard",
+    "guard_factor",
+    # What to measure.
+    "profile",
+    "diagnostics",
+    "stability",
+    # Results are equal up to rounding.
+    "runtime",
+    "device",
+    "threads",
+    "cudnn_benchmark",
+    "data.num_workers",
+    "data.prefetch_factor",
+    # microbatches has its value.
+    "workers",
 }
 """Options, or groups of them, that do not change a training's trajectory."""
 
@@ -190,12 +196,15 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.rates is not None:
             is_list = isinstance(self.rates, Sequence) and not isinstance(self.rates, str)
-            are_numbers = is_list and all(isinstance(rate, int | float) for rate in self.rates)
-            if not are_numbers or not self.rates or not all(rate > 0 for rate in self.rates):
+            if not is_list or not self.rates or not all(map(_is_factor, self.rates)):
                 raise UserError(f"tune.rates is a list of factors above 0: got {self.rates}")
         for name, minimum in (("epochs", 1), ("seed", 0)):
             if getattr(self, name) < minimum:
                 raise UserError(f"tune.{name} is {minimum} or more: got {getattr(self, name)}")
+
+
+def _is_factor(rate: object) -> bool:
+    return isinstance(rate, int | float) and rate > 0
 
 
 def _tracking_mode() -> str:
@@ -237,10 +246,8 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
     value_of_name: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            value_of_name |= {
-                f"{name}.{inner_name}": inner_value
-                for inner_name, inner_value in flat(value).items()
-            }
+            for inner_name, inner_value in flat(value).items():
+                value_of_name[f"{name}.{inner_name}"] = inner_value
         else:
             value_of_name[str(name)] = value
     return value_of_name
@@ -252,10 +259,10 @@ def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
 
 
-def with_own(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def with_own(options: Mapping[str, Any], rule_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``options`` with a rule's own; a group with a ``_target_`` replaces the shared one."""
     merged = {**options}
-    for name, value in own.items():
+    for name, value in rule_options.items():
         is_partial = isinstance(value, Mapping) and "_target_" not in value
         merged[name] = {**options[name], **value} if is_partial else value
     return merged
@@ -265,7 +272,8 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the flat options that have different values in several runs."""
     first_values: dict[str, Any] = {}
     differing_names: set[str] = set()
-    for name, value in (item for run in options for item in run.items()):
-        if first_values.setdefault(name, value) != value:
-            differing_names.add(name)
+    for options_of_run in options:
+        for name, value in options_of_run.items():
+            if first_values.setdefault(name, value) != value:
+                differing_names.add(name)
     return [name for name in first_values if name in differing_names]

@@ -81,6 +81,8 @@ def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):
     assert (first.exit_code, first.summary["state"]) == (0, "finished")
     assert second.exit_code == 1
     assert second.summary["state"].startswith("failed: the training loss of epoch 0")
+    status = [json.loads((folder / name / "status.json").read_text()) for name in "01"]
+    assert [job["diverged"] for job in status] == [False, True]
 
 
 def test_records_the_signal_that_stops_a_run(tmp_path, monkeypatch, wandb_runs):

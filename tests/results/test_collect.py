@@ -180,6 +180,13 @@ def test_a_job_without_a_result_has_its_options(tmp_path, monkeypatch, status, s
     assert found.note.tolist() == ["x", "${oc.env:WANDB_API_KEY}"]
 
 
+def test_the_status_says_whether_the_loss_of_a_training_diverged(tmp_path):
+    failed = {"state": "failed", "message": "the training loss of epoch 0 is nan"}
+    for name, status in (("a", failed), ("b", failed | {"diverged": True})):
+        folders.job(tmp_path / name, folders.config(schedule=folders.schedule("dp")), status=status)
+    assert [run.diverged for run in read_runs([tmp_path])] == [False, True]
+
+
 def test_a_run_resumed_with_other_options_has_a_caution(tmp_path):
     note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
     for name in "ab":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,8 +28,9 @@ from toolkit.cli.hydra_args import check_flags, flags_first, key_of, parse
 from toolkit.cli.resume import restore, resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
-from toolkit.files import EXPERIMENTS, conf, resumable_in
+from toolkit.files import EXPERIMENTS, conf
 from toolkit.options import STOPPED
+from toolkit.results.run_files import resumable_in
 from toolkit.torchrun import is_rank_zero, restarted
 
 FAILED = 1
@@ -189,9 +191,9 @@ class _CommandLine:
         folder, options = output_folder(), list(HydraConfig.get().overrides.task)
         is_first_rank = is_rank_zero()  # other ranks of a resumed run have the same folder
 
-        def write(state: str, message: str | None = None, objective: float | None = None) -> None:
+        def write(state: str, message: str | None = None, **fields: Any) -> None:
             if is_first_rank:
-                write_status(folder, Status(state, options, message, objective))
+                write_status(folder, Status(state, options, message, **fields))
 
         with alone_in(folder) if is_first_rank else nullcontext():
             starts_new = is_first_rank and not config.get("resume") and not restarted()
@@ -214,7 +216,9 @@ class _CommandLine:
                 write(sweeps.STOPPED)
                 raise
             except Exception as error:
-                write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
+                reason = self._explain(error) or f"{type(error).__name__}: {error}"
+                # As toolkit.training.DivergedError is, whose module may not be loaded.
+                write(sweeps.FAILED, reason, diverged=isinstance(error, FloatingPointError))
                 raise
             finally:
                 sys.argv = earlier_argv
@@ -222,7 +226,7 @@ class _CommandLine:
             states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
             state = states.get(ended.status, sweeps.FAILED)
             message = f"it ended with status {ended.status}" if state == sweeps.FAILED else None
-            write(state, message, ended.objective)
+            write(state, message, objective=ended.objective)
             return ended
 
     def _run_of_sweep(self, config: DictConfig) -> Ended:

@@ -23,10 +23,10 @@ from toolkit.cli.hydra_args import key_of, shell_option, value_of
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
+from toolkit.results.run_files import STATUS
 from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
-STATUS = "status.json"
 _NAME = "sweep.json"
 
 
@@ -38,6 +38,7 @@ class Status:
     options: Sequence[str] = ()  # its command line
     message: str | None = None  # why it failed
     objective: float | None = None  # value that a sweep optimizes
+    diverged: bool = False  # whether it failed because its loss diverged
 
 
 def write_status(folder: Path, status: Status) -> None:

@@ -17,10 +17,18 @@ from typing import Any
 import yaml
 
 from toolkit.errors import UserError
-from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
-from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY, TrackingOptions
+from toolkit.files import note_write_errors, write_csv, write_text
+from toolkit.options import INDIFFERENT, TrackingOptions
 from toolkit.results.progress import Progress, RunProgress
 from toolkit.results.record import RESULT, Row, read_csv, read_result, read_yaml
+from toolkit.results.run_files import (
+    DELAYS_FILE,
+    EPOCHS_FILE,
+    NOTES_FILE,
+    OPTIONS_FILE,
+    UNDER_WAY_FOLDER,
+    has_checkpoint,
+)
 from toolkit.results.run_recorder import RunRecorder
 from toolkit.results.runs import DIGEST
 from toolkit.results.wandb_run import group_of
@@ -114,10 +122,12 @@ def train_all(
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
         for key in keys:
             # Ranks continue until all know of a signal.
-            if number := signals.agreed if world else signals.number:
+            number = signals.agreed if world else signals.number
+            if number:
                 raise StoppedError(number, saved=True)
             run = build(*key)
-            prepare_folder(folder, *key, here=is_rank_zero())
+            if is_rank_zero():
+                prepare_folder(folder, *key)
             ended_run = train_one(run, key, folder, progress, signals)
             del run  # its memory is free before the next one is built
             yield ended_run
@@ -126,8 +136,9 @@ def train_all(
 def unfinished(options: Options, ended: Sequence[RuleRun], under_way: Sequence[Key]) -> list[Key]:
     """Return the runs that have not ended in their order, those saved ``under_way`` first."""
     ended_keys = {(run.rule, run.seed) for run in ended}
-    keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
-    keys = [key for key in keys if key not in ended_keys]
+    keys = []
+    for seed in seeds_of(options):
+        keys += [(rule, seed) for rule in options["rules"] if (rule, seed) not in ended_keys]
     return sorted(keys, key=lambda key: key not in under_way)
 
 
@@ -149,8 +160,8 @@ def check_runs(
         UserError: a run cannot be trained with its options.
     """
     TrackingOptions(**options["tracking"])
-    for name in dict.fromkeys(name for name, _ in keys):
-        check(build(name, options["seed"]))
+    for rule in dict(keys):
+        check(build(rule, options["seed"]))
 
 
 def train_one(
@@ -163,31 +174,38 @@ def train_one(
     Raises:
         StoppedError: a signal has ended the run.
     """
-    name, seed = key
+    rule, seed = key
     n_epochs = run.options.epochs
     notes: list[str] = []
-    run_folder = under_way(folder, name, seed)
+    run_folder = under_way(folder, rule, seed)
     with RunRecorder(
         run, run_folder, resume=True, group=group_of(folder), comparison=folder
     ) as recorder:
         tracker = recorder.tracker
-        tracker.config({"rule": name})
+        tracker.config({"rule": rule})
         try:
             outcome = recorder.train(progress, resume=None, weights=False, signals=signals)
         except DivergedError as divergence:
-            epochs, score = divergence.all_epochs(n_epochs), "diverged"
+            epochs = divergence.all_epochs(n_epochs)
+            score = "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(divergence.epochs)}", 1)
         else:
-            epochs, score = outcome.epochs, outcome.epochs[-1].text(run.samples.form.metric)
+            epochs = outcome.epochs
+            score = epochs[-1].text(run.samples.form.metric)
             recorder.track_last_epoch(epochs[-1])
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
         progress.ended(n_epochs)
         progress.note(f"last: {run.schedule.name} {score}")
-    notes = [f"{name}, seed {seed}: {note}" for note in notes] + tracker.notes
-    rows = [*map(asdict, epochs)]
-    return RuleRun(name, seed, rows, recorder.delays.rows(), notes, tracker.where)
+    return RuleRun(
+        rule,
+        seed,
+        epochs=[*map(asdict, epochs)],
+        delays=recorder.delays.rows(),
+        notes=[f"{rule}, seed {seed}: {note}" for note in notes] + tracker.notes,
+        where=tracker.where,
+    )
 
 
 def ended_before(folder: Path, options: Options) -> list[RuleRun]:
@@ -196,63 +214,82 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     Runs that cannot be read, or were trained with other ``options``, raise UserError.
     """
     run_of_key: dict[Key, RuleRun] = {}
-    for name, attribute in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
+
+    def rows_of(name: str) -> Iterator[tuple[RuleRun, Row]]:
         for row in read_csv(folder / name, words=("rule", "note")):
             key = row.pop("rule"), row.pop("seed")
-            run = run_of_key.setdefault(key, RuleRun(*key, [], []))
-            getattr(run, attribute).append(row["note"] if attribute == "notes" else row)
-    if trained_rules := {rule for rule, _ in [*run_of_key, *_saved(folder)]}:
-        earlier_options, new_options = _options_before(folder), _with_digests(options)
-        if not isinstance(earlier_options.get("rules"), dict):
-            raise UserError(
-                f"resume={folder} has runs, but no readable {COMPARED} with their options: start in"
-                " a new folder, without resume"
-            )
-        common_rules = trained_rules & new_options["rules"].keys()
-        other_rules = {*earlier_options["rules"], *new_options["rules"]} - common_rules
-        other_rules = {f"{group}.{rule}" for group in ("rules", "own") for rule in other_rules}
-        if change := changed_options(earlier_options, new_options, _FREE | other_rules):
-            raise UserError(
-                f"resume={folder} has runs that were trained with other options: {change}; leave"
-                " them as they were, or start in a new folder, without resume"
-            )
+            yield run_of_key.setdefault(key, RuleRun(*key, epochs=[], delays=[])), row
+
+    for run, row in rows_of(EPOCHS_FILE):
+        run.epochs.append(row)
+    for run, row in rows_of(DELAYS_FILE):
+        run.delays.append(row)
+    for run, row in rows_of(NOTES_FILE):
+        run.notes.append(row["note"])
+    trained_rules = {rule for rule, _ in [*run_of_key, *_saved(folder)]}
+    if trained_rules:
+        _check_options(folder, options, trained_rules)
     return [run for run in run_of_key.values() if len(run.epochs) == options["epochs"]]
+
+
+def _check_options(folder: Path, options: Options, trained_rules: set[str]) -> None:
+    """Raise UserError if runs of ``trained_rules`` were trained with other options."""
+    earlier_options = _options_before(folder)
+    new_options = _with_digests(options)
+    if not isinstance(earlier_options.get("rules"), dict):
+        raise UserError(
+            f"resume={folder} has runs, but no readable {OPTIONS_FILE} with their options: start in"
+            " a new folder, without resume"
+        )
+    common_rules = trained_rules & new_options["rules"].keys()
+    free_options = set(_FREE)
+    for rule in {*earlier_options["rules"], *new_options["rules"]} - common_rules:
+        free_options |= {f"rules.{rule}", f"own.{rule}"}
+    change = changed_options(earlier_options, new_options, free_options)
+    if change:
+        raise UserError(
+            f"resume={folder} has runs that were trained with other options: {change}; leave"
+            " them as they were, or start in a new folder, without resume"
+        )
 
 
 def _options_before(folder: Path) -> Row:
     """Return the options of the runs in ``folder``, from its result if it has no options file."""
-    if (folder / COMPARED).exists() or not (folder / RESULT).exists():
-        return read_yaml(folder / COMPARED)
+    if (folder / OPTIONS_FILE).exists() or not (folder / RESULT).exists():
+        return read_yaml(folder / OPTIONS_FILE)
     return read_result(folder)["provenance"]["config"]
 
 
 def keep_options(folder: Path, options: Options) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
-    content, earlier_options = _with_digests(options), _options_before(folder)
-    earlier_own = {
-        rule: rule_options
-        for rule, rule_options in (earlier_options.get("own") or {}).items()
-        if rule not in content["rules"]
-    }
-    content["own"] = earlier_own | content.get("own", {})
+    content = _with_digests(options)
+    earlier_options = _options_before(folder)
+    own = {**(earlier_options.get("own") or {})}
+    for rule in content["rules"]:
+        own.pop(rule, None)
+    content["own"] = own | content.get("own", {})
     content["rules"] = (earlier_options.get("rules") or {}) | content["rules"]
     folder.mkdir(exist_ok=True)
-    write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_text(folder / OPTIONS_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     """Write the tables of ``runs``, which have ended, and remove the folders of their own."""
-    delays = [row for run in runs for row in run.named(run.delays)]
-    notes = [row for run in runs for row in run.named([{"note": note} for note in run.notes])]
-    epochs = [row for run in runs for row in run.named(run.epochs)]
+    delays: list[Row] = []
+    notes: list[Row] = []
+    epochs: list[Row] = []
+    for run in runs:
+        delays += run.named(run.delays)
+        notes += run.named([{"note": note} for note in run.notes])
+        epochs += run.named(run.epochs)
     # The epochs last, since a run counts as ended when it is in their file.
-    for name, rows in (("delays.csv", delays), ("notes.csv", notes), (ENDED, epochs)):
+    for name, rows in ((DELAYS_FILE, delays), (NOTES_FILE, notes), (EPOCHS_FILE, epochs)):
         if rows:
             write_csv(folder / name, rows)
     for run in runs:
         shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
     with suppress(OSError):  # other runs are under way
-        (folder / UNDER_WAY).rmdir()
+        (folder / UNDER_WAY_FOLDER).rmdir()
 
 
 def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
@@ -265,24 +302,27 @@ def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
 
 def under_way(folder: Path, rule: str, seed: int) -> Path:
     """Return the folder of a run of a comparison, which exists until the run has ended."""
-    return folder / UNDER_WAY / f"{rule}_{seed}"
+    return folder / UNDER_WAY_FOLDER / f"{rule}_{seed}"
 
 
-def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> Path:
-    """Return the folder of a run under way, emptied (``here``) unless it has a checkpoint."""
+def prepare_folder(folder: Path, rule: str, seed: int) -> None:
+    """Make the folder of a run under way, empty unless it has a checkpoint."""
     run_folder = under_way(folder, rule, seed)
-    if here and not has_checkpoint(run_folder):
+    if not has_checkpoint(run_folder):
         shutil.rmtree(run_folder, ignore_errors=True)
         run_folder.parent.mkdir(exist_ok=True)
         run_folder.mkdir()
-    return run_folder
 
 
 def _saved(folder: Path) -> list[Key]:
     """Return the keys of the unfinished runs in ``folder`` that have a checkpoint."""
-    saved_folders = filter(has_checkpoint, (folder / UNDER_WAY).glob("*_*"))
-    name_parts = (path.name.rpartition("_") for path in saved_folders)
-    return [(rule, int(seed)) for rule, _, seed in name_parts if seed.isdecimal()]
+    saved_folders = filter(has_checkpoint, (folder / UNDER_WAY_FOLDER).glob("*_*"))
+    keys = []
+    for path in saved_folders:
+        rule, _, seed = path.name.rpartition("_")
+        if seed.isdecimal():
+            keys.append((rule, int(seed)))
+    return keys
 
 
 def _with_digests(options: Options) -> dict[str, Any]:

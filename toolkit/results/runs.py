@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, first_line
-from toolkit.files import check_regular, resumable_in
+from toolkit.files import check_regular
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE, with_own
+from toolkit.options import RESUMED_OTHERWISE, with_own
 from toolkit.results import record
 from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
+from toolkit.results.run_files import EPOCHS_FILE, OPTIONS_FILE, STATUS, resumable_in
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.spec import is_of_catalogue
 
@@ -31,7 +32,6 @@ MESSAGES = {
 }
 """The states of runs, and the usual message of each."""
 
-_DIVERGED = re.compile(r"(training|test) loss of epoch \d+")  # in the message of a failed run
 _SCRIPT = re.compile(r"(?:^|[\s/])(\w+)\.py\b")
 _INTERPOLATION = re.compile(r'"\$\{(\w+)\}"')
 _LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
@@ -47,6 +47,7 @@ class Run:
     kind: str  # the experiment, such as train or compare
     state: str  # a key of MESSAGES
     message: str = ""  # reason why it is unfinished, or a caution
+    failed_by_divergence: bool = False  # as its status file says
     rule: str | None = None  # name of its schedule in the configuration
     schedule: str | None = None  # the schedule's own name
     seed: int | None = None  # of weights and data
@@ -68,7 +69,7 @@ class Run:
     @property
     def diverged(self) -> bool:
         """Whether its loss diverged, which ended it."""
-        return _diverged_in(self.epochs) is not None or bool(_DIVERGED.search(self.message))
+        return self.failed_by_divergence or _diverged_in(self.epochs) is not None
 
     @property
     def counts(self) -> bool:
@@ -95,19 +96,16 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
             )
         for parent, names, files in os.walk(top_folder):
             folder = Path(parent)
-            subfolders = (
-                name for name in names if name[0] != "." and name not in ("checkpoints", "wandb")
-            )
-            # Job 10 is after job 9.
-            names[:] = sorted(
-                subfolders, key=lambda name: name.zfill(9) if name.isdigit() else name
-            )
+            # Assigning to the slice says where os.walk descends, and in which order.
+            names[:] = sorted(filter(_may_hold_runs, names), key=_job_order)
             has_job = (folder / ".hydra" / "config.yaml").exists()
-            if has_job or RESULT in files or "status.json" in files:
+            if has_job or RESULT in files or STATUS in files:
                 folder_of_path.setdefault(folder.resolve(), folder)
-                if ENDED in files:  # folders in a comparison's folder are part of it
+                if EPOCHS_FILE in files:  # folders in a comparison's folder are part of it
                     names.clear()
-    runs = [run for folder in folder_of_path.values() for run in _runs_of(folder)]
+    runs: list[Run] = []
+    for folder in folder_of_path.values():
+        runs += _runs_of(folder)
     if not runs:
         raise UserError(
             f"no runs in {', '.join(map(str, folders)) or 'no folder'}: looked for result.json,"
@@ -116,11 +114,21 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return runs
 
 
+def _may_hold_runs(folder_name: str) -> bool:
+    return folder_name[0] != "." and folder_name not in ("checkpoints", "wandb")
+
+
+def _job_order(folder_name: str) -> str:
+    """Return the sort key of a folder: job 10 is after job 9."""
+    return folder_name.zfill(9) if folder_name.isdigit() else folder_name
+
+
 def _runs_of(folder: Path) -> list[Run]:
     """Return the run of a folder, or the runs of a comparison; empty for a report."""
     run = Run(folder, "unknown", "damaged")
     try:
-        if job := record.read_yaml(folder / ".hydra" / "hydra.yaml"):
+        job = record.read_yaml(folder / ".hydra" / "hydra.yaml")
+        if job:
             rule = job["hydra"]["runtime"]["choices"].get("schedule")
             run = replace(run, kind=job["hydra"]["job"]["name"], rule=rule)
         run = _described(run, _options_of(folder))
@@ -128,21 +136,21 @@ def _runs_of(folder: Path) -> list[Run]:
         if (folder / RESULT).exists():
             result = record.read_result(folder)
             origin = result["provenance"]
-            if run.kind == "unknown" and (script := _SCRIPT.search(str(origin.get("command")))):
+            script = _SCRIPT.search(str(origin.get("command")))
+            if run.kind == "unknown" and script:
                 run = replace(run, kind=script[1])
             run = _described(run, origin.get("config") or run.config)
             metric = record.METRICS.get(result["judged_by"], run.judged_by)
             run = replace(run, judged_by=metric, provenance=origin, notes=result["notes"])
-        state, message = _state_of(folder, bool(result))
-        run = replace(run, state=state, message=message)
+        run = _with_state(run, has_result=bool(result))
         if run.kind == "compare":
             return _comparison_runs(run, result)
         if run.kind == "train":
             run = _training(run, result)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        reason = (
-            str(error) if isinstance(error, DamagedError) else f"it is not as expected: {error!r}"
-        )
+        reason = str(error)
+        if not isinstance(error, DamagedError):
+            reason = f"it is not as expected: {error!r}"
         run = replace(run, state="damaged", message=reason)
     return [] if run.kind == "report" else [run]
 
@@ -161,29 +169,33 @@ def _described(run: Run, config: Mapping[str, Any]) -> Run:
     )
 
 
-def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
-    """Return state and message of the run in ``folder``, from its status file if it has one."""
+def _with_state(run: Run, has_result: bool) -> Run:
+    """Return ``run`` with its state and message, from its status file if it has one."""
     status: Row = {"state": "finished" if has_result else "unfinished"}
-    if (folder / "status.json").exists():
-        status = record.read_json(folder / "status.json")
+    if (run.folder / STATUS).exists():
+        status = record.read_json(run.folder / STATUS)
     state = status.get("state")
     if state not in MESSAGES or (state == "finished" and not has_result):
-        raise DamagedError(f"status.json says {state}; the run has {RESULT}: {has_result}")
-    if state == "stopped" and not resumable_in(folder):
-        return state, "it was stopped before its first checkpoint: start it again"
-    return state, str(status.get("message") or MESSAGES[state])
+        raise DamagedError(f"{STATUS} says {state}; the run has {RESULT}: {has_result}")
+    message = str(status.get("message") or MESSAGES[state])
+    if state == "stopped" and not resumable_in(run.folder):
+        message = "it was stopped before its first checkpoint: start it again"
+    diverged = status.get("diverged") is True
+    return replace(run, state=state, message=message, failed_by_divergence=diverged)
 
 
 def _diverged_in(epochs: Sequence[Numbers]) -> int | None:
     """Return the first epoch whose training loss is NaN, or None."""
-    return next(
-        (number for number, epoch in enumerate(epochs) if isnan(epoch.get("train_loss", 0.0))), None
-    )
+    for number, epoch in enumerate(epochs):
+        if isnan(epoch.get("train_loss", 0.0)):
+            return number
+    return None
 
 
 def _training(run: Run, result: Row) -> Run:
     """Return ``run`` with the files of a training; ``result`` is empty until it ends."""
-    options, name = run.config.get("schedule"), result.get("schedule")
+    options = run.config.get("schedule")
+    name = result.get("schedule")
     from_file = isinstance(options, dict) and bool(options.get("file"))
     run = replace(
         run,
@@ -196,12 +208,13 @@ def _training(run: Run, result: Row) -> Run:
     if run.state != "finished":
         return run
     metrics = result["metrics"]
-    if not isinstance(metrics, dict) or "top1" not in (numbers := per_cent(metrics)):
+    numbers = per_cent(metrics) if isinstance(metrics, dict) else {}
+    if "top1" not in numbers:
         raise DamagedError(f"{RESULT}: the metrics of a training have no top1")
+    numbers["seconds"] = numbers_of(run.provenance).get("seconds", nan)
     # Options of a run that was resumed with others are only those of its last part.
-    resume_note = next((note for note in run.notes if note.startswith(RESUMED_OTHERWISE)), "")
-    seconds = numbers_of(run.provenance).get("seconds", nan)
-    return replace(run, message=run.message or resume_note, metrics=numbers | {"seconds": seconds})
+    cautions = [note for note in run.notes if note.startswith(RESUMED_OTHERWISE)]
+    return replace(run, message=run.message or "".join(cautions[:1]), metrics=numbers)
 
 
 def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
@@ -209,59 +222,68 @@ def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
 
     ``result`` is empty until the comparison ends.
     """
-    config, folder, has_ended = comparison.config, comparison.folder, comparison.state == "finished"
-    if has_ended and not (folder / ENDED).exists():
-        raise DamagedError(f"there is no {ENDED}")
+    config = comparison.config
+    folder = comparison.folder
+    has_ended = comparison.state == "finished"
+    if has_ended and not (folder / EPOCHS_FILE).exists():
+        raise DamagedError(f"there is no {EPOCHS_FILE}")
     epochs: dict[tuple[str, int], list[Numbers]] = {}
-    for row in record.read_csv(folder / ENDED, words=("rule",)):
+    for row in record.read_csv(folder / EPOCHS_FILE, words=("rule",)):
         epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
-    rules = config.get("rules") or {}
-    # Rules that a resumed comparison has left out are only there.
-    saved_options = record.read_yaml(folder / COMPARED)
-    rule_options = (saved_options.get("rules") or {}) | rules
+    # Rules that a resumed comparison has left out are only in its file.
+    saved_options = record.read_yaml(folder / OPTIONS_FILE)
+    rules = (saved_options.get("rules") or {}) | (config.get("rules") or {})
     # The saved ones have the tuned learning rates, so they come second.
     own_options = (config.get("own") or {}) | (saved_options.get("own") or {})
     schedule_names = {
         row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row
     }
-    first_seed, n_seeds = comparison.seed or 0, config.get("seeds") or 0
-    if n_seeds > _MOST_SEEDS:
-        raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
-    planned_keys = [
-        (rule, seed) for seed in range(first_seed, first_seed + n_seeds) for rule in rules
-    ]
     shared = {
         name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
     }
+    delays = result.get("delays", ())
     unfinished_state = comparison.state, comparison.message  # of the first unfinished run
     runs = []
-    for rule, seed in dict.fromkeys([*planned_keys, *epochs]):
-        schedule_option = (
-            {"schedule": rule_options[rule]} if isinstance(rule_options.get(rule), dict) else {}
-        )
+    for rule, seed in dict.fromkeys([*_planned(comparison), *epochs]):
+        run_config = with_own(shared, own_options.get(rule) or {}) | {"seed": seed}
+        if isinstance(rules.get(rule), dict):
+            run_config["schedule"] = rules[rule]
         run = replace(
             comparison,
             rule=rule,
             seed=seed,
-            schedule=schedule_names.get(rule) or schedule_name(rule_options.get(rule)) or rule,
-            config=with_own(shared, own_options.get(rule) or {}) | {"seed": seed} | schedule_option,
+            schedule=schedule_names.get(rule) or schedule_name(rules.get(rule)) or rule,
+            config=run_config,
             shared=shared,
             epochs=epochs.get((rule, seed), []),
-            delays=[numbers_of(row) for row in result.get("delays", ()) if row.get("rule") == rule],
+            delays=[numbers_of(row) for row in delays if row.get("rule") == rule],
         )
-        if (diverged_epoch := _diverged_in(run.epochs)) is not None:
-            run = replace(
-                run, state="failed", message=f"its loss diverged in epoch {diverged_epoch}"
-            )
+        diverged_epoch = _diverged_in(run.epochs)
+        if diverged_epoch is not None:
+            message = f"its loss diverged in epoch {diverged_epoch}"
+            run = replace(run, state="failed", message=message)
         elif run.epochs and (has_ended or len(run.epochs) == config.get("epochs")):
             run = replace(run, state="finished", message="", metrics=dict(run.epochs[-1]))
         elif has_ended:
-            run = replace(run, state="unfinished", message=f"{ENDED} lacks it")
+            run = replace(run, state="unfinished", message=f"{EPOCHS_FILE} lacks it")
         else:
-            run = replace(run, state=unfinished_state[0], message=unfinished_state[1])
+            state, message = unfinished_state
+            run = replace(run, state=state, message=message)
             unfinished_state = "unfinished", "it has not started"
         runs.append(run)
     return runs or [comparison]
+
+
+def _planned(comparison: Run) -> list[tuple[str, int]]:
+    """Return rule and seed of each run that a comparison asks for."""
+    first_seed = comparison.seed or 0
+    n_seeds = comparison.config.get("seeds") or 0
+    if n_seeds > _MOST_SEEDS:
+        raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
+    keys: list[tuple[str, int]] = []
+    for seed in range(first_seed, first_seed + n_seeds):
+        keys += [(rule, seed) for rule in comparison.config.get("rules") or {}]
+    return keys
 
 
 def _options_of(folder: Path) -> Row:
