@@ -12,6 +12,9 @@ from sphinx.application import Sphinx
 
 from toolkit.figures.explorer.site import site_page
 
+OTHERS = ("dp", "cdp_v1", "cdp_v2", "gpipe", "one_f_one_b", "zero_dp")
+"""Methods that the explorer's page offers at the side of another one."""
+
 CONTENTS = """
 
 ```{toctree}
@@ -113,7 +116,7 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 def _make_index(app: Sphinx, error: Exception | None) -> None:
     if error is None:
         shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
-        Path(app.outdir, "explorer.html").write_text(site_page(), "utf-8")
+        Path(app.outdir, "explorer.html").write_text(site_page("cdp_v2", OTHERS), "utf-8")
 
 
 def _protect_summary(app: Sphinx, what: str, *given: Any) -> None:

@@ -205,7 +205,9 @@ def test_an_op_waits_for_its_rank_its_input_and_its_weights():
 
 
 def test_the_page_of_the_site_has_every_schedule_and_verdict():
-    page = site_page([2], ["uniform"])
+    page = site_page(
+        "cdp_v2", ["dp", "cdp_v1", "cdp_v2", "gpipe", "one_f_one_b", "zero_dp"], [2], ["uniform"]
+    )
     packed = json.loads(re.search('id="cdp-data">(.*?)</script>', page)[1])["2/uniform"]
     text = {name: gzip.decompress(b64decode(value)).decode() for name, value in packed.items()}
     assert {name for name in text if " " not in name} == {*METHODS}

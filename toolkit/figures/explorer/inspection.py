@@ -2,19 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from toolkit.cost import (
-    UNIT,
-    Costs,
-    Hardware,
-    Timeline,
-    affordable_delay,
-    profile,
-    simulate,
-)
+from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, profile, simulate
 from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, size
 from toolkit.model import Images, build, partition
@@ -22,6 +15,7 @@ from toolkit.schedule import (
     Action,
     Buffer,
     Instruction,
+    Op,
     Program,
     Schedule,
     ScheduleSpec,
@@ -40,9 +34,13 @@ _SEARCHED = 64  # stages times micro-batches: seconds
 _BATCH = 32  # images of a micro-batch
 _NOTHING = 2**20  # bytes: less is no saving
 _TIMED = 2  # steps of a longer simulation, at least, whose mean time counts
+# Units of the key numbers, and what these count.
 _ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
 _HELD = "simulated; without the optimizer's state"
 _SENT = "stage-parameters", "weights and gradients that all ranks send, in the steady state"
+_WEIGHTS = "models", "held at once: all versions, and what is predicted from them"
+_STALENESS = "steps", "training steps by which the weights read are late"
+_IDLE = "of all ranks' time, simulated"
 
 
 class Number(NamedTuple):
@@ -66,9 +64,8 @@ class Analysis:
     @cached_property
     def activations(self) -> tuple[float, ...]:
         """All ranks' activations in each drawn slot, in micro-batches."""
-        return tuple(
-            live_stages / self.schedule.n_stages for live_stages in self.drawn.total_activations()
-        )
+        n_stages = self.schedule.n_stages
+        return tuple(live / n_stages for live in self.drawn.total_activations())
 
     @cached_property
     def traffic(self) -> tuple[float, ...]:
@@ -88,42 +85,45 @@ class Analysis:
     @cached_property
     def late(self) -> float:
         """Share of the ops that read late weights."""
-        reads_late_weights = [staleness > 0 for row in self.schedule.staleness for staleness in row]
-        return sum(reads_late_weights) / len(reads_late_weights)
+        n_ops = 0
+        n_late = 0
+        for stage_staleness in self.schedule.staleness:
+            n_ops += len(stage_staleness)
+            n_late += sum(staleness > 0 for staleness in stage_staleness)
+        return n_late / n_ops
 
     def numbers(self, timeline: Timeline, *, in_slots: bool) -> list[Number]:
         """Return the key numbers; times are in slots, or else in seconds."""
         schedule = self.schedule
-        steady = self.steady
-        n_stages = self.schedule.n_stages
+        n_stages = schedule.n_stages
+        fullest = max(map(max, self.steady.activations)) / n_stages
+        weights = max(self.steady.weights) / n_stages
+        units = self.steady.units_by_slot
+        mean_sent = float(sum(units)) / len(units)
         time, unit = duration(timeline.step_time)
         if in_slots:
             time = f"{timeline.step_time:.4g}"
             unit = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
-        fullest = max(map(max, steady.activations)) / n_stages
-        weight_models = max(steady.weights) / n_stages
-        mean_sent = float(sum(steady.units_by_slot)) / len(steady.units_by_slot)
-        weight_texts = "models", "held at once: all versions, and what is predicted from them"
-        staleness_texts = "steps", "training steps by which the weights read are late"
-        idle = f"{100 * timeline.idle_share:z.1f}"
         memory = []
         if not in_slots:
-            for holder, peak in (("all ranks", timeline.peak_memory()),
-                             ("the fullest rank", fullest_rank(timeline))):  # fmt: skip
-                value, memory_unit = size(peak).split()
-                memory.append(Number(f"memory of {holder}", value, memory_unit, _HELD))
+            total, total_unit = size(timeline.peak_memory()).split()
+            largest, largest_unit = size(fullest_rank(timeline)).split()
+            memory = [
+                Number("memory of all ranks", total, total_unit, _HELD),
+                Number("memory of the fullest rank", largest, largest_unit, _HELD),
+            ]
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", f"{self.peak:.4g}", *_ALIVE),
             Number("of the fullest rank", f"{fullest:.4g}", *_ALIVE),
             *memory,
-            Number("weights of the fullest rank", f"{weight_models:.4g}", *weight_texts),
-            Number("mean staleness", f"{schedule.mean_staleness:.3g}", *staleness_texts),
-            Number("largest staleness", str(schedule.max_staleness), *staleness_texts),
+            Number("weights of the fullest rank", f"{weights:.4g}", *_WEIGHTS),
+            Number("mean staleness", f"{schedule.mean_staleness:.3g}", *_STALENESS),
+            Number("largest staleness", str(schedule.max_staleness), *_STALENESS),
             Number("mean sent in a slot", f"{mean_sent:.4g}", *_SENT),
             Number("most sent in a slot", f"{self.most_sent:.4g}", *_SENT),
             Number("step time", time, unit, "of the simulated timeline"),
-            Number("idle", idle, "%", "of all ranks' time, simulated"),
+            Number("idle", f"{100 * timeline.idle_share:z.1f}", "%", _IDLE),
         ]
 
 
@@ -136,41 +136,40 @@ def verdict(
     first: tuple[Analysis, Timeline], second: tuple[Analysis, Timeline], *, in_slots: bool
 ) -> str:
     """Return what the first schedule gains and costs compared with the second, as a sentence."""
-    (first_analysis, first_timeline), (second_analysis, second_timeline) = first, second
+    first_analysis, first_timeline = first
+    second_analysis, second_timeline = second
+    first_schedule = first_analysis.schedule
+    second_schedule = second_analysis.schedule
+    statements = []
     ratio = first_timeline.step_time / second_timeline.step_time
-    # Ratios within 0.5 % count as equal.
-    statements = [
-        "a step takes as long"
-        if 0.995 < ratio < 1.005
-        else f"a step takes {ratio:.3g} times as long"
-    ]
-    if first_analysis.schedule.n_ranks != second_analysis.schedule.n_ranks:
-        statements.append(
-            f"{first_analysis.schedule.n_ranks} ranks instead of {second_analysis.schedule.n_ranks}"
-        )
+    if 0.995 < ratio < 1.005:
+        statements.append("a step takes as long")
+    else:
+        statements.append(f"a step takes {ratio:.3g} times as long")
+    if first_schedule.n_ranks != second_schedule.n_ranks:
+        statements.append(f"{first_schedule.n_ranks} ranks instead of {second_schedule.n_ranks}")
     if in_slots:
         statements.append(
             f"{first_analysis.peak:.4g} micro-batches' activations instead of"
             f" {second_analysis.peak:.4g}"
         )
     else:
-        for saved_bytes, place in (
-            (fullest_rank(second_timeline) - fullest_rank(first_timeline), "on the fullest rank"),
-            (second_timeline.peak_memory() - first_timeline.peak_memory(), "on all ranks together"),
-        ):
-            saving = f"{size(abs(saved_bytes))} {'saved' if saved_bytes > 0 else 'more'}"
-            statements.append(
-                f"{saving if abs(saved_bytes) >= _NOTHING else 'no memory saved'} {place}"
-            )
-    max_staleness = first_analysis.schedule.max_staleness
-    staleness = (
-        f"{first_analysis.late:.0%} of ops read weights up to {count(max_staleness, 'step')} late"
-    )
-    statements.append(staleness if max_staleness else "all weights are fresh")
-    return (
-        f"{first_analysis.schedule.name} compared with {second_analysis.schedule.name}:"
-        f" {'; '.join(statements)}."
-    )
+        saved_on_fullest = fullest_rank(second_timeline) - fullest_rank(first_timeline)
+        saved_in_all = second_timeline.peak_memory() - first_timeline.peak_memory()
+        statements.append(f"{_saving(saved_on_fullest)} on the fullest rank")
+        statements.append(f"{_saving(saved_in_all)} on all ranks together")
+    if first_schedule.max_staleness:
+        steps = count(first_schedule.max_staleness, "step")
+        statements.append(f"{first_analysis.late:.0%} of ops read weights up to {steps} late")
+    else:
+        statements.append("all weights are fresh")
+    return f"{first_schedule.name} compared with {second_schedule.name}: {'; '.join(statements)}."
+
+
+def _saving(saved_bytes: float) -> str:
+    if abs(saved_bytes) < _NOTHING:
+        return "no memory saved"
+    return f"{size(abs(saved_bytes))} {'saved' if saved_bytes > 0 else 'more'}"
 
 
 @lru_cache(maxsize=64)
@@ -236,30 +235,31 @@ def waits(program: Program) -> dict[Instruction, list[Instruction]]:
     These are the op before it on its rank, those that make its input, and the last backward before
     the update that makes its weights.
     """
-    ops = [
-        [instruction for instruction in rank if instruction.action.computes]
-        for rank in program.ranks
-    ]
-    instruction_of_op = {
-        (instruction.op, instruction.step): instruction for rank in ops for instruction in rank
-    }
-    ops_of_program = {op for op, _ in instruction_of_op}
-    last_backward: dict[tuple[int, int | None], Instruction] = {}  # backward of a stage in a step
-    for instruction in sorted(instruction_of_op.values(), key=lambda instruction: instruction.tick):
+    instruction_of_op: dict[tuple[Op, int | None], Instruction] = {}
+    last_backward: dict[tuple[int, int | None], Instruction] = {}  # of a stage in a step
+    for rank in program.ranks:
+        for instruction in rank:
+            if instruction.action.computes:
+                instruction_of_op[instruction.op, instruction.step] = instruction
+    for instruction in sorted(instruction_of_op.values(), key=attrgetter("tick")):
         last_backward[instruction.stage, instruction.step] = instruction
-    n_stages, has_own_rank = program.schedule.n_stages, not program.schedule.layout.one_device
+    ops_of_program = {op for op, _ in instruction_of_op}
+    n_stages = program.schedule.n_stages
+    has_own_rank = not program.schedule.layout.one_device
     awaited: dict[Instruction, list[Instruction]] = {}
-    for rank in ops:
-        for previous, instruction in zip([None, *rank], rank, strict=False):
-            inputs = [
-                instruction_of_op.get((op, instruction.step))
-                for op in dependencies(instruction.op, ops_of_program, n_stages)
-            ]
-            updated = last_backward.get((instruction.stage, (instruction.version or 0) - 1))
-            predecessors = (*inputs, updated, previous if has_own_rank else None)
-            awaited[instruction] = [
-                *dict.fromkeys(predecessor for predecessor in predecessors if predecessor)
-            ]
+    for rank in program.ranks:
+        previous = None
+        for instruction in rank:
+            if not instruction.action.computes:
+                continue
+            inputs = dependencies(instruction.op, ops_of_program, n_stages)
+            predecessors = [instruction_of_op.get((op, instruction.step)) for op in inputs]
+            update_step = (instruction.version or 0) - 1
+            predecessors.append(last_backward.get((instruction.stage, update_step)))
+            if has_own_rank:
+                predecessors.append(previous)
+            awaited[instruction] = [*dict.fromkeys(filter(None, predecessors))]
+            previous = instruction
     return awaited
 
 
@@ -278,30 +278,25 @@ def texts(program: Program) -> dict[Instruction, str]:
             if not instruction.action.computes:
                 continue
             staleness = (instruction.step or 0) - (instruction.version or 0)
-            version_text = (
-                f"{staleness} step{'s' * (staleness > 1)} late" if staleness else "the newest"
-            )
-            awaited = dict.fromkeys(
-                _words(instructions[position]) for position in needed_positions[index]
-            )
+            version_text = f"{count(staleness, 'step')} late" if staleness else "the newest"
+            awaited = [_words(instructions[position]) for position in needed_positions[index]]
             if previous and not program.schedule.layout.one_device:
-                awaited[previous] = None
+                awaited.append(previous)
             releases = [user for user in users[index] if user.action == Action.FREE]
             freed_here = [_words(user) for user in releases if user.tick == instruction.tick + slot]
-            activation_ends = [
-                user.tick / slot for user in releases if user.buffer == Buffer.ACTIVATION
-            ]
             previous = _words(instruction)
             lines = [
                 f"{previous}: {instruction.action.label} of stage {instruction.stage}"
                 f" on micro-batch {instruction.microbatch}; rank {rank},"
                 f" slot {instruction.tick / slot:.4g};"
                 f" weights {instruction.version} ({version_text})",
-                f"waits for: {'; '.join(awaited) or 'nothing'}",
+                f"waits for: {'; '.join(dict.fromkeys(awaited)) or 'nothing'}",
                 f"frees: {'; '.join(freed_here) or 'nothing'}",
             ]
             if instruction.action == Action.FORWARD:
-                lines += [f"keeps its activations until slot {end:.4g}" for end in activation_ends]
+                for user in releases:
+                    if user.buffer == Buffer.ACTIVATION:
+                        lines.append(f"keeps its activations until slot {user.tick / slot:.4g}")
             text_of_op[instruction] = "\n".join(lines)
     return text_of_op
 

@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from gzip import compress
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
+from toolkit.cost import UNIT, Hardware, Timeline, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures.explorer.inspection import Analysis, analyse, costs_of, predict, verdict
 from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
@@ -13,68 +13,86 @@ from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 
 SIZES = (4, 8)  # stages, and micro-batches
-SETTINGS = ("uniform", *(f"{model} on {machine}" for model in ("resnet50", "vit_b_16")
-                         for machine in ("ethernet_10", "a100_nvlink")))  # fmt: skip
-BESIDE = ("dp", "cdp_v1", "cdp_v2", "gpipe", "one_f_one_b", "zero_dp")
+UNIFORM = "uniform"
+SETTINGS = (
+    UNIFORM,
+    "resnet50 on ethernet_10",
+    "resnet50 on a100_nvlink",
+    "vit_b_16 on ethernet_10",
+    "vit_b_16 on a100_nvlink",
+)
 _STEPS = 2  # training steps drawn
 
 
-def site_page(sizes: Sequence[int] = SIZES, settings: Sequence[str] = SETTINGS) -> str:
-    """Return a page with every schedule beside another; the URL keeps what is chosen.
+def site_page(
+    first: str,
+    others: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+    settings: Sequence[str] = SETTINGS,
+) -> str:
+    """Return a page with every schedule and another one side by side; the URL keeps the choice.
 
     Args:
+        first: the method that the page shows at first.
+        others: methods on offer at its side; the first one is shown at first.
         sizes: stages, and as many micro-batches.
         settings: ``"uniform"``, or a model and a machine such as ``"resnet50 on ethernet_10"``.
     """
-    compressed = {
-        f"{size}/{setting}": _packed(dict(_group(size, setting)))
-        for size in sizes
-        for setting in settings
-    }
+    compressed = {}
+    for size in sizes:
+        for setting in settings:
+            group = _Group(size, setting)
+            compressed[f"{size}/{setting}"] = {
+                name: _packed(text) for name, text in group.texts(first, others)
+            }
     fields = {
-        "schedule": ["cdp_v2", *(name for name in METHODS if name != "cdp_v2")],
-        "beside": [*BESIDE],
+        "schedule": [first, *(name for name in METHODS if name != first)],
+        "beside": [*others],
         "size": [str(size) for size in sizes],
         "costs": [*settings],
     }
-    return HTML.document(
-        "Explorer", HTML.site(fields, json.dumps(compressed), HTML.side_by_side(["", ""], ""))
-    )
+    view = HTML.side_by_side(["", ""], "")
+    return HTML.document("Explorer", HTML.site(fields, json.dumps(compressed), view))
 
 
-def _group(size: int, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield panes by schedule, on one scale, and verdicts by two schedules."""
-    is_uniform, (model, _, machine) = setting == "uniform", setting.partition(" on ")
-    hardware = UNIT if is_uniform else Hardware.preset(machine)
-    results: dict[str, tuple[Analysis, Timeline]] = {}
-    for name in METHODS:
-        try:
-            analysis = analyse(ScheduleSpec(name, size, size), _STEPS)
-            stages = analysis.schedule.n_stages
-            costs: Costs = unit_costs(stages) if is_uniform else costs_of(model, stages)
-            results[name] = analysis, predict(analysis, costs, hardware)
-        except UserError as error:
+class _Group:
+    """Every method at one size and in one setting, drawn on one scale."""
+
+    def __init__(self, size: int, setting: str) -> None:
+        self.is_uniform = setting == UNIFORM
+        model, _, machine = setting.partition(" on ")
+        hardware = UNIT if self.is_uniform else Hardware.preset(machine)
+        self.results: dict[str, tuple[Analysis, Timeline]] = {}
+        self.refusals: dict[str, UserError] = {}
+        for name in METHODS:
+            try:
+                analysis = analyse(ScheduleSpec(name, size, size), _STEPS)
+                n_stages = analysis.schedule.n_stages
+                costs = unit_costs(n_stages) if self.is_uniform else costs_of(model, n_stages)
+                self.results[name] = analysis, predict(analysis, costs, hardware)
+            except UserError as error:
+                self.refusals[name] = error
+
+    def texts(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield panes by method, and verdicts by two methods."""
+        for name, error in self.refusals.items():
             yield name, HTML.impossible(error, "")
-    pictures = dict(
-        zip(results, pictures_of([*results.values()], by_slots=is_uniform), strict=True)
-    )
-    common_frame, default_frame = (
-        frame_of([*pictures.values()]),
-        frame_of([pictures["dp"], pictures["cdp_v2"]]),
-    )
-    for name, (analysis, timeline) in results.items():
-        picture = pictures[name]
-        frame = common_frame._replace(
-            end=picture.end, scale=default_frame.scale, cell=default_frame.cell
-        )
-        yield name, pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec)
-        for other_name in BESIDE:
-            if other_name in results and other_name != name:
-                sentence = verdict(results[name], results[other_name], in_slots=is_uniform)
-                yield f"{name} {other_name}", sentence
+        pictures = pictures_of([*self.results.values()], by_slots=self.is_uniform)
+        picture_of = dict(zip(self.results, pictures, strict=True))
+        common_frame = frame_of(pictures)
+        # Cells are as wide as they are for the two methods that are shown at first.
+        default_frame = frame_of([picture_of[others[0]], picture_of[first]])
+        for name, (analysis, timeline) in self.results.items():
+            picture = picture_of[name]
+            frame = common_frame._replace(
+                end=picture.end, scale=default_frame.scale, cell=default_frame.cell
+            )
+            yield name, pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec)
+            for other in others:
+                if other in self.results and other != name:
+                    pair = self.results[name], self.results[other]
+                    yield f"{name} {other}", verdict(*pair, in_slots=self.is_uniform)
 
 
-def _packed(group: dict[str, str]) -> dict[str, str]:
-    return {
-        name: b64encode(compress(text.encode(), mtime=0)).decode() for name, text in group.items()
-    }
+def _packed(text: str) -> str:
+    return b64encode(compress(text.encode(), mtime=0)).decode()
