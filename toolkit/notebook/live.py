@@ -114,7 +114,10 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     run = build_run(config)
 
     def report_step(step: Step) -> None:
-        message = {"step": step.result.step + 1, "n_steps": step.n_steps * run.options.epochs}
+        message: dict[str, float] = {
+            "step": step.result.step + 1,
+            "n_steps": step.n_steps * run.options.epochs,
+        }
         if len(step.result.losses):  # this rank computes a loss
             message["loss"] = float(step.result.loss)
         message["lr"] = step.learning_rate
