@@ -1,7 +1,7 @@
 """Runs as tables, a row per run or per epoch, and as groups that can be compared."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -153,20 +153,32 @@ class Group:
         return comparable_groups[0] if len(comparable_groups) > 1 else groups[0]
 
 
-def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
+Tasks = Mapping[str, list[Group]]
+"""Groups by the model and data set that they train."""
+
+
+def each_group(tasks: Tasks) -> Iterator[tuple[str, Group]]:
+    """Yield each group with the name of its task."""
+    for task, groups in tasks.items():
+        for group in groups:
+            yield task, group
+
+
+def group_runs(runs: Sequence[Run]) -> Tasks:
     """Group the training runs with a known schedule, by model and data set.
 
     Groups without late weights are first.
     """
-    tasks: dict[str, dict[tuple[str, str], list[Run]]] = {}
+    runs_of_task: dict[str, dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             options = flat_options(run.config)
             task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
-            rule_options = run.config["schedule"], _relevant(flat(run.config))
-            key = _text(_relevant(flat(run.shared or run.config))), _text(rule_options)
-            tasks.setdefault(task, {}).setdefault(key, []).append(run)
-    return {task: _labelled(configurations) for task, configurations in tasks.items()}
+            settings = _text(_relevant(flat(run.shared or run.config)))
+            rule = _text((run.config["schedule"], _relevant(flat(run.config))))
+            runs_of_rule = runs_of_task.setdefault(task, {})
+            runs_of_rule.setdefault((settings, rule), []).append(run)
+    return {task: _labelled(runs_of_rule) for task, runs_of_rule in runs_of_task.items()}
 
 
 def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group]:

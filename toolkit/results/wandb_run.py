@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from toolkit.cost import Timeline
-    from toolkit.schedule import Schedule
+    from toolkit.schedule import Schedule, SteadyState
 
 WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
@@ -201,26 +201,8 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
         return
     units_by_slot = [*map(float, steady.units_by_slot)]
     n_steps = len(steady.traffic) / float(schedule.period)
-    activations = []
-    traffic = []
-    for slot, (rank_activations, sent) in enumerate(
-        zip(steady.activations, steady.traffic, strict=True)
-    ):
-        activations.append(
-            {
-                "slot": slot,
-                "all ranks": steady.total_activations[slot],
-                "fullest rank": max(rank_activations),
-            }
-        )
-        traffic.append(
-            {
-                "slot": slot,
-                "messages": sum(rank.messages for rank in sent),
-                "all ranks": float(sum(rank.units for rank in sent)),
-                "busiest rank": float(max(rank.units for rank in sent)),
-            }
-        )
+    activations = _activation_rows(steady)
+    traffic = _traffic_rows(steady)
     fullest_peak = max(row["fullest rank"] for row in activations)
     tracker.summary(
         {
@@ -241,6 +223,32 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
             "schedule/grid": schedules([schedule]),
         }
     )
+
+
+def _activation_rows(steady: "SteadyState") -> list[dict[str, int]]:
+    """Return a row a slot: activations of stages that are alive."""
+    rows = []
+    for slot, (total, ranks) in enumerate(
+        zip(steady.total_activations, steady.activations, strict=True)
+    ):
+        rows.append({"slot": slot, "all ranks": total, "fullest rank": max(ranks)})
+    return rows
+
+
+def _traffic_rows(steady: "SteadyState") -> list[dict[str, float]]:
+    """Return a row a slot: messages, and the parameters of stages that they carry."""
+    rows = []
+    for slot, ranks in enumerate(steady.traffic):
+        units = [rank.units for rank in ranks]
+        rows.append(
+            {
+                "slot": slot,
+                "messages": sum(rank.messages for rank in ranks),
+                "all ranks": float(sum(units)),
+                "busiest rank": float(max(units)),
+            }
+        )
+    return rows
 
 
 def track_measured(
