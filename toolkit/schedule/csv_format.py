@@ -16,6 +16,7 @@ compared with what is inferred.
 """
 
 import csv
+import errno
 import io
 import os.path
 import re
@@ -139,6 +140,8 @@ def _content(source: str | Path) -> str:
     if not is_path and ("," in text or "\n" in text):
         return text
     try:
+        if os.path.exists(text) and not (os.path.isfile(text) or os.path.isdir(text)):
+            raise OSError(errno.EINVAL, "it is a pipe or a device")  # reading might not end
         return Path(source).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
