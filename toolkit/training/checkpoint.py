@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
+def write_sharded(path: Path, rank_state: Mapping[str, Any], world: World | None) -> None:
     """Write every rank's part of a state: its ``local_state()`` as ``runtime``, and its own values.
 
     Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
@@ -86,7 +86,7 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
                 path.parent.mkdir(exist_ok=True)
                 temporary.mkdir()
         with _raise_on_every_rank(world):
-            state = {"part": dict(part), "n_ranks": size}
+            state = {"part": dict(rank_state), "n_ranks": size}
             write(temporary / f"rank_{rank}.ckpt", tree_map_only(Tensor, _rows(rank), state))
         with _raise_on_every_rank(world):
             # The folder gets its name last, so a reader never finds one that lacks a rank.
@@ -99,18 +99,18 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
         raise
 
 
-def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
+def read_sharded(path: Path, own_stages: Collection[int], world: World | None) -> dict[str, Any]:
     """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
 
-    Every rank calls it; if one finds damage, all raise. Tensors of stages outside ``own`` become
-    meta tensors, so no rank holds the whole.
+    Every rank calls it; if one finds damage, all raise. Tensors of stages outside ``own_stages``
+    become meta tensors, so no rank holds the whole.
     """
     with _raise_on_every_rank(world):
         try:
             rank_states = []
             for rank_state in read_parts(path):
                 for stages in (rank_state["runtime"]["versions"], rank_state["runtime"]["stages"]):
-                    for stage in stages.keys() - {*own}:
+                    for stage in stages.keys() - {*own_stages}:
                         stages[stage] = tree_map_only(
                             Tensor, lambda tensor: tensor.to("meta"), stages[stage]
                         )
@@ -195,7 +195,7 @@ class Checkpoints:
     sharded: bool = False
 
     def save(
-        self, runtime: Runtime, rest: Mapping[str, Any], step: int, *, best: bool = False
+        self, runtime: Runtime, values: Mapping[str, Any], step: int, *, best: bool = False
     ) -> None:
         """Save the state of ``runtime`` and plain values after ``step`` steps; remove the oldest.
 
@@ -204,17 +204,17 @@ class Checkpoints:
         path = self.folder / f"step_{step:09d}.ckpt"
         is_rank_0 = runtime.rank == 0
         if self.sharded:
-            rank_state = {"runtime": runtime.local_state(), **(rest if is_rank_0 else {})}
+            rank_state = {"runtime": runtime.local_state(), **(values if is_rank_0 else {})}
             write_sharded(path, rank_state, runtime.world)
         else:
             # state_dict() copies; a single process writes at once and need not.
-            is_single_process = runtime.world is None
-            state = (
-                join_states([runtime.local_state()]) if is_single_process else runtime.state_dict()
-            )
+            if runtime.world is None:
+                state = join_states([runtime.local_state()])
+            else:
+                state = runtime.state_dict()
             if is_rank_0:
                 self.folder.mkdir(exist_ok=True)
-                write(path, {"runtime": state, **rest})
+                write(path, {"runtime": state, **values})
         if is_rank_0:
             link = self.folder / "best.ckpt"
             if best:

@@ -21,12 +21,12 @@ WARM_UP = 3
 
 
 def beside_prediction(
-    found: Measurements, model: nn.Module, form: InputSpec, options: TrainingOptions
+    measured: Measurements, model: nn.Module, form: InputSpec, options: TrainingOptions
 ) -> tuple[Timeline, Timeline]:
     """Return the measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:
-        found: measured with ``options``.
+        measured: measurements of a run with ``options``.
         model: the model, which is moved to the meta device.
         form: specification of the samples.
         options: options of the run.
@@ -35,10 +35,10 @@ def beside_prediction(
         UserError: the model runs but cannot be analysed.
     """
     example = form.example(options.batch, "meta")
-    stages = partition(model.to("meta"), found.schedule.n_stages, example, options.partition)
+    stages = partition(model.to("meta"), measured.schedule.n_stages, example, options.partition)
     costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
-    timeline = found.timeline()
-    return timeline, predict_calibrated(timeline, found.schedule, costs)
+    timeline = measured.timeline()
+    return timeline, predict_calibrated(timeline, measured.schedule, costs)
 
 
 def check_profile(n_steps: int) -> None:
@@ -62,9 +62,11 @@ class Profile:
         self.written = False
         self._profiler: profiler.profile | None = None
         if n_steps and here:
-            cuda_activities = [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
+            activities = [profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(profiler.ProfilerActivity.CUDA)
             self._profiler = profiler.profile(
-                activities=[profiler.ProfilerActivity.CPU, *cuda_activities],
+                activities=activities,
                 schedule=profiler.schedule(wait=0, warmup=WARM_UP, active=n_steps, repeat=1),
                 on_trace_ready=self._write,
                 acc_events=True,

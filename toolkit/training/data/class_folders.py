@@ -29,7 +29,7 @@ from toolkit.training.data.copy_ahead import copied_ahead
 # torchvision, which is slow to load, is imported where it is used.
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 Transform = Callable[[Any], Tensor]
@@ -154,13 +154,15 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
     )
 
 
-def n_workers(asked: int | None) -> int:
-    """Return the number asked for, at most one a core; None: this rank's share of the cores."""
+def n_workers(requested: int | None) -> int:
+    """Return the number requested, at most one a core; None: this rank's share of the cores."""
     # macOS lacks sched_getaffinity.
     affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
     cores = len(affinity(0))
     share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MOST_WORKERS, share)) if asked is None else min(asked, cores)
+    if requested is None:
+        return max(1, min(_MAX_WORKERS, share))
+    return min(requested, cores)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class InMemory(SampleSet):
         if crop_padding < 0:
             raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
         for name, labelled in (("train", train), ("test", test)):
-            if (is_wrong := (labelled.labels < 0) | (labelled.labels >= n_classes)).any():
+            is_wrong = (labelled.labels < 0) | (labelled.labels >= n_classes)
+            if is_wrong.any():
                 index = int(is_wrong.nonzero()[0])
                 raise UserError(
                     f"{name}: sample {index} has class {labelled.labels[index]}; expected 0 to"
@@ -87,7 +88,7 @@ class InMemory(SampleSet):
 class _Images(Source):
     """The training or the test images, copied to each device once."""
 
-    held: Labelled
+    labelled: Labelled
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_padding: int
@@ -95,7 +96,7 @@ class _Images(Source):
     copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.held.labels)
+        return len(self.labelled.labels)
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return ``[3, n]``: the crop's first row and column in the padded image, and the flip."""
@@ -110,23 +111,22 @@ class _Images(Source):
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         if device not in self.copies:
-            self.copies[device] = self.held.images.to(device), self.held.labels.to(device)
+            self.copies[device] = self.labelled.images.to(device), self.labelled.labels.to(device)
         images, labels = self.copies[device]
         for sample_numbers, random_numbers in batches:
             # One transfer for the numbers and the augmentation of a whole batch.
             numbers, *augmentation = send(torch.cat([sample_numbers[None], random_numbers]), device)
             inputs = normalise(images[numbers], self.mean, self.std)
-            is_augmented = self.crop_padding or self.flip
-            yield (
-                self._augmented(inputs, *augmentation) if is_augmented else inputs,
-                labels[numbers],
-            )
+            if self.crop_padding or self.flip:
+                inputs = self._augmented(inputs, *augmentation)
+            yield inputs, labels[numbers]
 
-    def _augmented(self, x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-        """Return crops of padded images ``x``, at ``top`` and ``left``, some of them mirrored."""
+    def _augmented(self, x: Tensor, row: Tensor, column: Tensor, mirrored: Tensor) -> Tensor:
+        """Return crops of padded images ``x`` from ``row`` and ``column`` on, some mirrored."""
         row_offsets, column_offsets = (torch.arange(size, device=x.device) for size in x.shape[2:])
         column_offsets = torch.where(mirrored[:, None] > 0, column_offsets.flip(0), column_offsets)
-        rows, columns = row_offsets + top[:, None], column_offsets + left[:, None]
+        rows = row_offsets + row[:, None]
+        columns = column_offsets + column[:, None]
         image = torch.arange(len(x), device=x.device)[:, None, None]
         padded = F.pad(x, (self.crop_padding,) * 4)
         cropped = padded[image, :, rows[:, :, None], columns[:, None, :]]
@@ -220,9 +220,9 @@ def cifar10(
             ) from error
     else:
         splits = open_split(folder / "train", folder / "test")
-        if (n_classes := len(splits[0].classes)) != 10:
+        if len(splits[0].classes) != 10:
             raise UserError(
-                f"{folder / 'train'} holds {n_classes} classes: CIFAR-10 has 10; use"
+                f"{folder / 'train'} holds {len(splits[0].classes)} classes: CIFAR-10 has 10; use"
                 " data=image_folder for other images"
             )
     labelled_splits = []
@@ -232,11 +232,8 @@ def cifar10(
         labels = torch.tensor(split.targets)
         sample_numbers = balanced_subset(n_samples, labels, name)
         if has_published_files:
-            images = (
-                torch.from_numpy(split.data[sample_numbers.numpy()])
-                .permute(0, 3, 1, 2)
-                .contiguous()
-            )
+            pixels = torch.from_numpy(split.data[sample_numbers.numpy()])
+            images = pixels.permute(0, 3, 1, 2).contiguous()
         else:
             images = _decoded(split, sample_numbers)
         labelled_splits.append(Labelled(images, labels[sample_numbers]))
@@ -265,7 +262,8 @@ def fashion_mnist(
 
     Source: Xiao et al., arXiv 1708.07747.
     """
-    folder, labelled_splits = Path(root).expanduser(), []
+    folder = Path(root).expanduser()
+    labelled_splits = []
     for split, name, n_samples in (("train", "n_train", n_train), ("t10k", "n_test", n_test)):
         images = _read_idx(folder / f"{split}-images-idx3-ubyte.gz")
         labels = _read_idx(folder / f"{split}-labels-idx1-ubyte.gz").long()
@@ -301,9 +299,8 @@ def _decoded(image_split: Any, sample_numbers: Tensor) -> Tensor:
 
     images = torch.empty(len(sample_numbers), 3, 32, 32, dtype=torch.uint8)
     reading = f"reading {Path(image_split.root).name}"
-    for row, index in enumerate(
-        tqdm(sample_numbers.tolist(), desc=reading, leave=False, mininterval=1)
-    ):
+    bar = tqdm(sample_numbers.tolist(), desc=reading, leave=False, mininterval=1)
+    for row, index in enumerate(bar):
         image, _, _ = read_image(image_split, index)
         if image.size != (32, 32):
             raise UserError(
