@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from toolkit.cost import Hardware
+    from toolkit.cost import Hardware, MemoryCurve
 
 
 @entry_point("memory")
@@ -36,7 +36,7 @@ def main(config: DictConfig) -> None:
     from toolkit.cli import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.format import again_cells, reduction_cells, table
+    from toolkit.format import again_cells, table
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
@@ -54,24 +54,7 @@ def main(config: DictConfig) -> None:
     axes = [axis for axis in AXES if axis != "measured" or measured]
     curves = {axis: memory_curve(model, example, axis, hardware, config.precision) for axis in axes}
 
-    curve_rows, records = {}, []
-    for axis, curve in curves.items():
-        reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
-        axis_name = f"roofline ({hardware.name})" if axis == "roofline" else axis
-        cells = reduction_cells(reductions, curve.largest_reduction)
-        curve_rows[axis] = {"time axis": axis_name} | cells
-        for n_workers, reduction in reductions.items():
-            records.append(
-                {
-                    "axis": axis,
-                    "workers": n_workers,
-                    "peak_bytes_together": n_workers * curve.peak,
-                    "peak_bytes_shifted": float(curve.shifted(n_workers)[1].max()),
-                    "reduction": reduction,
-                    "largest_reduction": curve.largest_reduction,
-                }
-            )
-
+    curve_rows, records = summary(curves, workers, hardware)
     folder = output_folder()
     curve = curves[config.axis]
     name = f"{model_name(config.model)} in {config.precision}"
@@ -98,6 +81,32 @@ def main(config: DictConfig) -> None:
         print("\ntrain so, with data=... and the same model and batch:\n")
         print("\n".join(commands))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
+
+
+def summary(
+    curves: "dict[str, MemoryCurve]", workers: Sequence[int], hardware: "Hardware"
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return a row of the table by time axis, and the records of the result."""
+    from toolkit.format import reduction_cells
+
+    curve_rows, records = {}, []
+    for axis, curve in curves.items():
+        reductions = {n_workers: curve.reduction(n_workers) for n_workers in workers}
+        axis_name = f"roofline ({hardware.name})" if axis == "roofline" else axis
+        cells = reduction_cells(reductions, curve.largest_reduction)
+        curve_rows[axis] = {"time axis": axis_name} | cells
+        for n_workers, reduction in reductions.items():
+            records.append(
+                {
+                    "axis": axis,
+                    "workers": n_workers,
+                    "peak_bytes_together": n_workers * curve.peak,
+                    "peak_bytes_shifted": float(curve.shifted(n_workers)[1].max()),
+                    "reduction": reduction,
+                    "largest_reduction": curve.largest_reduction,
+                }
+            )
+    return curve_rows, records
 
 
 def compute_again(

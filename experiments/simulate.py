@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -48,7 +49,6 @@ def main(config: DictConfig) -> None:
     from toolkit.cost import profile, recomputing, simulate, write_chakra
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
-    from toolkit.format import table
     from toolkit.model import partition
     from toolkit.results import describe, write_result
     from toolkit.schedule.steady_state import steps_to_time
@@ -101,10 +101,7 @@ def main(config: DictConfig) -> None:
             bar.update()
 
             suffix = str(index) if index else ""
-            drawn.to_chrome_trace(folder / f"trace{suffix}.json")
-            drawn.to_frame().to_csv(folder / f"spans{suffix}.csv", index=False)
-            if config.kineto:
-                drawn.to_kineto_traces(folder / f"kineto{suffix}")
+            write_traces(drawn, folder, suffix, kineto=config.kineto)
             if config.chakra:
                 program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
                 write_chakra(program, costs, hardware, folder / f"chakra{suffix}")
@@ -116,14 +113,30 @@ def main(config: DictConfig) -> None:
     title = f"{model_name(config.model)} in {config.precision}"
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
     print(f"\n{title}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
-    print(table(rows))
-    if len(rows) == 1 and len(rank_rows) <= _MAX_RANKS:
-        for rank_row in rank_rows:
-            rank_row.pop("schedule")
-        print(f"\n{table(rank_rows)}")
+    print(tables(rows, rank_rows))
     for note in [*size_notes(schedules), *notes]:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:
+    """Write a timeline for ui.perfetto.dev, as a table, and, if asked, for torch's tools."""
+    timeline.to_chrome_trace(folder / f"trace{suffix}.json")
+    timeline.to_frame().to_csv(folder / f"spans{suffix}.csv", index=False)
+    if kineto:
+        timeline.to_kineto_traces(folder / f"kineto{suffix}")
+
+
+def tables(rows: list[dict[str, Any]], rank_rows: list[dict[str, Any]]) -> str:
+    """Return the table of schedules; and that of ranks if there is one schedule of few ranks."""
+    from toolkit.format import table
+
+    text = table(rows)
+    if len(rows) == 1 and len(rank_rows) <= _MAX_RANKS:
+        for rank_row in rank_rows:
+            rank_row.pop("schedule")
+        text += f"\n\n{table(rank_rows)}"
+    return text
 
 
 def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
