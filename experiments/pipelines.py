@@ -29,7 +29,13 @@ boundaries: messages of outputs of stages and their gradients, likewise
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.pipeline_table import PIPELINES, WORKERS, assess, pipeline_cells, pipelines
+    from toolkit.cost.pipeline_table import (
+        PIPELINES,
+        WORKERS,
+        assess_pipeline,
+        pipeline_cells,
+        pipelines,
+    )
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.results import describe_cpu, write_result
@@ -49,7 +55,7 @@ def main(config: DictConfig) -> None:
     bar = tqdm(schedules)
     for n_microbatches, method, schedule in bar:
         bar.set_description(f"{method}, {n_microbatches} micro-batches")
-        row = assess(method, schedule)
+        row = assess_pipeline(method, schedule)
         records.append(
             {name: float(x) if isinstance(x, Fraction) else x for name, x in row.items()}
         )

@@ -26,7 +26,7 @@ machine is a group
 
 @entry_point("situations")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.situations import assess, situation_cells, situations
+    from toolkit.cost.situations import assess_situation, situation_cells, situations
     from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()
@@ -34,7 +34,7 @@ def main(config: DictConfig) -> None:
     bar = tqdm(situations(counts(config, "workers"), [*config.ratios]))
     for situation in bar:
         bar.set_description(f"{situation.name}, {situation.workers} workers")
-        rows.append(assess(situation))
+        rows.append(assess_situation(situation))
     folder = output_folder()
     seconds = time.perf_counter() - start
     write_result(folder, "situations", rows, config, describe_cpu(), seconds)

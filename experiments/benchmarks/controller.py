@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from toolkit.cli.check_options import check_counts
 from toolkit.model import Stages, build, partition
 from toolkit.runtime import Controlled, Controller, Distributed, JobFailedError, SingleProcess, join
-from toolkit.runtime.microbatches import Batch
+from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.schedule import Schedule, catalog
 
@@ -60,7 +60,7 @@ def _arguments(
     return stages, schedule, _OPTIMIZER, F.cross_entropy
 
 
-def _batches(options: dict[str, Any], seed: int, dtype: torch.dtype) -> list[Batch]:
+def _batches(options: dict[str, Any], seed: int, dtype: torch.dtype) -> list[GlobalBatch]:
     torch.manual_seed(seed)
     n_images, size = options["workers"] * options["batch"], options["image_size"]
     batches = []
@@ -116,7 +116,7 @@ def _overhead(controller: Controller, options: dict[str, Any], seed: int) -> dic
     return _row("step, beyond Distributed's", overheads, _OVERHEAD)
 
 
-def _time_distributed(options: dict[str, Any], seed: int, batches: list[Batch]) -> float:
+def _time_distributed(options: dict[str, Any], seed: int, batches: list[GlobalBatch]) -> float:
     """Return the seconds of a step of Distributed; on each rank."""
     n_steps = options["steps"]
     arguments = _arguments(options, catalog.cyclic(options["workers"]), seed, torch.float32)

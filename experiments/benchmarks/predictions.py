@@ -25,7 +25,7 @@ from toolkit.format import MB
 from toolkit.model import build, partition
 from toolkit.plan.candidates import Candidate, candidates
 from toolkit.runtime import Distributed, StepOptions, World, join, launch
-from toolkit.runtime.microbatches import Batch
+from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.schedule.instruction import Action
 from toolkit.schedule.program import Program
 from toolkit.schedule.steady_state import steps_to_time
@@ -121,7 +121,7 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def step_seconds(world: World, runtime: Distributed, batch: Batch, n_steps: int) -> float:
+def step_seconds(world: World, runtime: Distributed, batch: GlobalBatch, n_steps: int) -> float:
     """Return the seconds of a training step on the slowest rank."""
     world.barrier()
     # Steps at both ends overlap with steps that are not timed.

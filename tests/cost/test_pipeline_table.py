@@ -5,7 +5,13 @@ from fractions import Fraction
 import pytest
 
 from tests.schedule.test_v_schedules import WHOLE, bubble, most
-from toolkit.cost.pipeline_table import PIPELINES, WORKERS, assess, pipeline_cells, pipelines
+from toolkit.cost.pipeline_table import (
+    PIPELINES,
+    WORKERS,
+    assess_pipeline,
+    pipeline_cells,
+    pipelines,
+)
 from toolkit.errors import UserError
 
 LATE = ("PipeDream", "PipeDream-2BW", "CDP-v1", "CDP-v2")
@@ -20,7 +26,9 @@ def column(found, name):
 def sized(request):
     """Ranks p, micro-batches m, and all methods on them."""
     made, _ = pipelines(*request.param)
-    return *request.param, {method: assess(method, schedule) for method, schedule in made.items()}
+    return *request.param, {
+        method: assess_pipeline(method, schedule) for method, schedule in made.items()
+    }
 
 
 def test_idle_shares(sized):
@@ -50,8 +58,8 @@ def test_idle_shares(sized):
 
 
 def test_no_bubble_in_zb_v_from_twice_the_ranks_on():
-    assert assess("ZB-V", pipelines(3, 5)[0]["ZB-V"])["idle"] == 0
-    assert assess("ZB-V", pipelines(3, 4)[0]["ZB-V"])["idle"] > 0
+    assert assess_pipeline("ZB-V", pipelines(3, 5)[0]["ZB-V"])["idle"] == 0
+    assert assess_pipeline("ZB-V", pipelines(3, 4)[0]["ZB-V"])["idle"] > 0
 
 
 def test_activations(sized):
@@ -123,7 +131,7 @@ def test_workers_send_parameters_only():
     p = 4
     made, left_out = pipelines(p, p, WORKERS)
     assert not left_out
-    rows = {label: assess(label, schedule) for label, schedule in made.items()}
+    rows = {label: assess_pipeline(label, schedule) for label, schedule in made.items()}
     for label in ("DP", "CDP-v1, whole models", "CDP-v2, whole models"):
         assert rows[label]["traffic"] == Fraction(2 * (p - 1), p)
     assert {row["boundaries"] for row in rows.values()} == {0}

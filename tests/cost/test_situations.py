@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.cost.situations import WITHIN, Situation, assess, situation_cells, situations
+from toolkit.cost.situations import WITHIN, Situation, assess_situation, situation_cells, situations
 from toolkit.errors import UserError
 
 
@@ -20,7 +20,7 @@ def test_a_table_has_the_largest_number_of_workers_and_slow_links_of_all():
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_memory_and_devices_have_their_closed_forms_and_cost_no_time(n):
-    one, parallel, alone = map(assess, situations([n])[:3])
+    one, parallel, alone = map(assess_situation, situations([n])[:3])
     names = ("devices_dp", "devices", "activations_dp", "activations")
     assert [one[name] for name in names] == [1, 1, n, (n + 1) / 2]
     assert [parallel[name] for name in names] == pytest.approx(
@@ -38,14 +38,14 @@ def test_two_workers_take_the_time_of_computing_or_of_what_they_send():
     """DP's eight all-reduces of M/8 begin with the first backward of 2 s, at 10 s of 24 s."""
     for ratio in (1.0, 2.0):
         dp = 10 + 24 * ratio
-        row = assess(Situation("slow", 2, ratio))
+        row = assess_situation(Situation("slow", 2, ratio))
         assert row["cdp_v1_time"] == pytest.approx(24 * ratio / dp)
 
 
 @pytest.mark.parametrize(("n", "machines"), [(2, None), (4, None), (4, 2)])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_the_affordable_delay_is_between_the_others(n, machines, ratio):
-    row = assess(Situation("slow", n, ratio, machines=machines))
+    row = assess_situation(Situation("slow", n, ratio, machines=machines))
     assert row["cdp_v2_staleness"] <= row["affordable_staleness"] <= row["cdp_v1_staleness"] == 1
     assert row["affordable_time"] <= (1 + WITHIN) * row["cdp_v1_time"] + 1e-9
     if row["affordable_time"] < row["cdp_v2_time"]:
@@ -55,7 +55,7 @@ def test_the_affordable_delay_is_between_the_others(n, machines, ratio):
 
 def test_machines_save_what_groups_do_not_send():
     """Two machines of two send half of what four machines do."""
-    apart, together = (assess(Situation("slow", 4, 2.0, machines=k)) for k in (None, 2))
+    apart, together = (assess_situation(Situation("slow", 4, 2.0, machines=k)) for k in (None, 2))
     assert together["cdp_v2_time"] < apart["cdp_v2_time"]
     assert together["cdp_v2_staleness"] == pytest.approx(0.25)
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from toolkit.cost.situations import assess, situations
+from toolkit.cost.situations import assess_situation, situations
 from toolkit.errors import UserError
 from toolkit.format import metric_cells
 from toolkit.metric import ACCURACY, LOSS
@@ -272,7 +272,7 @@ def test_counted_and_measured():
 
 
 def test_when_cdp_helps():
-    found = when_cdp_helps(map(assess, situations([2], [2.0])))
+    found = when_cdp_helps(map(assess_situation, situations([2], [2.0])))
     assert found.loc["one device", 2, "0"].tolist()[:2] == ["1", "2 → 1.5"]
     assert found.loc["a device a worker, slow links", 2, "2"]["CDP-v2"] == "0.83 (0.25)"
 

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def test_test_images_are_not_trained_on():
     pixels = torch.arange(20.0).view(20, 1).expand(20, 2)
-    found = measure.read((pixels, torch.arange(20)), 4, CPU)
+    found = measure.read_measurements((pixels, torch.arange(20)), 4, CPU)
     tested = {int(k) for _, labels in found.test() for k in labels}
     batches = [labels.tolist() for _, labels in islice(found.train(0), 12)]
     orders = [[*chain(*batches[k : k + 4])] for k in (0, 4, 8)]
@@ -45,7 +45,7 @@ def n_tested(found):
 @pytest.mark.parametrize(("n", "tested"), [(8, 0), (9, 1), (10, 2), (20, 4)])
 def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on(n, tested):
     images = torch.rand(n, 3, 2, 2), torch.zeros(n, dtype=torch.long)
-    assert n_tested(measure.read(images, 8, CPU)) == tested
+    assert n_tested(measure.read_measurements(images, 8, CPU)) == tested
 
 
 class Sorted:
@@ -64,21 +64,21 @@ class Sorted:
 
 def test_images_of_all_classes_are_read_from_a_large_data_set():
     many, again, few = Sorted(10**6, 10), Sorted(10**6, 10), Sorted(40, 4)
-    found = measure.read(many, 4, CPU)
+    found = measure.read_measurements(many, 4, CPU)
     assert len(many.read) == len({*many.read}) == 2048
     assert n_tested(found) == 2048 // 5
     counts = torch.cat([labels for _, labels in found.test()]).bincount(minlength=10)
     assert counts.min() > 20
-    measure.read(again, 4, CPU)
+    measure.read_measurements(again, 4, CPU)
     assert again.read == many.read
-    measure.read(few, 4, CPU)
+    measure.read_measurements(few, 4, CPU)
     assert few.read == [*range(40)]
 
 
 def test_images_are_in_the_type_of_the_model():
     ones, whites = torch.ones(20, 1, 4, 4), torch.full((20, 1, 4, 4), 255, dtype=torch.uint8)
     for images in (ones, whites, synthetic(20, 8, 4, 4, 1)):
-        found = measure.read(images, 4, CPU, torch.float64)
+        found = measure.read_measurements(images, 4, CPU, torch.float64)
         for pixels, _ in (next(found.train(0)), *found.test()):
             assert pixels.dtype == torch.float64
             assert not isinstance(images, torch.Tensor) or pixels.max() == 1
@@ -124,7 +124,7 @@ def test_findings_of_a_training_by_hand():
         return Fake(losses[schedule.name], looks if every else {})
 
     rules = {"DP": catalog.data_parallel(2), "CDP-v2": catalog.cyclic(2)}
-    found = measure.train(make, rules, data, 23, [0, 1], lambda *_: None)
+    found = measure.train_by(make, rules, data, 23, [0, 1], lambda *_: None)
     assert found.loss_ratio == pytest.approx(3 / 2)  # of whole tenths
     assert found.highest == pytest.approx(1.0)
     assert (found.chance, found.frequent) == (1 / 4, 1.0)

@@ -13,7 +13,7 @@ from toolkit.model import Images, Sequences, partition
 from toolkit.plan import Limits, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.predictions import Machines, front
-from toolkit.plan.sweep import choose, worth_settling
+from toolkit.plan.sweep import choose_prediction, worth_settling
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.steady_state import steps_to_time
@@ -105,15 +105,15 @@ def test_the_front_is_what_nothing_beats():
 def test_a_choice_weighs_time_staleness_and_memory():
     dp = made_up(1.0)
     late, fresher = made_up(0.80, 2, 1.0), made_up(0.82, 3, 0.25)
-    assert choose([dp, late, fresher], dp) == fresher
-    assert choose([dp, late], dp) == late
-    assert choose([dp, made_up(0.98)], dp) == dp
-    assert choose([dp, made_up(0.95, staleness=1.0)], dp) == dp
-    assert choose([dp, late, small := made_up(0.81, 1, 1.0)], dp) == small
-    assert choose([dp, late, made_up(0.81, 1, 1.0, checkpoint="all")], dp) == late
+    assert choose_prediction([dp, late, fresher], dp) == fresher
+    assert choose_prediction([dp, late], dp) == late
+    assert choose_prediction([dp, made_up(0.98)], dp) == dp
+    assert choose_prediction([dp, made_up(0.95, staleness=1.0)], dp) == dp
+    assert choose_prediction([dp, late, small := made_up(0.81, 1, 1.0)], dp) == small
+    assert choose_prediction([dp, late, made_up(0.81, 1, 1.0, checkpoint="all")], dp) == late
     lacking = replace(dp, fits=False)
-    assert choose([lacking, late], lacking) == late
-    assert choose([lacking], lacking) is None
+    assert choose_prediction([lacking, late], lacking) == late
+    assert choose_prediction([lacking], lacking) is None
 
 
 def test_predictions_are_those_of_the_simulator(found):

@@ -23,7 +23,7 @@ from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, StepOptions, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
-from toolkit.runtime.baselines.ddp import Chain
+from toolkit.runtime.baselines.ddp import WholeModel
 from toolkit.runtime.baselines.torch_pipelining import rank_orders
 from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
@@ -372,7 +372,7 @@ def test_norms_in_evaluation_mode_do_not_advance():
     stages = CASES["ddp-plain-2"].stages()
     stages.model.norm.eval()
     again = partition(stages.model, 3, torch.zeros(2, 1, 6, 6, dtype=torch.float64))
-    assert [len(Chain(found, 0).statistics()) for found in (stages, again)] == [10, 8]
+    assert [len(WholeModel(found, 0).statistics()) for found in (stages, again)] == [10, 8]
 
 
 def test_refuses_what_torch_cannot_train():

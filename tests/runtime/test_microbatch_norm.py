@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.stages import cut
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.operations import count_operations
-from toolkit.runtime.microbatch_norm import Group, MicrobatchNorm
+from toolkit.runtime.microbatch_norm import MicrobatchNorm, NormGroup
 from toolkit.schedule import catalog
 
 N = 3
@@ -18,7 +18,7 @@ N = 3
 
 def normalised(way, norm, x, again=False):
     """The output, its gradients, and the statistics."""
-    module = MicrobatchNorm(norm, Group(N, again))
+    module = MicrobatchNorm(norm, NormGroup(N, again))
     x = x.clone().requires_grad_()
     y, statistics = getattr(module, way)(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)

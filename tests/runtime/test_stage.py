@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same, differ
 from toolkit.model import partition
 from toolkit.model.random_draws import drawing, seed_layer
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
-from toolkit.runtime.baselines.ddp import Chain
+from toolkit.runtime.baselines.ddp import WholeModel
 from toolkit.runtime.grouped import _regroup
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.stage import StageRunner, leaves
@@ -174,7 +174,7 @@ def test_a_module_of_all_stages_draws_as_they_do():
     outputs = []
     for n_stages in (1, 2, 3):
         stages = deep_stages(n_stages)
-        chain = Chain(stages, 7)
+        chain = WholeModel(stages, 7)
         chain.at = 2, 1
         outputs.append(chain(x))
         values = (x,)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.streams import after, finish_stream, mark, own_stream
+from toolkit.runtime.streams import after_marks, finish_stream, mark, own_stream
 
 GPU = torch.device("cuda", 3)
 
@@ -77,7 +77,7 @@ def test_a_thread_takes_its_device_before_all_else(done):
     def work(together):
         with own_stream(GPU):
             for _ in range(2):
-                with after(GPU, [end, None]):
+                with after_marks(GPU, [end, None]):
                     done.append("work")
 
     in_threads(1, work)
@@ -112,7 +112,7 @@ def test_the_pacer_is_on_the_device_of_its_rank_before_it_begins_a_chunk(done):
 
 
 def test_on_the_cpu_there_is_nothing_to_do(done):
-    with own_stream(torch.device("cpu")), after(torch.device("cpu"), [None]):
+    with own_stream(torch.device("cpu")), after_marks(torch.device("cpu"), [None]):
         done.append("work")
     assert done == ["work"]
 

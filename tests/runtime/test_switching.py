@@ -15,7 +15,7 @@ from toolkit.options import SwitchOptions
 from toolkit.runtime import Distributed, SingleProcess, Switching, join, launch
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.meters.running_costs import running_costs
-from toolkit.runtime.switching import COSTS, LOSS_CALM, LOSS_ROSE, choose
+from toolkit.runtime.switching import COSTS, LOSS_CALM, LOSS_ROSE, choose_schedule
 from toolkit.schedule import after, catalog
 
 DP, V1, V2 = catalog.data_parallel(2), catalog.cyclic(2, 1), catalog.cyclic(2)
@@ -38,7 +38,7 @@ CANDIDATES = {"dp": DP, "cdp_v1": V1, "cdp_v2": V2}
 )
 def test_choice(seconds, present, options, expected):
     names = [*CANDIDATES]
-    found = choose([*CANDIDATES.values()], seconds, names.index(present), **options)
+    found = choose_schedule([*CANDIDATES.values()], seconds, names.index(present), **options)
     assert names[found] == expected
 
 

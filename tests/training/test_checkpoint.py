@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not read, and the latest and the best are kept."""
+"""Checkpoints are whole or not read_checkpoint, and the latest and the best are kept."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from toolkit.training.checkpoint import (
     _MAGIC,
     Checkpoints,
     DamagedCheckpointError,
-    read,
+    read_checkpoint,
     read_sharded,
     write,
     write_sharded,
@@ -186,7 +186,7 @@ def test_runs_no_code(tmp_path):
 
     write(tmp_path / "a.ckpt", {"x": Malicious()})
     with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt"):
-        read(tmp_path / "a.ckpt")
+        read_checkpoint(tmp_path / "a.ckpt")
     assert not (tmp_path / "made").exists()
 
 

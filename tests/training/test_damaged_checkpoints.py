@@ -11,7 +11,13 @@ from tests.thorough import more
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
 from toolkit.errors import UserError
 from toolkit.training import run_with_checkpoints
-from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, write_sharded
+from toolkit.training.checkpoint import (
+    Checkpoints,
+    read_checkpoint,
+    read_parts,
+    write,
+    write_sharded,
+)
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -129,7 +135,7 @@ def test_damaged_checkpoints_do_not_go_unnoticed(tmp_path, original, kind):
             change(part, kind, random)
             write_sharded(latest, part, None)
         else:
-            state = read(latest)
+            state = read_checkpoint(latest)
             change(state, kind, random)
             write(latest, state)
 

@@ -20,7 +20,7 @@ from omegaconf import MISSING
 from toolkit.files import conf
 from toolkit.options import TrackingOptions, TrainingOptions, TuneOptions
 
-Options = dict[str, tuple[Any, Any]]
+SchemaOptions = dict[str, tuple[Any, Any]]
 """By name, an option's type and its dataclass field."""
 
 PRESETS = ("experiment", "study", "sweep")
@@ -91,12 +91,12 @@ def option_names(experiment: str) -> list[str]:
 
 
 @cache
-def _of_file(path: Path) -> Options:
+def _of_file(path: Path) -> SchemaOptions:
     """Return the options of a file, and of the files that it extends."""
     text = path.read_text()
     values = yaml.load(text, Loader=_Loader)
     described_options = {name: type_and_help for name, *type_and_help in _LINE.findall(text)}
-    options: Options = {}
+    options: SchemaOptions = {}
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
             base_file = path.parent / f"{entry}.yaml"
@@ -123,12 +123,12 @@ def _type(value: Any) -> Any:
     return dict[str, Any] if isinstance(value, dict) else type(value)
 
 
-def _of_dataclass(kind: Any) -> Options:
+def _of_dataclass(kind: Any) -> SchemaOptions:
     """Return the options that a dataclass describes.
 
     OmegaConf has no unions with sequences, so an option of such a type takes any value.
     """
-    options: Options = {}
+    options: SchemaOptions = {}
     for option_field in fields(kind):
         if is_dataclass(option_field.type):
             options[option_field.name] = _nested(option_field.name, option_field.type)
@@ -154,5 +154,5 @@ def _nested(name: str, kind: Any) -> tuple[Any, Any]:
     return node, field(default_factory=node)
 
 
-def _made(name: str, options: Options) -> type:
+def _made(name: str, options: SchemaOptions) -> type:
     return make_dataclass(name, [(key, *type_and_field) for key, type_and_field in options.items()])

@@ -85,7 +85,7 @@ def pipelines(
     return schedule_of_label, reason_of_label
 
 
-def assess(method: str, schedule: Schedule) -> dict[str, Any]:
+def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
     """Count and simulate a schedule of :func:`pipelines` in its steady state.
 
     Returns:
@@ -126,7 +126,7 @@ def assess(method: str, schedule: Schedule) -> dict[str, Any]:
 
 
 def pipeline_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of :func:`assess` as the cells of a printed table, by heading."""
+    """Return a row of :func:`assess_pipeline` as the cells of a printed table, by heading."""
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],

@@ -72,7 +72,7 @@ def situations(
     return table_situations
 
 
-def assess(situation: Situation) -> dict[str, Any]:
+def assess_situation(situation: Situation) -> dict[str, Any]:
     """Count and simulate DP and CDP in a situation.
 
     Returns:
@@ -129,7 +129,7 @@ def _hardware(situation: Situation) -> Hardware:
 
 
 def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of :func:`assess` as the cells of a printed table, by heading.
+    """Return a row of :func:`assess_situation` as the cells of a printed table, by heading.
 
     Times are by that of DP; in brackets is the mean staleness.
     """

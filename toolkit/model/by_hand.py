@@ -22,7 +22,7 @@ from toolkit.model.structure import (
 from toolkit.model.trace import refused
 
 
-class Chain(nn.Sequential):
+class ModuleChain(nn.Sequential):
     """Modules in a row; a tuple is passed on as several arguments, a dictionary as keywords."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ class Chain(nn.Sequential):
 
 def chain_modules(
     modules: Sequence[nn.Module], n_stages: int, example: Any
-) -> tuple[Chain, fx.GraphModule]:
+) -> tuple[ModuleChain, fx.GraphModule]:
     """Return ``modules`` as one module, and a graph with one call of each.
 
     What they return is found by running them on the meta device. ``meta["modules"]`` of the graph
@@ -55,7 +55,7 @@ def chain_modules(
     for module in modules:
         if not module.training:
             module.train()
-    chain = Chain(*modules)
+    chain = ModuleChain(*modules)
     graph, value = fx.Graph(), example
     names = input_names(name for name, _ in named_tensors(example))
     nodes = [graph.placeholder(name) for name in names]
@@ -81,7 +81,7 @@ def chain_modules(
         id(tensor): node for tensor, node in zip(tensors_of(value), nodes, strict=True)
     }
     graph.output(tuple(node_of_tensor[id(tensor)] for tensor in result_tensors))
-    traced = fx.GraphModule(chain, graph, "Chain")
+    traced = fx.GraphModule(chain, graph, "ModuleChain")
     traced.meta |= {
         "evaluated": tuple(name for name, module in chain.named_modules() if not module.training),
         "results": results,

@@ -33,7 +33,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CutSizes:
     """Values of a graph that grow with the batch, by the names of nodes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Crossings:
     """
 
     def __init__(
-        self, traced: fx.GraphModule, costs: dict[str, NodeCost], found_sizes: Sizes
+        self, traced: fx.GraphModule, costs: dict[str, NodeCost], found_sizes: CutSizes
     ) -> None:
         self.traced = traced
         self.costs = costs
@@ -303,7 +303,7 @@ class Crossings:
 
 def sizes(
     model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
-) -> Sizes:
+) -> CutSizes:
     """Find what grows with the batch, by a run with one more row on the meta device.
 
     Raises:
@@ -356,7 +356,7 @@ def sizes(
                 f" as a loss: got shape {shape} ({node}) for {n_samples} samples. Leave it out,"
                 " return it once a sample, or compute it in the loss"
             )
-    return Sizes(batched, unbatched, counts)
+    return CutSizes(batched, unbatched, counts)
 
 
 def _outputs(traced: fx.GraphModule) -> list[fx.Node]:

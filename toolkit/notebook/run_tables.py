@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
-    from toolkit.schedule.paper_table import Row
+    from toolkit.schedule.paper_table import PaperRow
 
 Curves = dict[str, list[list[float]]]
 
@@ -323,7 +323,7 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
 
 
 def counted_and_measured(
-    rows: "Sequence[Row]", measured: "Sequence[MeasuredRow]" = ()
+    rows: "Sequence[PaperRow]", measured: "Sequence[MeasuredRow]" = ()
 ) -> pd.DataFrame:
     """Return the paper's settings counted from programs, and whether processes measured the same.
 

@@ -20,7 +20,7 @@ from toolkit.training.data.tokens import BYTES
 _ROUNDS = 1, 2, 4  # micro-batches of a worker, or of a pipeline by its ranks
 _STAGES = 8  # of a model that each worker has whole, or a few more: as many for each worker
 _IN_FLIGHT = 2, 4, 8  # micro-batches on one device
-LARGEST = 512  # stages times micro-batches: a second of simulation
+MAX_OPS = 512  # stages times micro-batches: a second of simulation
 _CHECKPOINTS = "none", "all"
 
 
@@ -86,7 +86,7 @@ class Candidate:
         return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {given}"
 
 
-def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidate]:
+def candidates(n_ranks: int, batch: int, stages: int = MAX_OPS) -> list[Candidate]:
     """Return all candidates for ``n_ranks``, the plainest data parallelism first.
 
     Args:
@@ -97,7 +97,7 @@ def candidates(n_ranks: int, batch: int, stages: int = LARGEST) -> list[Candidat
     all_candidates: list[Candidate] = []
     for spec in _specs(n_ranks, stages):
         microbatches_per_step = spec.microbatches * (spec.accumulate or 1)
-        is_small = spec.stages * microbatches_per_step <= max(LARGEST, n_ranks**2)
+        is_small = spec.stages * microbatches_per_step <= max(MAX_OPS, n_ranks**2)
         if is_small and batch % microbatches_per_step == 0 and _exists(spec):
             stage_options = product(MEASURES, _CHECKPOINTS)
             all_candidates += [

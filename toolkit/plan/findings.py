@@ -25,7 +25,7 @@ _HTML = """
 <b>Roll back</b>{{ listed(advice.roll_back) }}{% endif %}
 <b>Next command</b><pre style="white-space:pre-wrap">{{ advice.command }}</pre>
 {{ table|safe }}{{ listed(origin) }}"""
-PLACEMENTS = ("per_microbatch", "per_stage", "per_stage_and_microbatch", "one")
+PILOT_PLACEMENTS = ("per_microbatch", "per_stage", "per_stage_and_microbatch", "one")
 
 
 @dataclass(frozen=True)

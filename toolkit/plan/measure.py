@@ -64,7 +64,7 @@ class Data:
             yield inputs.to(self.dtype) if inputs.is_floating_point() else inputs, answers
 
 
-def read(
+def read_measurements(
     images: Any, batch_size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Data:
     """Read the user's data as batches of ``batch_size`` on ``device``.
@@ -238,7 +238,7 @@ def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, 
     return low, middle, high
 
 
-def train(
+def train_by(
     make: Callable[[int, Schedule, int], SingleProcess],
     rules: Mapping[str, Schedule],
     data: Data,

@@ -19,7 +19,7 @@ from toolkit.errors import UserError, check_choice, whole
 from toolkit.model import Stages, partition
 from toolkit.plan import measure
 from toolkit.plan.candidates import Candidate, data_options
-from toolkit.plan.findings import PLACEMENTS, Pilot, RuleFindings
+from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot, RuleFindings
 from toolkit.plan.predictions import Limits, Machines, Prediction
 from toolkit.plan.stability import largest_stable_rate
 from toolkit.results import describe
@@ -107,7 +107,7 @@ def pilot(
     n_workers, batch = whole(n_workers, "n_workers", 2), whole(batch, "batch", 1)
     seeds = whole(seeds, "seeds", 1)
     steps = None if steps is None else whole(steps, "steps", 0)
-    check_choice("placement", placement, PLACEMENTS)
+    check_choice("placement", placement, PILOT_PLACEMENTS)
     check_choice("compute", compute, COMPUTE)
     if not (isinstance(budget, int | float) and budget > 0):
         raise UserError(f"budget is a number of seconds above 0: got {budget!r}")
@@ -125,7 +125,7 @@ def pilot(
     if parameter is None:
         raise UserError(f"{type(first_model).__name__} has no parameter that requires a gradient")
     device = parameter.device
-    data = measure.read(images, n_workers * batch, device, parameter.dtype)
+    data = measure.read_measurements(images, n_workers * batch, device, parameter.dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
     measure_name = "activations" if placement == "one" else "flops"
@@ -241,7 +241,7 @@ def pilot(
             trained_schedules = {
                 rule: one_device_schedules[rule] for rule in ("DP", findings.late.rule)
             }
-            training = measure.train(
+            training = measure.train_by(
                 runtime, trained_schedules, data, n_steps, range(seeds), on_progress
             )
     return replace(

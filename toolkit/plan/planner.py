@@ -22,7 +22,7 @@ from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import Model, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
-from toolkit.plan.sweep import NEAR, SLOW, Sweep
+from toolkit.plan.sweep import NEAR, SLOW, CandidateSweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -255,7 +255,7 @@ def plan(
     if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
     costs_of = partial(stage_costs, meta_copy(model), form, precision)
-    sweep = Sweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
+    sweep = CandidateSweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
     all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch)
     plainest_candidate = all_candidates[0]
     # Plain stages of every method come first. Other cuts and recomputation are tried only of

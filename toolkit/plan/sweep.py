@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.cost import Costs, recomputing
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
-from toolkit.plan.candidates import LARGEST, Candidate, candidates
+from toolkit.plan.candidates import MAX_OPS, Candidate, candidates
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
 from toolkit.plan.search import search
@@ -21,7 +21,7 @@ from toolkit.schedule.spec import options_of
 
 NEAR = 0.03
 """Share of a step, or of memory, that makes no difference to the verdict."""
-WITHIN = 0.1
+NEARLY_EQUAL = 0.1
 """Share of a step's time that a step of staleness is worth."""
 _SETTLED = 2  # schedules whose affordable delay is searched for
 _SEARCHED = 64  # their stages times micro-batches, at most: seconds
@@ -34,7 +34,7 @@ CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
 """Returns the costs of each candidate's stages, or why it has none."""
 
 
-class Sweep:
+class CandidateSweep:
     """Predictions so far, and processes that make more."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Sweep:
 
     def possible(self, ranks: Sequence[int], batch: int) -> list[Candidate]:
         """Return the candidates; workers have fewer stages if the model cannot have so many."""
-        max_stages = LARGEST
+        max_stages = MAX_OPS
         while True:
             all_candidates = [
                 candidate
@@ -106,7 +106,7 @@ class Sweep:
     def settle(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
         late_candidates = worth_settling([*self.done.values()])
-        tasks = [(candidate, self._costs(candidate), WITHIN) for candidate in late_candidates]
+        tasks = [(candidate, self._costs(candidate), NEARLY_EQUAL) for candidate in late_candidates]
         activity = "searching for affordable delays"
         self._add(self._each(activity, self.machines.settle, tasks, len(tasks)))
 
@@ -150,7 +150,7 @@ class Sweep:
         """Simulate the best schedules with late weights for longer; return the choice of them."""
         confirmed_candidates: set[Candidate] = set()
         while True:
-            best_prediction = choose([*self.done.values()], baseline)
+            best_prediction = choose_prediction([*self.done.values()], baseline)
             shown_predictions = [
                 *front(self.done.values()),
                 *[best_prediction] * bool(best_prediction),
@@ -196,10 +196,10 @@ class Sweep:
             self.on_progress(what, (index + 1) / n)
 
 
-def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
+def choose_prediction(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
     """Return the best of some predictions; data parallelism if it is nearly as good.
 
-    A step of staleness counts as much as a share :data:`WITHIN` of the step time. Of those that are
+    A step of staleness counts as much as a share :data:`NEARLY_EQUAL` of the step time. Of those that are
     nearly equal by that, the one with the least memory, without recomputation if possible.
 
     Args:
@@ -209,7 +209,7 @@ def choose(found: Sequence[Prediction], baseline: Prediction) -> Prediction | No
     fitting = [prediction for prediction in found if prediction.fits]
 
     def cost(prediction: Prediction) -> float:
-        return prediction.seconds * (1 + WITHIN * prediction.staleness)
+        return prediction.seconds * (1 + NEARLY_EQUAL * prediction.staleness)
 
     if not fitting:
         return None
@@ -238,7 +238,7 @@ def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
         and not any(
             fresher.fits
             and fresher.staleness < prediction.staleness
-            and fresher.seconds <= (1 + WITHIN) * prediction.seconds
+            and fresher.seconds <= (1 + NEARLY_EQUAL) * prediction.seconds
             for fresher in done
         )
     ]

@@ -128,7 +128,7 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs of one configuration, of every state."""
 
     label: str  # the schedule's name, and the options in which groups of this task differ
@@ -147,17 +147,17 @@ class Group:
         """Number of runs whose loss diverged."""
         return sum(run.diverged and not run.counts for run in self.runs)
 
-    def baseline(self, groups: Sequence["Group"]) -> "Group":
+    def baseline(self, groups: Sequence["RunGroup"]) -> "RunGroup":
         """Return the first group with these settings if several have them, else the first."""
         comparable_groups = [group for group in groups if group.settings == self.settings]
         return comparable_groups[0] if len(comparable_groups) > 1 else groups[0]
 
 
-Tasks = Mapping[str, list[Group]]
+Tasks = Mapping[str, list[RunGroup]]
 """Groups by the model and data set that they train."""
 
 
-def each_group(tasks: Tasks) -> Iterator[tuple[str, Group]]:
+def each_group(tasks: Tasks) -> Iterator[tuple[str, RunGroup]]:
     """Yield each group with the name of its task."""
     for task, groups in tasks.items():
         for group in groups:
@@ -181,7 +181,7 @@ def group_runs(runs: Sequence[Run]) -> Tasks:
     return {task: _labelled(runs_of_rule) for task, runs_of_rule in runs_of_task.items()}
 
 
-def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group]:
+def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[RunGroup]:
     """Return a group per configuration, labelled by its schedule and the options that differ."""
     by_lateness = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
     options_of_groups = [_relevant(flat_options(runs[0].config)) for _, runs in by_lateness]
@@ -198,7 +198,7 @@ def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group
         suffix = ""
         if labels.count(label) > 1:
             suffix = f" ({runs[0].rule}, {runs[0].folder.name})"
-        groups.append(Group(label + suffix, settings, runs))
+        groups.append(RunGroup(label + suffix, settings, runs))
     return groups
 
 

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.files import note_write_errors, write_csv, write_text
 from toolkit.options import INDIFFERENT, TrackingOptions
 from toolkit.results.progress import Progress, RunProgress
-from toolkit.results.record import RESULT, Row, read_csv, read_result, read_yaml
+from toolkit.results.record import RESULT, PlainRow, read_csv, read_result, read_yaml
 from toolkit.results.run_files import (
     DELAYS_FILE,
     EPOCHS_FILE,
@@ -42,7 +42,7 @@ from toolkit.training.stop_signals import Signals
 # Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules", "own"}
 
-Options = Mapping[str, Any]
+RunOptions = Mapping[str, Any]
 """Options of a comparison, as plain values: ``rules``, ``own``, ``seed``, ``seeds``, ..."""
 
 Key = tuple[str, int]
@@ -55,8 +55,8 @@ class RuleRun:
 
     rule: str  # its name in the configuration
     seed: int  # of weights and data
-    epochs: list[Row]  # metrics, a row per epoch
-    delays: list[Row]  # delay diagnostics, a row per step and stage
+    epochs: list[PlainRow]  # metrics, a row per epoch
+    delays: list[PlainRow]  # delay diagnostics, a row per step and stage
     notes: list[str] = field(default_factory=list)  # what went wrong
     where: str = ""  # how to find it in W&B
 
@@ -65,23 +65,25 @@ class RuleRun:
         """The epoch in which its loss diverged, or None."""
         return next((row["epoch"] for row in self.epochs if isnan(row["train_loss"])), None)
 
-    def named(self, rows: list[Row]) -> list[Row]:
+    def named(self, rows: list[PlainRow]) -> list[PlainRow]:
         """Return ``rows`` of this run with its rule and seed."""
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
-def seeds_of(options: Options) -> range:
+def seeds_of(options: RunOptions) -> range:
     """Return the seeds with which a comparison trains each rule."""
     return range(options["seed"], options["seed"] + options["seeds"])
 
 
-def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
+def select_runs(options: RunOptions, runs: Sequence[RuleRun]) -> list[RuleRun]:
     """Return the runs whose rule and seed the comparison asks for."""
     seeds = seeds_of(options)
     return [run for run in runs if run.rule in options["rules"] and run.seed in seeds]
 
 
-def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
+def before(
+    options: RunOptions, folder: Path, world: World | None
+) -> tuple[list[RuleRun], list[Key]]:
     """Return the finished runs and the saved keys of ``folder``, and write the options to it.
 
     Every rank of ``world`` calls it, and gets what the first rank finds. Runs that were trained
@@ -101,7 +103,7 @@ def before(options: Options, folder: Path, world: World | None) -> tuple[list[Ru
 
 
 def train_all(
-    options: Options,
+    options: RunOptions,
     build: Callable[[str, int], TrainingRun],
     folder: Path,
     ended: Sequence[RuleRun],
@@ -133,7 +135,9 @@ def train_all(
             yield ended_run
 
 
-def unfinished(options: Options, ended: Sequence[RuleRun], under_way: Sequence[Key]) -> list[Key]:
+def unfinished(
+    options: RunOptions, ended: Sequence[RuleRun], under_way: Sequence[Key]
+) -> list[Key]:
     """Return the runs that have not ended in their order, those saved ``under_way`` first."""
     ended_keys = {(run.rule, run.seed) for run in ended}
     keys = []
@@ -143,7 +147,7 @@ def unfinished(options: Options, ended: Sequence[RuleRun], under_way: Sequence[K
 
 
 def check_runs(
-    options: Options,
+    options: RunOptions,
     build: Callable[[str, int], TrainingRun],
     keys: Sequence[Key],
     check: Callable[[TrainingRun], object] = rollback_schedule,
@@ -208,14 +212,14 @@ def train_one(
     )
 
 
-def ended_before(folder: Path, options: Options) -> list[RuleRun]:
+def ended_before(folder: Path, options: RunOptions) -> list[RuleRun]:
     """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
 
     Runs that cannot be read, or were trained with other ``options``, raise UserError.
     """
     run_of_key: dict[Key, RuleRun] = {}
 
-    def rows_of(name: str) -> Iterator[tuple[RuleRun, Row]]:
+    def rows_of(name: str) -> Iterator[tuple[RuleRun, PlainRow]]:
         for row in read_csv(folder / name, words=("rule", "note")):
             key = row.pop("rule"), row.pop("seed")
             yield run_of_key.setdefault(key, RuleRun(*key, epochs=[], delays=[])), row
@@ -232,7 +236,7 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     return [run for run in run_of_key.values() if len(run.epochs) == options["epochs"]]
 
 
-def _check_options(folder: Path, options: Options, trained_rules: set[str]) -> None:
+def _check_options(folder: Path, options: RunOptions, trained_rules: set[str]) -> None:
     """Raise UserError if runs of ``trained_rules`` were trained with other options."""
     earlier_options = _options_before(folder)
     new_options = _with_digests(options)
@@ -253,14 +257,14 @@ def _check_options(folder: Path, options: Options, trained_rules: set[str]) -> N
         )
 
 
-def _options_before(folder: Path) -> Row:
+def _options_before(folder: Path) -> PlainRow:
     """Return the options of the runs in ``folder``, from its result if it has no options file."""
     if (folder / OPTIONS_FILE).exists() or not (folder / RESULT).exists():
         return read_yaml(folder / OPTIONS_FILE)
     return read_result(folder)["provenance"]["config"]
 
 
-def keep_options(folder: Path, options: Options) -> None:
+def keep_options(folder: Path, options: RunOptions) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
     content = _with_digests(options)
     earlier_options = _options_before(folder)
@@ -275,9 +279,9 @@ def keep_options(folder: Path, options: Options) -> None:
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     """Write the tables of ``runs``, which have ended, and remove the folders of their own."""
-    delays: list[Row] = []
-    notes: list[Row] = []
-    epochs: list[Row] = []
+    delays: list[PlainRow] = []
+    notes: list[PlainRow] = []
+    epochs: list[PlainRow] = []
     for run in runs:
         delays += run.named(run.delays)
         notes += run.named([{"note": note} for note in run.notes])
@@ -325,7 +329,7 @@ def _saved(folder: Path) -> list[Key]:
     return keys
 
 
-def _with_digests(options: Options) -> dict[str, Any]:
+def _with_digests(options: RunOptions) -> dict[str, Any]:
     """Return ``options`` with the digest of each rule's file, since files may change."""
     rules = {name: dict(rule) for name, rule in options["rules"].items()}
     for rule in rules.values():

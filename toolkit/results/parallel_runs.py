@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.errors import UserError
-from toolkit.results.comparison import Key, Options, RuleRun, prepare_folder, train_one, under_way
+from toolkit.results.comparison import (
+    Key,
+    RuleRun,
+    RunOptions,
+    prepare_folder,
+    train_one,
+    under_way,
+)
 from toolkit.results.progress import ParallelProgress
 from toolkit.results.wandb_run import environment
 from toolkit.runtime.process_group.processes import Processes
@@ -85,7 +92,7 @@ class _Failed:
 
 
 def train_in_parallel(
-    options: Options, make_run: MakeRun, folder: Path, keys: Sequence[Key], n_processes: int
+    options: RunOptions, make_run: MakeRun, folder: Path, keys: Sequence[Key], n_processes: int
 ) -> Iterator[RuleRun]:
     """Train ``keys``, at most ``n_processes`` at the same time; yield the runs as they end.
 

@@ -29,7 +29,7 @@ SCHEMA = 1
 RESULT = "result.json"
 METRICS = {metric.name: metric for metric in (ACCURACY, LOSS)}
 
-Row = dict[str, Any]
+PlainRow = dict[str, Any]
 Numbers = dict[str, float]
 
 _SHARES = {"top1", "top5", "ema_top1"}
@@ -47,7 +47,7 @@ def write_result(
     device: str,
     seconds: float,
     **more: Any,
-) -> Row:
+) -> PlainRow:
     """Write ``rows`` to ``folder/name.csv``, and with their provenance to ``folder/result.json``.
 
     Args:
@@ -69,7 +69,7 @@ def write_result(
     return result
 
 
-def read_result(folder: Path) -> Row:
+def read_result(folder: Path) -> PlainRow:
     """Read and check ``folder/result.json``; raise DamagedError if it does not match the schema."""
     defaults = {"schema": SCHEMA, "schedule": "", "judged_by": None}
     result = defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
@@ -95,7 +95,7 @@ def _is_list(value: object, item_type: type) -> bool:
     return isinstance(value, list) and all(isinstance(item, item_type) for item in value)
 
 
-def read_json(path: Path) -> Row:
+def read_json(path: Path) -> PlainRow:
     """Read a JSON object; raise DamagedError if it cannot be read, or is not an object."""
     try:
         content = read_plain(path)
@@ -106,7 +106,7 @@ def read_json(path: Path) -> Row:
     return content
 
 
-def read_yaml(path: Path) -> Row:
+def read_yaml(path: Path) -> PlainRow:
     """Read a YAML mapping; empty if it cannot be read."""
     try:
         content = read_plain(path)
@@ -115,13 +115,15 @@ def read_yaml(path: Path) -> Row:
     return content if isinstance(content, dict) else {}
 
 
-def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = False) -> list[Row]:
+def read_csv(
+    path: Path, words: Sequence[str] = (), *, skip_damaged: bool = False
+) -> list[PlainRow]:
     """Read the rows of a table of numbers; none if there is no file.
 
     Cells are int, float, or None if they are empty; in the columns ``words`` they are text. Other
     cells raise DamagedError, unless rows that a killed process wrote in part are skipped.
     """
-    rows: list[Row] = []
+    rows: list[PlainRow] = []
     if not path.exists():
         return rows
     try:
@@ -189,13 +191,13 @@ class Ledger:
         self.path = path
         self.keys = tuple(keys)
         self.here = here
-        self._rows: dict[tuple[int, ...], Row] = {}
+        self._rows: dict[tuple[int, ...], PlainRow] = {}
         self._columns: dict[str, None] = {}  # in order
         self._on_disk = False  # whether the file has all rows
         if resume:
             self._take(read_csv(path, skip_damaged=True))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PlainRow]:
         """Return all rows, in the order of their keys."""
         return [self._rows[key] for key in sorted(self._rows)]
 

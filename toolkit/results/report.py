@@ -10,7 +10,7 @@ from toolkit.format import count, metric_cells, plus_minus
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.collect import (
     PRINCIPAL,
-    Group,
+    RunGroup,
     Tasks,
     each_group,
     flat_options,
@@ -87,7 +87,7 @@ def _summary(runs: Sequence[Run], tasks: Tasks) -> Iterator[Block]:
         yield Table(note_rows, "Notes of the runs.")
 
 
-def _training(task: str, groups: Sequence[Group]) -> dict[str, str]:
+def _training(task: str, groups: Sequence[RunGroup]) -> dict[str, str]:
     """Return the row of a task: its rules, options, seeds and states."""
     options_of_groups = [flat_options(group.runs[0].config) for group in groups]
     runs: list[Run] = []
@@ -148,7 +148,7 @@ def _accuracy(tasks: Tasks, margin: float | None) -> Iterator[Block]:
         )
 
 
-def _curves(task: str, groups: Sequence[Group]) -> Iterator[Figure]:
+def _curves(task: str, groups: Sequence[RunGroup]) -> Iterator[Figure]:
     """Yield the curves of a task's groups; runs of another length than most are left out."""
     from toolkit.figures.curves_figure import over_epochs
 
@@ -180,7 +180,7 @@ def _curves(task: str, groups: Sequence[Group]) -> Iterator[Figure]:
         )
 
 
-def _final_metrics(task: str, groups: Sequence[Group], margin: float | None) -> Table:
+def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) -> Table:
     """Return the table of the metrics after the last epoch, without its empty columns."""
     metric = groups[0].runs[0].judged_by
     baselines = [group.baseline(groups) for group in groups]
@@ -215,7 +215,9 @@ def _final_metrics(task: str, groups: Sequence[Group], margin: float | None) -> 
     )
 
 
-def _difference(group: Group, baseline: Group, by: Metric, margin: float | None) -> dict[str, Any]:
+def _difference(
+    group: RunGroup, baseline: RunGroup, by: Metric, margin: float | None
+) -> dict[str, Any]:
     """Return the row of :func:`over_seeds` of the last epoch; NaN where no seed is in both."""
     values = _last_metrics(group, by)
     baseline_values = _last_metrics(baseline, by)
@@ -224,17 +226,17 @@ def _difference(group: Group, baseline: Group, by: Metric, margin: float | None)
     return over_seeds(values, baseline_values, by, margin)
 
 
-def _last_metrics(group: Group, by: Metric) -> dict[int, float]:
+def _last_metrics(group: RunGroup, by: Metric) -> dict[int, float]:
     """Return the last test metric by seed; NaN, of no seed, if no run has ended."""
     return {seed: run.metrics.get(by.key, nan) for seed, run in group.by_seed.items()} or {-1: nan}
 
 
-def _seeds(group: Group) -> str:
+def _seeds(group: RunGroup) -> str:
     seeds = ", ".join(map(str, group.by_seed)) or "none"
     return f"{seeds} ({group.n_diverged} diverged)" if group.n_diverged else seeds
 
 
-def _other_means(group: Group, by: Metric) -> dict[str, str]:
+def _other_means(group: RunGroup, by: Metric) -> dict[str, str]:
     """Return the mean of the metric other than ``by``, and of the speed."""
     metric = ACCURACY if by is LOSS else LOSS
     metrics = [run.metrics for run in group.by_seed.values()] or [{}]

@@ -13,7 +13,7 @@ from toolkit.files import note_write_errors, write_csv, write_json
 from toolkit.options import STOPPED
 from toolkit.results.progress import RunProgress
 from toolkit.results.provenance import describe, provenance
-from toolkit.results.record import RESULT, SCHEMA, Ledger, Row
+from toolkit.results.record import RESULT, SCHEMA, Ledger, PlainRow
 from toolkit.results.statistics import delay_means
 from toolkit.results.tracker import Tracker
 from toolkit.results.wandb_run import track, track_measured, track_schedule
@@ -60,7 +60,7 @@ class RunRecorder:
         here = is_rank_zero()
         self.run = run
         self.folder = folder
-        self.result: Row | None = None
+        self.result: PlainRow | None = None
         self.unwritten: list[str] = []
         self.profile = Profile(run.record.get("profile", 0), folder / "profile.json", here=here)
         self.delays = Ledger(folder / "delays.csv", ["step", "stage"], resume=resume, here=here)
@@ -172,7 +172,7 @@ class RunRecorder:
         """Set the metrics of the last epoch in the summary of W&B's run."""
         self.tracker.summary({f"final/{name}": value for name, value in as_row(epoch).items()})
 
-    def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> Row:
+    def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> PlainRow:
         """Write the tables and figures of a run that has ended, and return its result.
 
         Args:
@@ -188,7 +188,7 @@ class RunRecorder:
             write_csv(folder / "epochs.csv", epochs)
             if delays:
                 write_csv(folder / "delays.csv", delays)
-        ranks: list[Row] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
+        ranks: list[PlainRow] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
         if measured:
             ranks = _write_measured(measured, run, notes, folder, self.tracker)
         if run.switching is not None:
@@ -210,13 +210,13 @@ class RunRecorder:
         }
         return self.result
 
-    def _write_result(self, result: Row) -> None:
+    def _write_result(self, result: PlainRow) -> None:
         notes = [*result["notes"], *self.tracker.notes]
         with note_write_errors(self.unwritten, self.folder):
             write_json(self.folder / RESULT, result | {"notes": notes})
 
 
-def as_row(epoch: Epoch) -> Row:
+def as_row(epoch: Epoch) -> PlainRow:
     """Return an epoch's metrics, without those that are None."""
     return {name: value for name, value in asdict(epoch).items() if value is not None}
 
@@ -268,11 +268,11 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
 
 def _write_measured(
     measured: Measurements, run: TrainingRun, notes: list[str], folder: Path, tracker: Tracker
-) -> list[Row]:
+) -> list[PlainRow]:
     """Write what was measured, and what is predicted; return a row per rank."""
     from toolkit.figures import save, timelines
 
-    rows: list[Row] = [*measured.by_rank()]
+    rows: list[PlainRow] = [*measured.by_rank()]
     predicted: Timeline | None = None
     try:
         model, form = run.build_model(), run.samples.form

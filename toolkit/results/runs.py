@@ -14,7 +14,7 @@ from toolkit.files import check_regular
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE, with_own
 from toolkit.results import record
-from toolkit.results.record import RESULT, DamagedError, Numbers, Row, numbers_of, per_cent
+from toolkit.results.record import RESULT, DamagedError, Numbers, PlainRow, numbers_of, per_cent
 from toolkit.results.run_files import EPOCHS_FILE, OPTIONS_FILE, STATUS, resumable_in
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.spec import is_of_catalogue
@@ -132,7 +132,7 @@ def _runs_of(folder: Path) -> list[Run]:
             rule = job["hydra"]["runtime"]["choices"].get("schedule")
             run = replace(run, kind=job["hydra"]["job"]["name"], rule=rule)
         run = _described(run, _options_of(folder))
-        result: Row = {}
+        result: PlainRow = {}
         if (folder / RESULT).exists():
             result = record.read_result(folder)
             origin = result["provenance"]
@@ -171,7 +171,7 @@ def _described(run: Run, config: Mapping[str, Any]) -> Run:
 
 def _with_state(run: Run, has_result: bool) -> Run:
     """Return ``run`` with its state and message, from its status file if it has one."""
-    status: Row = {"state": "finished" if has_result else "unfinished"}
+    status: PlainRow = {"state": "finished" if has_result else "unfinished"}
     if (run.folder / STATUS).exists():
         status = record.read_json(run.folder / STATUS)
     state = status.get("state")
@@ -192,7 +192,7 @@ def _diverged_in(epochs: Sequence[Numbers]) -> int | None:
     return None
 
 
-def _training(run: Run, result: Row) -> Run:
+def _training(run: Run, result: PlainRow) -> Run:
     """Return ``run`` with the files of a training; ``result`` is empty until it ends."""
     options = run.config.get("schedule")
     name = result.get("schedule")
@@ -217,7 +217,7 @@ def _training(run: Run, result: Row) -> Run:
     return replace(run, message=run.message or "".join(cautions[:1]), metrics=numbers)
 
 
-def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
+def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
     """Return a comparison's runs; ``comparison`` has what they share.
 
     ``result`` is empty until the comparison ends.
@@ -286,7 +286,7 @@ def _planned(comparison: Run) -> list[tuple[str, int]]:
     return keys
 
 
-def _options_of(folder: Path) -> Row:
+def _options_of(folder: Path) -> PlainRow:
     """Return the options as Hydra wrote them, with ``${option}`` replaced by its value.
 
     Other interpolations stay as they are: they could read the environment of this machine.

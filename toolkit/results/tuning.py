@@ -11,11 +11,11 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.metric import Metric
 from toolkit.options import TuneOptions, with_own
-from toolkit.results.comparison import Options, RuleRun, seeds_of
-from toolkit.results.record import Row
+from toolkit.results.comparison import RuleRun, RunOptions, seeds_of
+from toolkit.results.record import PlainRow
 
 
-def trials(options: Options) -> dict[str, Any]:
+def trials(options: RunOptions) -> dict[str, Any]:
     """Return the options of the comparison of each rule of ``options`` at each of its rates.
 
     Raises:
@@ -47,7 +47,7 @@ def trials(options: Options) -> dict[str, Any]:
     }
 
 
-def tried(options: Options, runs: Sequence[RuleRun], by: Metric) -> list[Row]:
+def tried(options: RunOptions, runs: Sequence[RuleRun], by: Metric) -> list[PlainRow]:
     """Return a row for each trial: rule, ``lr``, its final test metric, and whether it is the best.
 
     The best has the best test metric after the last epoch and, of equal ones, the lowest test loss.
@@ -71,14 +71,14 @@ def tried(options: Options, runs: Sequence[RuleRun], by: Metric) -> list[Row]:
     return rows
 
 
-def _merit(last_epoch: Row, by: Metric) -> list[float]:
+def _merit(last_epoch: PlainRow, by: Metric) -> list[float]:
     """Return the sort key of a trial: its metric, then its loss; larger is better."""
     sign = -1 if by.lower_is_better else 1
     values = [sign * last_epoch[by.key], -last_epoch["test_loss"]]
     return [-inf if isnan(value) else value for value in values]
 
 
-def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
+def with_best(options: RunOptions, rows: Sequence[PlainRow]) -> dict[str, Any]:
     """Return ``own`` of a comparison, with the best rate of each rule."""
     own = {**options["own"]}
     for row in rows:
@@ -87,7 +87,7 @@ def with_best(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     return own
 
 
-def edges(rows: Sequence[Row]) -> dict[str, str]:
+def edges(rows: Sequence[PlainRow]) -> dict[str, str]:
     """Return the rules whose best rate is the lowest or the highest of several, and which it is."""
     edge_of_rule = {}
     for rule in dict.fromkeys(row["rule"] for row in rows):
@@ -99,7 +99,7 @@ def edges(rows: Sequence[Row]) -> dict[str, str]:
     return edge_of_rule
 
 
-def edge_notes(rows: Sequence[Row]) -> list[str]:
+def edge_notes(rows: Sequence[PlainRow]) -> list[str]:
     """Return a sentence on each rule whose best rate is the lowest or the highest of several."""
     best_rates = {row["rule"]: row["lr"] for row in rows if row["best"]}
     notes = []
@@ -116,14 +116,14 @@ def _name(rule: str, factor: float) -> str:
     return f"{rule}_x{factor:g}"
 
 
-def _rates(options: Options, rule: str) -> dict[float, float]:
+def _rates(options: RunOptions, rule: str) -> dict[float, float]:
     """Return the learning rates at which a rule is tried, by their factors."""
     rate = with_own(options, options["own"].get(rule) or {})["optimizer"]["lr"]
     # Without the last digits of 3 * 0.1.
     return {factor: float(f"{factor * rate:.12g}") for factor in options["tune"]["rates"]}
 
 
-def _own(options: Options, rule: str, rate: float) -> dict[str, Any]:
+def _own(options: RunOptions, rule: str, rate: float) -> dict[str, Any]:
     """Return the options of a rule alone, at a learning rate."""
     rule_options = options["own"].get(rule) or {}
     return {**rule_options, "optimizer": {**rule_options.get("optimizer", {}), "lr": rate}}

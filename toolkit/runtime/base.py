@@ -15,7 +15,7 @@ from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
+from toolkit.runtime.microbatches import BatchReader, GlobalBatch, StepResult
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
@@ -152,7 +152,9 @@ class Runtime(ABC):
         (result,) = self.run([(inputs, targets)])
         return result
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+    def run(
+        self, batches: Iterable[GlobalBatch], n_steps: int | None = None
+    ) -> Iterator[StepResult]:
         """Train on each global batch; yield the result of this rank's micro-batches.
 
         With overlapping steps (order "scheduled" and :class:`~toolkit.runtime.Distributed`) a

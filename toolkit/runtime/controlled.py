@@ -146,7 +146,9 @@ class Controlled(Runtime):
     def _build_on_ranks(self) -> None:
         """Have the ranks make what they train."""
         training = (self.stages, self.schedule_plan, self.optimizer, self.loss)
-        self._processes.call(controlled_rank.build, training, self._join_options, self._arguments)
+        self._processes.call(
+            controlled_rank.join_training, training, self._join_options, self._arguments
+        )
         self._controller.runtime = self
         self._n_starts = self._processes.n_starts
 
@@ -214,7 +216,9 @@ class Controlled(Runtime):
         Yields a result of each step that has had none, so that a repeated step has one only.
         """
         first_step = stretch.first_step
-        self._processes.begin(controlled_rank.train, stretch.n_steps, self._keep_every is not None)
+        self._processes.begin(
+            controlled_rank.train_steps, stretch.n_steps, self._keep_every is not None
+        )
         # begin() starts new ranks where a rank died while it waited. They do not have this
         # training, and would wait for it for ever: the caller restores it.
         if self._processes.n_starts != self._n_starts:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from toolkit.model import Stages
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.losses import LossValue
-from toolkit.runtime.microbatches import Batch
+from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.rank_process import receive, report
 
@@ -21,14 +21,14 @@ _training: Distributed | None = None
 class _ReceivedBatches:
     """The batches that the controller sends, as far as this rank reads them; they are Divisible."""
 
-    def parts(self, n_parts: int, reads: Callable[[int], Any]) -> Iterator[Batch]:
+    def parts(self, n_parts: int, reads: Callable[[int], Any]) -> Iterator[GlobalBatch]:
         for index in count():
             if reads(index):
                 inputs, targets = receive()
                 yield tuple(torch.as_tensor(tensor) for tensor in inputs), torch.as_tensor(targets)
 
 
-def build(
+def join_training(
     training: tuple[Any, ...], join_options: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Join the other ranks, and make what they train.
@@ -46,7 +46,7 @@ def build(
     _training = Distributed(*training, world=world, **options)
 
 
-def train(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
+def train_steps(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
     """Train on what the controller sends; report the losses of each step.
 
     Returns:

@@ -23,7 +23,7 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.microbatches import Batch, StepResult
+from toolkit.runtime.microbatches import GlobalBatch, StepResult
 from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.shared_status import Process, records
 from toolkit.runtime.step_options import Loss
@@ -76,7 +76,7 @@ class Controller:
         schedule: Schedule,
         optimizer: MakeOptimizer,
         loss: Loss,
-        batches: Iterable[Batch],
+        batches: Iterable[GlobalBatch],
         n_steps: int | None = None,
         **options: Any,
     ) -> Iterator[StepResult]:

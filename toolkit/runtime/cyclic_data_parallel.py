@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.by_hand import Chain
+from toolkit.model.by_hand import ModuleChain
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.loop_arguments import (
@@ -132,7 +132,7 @@ class CyclicDataParallel(nn.Module):
             isinstance(module, nn.Module) for module in model
         ):
             stages = len(model)
-            model = Chain(*model)
+            model = ModuleChain(*model)
         if isinstance(model, CyclicDataParallel) or not isinstance(model, nn.Module):
             raise UserError(f"model: got a {type(model).__name__}; expected a module to train")
         take_arguments_of_ddp(options, model)

@@ -25,7 +25,7 @@ from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.start_offset import StartOffset
-from toolkit.runtime.streams import after, current_stream, mark, own_stream
+from toolkit.runtime.streams import after_marks, current_stream, mark, own_stream
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 _TransferQueue = SimpleQueue["tuple[int, Transfer, float] | None"]
@@ -296,7 +296,9 @@ class Executor:
         # Keep inputs alive until the device is done with them: after() ends before this returns.
         kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
-        with after(self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]):
+        with after_marks(
+            self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]
+        ):
             if i.action == Action.RECV:
                 self._put(position, self._messages.receive(i, self._tags[position]))
                 return
@@ -369,7 +371,7 @@ class Executor:
 
     def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
         i = self._instructions[position]
-        with after(self._device):
+        with after_marks(self._device):
             transfer.wait()
             if i.leaves(self._world.rank):
                 self._store(position, self._messages.received(i, transfer))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from toolkit.runtime.stage_optimizers import Options, options_of
+from toolkit.runtime.stage_optimizers import GroupOptions, options_of_group
 from toolkit.runtime.step_optimizer import Clip, Settings
 
 
@@ -29,7 +29,7 @@ class LoopSettings:
     def __init__(self, optimizer: Optimizer) -> None:
         self.of_steps: dict[int, Settings] = {}
         self._optimizer = optimizer
-        self._base: list[Options] = []  # of each group, options as they were last looked at
+        self._base: list[GroupOptions] = []  # of each group, options as they were last looked at
         self._followed: set[tuple[int, str]] = set()  # (group, name) of those that have changed
         self._clip: Clip | None = None  # of the step that is under way
         self.note_base()
@@ -79,7 +79,7 @@ class LoopSettings:
                 precede the loop's call.
         """
         self.changed_options()
-        options: list[Options] = [{} for _ in self._base]
+        options: list[GroupOptions] = [{} for _ in self._base]
         for group, name in self._followed:
             if name in self._base[group]:
                 options[group][name] = self._base[group][name]
@@ -97,9 +97,9 @@ class LoopSettings:
         """Let the update of ``step`` clip as the loop has asked for in that step."""
         self.of_steps[step] = replace(self.of_steps[step], clip=self._clip)
 
-    def _options(self) -> list[Options]:
+    def _options(self) -> list[GroupOptions]:
         """Return a copy: a rate may be a tensor that is changed in place."""
-        groups = [options_of(group) for group in self._optimizer.param_groups]
+        groups = [options_of_group(group) for group in self._optimizer.param_groups]
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
 
 

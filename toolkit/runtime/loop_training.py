@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.model import Stages, partition
-from toolkit.model.by_hand import Chain
+from toolkit.model.by_hand import ModuleChain
 from toolkit.runtime.loop_runtime import LoopRuntime
 from toolkit.runtime.loop_session import LoopSession
 from toolkit.runtime.loop_settings import LoopSettings
@@ -138,7 +138,7 @@ class LoopTraining:
         stages = self._stages
         if not isinstance(stages, Stages):
             by = "flops" if isinstance(stages, int | None) else stages
-            modules = [*self.module] if isinstance(self.module, Chain) else self.module
+            modules = [*self.module] if isinstance(self.module, ModuleChain) else self.module
             # Ranks run each micro-batch by itself, so the model may mix its samples.
             stages = partition(modules, self.schedule.n_stages, example, by=by, check=False)
         if self._saved is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.format import MB
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.process_group.world import Group, World
+from toolkit.runtime.process_group.world import RankGroup, World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction, Program
@@ -36,7 +36,7 @@ _COLLECTIVES: dict[Action, Callable] = {
 _IN_TIERS: dict[str, Callable] = {GATHER: dist.reduce, SPREAD: dist.broadcast}
 
 Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
-Phase = Callable[[], Works]
+TransferPhase = Callable[[], Works]
 Pair = tuple[int, int]
 
 
@@ -46,7 +46,7 @@ class Transfer:
     Each phase begins when the one before has ended.
     """
 
-    def __init__(self, flat: Tensor, *phases: Phase) -> None:
+    def __init__(self, flat: Tensor, *phases: TransferPhase) -> None:
         self.flat = flat
         self._phases = phases
 
@@ -155,7 +155,7 @@ class Messages:
         pieces = [flat]
         if i.action != Action.BROADCAST:
             pieces = self.layouts.of(i).by_dtype(flat)
-        phases: list[Phase] = []
+        phases: list[TransferPhase] = []
         for name, members in _collective_groups(i, self._per_machine):
             if self.world.rank in members:
                 collective = _IN_TIERS.get(name, _COLLECTIVES[i.action])
@@ -203,13 +203,13 @@ def _each(
     return [collective(piece, *arguments, group=group, async_op=True) for piece in pieces]
 
 
-def _collective_groups(i: Instruction, per_machine: int) -> list[Group]:
+def _collective_groups(i: Instruction, per_machine: int) -> list[RankGroup]:
     """Return the groups of a collective, in turn; only an all-reduce has several."""
     tiers = per_machine if i.action == Action.ALL_REDUCE else 0
     return all_reduce_groups(sorted(i.peers), tiers)
 
 
-def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
+def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[RankGroup]:
     """Return the groups of an all-reduce, in turn; ``per_machine`` ranks share a machine.
 
     Four ranks on two machines::
@@ -235,9 +235,9 @@ def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
     ]
 
 
-def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], list[Pair]]:
+def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[RankGroup], list[Pair]]:
     """Return the groups of every collective; and (sender, receiver) of every message."""
-    groups: set[Group] = set()
+    groups: set[RankGroup] = set()
     pairs: set[Pair] = set()
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:

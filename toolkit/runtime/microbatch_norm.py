@@ -24,7 +24,7 @@ Columns = Sequence[Tensor | None]
 
 
 @dataclass
-class Group:
+class NormGroup:
     """What a stage is running. As a context: a forward that a checkpoint repeats.
 
     Attributes:
@@ -51,7 +51,7 @@ class MicrobatchNorm(nn.Module):
     unbiased variances (row 1), ``[2, channels]``; None without running statistics.
     """
 
-    def __init__(self, norm: _BatchNorm, group: Group) -> None:
+    def __init__(self, norm: _BatchNorm, group: NormGroup) -> None:
         super().__init__()
         self.weight = norm.weight
         self.bias = norm.bias
@@ -140,7 +140,7 @@ class MicrobatchNorm(nn.Module):
         return normalised, statistics.detach().to(self.dtype)
 
 
-def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
+def replace_norms(stage: nn.Module, group: NormGroup) -> dict[str, MicrobatchNorm]:
     """Replace each batch norm by a :class:`MicrobatchNorm`; return them by name."""
     replaced = {}
     for name, module in list(stage.named_modules()):

@@ -15,7 +15,7 @@ from toolkit.model.structure import tensors_of
 from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.stage import Values
 
-Batch = tuple[Any, Tensor]
+GlobalBatch = tuple[Any, Tensor]
 """Inputs, structured as the example of :func:`toolkit.model.partition`, and targets."""
 
 Share = tuple[Values, Tensor] | None
@@ -29,7 +29,7 @@ Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class Divisible(Protocol):
     """Batches whose parts a process can load separately."""
 
-    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
+    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[GlobalBatch]:
         """Yield of each batch k those of its ``n_parts`` equal parts that are in ``wanted(k)``.
 
         Batches with no wanted part are left out.
@@ -59,7 +59,7 @@ class BatchReader(Iterator[Share]):
 
     def __init__(
         self,
-        batches: Iterable[Batch],
+        batches: Iterable[GlobalBatch],
         n_microbatches: int,
         microbatches_of: Callable[[int], Sequence[int]],
         first_step: int,
@@ -94,7 +94,7 @@ class BatchReader(Iterator[Share]):
     def __next__(self) -> Share:
         return next(self._shares)
 
-    def _read(self, batches: Iterable[Batch], first_step: int) -> Iterator[Share]:
+    def _read(self, batches: Iterable[GlobalBatch], first_step: int) -> Iterator[Share]:
         divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
             batches = batches.parts(
@@ -118,7 +118,9 @@ class BatchReader(Iterator[Share]):
                     f" Use n_steps={n_read}"
                 ) from None
 
-    def _share(self, batch: Batch, n_parts: int, microbatches: Sequence[int], step: int) -> Share:
+    def _share(
+        self, batch: GlobalBatch, n_parts: int, microbatches: Sequence[int], step: int
+    ) -> Share:
         """Return some micro-batches of a batch of ``n_parts``."""
         inputs, targets = divisible(batch, n_parts)
         shape = tuple(
@@ -154,7 +156,7 @@ def _selected(
     return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
 
-def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
+def divisible(batch: GlobalBatch, n_microbatches: int) -> tuple[Values, Tensor]:
     """Return the inputs, as a tuple, and the targets of a batch; refuse an indivisible one."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserError(f"batch: got a {_kind(batch)}; expected a pair (x, y)")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from toolkit.errors import UserError
 from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import in_training, one_by_one
-from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
+from toolkit.runtime.microbatch_norm import NormGroup, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import (
     GradientSum,
@@ -54,7 +54,7 @@ class StageRunner(Updater):
         if options.channels_last:
             for master in self.masters.values():
                 master.data = channels_last(master.data)
-        self.group = Group(least_fused=options.least_fused(device_of(stage)))
+        self.group = NormGroup(least_fused=options.least_fused(device_of(stage)))
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
         tensors = chain(stage.parameters(), stage.buffers())
         stage_tensors = {id(tensor): tensor for tensor in tensors}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.runtime.updater import by_name
 
-Options = dict[str, Any]
+GroupOptions = dict[str, Any]
 """The options of a parameter group, without its parameters."""
 
 _COUPLING_STEPS = 10  # Prodigy's first steps are the same, whatever the parameters
@@ -21,7 +21,7 @@ _PARAMETER_KEYS = ("params", "param_names")  # of a group: they list its paramet
 _SCHEDULER_KEYS = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
 
 
-def options_of(group: Mapping[str, Any]) -> Options:
+def options_of_group(group: Mapping[str, Any]) -> GroupOptions:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in _PARAMETER_KEYS}
 
@@ -66,7 +66,7 @@ class StageOptimizers:
     def note_options(self) -> None:
         """Let :meth:`make` begin with the options that the finished optimizer has now."""
         groups = self.optimizer.param_groups
-        self._options = [copy.deepcopy(options_of(group)) for group in groups]
+        self._options = [copy.deepcopy(options_of_group(group)) for group in groups]
 
     def _names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         foreign_parameters = [
@@ -130,7 +130,7 @@ class StageOptimizers:
                     parameter_states[name] = on_cpu(self.optimizer.state[parameter])
         return parameter_states
 
-    def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, Options]) -> None:
+    def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, GroupOptions]) -> None:
         """Let the finished optimizer have this state, from which those of stages begin."""
         state = self.as_torch(of_parameters)
         for group, names in zip(state["param_groups"], self.groups, strict=True):
@@ -147,21 +147,21 @@ class StageOptimizers:
 
     def named(
         self, names: Collection[str], state: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Options]]:
+    ) -> tuple[dict[str, Any], dict[str, GroupOptions]]:
         """Return the state and the options of each parameter, of a stage optimizer's state_dict."""
         order = self.order(names)
         flat_names = [name for group in order for name in group]
         parameter_states = {flat_names[index]: values for index, values in state["state"].items()}
-        options: dict[str, Options] = {}
+        options: dict[str, GroupOptions] = {}
         for group, group_names in zip(state["param_groups"], order, strict=True):
-            options |= dict.fromkeys(group_names, options_of(group))
+            options |= dict.fromkeys(group_names, options_of_group(group))
         return parameter_states, options
 
     def state_of_stage(
         self,
         names: Collection[str],
         of_parameters: Mapping[str, Any],
-        options: Mapping[str, Options],
+        options: Mapping[str, GroupOptions],
     ) -> dict[str, Any]:
         """Return the state_dict of the optimizer of a stage with these ``names``."""
         state: dict[int, Any] = {}
@@ -173,7 +173,7 @@ class StageOptimizers:
                 if name in of_parameters:
                     state[index] = of_parameters[name]
                 index += 1
-            group_options = options_of(group)
+            group_options = options_of_group(group)
             for name in group_names[:1]:
                 # Schedulers add entries of their own, which another run may not have.
                 named_options = options.get(name, {})
@@ -198,10 +198,12 @@ class StageOptimizers:
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             indices = [*range(index, index + len(names))]
             index += len(names)
-            param_groups.append({**options_of(group), "params": indices})
+            param_groups.append({**options_of_group(group), "params": indices})
         return {"state": state, "param_groups": param_groups}
 
-    def from_torch(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Options]]:
+    def from_torch(
+        self, state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, GroupOptions]]:
         """Return the state and options of each parameter, of such a state_dict.
 
         Raises:
@@ -215,10 +217,10 @@ class StageOptimizers:
                 " into an optimizer with the groups that it was saved with"
             )
         parameter_states: dict[str, Any] = {}
-        options: dict[str, Options] = {}
+        options: dict[str, GroupOptions] = {}
         for group, names in zip(state["param_groups"], self.groups, strict=True):
             for place, name in zip(group["params"], names, strict=True):
-                options[name] = options_of(group)
+                options[name] = options_of_group(group)
                 if place in state["state"]:
                     parameter_states[name] = state["state"][place]
         return parameter_states, options
@@ -227,7 +229,7 @@ class StageOptimizers:
 def _couples(stage_optimizers: StageOptimizers) -> bool:
     """See :meth:`StageOptimizers.couples`."""
     original = stage_optimizers.optimizer
-    options = options_of(original.param_groups[0])
+    options = options_of_group(original.param_groups[0])
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 2, 2, dtype=torch.float64, generator=generator)
 

@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.runtime.stage_optimizers import Options, options_of
+from toolkit.runtime.stage_optimizers import GroupOptions, options_of_group
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Settings:
         clip: largest norm of a stage's gradient, if the loop limits it.
     """
 
-    options: list[Options]
+    options: list[GroupOptions]
     clip: Clip | None = None
 
 
@@ -134,7 +134,7 @@ class StepOptimizer(Optimizer):
         """
         self._steps.load_optimizer_state(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options_of(saved))
+            group.update(options_of_group(saved))
         self._steps.options_loaded()
 
     def forget_state(self) -> None:

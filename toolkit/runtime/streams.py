@@ -61,7 +61,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def after(device: torch.device, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
+def after_marks(
+    device: torch.device, marks: "Iterable[torch.cuda.Event | None]" = ()
+) -> Iterator[None]:
     """Work after ``marks``, on this thread's stream; at the end all has been done."""
     for end in marks:
         if end is not None:

@@ -18,7 +18,7 @@ from toolkit.cost import Costs, Hardware, simulate
 from toolkit.errors import UserError
 from toolkit.options import SwitchOptions
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.microbatches import Batch, StepResult
+from toolkit.runtime.microbatches import GlobalBatch, StepResult
 from toolkit.schedule import Program, Schedule, switched
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -56,7 +56,7 @@ class SwitchDecision:
     latency: float = nan
 
 
-def choose(
+def choose_schedule(
     schedules: Sequence[Schedule],
     seconds: Sequence[float],
     current: int,
@@ -88,7 +88,7 @@ def choose(
 class Switching:
     """Decides from time to time by which schedule a runtime continues.
 
-    On costs, if the runtime knows them: the candidate that is fastest by :func:`choose`. On the
+    On costs, if the runtime knows them: the candidate that is fastest by :func:`choose_schedule`. On the
     loss, with ``options.loss_factor``: the freshest candidate while the loss is above that multiple
     of the lowest so far, until it is no higher than at the decision before it rose.
 
@@ -139,7 +139,9 @@ class Switching:
         self._programs: dict[str, Program] = {}
         runtime.time_costs(_TIMED_STEPS)
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+    def run(
+        self, batches: Iterable[GlobalBatch], n_steps: int | None = None
+    ) -> Iterator[StepResult]:
         """Train as :meth:`Runtime.run` does, with a pause at each decision.
 
         Args:
@@ -284,7 +286,7 @@ class Switching:
         name, reason = decision.schedule, decision.reason
         if not reason and self._calm_loss is None:
             names = [*self.candidates]
-            index = choose(
+            index = choose_schedule(
                 [*self.candidates.values()],
                 [*predicted.values()],
                 names.index(name),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from toolkit.runtime.stage_optimizers import Options, StageOptimizers
+from toolkit.runtime.stage_optimizers import GroupOptions, StageOptimizers
 from toolkit.runtime.step_optimizer import Clip, Settings
 from toolkit.runtime.updater import Weights
 
@@ -33,7 +33,7 @@ class TrainingState:
 
     steps_done: int
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Options] = field(default_factory=dict)
+    options: Mapping[str, GroupOptions] = field(default_factory=dict)
     versions: Mapping[int, Weights] = field(default_factory=dict)
     averages: Weights | None = None
     n_averaged: int = 0
@@ -61,7 +61,7 @@ class TrainingState:
         """
         steps_done = state["steps_done"]
         parameter_states: dict[str, Any] = {}
-        options: dict[str, Options] = {}
+        options: dict[str, GroupOptions] = {}
         versions: dict[int, Weights] = {}
         averages: Weights | None = None
         n_averaged = 0

@@ -21,7 +21,7 @@ RULES = tuple(_METHODS)
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """One setting under one rule: what the closed form says, and what the program does."""
 
     setting: str
@@ -37,17 +37,17 @@ class Row:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def compare(n: int) -> list[Row]:
+def compare(n: int) -> list[PaperRow]:
     """Return every setting under every rule, for ``n`` workers, 2 or more."""
     return [*each_row(n)]
 
 
-def each_row(n: int) -> Iterator[Row]:
+def each_row(n: int) -> Iterator[PaperRow]:
     """Yield the rows of :func:`compare` one by one: with many workers it takes minutes."""
     n = whole(n, "the number of workers of a comparison", 2)
     for setting, rule in product(SETTINGS, RULES):
         schedule = SETTINGS[setting](rule, n)
-        yield Row(setting, rule, schedule, formula(setting, rule, n), footprint(schedule))
+        yield PaperRow(setting, rule, schedule, formula(setting, rule, n), footprint(schedule))
 
 
 def schedule_of(

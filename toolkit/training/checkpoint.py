@@ -47,7 +47,7 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return what was written to ``path``, on the CPU; DamagedCheckpointError if it has changed."""
     check_regular(path, max_bytes=None)
     with path.open("rb") as file:
@@ -125,14 +125,14 @@ def read_sharded(path: Path, own_stages: Collection[int], world: World | None) -
 def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
     names = {file.name for file in path.iterdir()}
-    n_ranks = read(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
+    n_ranks = read_checkpoint(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
     expected = [f"rank_{rank}.ckpt" for rank in range(min(n_ranks, len(names) + 1))]
     if differing := sorted(names ^ {*expected}):
         raise DamagedCheckpointError(
             f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"
         )
     for name in expected:
-        yield read(path / name)["part"]
+        yield read_checkpoint(path / name)["part"]
 
 
 def _rows(rank: int) -> Any:
@@ -240,7 +240,7 @@ class Checkpoints:
                 if sharded:
                     return read_sharded(path, runtime.updated_stages, runtime.world), damaged
                 with _raise_on_every_rank(runtime.world):
-                    state = read(path) if runtime.rank == 0 else None
+                    state = read_checkpoint(path) if runtime.rank == 0 else None
                 return from_rank_0(runtime, state), damaged
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))

@@ -5,7 +5,7 @@ from typing import Any
 
 import ipywidgets as ui
 
-from toolkit.figures.explorer.inspection import AFFORDABLE, LARGEST
+from toolkit.figures.explorer.inspection import AFFORDABLE, MAX_DRAWN
 from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.spec import RANK_ORDERS, options_of
@@ -17,10 +17,10 @@ _OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values
     "correction": ("what is done about late weights", CORRECTIONS),
     "placement": ("the rank of each op", PLACEMENTS),
     "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
-    "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * LARGEST + 1)),
-    "accumulate": ("micro-batches of a worker, one after another", range(1, LARGEST + 1)),
+    "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * MAX_DRAWN + 1)),
+    "accumulate": ("micro-batches of a worker, one after another", range(1, MAX_DRAWN + 1)),
     "chains": ("order of the ranks that sum a gradient", CHAINS),
-    "groups": ("of workers that start together", (_EACH, *range(1, LARGEST))),
+    "groups": ("of workers that start together", (_EACH, *range(1, MAX_DRAWN))),
 }
 
 

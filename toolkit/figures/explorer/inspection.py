@@ -26,7 +26,7 @@ from toolkit.schedule.dependencies import dependencies, needs
 from toolkit.schedule.steady_state import steps_to_time
 from toolkit.schedule.traffic import units_sent
 
-LARGEST = 32  # stages or micro-batches in a drawing
+MAX_DRAWN = 32  # stages or micro-batches in a drawing
 _STEPS = 3  # training steps that are simulated where messages take no time
 AFFORDABLE = "affordable"
 """The delay of :func:`toolkit.cost.affordable_delay`."""
@@ -197,8 +197,8 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
         total_microbatches *= whole(accumulate, "accumulate", 1)
     sizes = {"stages": whole(stages, "stages", 1), "microbatches x accumulate": total_microbatches}
     for name, value in sizes.items():
-        if value > LARGEST:
-            raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
+        if value > MAX_DRAWN:
+            raise UserError(f"{name} is at most {MAX_DRAWN} in a drawing: got {value}")
 
 
 @lru_cache(maxsize=16)

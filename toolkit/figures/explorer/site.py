@@ -12,9 +12,9 @@ from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 
-SIZES = (4, 8)  # stages, and micro-batches
+SITE_SIZES = (4, 8)  # stages, and micro-batches
 UNIFORM = "uniform"
-SETTINGS = (
+SITE_SETTINGS = (
     UNIFORM,
     "resnet50 on ethernet_10",
     "resnet50 on a100_nvlink",
@@ -27,8 +27,8 @@ _STEPS = 2  # training steps drawn
 def site_page(
     first: str,
     others: Sequence[str],
-    sizes: Sequence[int] = SIZES,
-    settings: Sequence[str] = SETTINGS,
+    sizes: Sequence[int] = SITE_SIZES,
+    settings: Sequence[str] = SITE_SETTINGS,
 ) -> str:
     """Return a page with every schedule and another one side by side; the URL keeps the choice.
 

@@ -170,11 +170,11 @@ def check_data_parallel(
         raise UserError(
             f"runtime={runtime} trains data parallelism, a micro-batch a rank and all weights"
             f" {staleness} steps late: schedule={name} with placement=per_microbatch and"
-            f" state={' or '.join(states)} (got {describe(schedule)})"
+            f" state={' or '.join(states)} (got {describe_ranks(schedule)})"
         )
 
 
-def describe(schedule: Schedule) -> str:
+def describe_ranks(schedule: Schedule) -> str:
     """Return the schedule's description for an error."""
     return (
         f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches,"

@@ -39,7 +39,7 @@ _HOOKS = {
 }
 
 
-class Chain(nn.Module):
+class WholeModel(nn.Module):
     """All stages as one module in training mode, with the model's own tensors.
 
     Args:
@@ -120,12 +120,12 @@ class Synchronous(Baseline):
                 )
 
     def _build(self) -> Sequence[Updater]:
-        self._chain = Chain(self.stages, self.seed)
+        self._chain = WholeModel(self.stages, self.seed)
         self._wrapped = self._wrap(self._chain)
         return [Updater(stage, self.optimizer, self.lr_scheduler) for stage in self._chain.stages]
 
     @abstractmethod
-    def _wrap(self, model: Chain) -> nn.Module:
+    def _wrap(self, model: WholeModel) -> nn.Module:
         """Return the model as torch trains it on many ranks."""
 
     def _in_forward(self) -> AbstractContextManager[None]:
@@ -200,7 +200,7 @@ class DDP(Synchronous):
             raise UserError(f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25")
         super().__post_init__()
 
-    def _wrap(self, model: Chain) -> nn.Module:
+    def _wrap(self, model: WholeModel) -> nn.Module:
         if self.options.channels_last:
             model.to(memory_format=torch.channels_last)
         group = self.world.group

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from toolkit.errors import UserError
 from toolkit.runtime.baselines.baseline import ReleasedParameters, import_system
-from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
+from toolkit.runtime.baselines.ddp import Synchronous, WholeModel, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import Updater
@@ -81,7 +81,7 @@ class DeepSpeed(Synchronous):
                 "runtime=deepspeed sends by torch's first process group, which this script or a"
                 " larger job has made: start as many ranks as the schedule has"
             )
-        whole_chain = Chain(self.stages, self.seed)
+        whole_chain = WholeModel(self.stages, self.seed)
         # The engine cuts its parameters up. It shares the buffers with the model.
         self._chain = copy.deepcopy(
             whole_chain, {id(buffer): buffer for buffer in whole_chain.buffers()}
@@ -96,7 +96,7 @@ class DeepSpeed(Synchronous):
         self._wrapped: Any = self._wrap(self._chain)
         return updaters
 
-    def _wrap(self, model: Chain) -> nn.Module:
+    def _wrap(self, model: WholeModel) -> nn.Module:
         joint_optimizer = _join_optimizers(self._optimizers, self._twins)
         self._group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(joint_optimizer.param_groups):

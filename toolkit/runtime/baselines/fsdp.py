@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.runtime.baselines.baseline import ReleasedParameters
-from toolkit.runtime.baselines.ddp import Chain, Synchronous, check_weights_stay
+from toolkit.runtime.baselines.ddp import Synchronous, WholeModel, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import join_states
@@ -48,7 +48,7 @@ class FSDP(Synchronous):
     reshard: bool = True
     cpu_offload: bool = False
 
-    def _wrap(self, model: Chain) -> nn.Module:
+    def _wrap(self, model: WholeModel) -> nn.Module:
         device = self.world.device
         self._check_no_gloo_on_gpus()
         if self.reshard:

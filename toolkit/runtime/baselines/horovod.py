@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import check_choice
 from toolkit.runtime.baselines.baseline import import_system
-from toolkit.runtime.baselines.ddp import Chain, Synchronous
+from toolkit.runtime.baselines.ddp import Synchronous, WholeModel
 from toolkit.schedule import Schedule
 
 _INSTALL = "sh experiments/install_horovod.sh builds it"
@@ -48,7 +48,7 @@ class Horovod(Synchronous):
         super()._check_options(schedule)
         self._horovod = import_system("horovod.torch", self.runtime, _INSTALL)
 
-    def _wrap(self, model: Chain) -> nn.Module:
+    def _wrap(self, model: WholeModel) -> nn.Module:
         with self.world.watch.waiting("connections of Horovod", self._everyone):
             self._connect()
         # Horovod averages gradients for an optimizer. This one never steps: each stage has its own.

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from toolkit.errors import UserError
 from toolkit.model.crossings import Boundary
-from toolkit.runtime.baselines.baseline import Baseline, ReleasedParameters, describe
+from toolkit.runtime.baselines.baseline import Baseline, ReleasedParameters, describe_ranks
 from toolkit.runtime.losses import COUNT, LossValue
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.world import World
@@ -249,7 +249,7 @@ def _torch_schedule(schedule: Schedule) -> type:
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
         " rank; zero_bubble with a multiple of the ranks as micro-batches"
-        f" (got {describe(schedule)})"
+        f" (got {describe_ranks(schedule)})"
     )
 
 

@@ -19,7 +19,7 @@ from toolkit.runtime.streams import finish_stream
 _BACKEND_GRACE = 30.0  # seconds by which the watch speaks before the backend's own time-out
 _RELAY_CHUNK = 2**18  # bytes
 
-Group = tuple[str, tuple[int, ...]]
+RankGroup = tuple[str, tuple[int, ...]]
 """What a process group is for, and its ranks, ascending."""
 
 
@@ -51,7 +51,7 @@ class World:
     _name: str = "world"
     _is_part: bool = False  # of a job
     _n_names: int = field(default=0, init=False)
-    _groups: dict[Group, dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _groups: dict[RankGroup, dist.ProcessGroup] = field(default_factory=dict, init=False)
     _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
     _user: Any = field(default=None, init=False)  # whose messages may be under way
     _end_use: Callable[[], None] | None = field(default=None, init=False)
@@ -63,7 +63,7 @@ class World:
         """Where tensors must be to be sent."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def make_groups(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
+    def make_groups(self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]) -> None:
         """Make the process groups of a program's messages. Every rank calls it with the same ones.
 
         Collectives have groups of their own, since another thread starts them. With NCCL so has
@@ -92,7 +92,7 @@ class World:
                     new_pairs.append(pair)
             self.connect(new_groups, new_pairs)
 
-    def connect(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
+    def connect(self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]) -> None:
         """Send a first number within ``groups`` and between ``pairs``, one after another.
 
         NCCL connects ranks at their first message, and blocks the caller until the peer connects
@@ -118,7 +118,7 @@ class World:
                         dist.recv(number, sender, group=channel)
                     self.finish_computing()
 
-    def group_of(self, group: Group) -> dist.ProcessGroup | None:
+    def group_of(self, group: RankGroup) -> dist.ProcessGroup | None:
         """Return the process group of ``group``'s collectives."""
         return self._groups.get(group, self.group)
 

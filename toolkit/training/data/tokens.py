@@ -16,7 +16,7 @@ from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, send
 BYTES = 256
 """Vocabulary of a text whose bytes are its tokens."""
 
-Numbers = np.ndarray[Any, np.dtype[np.integer]]
+TokenNumbers = np.ndarray[Any, np.dtype[np.integer]]
 
 
 class Tokens(SampleSet):
@@ -34,7 +34,9 @@ class Tokens(SampleSet):
         UserError: there are too few tokens for a sequence, or a number is out of its range.
     """
 
-    def __init__(self, train: Numbers, test: Numbers, length: int, vocabulary: int) -> None:
+    def __init__(
+        self, train: TokenNumbers, test: TokenNumbers, length: int, vocabulary: int
+    ) -> None:
         for name, value in (("length", length), ("vocabulary", vocabulary)):
             if value < 1:
                 raise UserError(f"data.{name} is 1 or more: got {value}")
@@ -57,7 +59,7 @@ class _Text(Source):
     """Consecutive sequences of a text, from ``offset`` on."""
 
     name: str
-    tokens: Numbers
+    tokens: TokenNumbers
     form: Sequences
     n_sequences: int
     offset: int = 0
@@ -80,7 +82,7 @@ class _Text(Source):
             device_tokens = send(torch.from_numpy(host_tokens), device)
             yield device_tokens[:, :-1].contiguous(), device_tokens[:, 1:].contiguous()
 
-    def check(self, tokens: Numbers) -> None:
+    def check(self, tokens: TokenNumbers) -> None:
         """Raise UserError if a token is outside the vocabulary."""
         for token in (tokens.min(), tokens.max()):
             if not 0 <= token < self.form.vocabulary:
@@ -161,7 +163,7 @@ def token_files(
     return Tokens(train, test, length, vocabulary)
 
 
-def _mapped(path: Path, dtype: str) -> Numbers:
+def _mapped(path: Path, dtype: str) -> TokenNumbers:
     """Map a file of numbers into memory; raise UserError if it cannot be read."""
     try:
         # numpy refuses a folder, half a number and, here, an empty file.
