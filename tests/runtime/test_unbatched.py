@@ -103,9 +103,11 @@ def test_a_tied_weight_has_one_owner_and_one_row():
     # The stage between passes it on, and need not run micro-batches one by one.
     assert [one_by_one(stage) for stage in stages] == [False, False, True]
     layouts = find_layouts(list(stages), (torch.zeros(2, 4, dtype=torch.long),))
-    shapes = [{part.shape for part in layout.parts} for layout in layouts.activations]
+    shapes = [{tensor.shape for tensor in layout.tensors} for layout in layouts.activations]
     assert shapes == [{(2, 4, 6), (1, 7, 6)}] * 2 + [{(2, 7)}]
-    shapes = [{part.shape for part in layout.parts} for layout in layouts.activation_gradients]
+    shapes = [
+        {tensor.shape for tensor in layout.tensors} for layout in layouts.activation_gradients
+    ]
     assert shapes == [set(), *[{(2, 4, 6), (1, 7, 6)}] * 2]
 
 

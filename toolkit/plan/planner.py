@@ -226,7 +226,7 @@ def plan(
 
     Stages, groups, chains, micro-batches, cuts, and whether activations are computed again vary as
     well. Fast schedules with late weights are also tried with a delay in which no single weight
-    could be fresher, in at most a share :data:`WITHIN` more time.
+    could be fresher, in a tenth more time at most.
 
     Args:
         model: any module that :func:`toolkit.model.partition` cuts; on any device.
