@@ -199,8 +199,8 @@ class CandidateSweep:
 def choose_prediction(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
     """Return the best of some predictions; data parallelism if it is nearly as good.
 
-    A step of staleness counts as much as a share :data:`NEARLY_EQUAL` of the step time. Of those that are
-    nearly equal by that, the one with the least memory, without recomputation if possible.
+    A step of staleness counts as much as a share :data:`NEARLY_EQUAL` of the step time. Of those
+    that are nearly equal by that, the one with the least memory, without recomputation if possible.
 
     Args:
         found: predictions; those within the limits count.

@@ -88,9 +88,9 @@ def choose_schedule(
 class Switching:
     """Decides from time to time by which schedule a runtime continues.
 
-    On costs, if the runtime knows them: the candidate that is fastest by :func:`choose_schedule`. On the
-    loss, with ``options.loss_factor``: the freshest candidate while the loss is above that multiple
-    of the lowest so far, until it is no higher than at the decision before it rose.
+    On costs, if the runtime knows them: the candidate that is fastest by :func:`choose_schedule`.
+    On the loss, with ``options.loss_factor``: the freshest candidate while the loss is above that
+    multiple of the lowest so far, until it is no higher than at the decision before it rose.
 
     Args:
         runtime: the runtime, whose schedule is a candidate too.
