@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from itertools import chain, islice
 from math import nan
 from types import SimpleNamespace
 
@@ -13,9 +12,9 @@ from torch.nn import functional as F
 
 from toolkit.cost import Hardware, unit_costs
 from toolkit.model import Images
-from toolkit.plan import measure
+from toolkit.plan import pilot_training
 from toolkit.plan.candidates import Candidate
-from toolkit.plan.measure import Data
+from toolkit.plan.measure import Data, step_memory
 from toolkit.plan.pilot import _predicted, _speed
 from toolkit.plan.predictions import Limits, Machines
 from toolkit.runtime.meters.predicted_vs_measured import equal_stages
@@ -26,62 +25,10 @@ from toolkit.training.data import synthetic
 CPU = torch.device("cpu")
 
 
-def test_test_images_are_not_trained_on():
-    pixels = torch.arange(20.0).view(20, 1).expand(20, 2)
-    found = measure.read_measurements((pixels, torch.arange(20)), 4, CPU)
-    tested = {int(k) for _, labels in found.test() for k in labels}
-    batches = [labels.tolist() for _, labels in islice(found.train(0), 12)]
-    orders = [[*chain(*batches[k : k + 4])] for k in (0, 4, 8)]
-    for trained in orders:
-        assert len(trained) == len({*trained}) == 16
-        assert not tested & {*trained}
-    assert orders[0] != orders[1]
-
-
-def n_tested(found):
-    return sum(len(labels) for _, labels in found.test())
-
-
-@pytest.mark.parametrize(("n", "tested"), [(8, 0), (9, 1), (10, 2), (20, 4)])
-def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on(n, tested):
-    images = torch.rand(n, 3, 2, 2), torch.zeros(n, dtype=torch.long)
-    assert n_tested(measure.read_measurements(images, 8, CPU)) == tested
-
-
-class Sorted:
-    """Class after class, as folders of classes are."""
-
-    def __init__(self, n, n_classes):
-        self.n, self.each, self.read = n, n // n_classes, []
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, k):
-        self.read.append(k)
-        return torch.zeros(2, 2), k // self.each
-
-
-def test_images_of_all_classes_are_read_from_a_large_data_set():
-    many, again, few = Sorted(10**6, 10), Sorted(10**6, 10), Sorted(40, 4)
-    found = measure.read_measurements(many, 4, CPU)
-    assert len(many.read) == len({*many.read}) == 2048
-    assert n_tested(found) == 2048 // 5
-    counts = torch.cat([labels for _, labels in found.test()]).bincount(minlength=10)
-    assert counts.min() > 20
-    measure.read_measurements(again, 4, CPU)
-    assert again.read == many.read
-    measure.read_measurements(few, 4, CPU)
-    assert few.read == [*range(40)]
-
-
 def test_images_are_in_the_type_of_the_model():
-    ones, whites = torch.ones(20, 1, 4, 4), torch.full((20, 1, 4, 4), 255, dtype=torch.uint8)
-    for images in (ones, whites, synthetic(20, 8, 4, 4, 1)):
-        found = measure.read_measurements(images, 4, CPU, torch.float64)
-        for pixels, _ in (next(found.train(0)), *found.test()):
-            assert pixels.dtype == torch.float64
-            assert not isinstance(images, torch.Tensor) or pixels.max() == 1
+    found = Data(synthetic(20, 8, 4, 4, 1), 4, CPU, torch.float64)
+    for pixels, _ in (next(found.train(0)), *found.test()):
+        assert pixels.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -94,7 +41,7 @@ def test_images_are_in_the_type_of_the_model():
     ],
 )
 def test_an_interval_is_as_wide_as_the_test_images_make_it(late, base, half_width):
-    found = measure._difference(late, base, 500)
+    found = pilot_training._difference(late, base, 500)
     assert found.mean == pytest.approx(0)
     assert found.half_width == pytest.approx(half_width, rel=1e-3, nan_ok=True)
 
@@ -124,7 +71,7 @@ def test_findings_of_a_training_by_hand():
         return Fake(losses[schedule.name], looks if every else {})
 
     rules = {"DP": catalog.data_parallel(2), "CDP-v2": catalog.cyclic(2)}
-    found = measure.train_by(make, rules, data, 23, [0, 1], lambda *_: None)
+    found = pilot_training.train_by(make, rules, data, 23, [0, 1], lambda *_: None)
     assert found.loss_ratio == pytest.approx(3 / 2)  # of whole tenths
     assert found.highest == pytest.approx(1.0)
     assert (found.chance, found.frequent) == (1 / 4, 1.0)
@@ -139,7 +86,7 @@ def test_a_device_holds_what_the_schedule_holds():
     inputs, make = torch.randn(n * batch, width), partial(torch.optim.SGD, lr=0.1)
     schedules = catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one")
     held = [
-        measure.held(equal_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
+        step_memory(equal_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
         for schedule in schedules
     ]
     # The loss keeps what it compares in the last stage, beside what is counted of the model.
@@ -157,7 +104,7 @@ def test_a_gpus_peak_excludes_the_optimizers_state():
         stages.model.cuda()
         make = partial(torch.optim.SGD, lr=0.1, **options)
         schedule = catalog.data_parallel(2, "one")
-        return measure.held(stages, schedule, (inputs, inputs), make, F.mse_loss)[1]
+        return step_memory(stages, schedule, (inputs, inputs), make, F.mse_loss)[1]
 
     assert peak(momentum=0.9) == pytest.approx(peak(), rel=0.1)
 
@@ -177,7 +124,7 @@ def test_running_statistics_are_those_of_the_last_images(training):
     model = Frozen(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).train(training)
     frozen = copy.deepcopy(model[0].state_dict())
     batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
-    measure.settle_norms(model, iter(batches))
+    pilot_training.settle_norms(model, iter(batches))
     inputs = [model[0](x) for x, _ in batches]
     mean = torch.stack([x.mean(0) for x in inputs]).mean(0)
     torch.testing.assert_close(model[1].running_mean, mean)

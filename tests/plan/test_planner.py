@@ -13,7 +13,7 @@ from toolkit.model import Images, Sequences, partition
 from toolkit.plan import Limits, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.predictions import Machines, front
-from toolkit.plan.sweep import choose_prediction, worth_settling
+from toolkit.plan.sweep import choose_prediction, worth_a_fresher_delay
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.steady_state import steps_to_time
@@ -143,15 +143,15 @@ def test_slow_links_favour_late_weights(found):
 def test_fast_schedules_with_late_weights_are_settled():
     late = replace(made_up(0.8, staleness=1.0), candidate=ON_4)
     fresher = made_up(0.87, staleness=0.5)
-    assert worth_settling([late, made_up(1.0)]) == [ON_4]
-    assert worth_settling([late, fresher]) == []
-    assert worth_settling([late, replace(fresher, fits=False)]) == [ON_4]
-    assert worth_settling([replace(late, fits=False), made_up(0.8, staleness=1.0)]) == []
+    assert worth_a_fresher_delay([late, made_up(1.0)]) == [ON_4]
+    assert worth_a_fresher_delay([late, fresher]) == []
+    assert worth_a_fresher_delay([late, replace(fresher, fits=False)]) == [ON_4]
+    assert worth_a_fresher_delay([replace(late, fits=False), made_up(0.8, staleness=1.0)]) == []
 
 
 def test_settled_candidates_have_the_affordable_delay():
     hardware, costs = replace(UNIT, link_bandwidth=0.25), unit_costs(8, backward=2.0)
-    settled = Machines(hardware, Limits(), 1.0).settle(ON_4, costs, 0.1)
+    settled = Machines(hardware, Limits(), 1.0).find_affordable_delay(ON_4, costs, 0.1)
     delay = affordable_delay(ON_4.schedule, costs, hardware, within=0.1, optimizer_bytes=[1.0] * 8)
     assert settled.schedule.staleness == delay
     assert 0 < settled.staleness < 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.files import started_by
 from toolkit.format import plus_minus, size
+from toolkit.plan.candidates import late_methods
 
 if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
@@ -265,7 +266,7 @@ def _command(pilot: "Pilot", choice: str) -> str:
         .replace(f"schedule={name} ", "")
         .replace("schedule.", f"rules.{name}.")
     )
-    usual_rules = ("cdp_v1", "cdp_v2")
+    usual_rules = late_methods()
     rules = [quote(f"~rules.{usual_rule}") for usual_rule in usual_rules if usual_rule != name]
     rules += [f"+schedule@rules.{name}={name}"] if name not in usual_rules else []
     rules += [f"rules.dp.accumulate={n_rounds}"] if n_rounds > 1 else []

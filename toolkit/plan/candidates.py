@@ -161,6 +161,15 @@ def _workers(name: str, method: Method, n_ranks: int, n_stages: int) -> Iterator
             break
 
 
+def late_methods() -> list[str]:
+    """Return the names of the cyclic methods that data parallelism is compared with by default."""
+    return [
+        name
+        for name, method in METHODS.items()
+        if method.kind == "cyclic" and "state" not in method.options
+    ]
+
+
 def data_options(form: InputSpec, *, own: bool = False) -> str:
     """Return options of ``experiments/train.py`` for samples like ``form``.
 

@@ -2,9 +2,9 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median, quantiles
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from toolkit.cost import Costs, Hardware, profile, recomputing
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.model import Stages, partition
-from toolkit.plan import measure
-from toolkit.plan.candidates import Candidate, data_options
-from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot, RuleFindings
+from toolkit.model import InputSpec, Stages, partition
+from toolkit.plan.candidates import Candidate, data_options, late_methods
+from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot, RuleFindings, TrainingFindings
+from toolkit.plan.measure import Data, OnProgress, ratios, step_memory, step_times
+from toolkit.plan.pilot_training import NORM_BATCHES, train_by
 from toolkit.plan.predictions import Limits, Machines, Prediction
 from toolkit.plan.stability import largest_stable_rate
 from toolkit.results import describe
@@ -29,6 +30,7 @@ from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.placement import IN_ORDER
+from toolkit.training.data import Batch
 from toolkit.training.loop import cross_entropy
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -42,15 +44,14 @@ ETHERNET = Hardware(
 )
 _MOMENTUM = 0.9
 _RATE = 0.05
-_STEPS = 300  # most training steps of a short training
-_LEAST = 10  # fewest
+_STEPS = range(10, 301)  # training steps of a short training
 _ROUNDS = 7
 _ROOFLINE = 0.8, 1.5  # times the roofline that computing may take
 
 
 def pilot(
     model: Model,
-    images: Any,
+    samples: Any,
     n_workers: int = 4,
     *,
     batch: int = 8,
@@ -64,7 +65,7 @@ def pilot(
     loss: Loss = cross_entropy,
     candidate: Candidate | None = None,
     given: str = "",
-    on_progress: measure.OnProgress = lambda what, share: None,
+    on_progress: OnProgress = lambda activity, share: None,
 ) -> Pilot:
     """Find out whether to train this model with cyclic data parallelism on these machines.
 
@@ -74,8 +75,8 @@ def pilot(
     Args:
         model: a classifier of images, or of the next token, that torch.fx can trace; or a
             function that makes one, so that each seed starts from its own weights.
-        images: a set of :mod:`toolkit.training.data`, of images or text; ``(images, classes)`` as
-            tensors; images alone; or a data set of such pairs.
+        samples: a set of :mod:`toolkit.training.data`, of images or text; ``Datasets`` makes one of
+            torch's Datasets.
         n_workers: micro-batches of a training step, and stages if the model can be cut into so
             many.
         batch: images, or sequences, of a micro-batch.
@@ -100,11 +101,12 @@ def pilot(
         on_progress: called with the name of the activity and its completed share.
 
     Raises:
-        UserError: a model that cannot be traced or does not take the images, too few images, or
+        UserError: a model that cannot be traced or does not take the samples, too few samples, or
             an invalid option.
     """
     start = time.perf_counter()
-    n_workers, batch = whole(n_workers, "n_workers", 2), whole(batch, "batch", 1)
+    n_workers = whole(n_workers, "n_workers", 2)
+    batch = whole(batch, "batch", 1)
     seeds = whole(seeds, "seeds", 1)
     steps = None if steps is None else whole(steps, "steps", 0)
     check_choice("placement", placement, PILOT_PLACEMENTS)
@@ -117,133 +119,71 @@ def pilot(
         n_workers = candidate.schedule.n_microbatches
         batch = candidate.batch
         placement = candidate.schedule.layout.name
-    make, target = _maker(model)
-    first_model = make(0)
-    parameter = next(
-        (weights for weights in first_model.parameters() if weights.requires_grad), None
-    )
-    if parameter is None:
+
+    # 1. Cut the model into stages.
+    make_model, target = _model_maker(model)
+    first_model = make_model(0)
+    trained_weights = [weights for weights in first_model.parameters() if weights.requires_grad]
+    if not trained_weights:
         raise UserError(f"{type(first_model).__name__} has no parameter that requires a gradient")
-    device = parameter.device
-    data = measure.read_measurements(images, n_workers * batch, device, parameter.dtype)
+    device = trained_weights[0].device
+    data = Data(samples, n_workers * batch, device, trained_weights[0].dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
-    measure_name = "activations" if placement == "one" else "flops"
-    measure_name = candidate.partition if candidate else measure_name
-    n_stages = candidate.schedule.n_stages if candidate else n_workers
-    stages, n_stages = _cut(first_model, n_stages, example[0][:batch], measure_name)
-    output_shape, answer_shape = stages.output.shape, example[1][:batch].shape
-    form = data.samples.form
-    if output_shape[:-1] != answer_shape or output_shape[-1] < form.n_classes:
-        raise UserError(
-            f"the model's output for {batch} {form.samples} of {form.n_classes} classes has shape"
-            f" {list(output_shape)}: expected {[*answer_shape, form.n_classes]} or wider"
-        )
+    partition_by = "activations" if placement == "one" else "flops"
+    n_stages = n_workers
+    if candidate is not None:
+        partition_by = candidate.partition
+        n_stages = candidate.schedule.n_stages
+    stages, n_stages = _cut(first_model, n_stages, example[0][:batch], partition_by)
+    form = samples.form
+    _check_output(stages.output.shape, example[1][:batch].shape, form)
     if hardware is None:
-        hardware = ETHERNET
-        if device.type == "cuda":
-            device_bytes = torch.cuda.get_device_properties(device).total_memory
-            hardware = replace(hardware, memory_bandwidth=1e12, memory=float(device_bytes))
-    model_option = f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
-    command_options = given or f"{model_option} {data_options(form, own=True)}"
+        hardware = _machines_like(device)
+    command_options = given or f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
+    if not given:
+        command_options += f" {data_options(form, own=True)}"
     findings = Pilot(
-        n_workers, n_stages, batch, placement, describe(device), hardware, compute,
-        rules=(), given=command_options, form=form,
-    )  # fmt: skip
+        n_workers=n_workers,
+        n_stages=n_stages,
+        batch=batch,
+        placement=placement,
+        device=describe(device),
+        hardware=hardware,
+        compute=compute,
+        rules=(),
+        given=command_options,
+        form=form,
+    )
     if n_stages < 2:
         return replace(findings, untrained="the model cannot be cut into stages")
-    plain_candidate = Candidate(ScheduleSpec("dp", n_stages, n_workers), batch, measure_name)
-    candidates = _tried(plain_candidate, placement, candidate)
+
+    # 2. Choose the rules, and the corrections of their late weights.
+    plain_candidate = Candidate(ScheduleSpec("dp", n_stages, n_workers), batch, partition_by)
+    candidates = _rules_to_compare(plain_candidate, placement, candidate)
     if optimizer is None:
         optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
-        candidates = {
-            rule: _corrected(rule_candidate) for rule, rule_candidate in candidates.items()
-        }
+        for rule, rule_candidate in candidates.items():
+            candidates[rule] = _corrected(rule_candidate)
         command_options += f" optimizer=nesterov optimizer.lr={_RATE}"
         findings = replace(findings, given=command_options, certified=True)
 
-    def runtime(seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
-        stages_copy = copy.deepcopy(stages)  # faster than another cut
-        stages_copy.model.load_state_dict(make(seed).state_dict())
-        return SingleProcess(
-            stages_copy, schedule, optimizer, loss, seed=seed, diagnostics=diagnostics
-        )
-
-    # Every rule is measured with all workers on one device.
-    one_device: Any = {"placement": "one", "state": "replicated", "chains": IN_ORDER}
-    one_device_schedules = {
-        rule: replace(rule_candidate.schedule, **one_device)
-        for rule, rule_candidate in candidates.items()
-    }
-    checkpoint = candidates["DP"].checkpoint
+    # 3. Measure them here, predict the machines, and train two of them.
+    bench = _Bench(make_model, stages, candidates, optimizer, loss)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        measured_bytes = {}
-        for index, (rule, schedule) in enumerate(one_device_schedules.items()):
-            on_progress(f"measuring the memory of {rule}", index / len(one_device_schedules))
-            stages_copy = copy.deepcopy(stages)
-            measured_bytes[rule] = measure.held(
-                stages_copy, schedule, example, optimizer, loss, checkpoint
-            )
-        runtimes = {rule: runtime(0, schedule) for rule, schedule in one_device_schedules.items()}
-        seconds = measure.step_times(runtimes, example, _ROUNDS, budget / 5, on_progress)
-        on_progress("predicting", 0.0)
-        # Predict the user's machines from the measured seconds, or from the roofline. A roofline
-        # needs shapes alone, so the stages move to the meta device.
-        slack, costed_stages, microbatch = _ROOFLINE, runtimes["DP"].stages, example[0][:batch]
-        if compute == "measured":
-            low_seconds, middle_seconds, high_seconds = quantiles(seconds["DP"], n=4)
-            slack = low_seconds / middle_seconds, high_seconds / middle_seconds
-        else:
-            microbatch = microbatch.to("meta")
-            costed_stages = partition(
-                copy.deepcopy(costed_stages.model).to("meta"), n_stages, microbatch, measure_name
-            )
-        costs = recomputing(profile(costed_stages, microbatch), checkpoint)
-        parameter_bytes = sum(cost.parameter_bytes for cost in costs)
-        machines = Machines(hardware, Limits(), _optimizer_bytes(runtimes["DP"]) / parameter_bytes)
-        predicted = {
-            rule: _predicted(rule_candidate, costs, machines, slack)
-            for rule, rule_candidate in candidates.items()
-        }
-        on_progress("predicting", 1.0)
-        rules = tuple(
-            RuleFindings(
-                rule=rule,
-                activations=measured_bytes[rule][0],
-                cuda_peak=measured_bytes[rule][1],
-                seconds=median(seconds[rule]),
-                ratio=measure.ratios(seconds[rule], seconds["DP"]),
-                predicted=rule_predictions[0],
-                speed=_speed(rule_predictions, predicted["DP"]),
-                without_links=rule_predictions[-1].seconds,
-            )
-            for rule, rule_predictions in predicted.items()
-        )
-        findings = replace(findings, rules=rules, slack=slack)
-        # By default, training takes about 80 % of the seconds that the budget has left.
+        findings = bench.measure(findings, example, budget / 5, on_progress)
         n_steps = steps
         if n_steps is None:
             seconds_left = budget - (time.perf_counter() - start)
-            pair_seconds = findings.of("DP").seconds + findings.late.seconds
-            n_steps = int(0.8 * seconds_left / (seeds * pair_seconds)) - measure.NORM_BATCHES // 2
-            n_steps = min(_STEPS, n_steps) if n_steps >= _LEAST else 0
+            n_steps = _affordable_steps(findings, seconds_left, seeds)
         training = None
         untrained = ""
         if not findings.late.predicted.staleness:
             untrained = f"{findings.late.rule} reads no weight late, and so trains as DP does"
-        elif not data.labelled:
-            untrained = "the images came without classes"
-        elif next(iter(data.test()), None) is None:
-            untrained = f"no {form.samples} are left to test on: give more"
         elif not n_steps:
             untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
         else:
-            trained_schedules = {
-                rule: one_device_schedules[rule] for rule in ("DP", findings.late.rule)
-            }
-            training = measure.train_by(
-                runtime, trained_schedules, data, n_steps, range(seeds), on_progress
-            )
+            training = bench.train(findings.late.rule, data, n_steps, range(seeds), on_progress)
     return replace(
         findings,
         training=training,
@@ -252,41 +192,168 @@ def pilot(
     )
 
 
-def _tried(
+def _check_output(
+    output_shape: Sequence[int], answer_shape: Sequence[int], form: InputSpec
+) -> None:
+    """Raise UserError unless the model gives a number for each class of each answer."""
+    if [*output_shape[:-1]] != [*answer_shape] or output_shape[-1] < form.n_classes:
+        raise UserError(
+            f"the model's output for {answer_shape[0]} {form.samples} of {form.n_classes} classes"
+            f" has shape {list(output_shape)}: expected {[*answer_shape, form.n_classes]} or wider"
+        )
+
+
+def _machines_like(device: torch.device) -> Hardware:
+    """Return machines of devices like this one, with links of 10 Gbit/s."""
+    if device.type != "cuda":
+        return ETHERNET
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    return replace(ETHERNET, memory_bandwidth=1e12, memory=float(device_bytes))
+
+
+def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int:
+    """Return the training steps that take about 80 % of the seconds left; 0 if they are few."""
+    pair_seconds = findings.of("DP").seconds + findings.late.seconds
+    n_steps = int(0.8 * seconds_left / (n_seeds * pair_seconds)) - NORM_BATCHES // 2
+    return min(_STEPS[-1], n_steps) if n_steps >= _STEPS[0] else 0
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The rules on one device, which runs all workers.
+
+    Attributes:
+        make_model: makes the model of a seed.
+        stages: the first model, cut.
+        candidates: by rule; DP first.
+        optimizer: makes an optimizer from a list of parameters.
+        loss: mean loss of a micro-batch.
+    """
+
+    make_model: Callable[[int], nn.Module]
+    stages: Stages
+    candidates: Mapping[str, Candidate]
+    optimizer: MakeOptimizer
+    loss: Loss
+
+    def schedule(self, rule: str) -> Schedule:
+        """Return the schedule of a rule with all workers on one device."""
+        return replace(
+            self.candidates[rule].schedule, placement="one", state="replicated", chains=IN_ORDER
+        )
+
+    def runtime(self, seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
+        """Return a runtime on weights of their own; ``diagnostics`` as in its options."""
+        stages = copy.deepcopy(self.stages)  # faster than another cut
+        stages.model.load_state_dict(self.make_model(seed).state_dict())
+        return SingleProcess(
+            stages, schedule, self.optimizer, self.loss, seed=seed, diagnostics=diagnostics
+        )
+
+    def measure(
+        self, findings: Pilot, example: Batch, seconds: float, on_progress: OnProgress
+    ) -> Pilot:
+        """Return ``findings`` with what each rule takes here and on the user's machines.
+
+        Args:
+            findings: without rules.
+            example: inputs and targets of a training step.
+            seconds: for the timing of steps.
+            on_progress: as of :func:`pilot`.
+        """
+        checkpoint = self.candidates["DP"].checkpoint
+        memory = {}
+        for index, rule in enumerate(self.candidates):
+            on_progress(f"measuring the memory of {rule}", index / len(self.candidates))
+            stages = copy.deepcopy(self.stages)
+            memory[rule] = step_memory(
+                stages, self.schedule(rule), example, self.optimizer, self.loss, checkpoint
+            )
+        runtimes = {rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates}
+        times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
+
+        on_progress("predicting", 0.0)
+        # Predict the user's machines from the measured seconds, or from the roofline. A roofline
+        # needs shapes alone, so the stages move to the meta device.
+        stages = runtimes["DP"].stages
+        microbatch = example[0][: findings.batch]
+        if findings.compute == "measured":
+            low_seconds, middle_seconds, high_seconds = quantiles(times["DP"], n=4)
+            slack = low_seconds / middle_seconds, high_seconds / middle_seconds
+        else:
+            slack = _ROOFLINE
+            model = copy.deepcopy(stages.model).to("meta")
+            microbatch = microbatch.to("meta")
+            partition_by = self.candidates["DP"].partition
+            stages = partition(model, findings.n_stages, microbatch, partition_by)
+        costs = recomputing(profile(stages, microbatch), checkpoint)
+        parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+        optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
+        machines = Machines(findings.hardware, Limits(), optimizer_words)
+        predicted = {
+            rule: _predicted(candidate, costs, machines, slack)
+            for rule, candidate in self.candidates.items()
+        }
+        on_progress("predicting", 1.0)
+        rules = tuple(
+            RuleFindings(
+                rule=rule,
+                activations=memory[rule][0],
+                cuda_peak=memory[rule][1],
+                seconds=median(times[rule]),
+                ratio=ratios(times[rule], times["DP"]),
+                predicted=predictions[0],
+                speed=_speed(predictions, predicted["DP"]),
+                without_links=predictions[-1].seconds,
+            )
+            for rule, predictions in predicted.items()
+        )
+        return replace(findings, rules=rules, slack=slack)
+
+    def train(
+        self, rule: str, data: Data, n_steps: int, seeds: Sequence[int], on_progress: OnProgress
+    ) -> TrainingFindings:
+        """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train`."""
+        schedules = {name: self.schedule(name) for name in ("DP", rule)}
+        return train_by(self.runtime, schedules, data, n_steps, seeds, on_progress)
+
+
+def _rules_to_compare(
     plain_candidate: Candidate, placement: str, late_candidate: Candidate | None
 ) -> dict[str, Candidate]:
-    """Return the rules to compare: DP and the late candidate.
+    """Return the rules to compare, DP first: with the late candidate, or with CDP of its sizes.
 
-    Without one: CDP-v1 and CDP-v2 of the sizes of ``plain_candidate``.
+    In a pipeline DP runs as the first pipeline of the catalogue, GPipe.
     """
     dp_spec = replace(plain_candidate.spec, placement=placement)
-    cdp_specs = {
-        METHODS[name].label: replace(dp_spec, method=name) for name in ("cdp_v1", "cdp_v2")
-    }
-    if late_candidate:
-        dp_spec = replace(
+    baseline_spec = dp_spec
+    if late_candidate is not None:
+        baseline_spec = replace(
             dp_spec,
             microbatches=late_candidate.spec.microbatches,
             accumulate=late_candidate.spec.accumulate,
         )
     if placement == "per_stage":
-        dp_spec = replace(plain_candidate.spec, method="gpipe")
-    if late_candidate:
+        pipelines = [name for name, method in METHODS.items() if method.kind == "pipeline"]
+        baseline_spec = replace(plain_candidate.spec, method=pipelines[0])
+    if late_candidate is not None:
         return {
-            "DP": replace(late_candidate, spec=dp_spec, within=None),
+            "DP": replace(late_candidate, spec=baseline_spec, within=None),
             late_candidate.label.partition(",")[0]: late_candidate,
         }
-    return {
-        rule: replace(plain_candidate, spec=spec)
-        for rule, spec in {"DP": dp_spec, **cdp_specs}.items()
-    }
+    rules = {"DP": replace(plain_candidate, spec=baseline_spec)}
+    for name in late_methods():
+        rules[METHODS[name].label] = replace(plain_candidate, spec=replace(dp_spec, method=name))
+    return rules
 
 
 def _corrected(candidate: Candidate) -> Candidate:
     """Extrapolate the late weights of ``candidate`` if that allows a larger stable rate."""
+    if not candidate.schedule.max_staleness:
+        return candidate
     best_candidate = candidate
     largest_rate = 0.0
-    for correction in ("none", "extrapolate") if candidate.schedule.max_staleness else ():
+    for correction in ("none", "extrapolate"):
         with suppress(UserError):  # sharded weights cannot be extrapolated
             corrected_candidate = replace(
                 candidate, spec=replace(candidate.spec, correction=correction)
@@ -294,11 +361,9 @@ def _corrected(candidate: Candidate) -> Candidate:
             rate = largest_stable_rate(
                 corrected_candidate.schedule, momentum=_MOMENTUM, nesterov=True
             ).limit
-            best_candidate, largest_rate = (
-                (corrected_candidate, rate)
-                if rate > largest_rate
-                else (best_candidate, largest_rate)
-            )
+            if rate > largest_rate:
+                best_candidate = corrected_candidate
+                largest_rate = rate
     return best_candidate
 
 
@@ -346,7 +411,7 @@ def _optimizer_bytes(runtime: SingleProcess) -> int:
     return n_bytes
 
 
-def _maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
+def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
     """Return a function from a seed to the model, and its name on a command line."""
     if isinstance(model, nn.Module):
         return lambda seed: model, ""
@@ -367,19 +432,19 @@ def _maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
 
 
 def _cut(
-    model: nn.Module, max_stages: int, example: Tensor, measure_name: str
+    model: nn.Module, max_stages: int, example: Tensor, partition_by: str
 ) -> tuple[Stages, int]:
-    """Cut into ``most`` stages, or the most possible; at least two stages must train."""
+    """Cut into ``max_stages``, or the most possible; at least two stages must train."""
     # Raises if the model cannot be traced, or mixes samples.
     uncut_stages = partition(model, 1, example)
     for n_stages in range(max_stages, 1, -1):
         try:
-            stages = partition(model, n_stages, example, measure_name, check=False)
+            stages = partition(model, n_stages, example, partition_by, check=False)
         except ValueError:
             continue
-        if (
-            sum(any(weights.requires_grad for weights in stage.parameters()) for stage in stages)
-            > 1
-        ):
+        n_trained = sum(
+            any(weights.requires_grad for weights in stage.parameters()) for stage in stages
+        )
+        if n_trained > 1:
             return stages, n_stages
     return uncut_stages, 1

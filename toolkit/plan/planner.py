@@ -97,7 +97,7 @@ class Plan:
         """Return a command line that trains by the schedule of a prediction."""
         return found.candidate.command(self.given)
 
-    def pilot(self, model: Model, images: Any, **options: Any) -> Pilot:
+    def pilot(self, model: Model, samples: Any, **options: Any) -> Pilot:
         """Measure data parallelism and the best candidate on this machine.
 
         Where the best is data parallelism, or a pipeline whose ranks have several stages, CDP-v1
@@ -105,7 +105,7 @@ class Plan:
 
         Args:
             model: as for :func:`toolkit.plan.pilot`.
-            images: as for :func:`toolkit.plan.pilot`.
+            samples: as for :func:`toolkit.plan.pilot`.
             options: of :func:`toolkit.plan.pilot`, besides.
         """
         best_prediction = self.best or self.baseline
@@ -124,14 +124,14 @@ class Plan:
         if best_prediction.staleness or (
             pipeline and schedule.n_stages == best_prediction.ranks and not spec.orders
         ):
-            return pilot(model, images, candidate=best_prediction.candidate, **options)
+            return pilot(model, samples, candidate=best_prediction.candidate, **options)
         n_workers = best_prediction.ranks if pipeline else max(2, spec.microbatches)
         placement = "per_stage" if pipeline else schedule.layout.name
         microbatch_size = max(
             1, best_prediction.candidate.batch * schedule.n_microbatches // n_workers
         )
         return pilot(
-            model, images, n_workers, batch=microbatch_size, placement=placement, **options
+            model, samples, n_workers, batch=microbatch_size, placement=placement, **options
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -277,7 +277,7 @@ def plan(
         if candidate.spec in near_specs and candidate not in sweep.done
     ]
     sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
-    sweep.settle()
+    sweep.find_affordable_delays()
     searched = sweep.search(search_seconds) if search_seconds > 0 else None
     dp_candidates = (
         replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES

@@ -105,7 +105,7 @@ class Machines:
             )
             peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
             sent_bytes = max(timeline.bytes_a_step())
-            predictions.append(self._judged(candidate, timeline.step_time, peaks, sent_bytes))
+            predictions.append(self._prediction(candidate, timeline.step_time, peaks, sent_bytes))
         return predictions
 
     def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
@@ -122,11 +122,13 @@ class Machines:
             forward, backward = cost.seconds(self.hardware)
             busy_seconds += (1 + cost.recomputes) * forward + backward
         total_speed = sum(map(self.hardware.speed, range(n_ranks)))
-        return self._judged(
+        return self._prediction(
             candidate, busy_seconds * schedule.n_microbatches / total_speed, rank_bytes, 0.0
         )
 
-    def settle(self, candidate: Candidate, costs: Costs, within: float) -> Prediction:
+    def find_affordable_delay(
+        self, candidate: Candidate, costs: Costs, within: float
+    ) -> Prediction:
         """Predict a candidate with an affordable delay, which takes a share ``within`` more time.
 
         No single weight could be fresher in that time.
@@ -146,7 +148,7 @@ class Machines:
         """Bytes of the optimizer's state, by stage."""
         return [self.optimizer_words * cost.parameter_bytes for cost in costs]
 
-    def _judged(
+    def _prediction(
         self, candidate: Candidate, seconds: float, held: Sequence[float], sent: float
     ) -> Prediction:
         staleness = candidate.schedule.mean_staleness

@@ -23,7 +23,7 @@ NEAR = 0.03
 """Share of a step, or of memory, that makes no difference to the verdict."""
 NEARLY_EQUAL = 0.1
 """Share of a step's time that a step of staleness is worth."""
-_SETTLED = 2  # schedules whose affordable delay is searched for
+_DELAYS_SEARCHED = 2  # schedules whose affordable delay is searched for
 _SEARCHED = 64  # their stages times micro-batches, at most: seconds
 SLOW = 2.0
 """Times the fastest that a schedule may take for other cuts of it to be tried."""
@@ -103,12 +103,12 @@ class CandidateSweep:
         for predictions in self._each(what, self.machines.predict, unbeaten(), len(groups)):
             self._add(predictions)
 
-    def settle(self) -> None:
+    def find_affordable_delays(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
-        late_candidates = worth_settling([*self.done.values()])
+        late_candidates = worth_a_fresher_delay([*self.done.values()])
         tasks = [(candidate, self._costs(candidate), NEARLY_EQUAL) for candidate in late_candidates]
         activity = "searching for affordable delays"
-        self._add(self._each(activity, self.machines.settle, tasks, len(tasks)))
+        self._add(self._each(activity, self.machines.find_affordable_delay, tasks, len(tasks)))
 
     def search(self, seconds: float) -> SearchResult | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
@@ -227,7 +227,7 @@ def choose_prediction(found: Sequence[Prediction], baseline: Prediction) -> Pred
     )
 
 
-def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
+def worth_a_fresher_delay(done: Sequence[Prediction]) -> list[Candidate]:
     """Return the fastest candidates with late weights that nothing fresher comes near."""
     late_predictions = [
         prediction
@@ -244,7 +244,7 @@ def worth_settling(done: Sequence[Prediction]) -> list[Candidate]:
     ]
     return [
         prediction.candidate
-        for prediction in sorted(late_predictions, key=attrgetter("seconds"))[:_SETTLED]
+        for prediction in sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
     ]
 
 
