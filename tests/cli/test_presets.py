@@ -98,7 +98,7 @@ def test_every_benchmark_composes(bench):
         ("cifar10", "cifar10", 64, 100, 0.05, 0.2, {"resnet18": 5e-4, "resnet50": 1e-3}),
     ],
 )
-def test_settings_of_the_paper(preset, model, data, batch, epochs, lr, gamma, weight_decays):
+def test_settings_of_the_paper(preset, model, data, batch, epochs, lr, gamma, weight_decays):  # noqa: PLR0913
     """arXiv 2403.08837, section 5 and appendix."""
     config = composed("compare", f"experiment=paper/{preset}_{model}")
     assert (config.stages, config.microbatches) == (4, 8)

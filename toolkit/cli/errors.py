@@ -50,28 +50,52 @@ def explain(error: Exception, experiment: str) -> str | None:
 def _message(error: Exception, experiment: str) -> str | None:
     """Return the message of :func:`explain`, with words of any length."""
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
-        target_match, cause = _TARGET.match(str(error)), error.__cause__
-        if target_match and (target_match[1] == "locating" or _ARGUMENTS.search(str(cause))):
-            reason = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
-            return (
-                f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or"
-                f" an installed package, or takes other options: {reason}"
-            )
-        error = cause
+        message = _of_target(error, error.__cause__)
+        if message is not None:
+            return message
+        error = error.__cause__
     name = type(error).__name__  # by name where the class's package may not be loaded
     if isinstance(error, UserError) or name == "JobFailedError":
         return str(error)
     if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
-    allocation = _ALLOCATION.search(str(error))
-    if isinstance(error, RuntimeError) and allocation:
-        return (
-            f"out of memory: {allocation[1]} were asked for; try a smaller batch, or checkpoint=all"
-        )
-    if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
-        return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
+    return _of_machine(error) or _of_values(error) or _of_composition(error, experiment)
+
+
+def _of_target(error: InstantiationException, cause: Exception) -> str | None:
+    """Return the message for a ``_target_`` that is not there, or that takes other options."""
+    target_match = _TARGET.match(str(error))
+    if target_match is None:
+        return None
+    if target_match[1] != "locating" and not _ARGUMENTS.search(str(cause)):
+        return None
+    reason = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
+    return (
+        f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or an"
+        f" installed package, or takes other options: {reason}"
+    )
+
+
+def _of_machine(error: Exception) -> str | None:
+    """Return the message for what this machine lacks: memory, a scheduler, a file."""
+    if isinstance(error, RuntimeError):
+        allocation = _ALLOCATION.search(str(error))
+        if allocation:
+            return (
+                f"out of memory: {allocation[1]} were asked for; try a smaller batch, or"
+                " checkpoint=all"
+            )
+        if 'detect "srun"' in str(error):
+            return (
+                "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
+            )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{_argument_of(str(error.filename))}: {error.strerror}"
+    return None
+
+
+def _of_values(error: Exception) -> str | None:
+    """Return the message for a value that YAML, Optuna, OmegaConf or an import refuses."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1}: {error.problem}"
@@ -83,6 +107,11 @@ def _message(error: Exception, experiment: str) -> str | None:
     is_value_error = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
     if is_value_error and _raised_in(error, "omegaconf"):
         return f"an option names no item of a list or group: {first_line(error)}"
+    return None
+
+
+def _of_composition(error: Exception, experiment: str) -> str | None:
+    """Return the message for options that Hydra cannot compose."""
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):

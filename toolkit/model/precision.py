@@ -143,7 +143,7 @@ def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
     return len(arguments) > position and bool(arguments[position] > 0)
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 - the signature is torch's
     on_cpu: bool,
     query: Tensor,
     key: Tensor,

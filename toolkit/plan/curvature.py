@@ -43,7 +43,7 @@ class Curvature:
     shares: Mapping[str, float]
 
 
-def largest_curvature(
+def largest_curvature(  # noqa: PLR0913 - options, by keyword
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
     batches: Sequence[Batch],

@@ -207,7 +207,7 @@ def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plan(
+def plan(  # noqa: PLR0913 - options, by keyword
     model: nn.Module,
     form: InputSpec,
     hardware: Hardware,

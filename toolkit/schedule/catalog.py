@@ -74,7 +74,7 @@ def data_parallel(
 
 
 @carries_spec
-def cyclic(
+def cyclic(  # noqa: PLR0913 - options, by keyword
     n: int,
     delay: Delay = FRESHEST,
     placement: str = "per_microbatch",

@@ -37,7 +37,7 @@ class DeadlockError(Exception):
         self.waiting = waiting
 
 
-def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
+def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:  # noqa: C901, PLR0912
     """Yield ``(rank, instruction)`` in an order that can run.
 
     A send comes before its receive. The ranks of a collective follow one another, the root first.

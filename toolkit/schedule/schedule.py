@@ -297,7 +297,7 @@ class Schedule:
         return self.layout.rank(stage, microbatch, step)
 
     @classmethod
-    def from_rank_orders(
+    def from_rank_orders(  # noqa: PLR0913 - options, by keyword
         cls,
         orders: Sequence[str | Sequence[Item | str]],
         *,

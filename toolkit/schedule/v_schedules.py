@@ -151,7 +151,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     return orders
 
 
-def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
+def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:  # noqa: C901, PLR0912
     """About two thirds of the activations of 1F1B's first rank, with whole backwards.
 
     A backward takes two of a block's six slots. Each op of the repeated block moves to the first

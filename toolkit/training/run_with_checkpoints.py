@@ -41,7 +41,7 @@ class Outcome:
     weights_lost: bool = False
 
 
-def run_with_checkpoints(
+def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
     run: TrainingRun,
     folder: Path,
     *,

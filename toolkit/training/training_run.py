@@ -101,7 +101,7 @@ class TrainingRun:
         return self.runtime.measurements() if self.runtime.measures else None
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 - options, by keyword
     options: TrainingOptions,
     *,
     model: nn.Module | Callable[[], nn.Module],

@@ -12,7 +12,7 @@ from toolkit.schedule import Action, Buffer, Instruction, catalog
 PIPELINE = catalog.gpipe(2, 1)
 
 
-def event(i, start, end, n_bytes=0, activations=0, weights=0, gradients=0, tick=None):
+def event(i, start, end, n_bytes=0, activations=0, weights=0, gradients=0, tick=None):  # noqa: PLR0913
     tick = i.tick if tick is None else tick
     return Event(i, tick, start, end, n_bytes, activations, weights, gradients)
 
