@@ -16,9 +16,9 @@ from tests.thorough import thorough
 from toolkit.cli.errors import explain
 from toolkit.cli.process import exit_with_error
 from toolkit.runtime import launch
-from toolkit.runtime.controller import shared
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED
+from toolkit.runtime.rank_pool import shared
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 

@@ -25,12 +25,12 @@ from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.runtime import controlled_rank
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.controller import Controller, shared
 from toolkit.runtime.distributed import microbatches_read
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import BatchReader, Share, step_result
 from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.runtime.rank_pool import RankPool, shared
 from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer, Weights
@@ -110,7 +110,7 @@ class Controlled(Runtime):
         optimizer: MakeOptimizer,
         loss: Loss,
         *,
-        controller: Controller | None = None,
+        controller: RankPool | None = None,
         keep_every: int | None = None,
         **arguments: Any,
     ) -> None:

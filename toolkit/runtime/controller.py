@@ -23,19 +23,19 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
+from toolkit.runtime.controlled import Controlled
 from toolkit.runtime.microbatches import GlobalBatch, StepResult
-from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.shared_status import Process, records
+from toolkit.runtime.rank_pool import RankPool
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
-    from toolkit.runtime.controlled import Controlled
     from toolkit.runtime.meters.measurements import Measurements
 
 
-class Controller:
+class Controller(RankPool):
     """Ranks that train under the control of this process.
 
     A training, in a script or a notebook's cell::
@@ -66,9 +66,7 @@ class Controller:
         timeout: float = 120.0,
         interface: str | None = None,
     ) -> None:
-        self.processes = Processes(ranks, timeout, hosts)
-        self.join_options = {"backend": backend, "timeout": timeout, "interface": interface}
-        self.runtime: Controlled | None = None  # that of the latest training
+        super().__init__(ranks, hosts, backend=backend, timeout=timeout, interface=interface)
 
     def train(
         self,
@@ -100,8 +98,6 @@ class Controller:
             RankError: a rank raised an exception; the message names the rank and its instruction.
             JobFailedError: a rank died or stalled.
         """
-        from toolkit.runtime.controlled import Controlled  # which imports this module
-
         runtime = Controlled(stages, schedule, optimizer, loss, controller=self, **options)
         return runtime.run(batches, n_steps)
 
@@ -120,6 +116,7 @@ class Controller:
     def _trained(self) -> Controlled:
         if self.runtime is None:
             raise UserError("the controller has trained nothing yet: call train()")
+        assert isinstance(self.runtime, Controlled)
         return self.runtime
 
     def status(self) -> list[dict[str, Any]]:
@@ -145,26 +142,8 @@ class Controller:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         return f"<table>{''.join(lines)}</table>"
 
-    def close(self) -> None:
-        """End all processes."""
-        self.processes.close()
-
     def __enter__(self) -> Controller:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_shared: Controller | None = None
-
-
-def shared(ranks: int, **join_options: Any) -> Controller:
-    """Return this process's own controller, whose ranks one run uses after another."""
-    global _shared
-    if _shared is not None:
-        if (_shared.processes.n_ranks, _shared.join_options) == (ranks, join_options):
-            return _shared
-        _shared.close()
-    _shared = Controller(ranks, **join_options)
-    return _shared

@@ -1,43 +1,24 @@
 """The catalogue of methods: each is one choice of timing, placement, weights and state.
 
 Every function raises UserError for sizes and options that are invalid or contradict each other. To
-add a method, write its function, add its line to :data:`METHODS`, and add its conf file.
+add a method, write its function, register it below, and add its conf file. :data:`METHODS` has all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from inspect import signature
-from typing import Any, Literal, ParamSpec
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from toolkit.errors import UserError, whole
 from toolkit.schedule import bidirectional, pipeline_orders, timing, v_schedules
 from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.pipeline_orders import Item
 from toolkit.schedule.placement import IN_ORDER, ROTATED
+from toolkit.schedule.registry import FACTORIES as FACTORIES
+from toolkit.schedule.registry import METHODS as METHODS
+from toolkit.schedule.registry import Method, register
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.spec import carries_spec
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
 from toolkit.schedule.validate import check_forwards
-
-_P = ParamSpec("_P")
-
-
-def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
-    """Let the schedules that a function builds carry the plain values of its call."""
-    parameters = signature(factory)
-
-    @wraps(factory)
-    def build(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
-        from toolkit.schedule.spec import ScheduleSpec  # which reads the registry below
-
-        schedule = factory(*args, **kwargs)
-        arguments = parameters.bind(*args, **kwargs).arguments
-        spec = ScheduleSpec.from_call(factory.__name__, arguments)
-        # The schedule has its sizes as Python's own numbers.
-        spec = replace(spec, stages=schedule.n_stages, microbatches=schedule.n_workers)
-        return schedule.with_spec(spec)
-
-    return build
 
 
 @carries_spec
@@ -392,23 +373,7 @@ def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[i
     return s, n, k
 
 
-@dataclass(frozen=True)
-class Method:
-    """A named point of the catalogue; calling it with sizes and options builds its schedule."""
-
-    name: str  # in conf/schedule and on the command line
-    label: str  # in tables
-    factory: Callable[..., Schedule]
-    kind: Literal["data_parallel", "cyclic", "pipeline"]  # tables and suites select by it
-    source: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)  # that make the factory this method
-    stages_per_rank: int = 1
-
-    def __call__(self, *sizes: int, **options: Any) -> Schedule:
-        """Build the schedule."""
-        return self.factory(*sizes, **{**self.options, **options})
-
-
+# The one registry: conf, the explorer, tables and the conformance suites read it.
 _CDP, _2BW, _V = "arXiv 2403.08837", "arXiv 2006.09503", "arXiv 2405.15362"
 _MEGATRON, _PAIR = "arXiv 2104.04473", {"n_ranks": 2}
 _ACCUMULATION, _INTERLEAVED = "gradient accumulation", "interleaved 1F1B"
@@ -417,40 +382,31 @@ _DUAL = "arXiv 2412.19437"
 _ZERO, _ZB, _SHARDED = "arXiv 1910.02054", "arXiv 2401.10241", {"state": "sharded"}
 _ROUND = {"state": "circulating"}
 
-METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        Method("dp", "DP", data_parallel, "data_parallel"),
-        Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),
-        Method("cdp_v2", "CDP-v2", cyclic, "cyclic", _CDP),
-        Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
-        Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
-        Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
-        Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
-        Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", _EAGER),
-        Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _PAIR, 2),
-        Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _PAIR, 2),
-        Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
-        Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZB),
-        Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
-        Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),
-        Method("v_min", "V-Min", v_min, "pipeline", _V, stages_per_rank=2),
-        Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V, stages_per_rank=2),
-        Method("hanayo", "Hanayo", hanayo, "pipeline", _WAVES, _PAIR, 2),
-        Method("chimera", "Chimera", chimera, "pipeline", _TWO_WAYS),
-        Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUAL),
-        Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUAL, stages_per_rank=2),
-        Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
-        Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
-        Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
-        Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", _ROUND),
-        Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
-        Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
-    )
-}
-"""The one registry: conf, the explorer, tables and the conformance suites read it."""
-
-FACTORIES: Mapping[str, Callable[..., Schedule]] = {
-    method.factory.__name__: method.factory for method in METHODS.values()
-}
-"""The functions of this module that build schedules, by name."""
+register(
+    Method("dp", "DP", data_parallel, "data_parallel"),
+    Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),
+    Method("cdp_v2", "CDP-v2", cyclic, "cyclic", _CDP),
+    Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
+    Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
+    Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
+    Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
+    Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", _EAGER),
+    Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _PAIR, 2),
+    Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _PAIR, 2),
+    Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
+    Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZB),
+    Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
+    Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),
+    Method("v_min", "V-Min", v_min, "pipeline", _V, stages_per_rank=2),
+    Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V, stages_per_rank=2),
+    Method("hanayo", "Hanayo", hanayo, "pipeline", _WAVES, _PAIR, 2),
+    Method("chimera", "Chimera", chimera, "pipeline", _TWO_WAYS),
+    Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUAL),
+    Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUAL, stages_per_rank=2),
+    Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
+    Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
+    Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
+    Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", _ROUND),
+    Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
+    Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
+)

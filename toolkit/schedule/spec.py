@@ -8,14 +8,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, ParamSpec
 
 from toolkit.errors import UserError, suggest
-from toolkit.schedule.catalog import FACTORIES, METHODS
 from toolkit.schedule.correction import Correction
 from toolkit.schedule.phases import Phase, after
+from toolkit.schedule.registry import FACTORIES, METHODS
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import Delay, RandomDelay, plain
 
@@ -37,6 +38,7 @@ OPTIONS = (
 )
 """Options of methods, apart from their sizes."""
 
+_P = ParamSpec("_P")
 _CATALOG = "toolkit.schedule.catalog."
 OF_FILES = {"file": None, "period": None, "unfold": False}
 """Options of files of rank orders, with the values that leave them out."""
@@ -117,6 +119,8 @@ class ScheduleSpec:
             known_names = (*METHODS, *FACTORIES)
             raise UserError(f"unknown schedule {factory!r}: {suggest(str(factory), known_names)}")
         values = dict(arguments)
+        if "delay" in values:  # arrays do not compare
+            values["delay"] = plain(from_mapping(values["delay"], RandomDelay))
         descriptions = values.pop("phases", None) or ()
         method = factory if factory in METHODS else _method_of_call(factory, values)
         parameters = inspect.signature(METHODS[method].factory).parameters
@@ -412,6 +416,22 @@ def options_of(method: str) -> dict[str, Any]:
     if method in METHODS:
         defaults |= METHODS[method].options
     return defaults
+
+
+def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
+    """Let the schedules that a function builds carry the plain values of its call."""
+    parameters = inspect.signature(factory)
+
+    @wraps(factory)
+    def build(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
+        schedule = factory(*args, **kwargs)
+        arguments = parameters.bind(*args, **kwargs).arguments
+        spec = ScheduleSpec.from_call(factory.__name__, arguments)
+        # The schedule has its sizes as Python's own numbers.
+        spec = replace(spec, stages=schedule.n_stages, microbatches=schedule.n_workers)
+        return schedule.with_spec(spec)
+
+    return build
 
 
 def check_file_options(config: Mapping[str, Any]) -> None:

@@ -1,0 +1,39 @@
+"""The registry of methods, which the catalogue fills."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from toolkit.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named point of the catalogue; calling it with sizes and options builds its schedule."""
+
+    name: str  # in conf/schedule and on the command line
+    label: str  # in tables
+    factory: Callable[..., Schedule]
+    kind: Literal["data_parallel", "cyclic", "pipeline"]  # tables and suites select by it
+    source: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)  # that make the factory this method
+    stages_per_rank: int = 1
+
+    def __call__(self, *sizes: int, **options: Any) -> Schedule:
+        """Build the schedule."""
+        return self.factory(*sizes, **{**self.options, **options})
+
+
+METHODS: dict[str, Method] = {}
+"""Methods by name."""
+
+FACTORIES: dict[str, Callable[..., Schedule]] = {}
+"""Functions of the catalogue that build schedules, by name."""
+
+
+def register(*methods: Method) -> Mapping[str, Method]:
+    """Add methods and their functions to the registry; return all methods."""
+    for method in methods:
+        METHODS[method.name] = method
+        FACTORIES[method.factory.__name__] = method.factory
+    return METHODS
