@@ -49,7 +49,7 @@ _ROUNDS = 7
 _ROOFLINE = 0.8, 1.5  # times the roofline that computing may take
 
 
-def pilot(
+def pilot(  # noqa: PLR0913 - options, by keyword
     model: Model,
     samples: Any,
     n_workers: int = 4,
