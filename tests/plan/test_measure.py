@@ -15,7 +15,7 @@ from toolkit.model import Images
 from toolkit.plan import pilot_training
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import Data, step_memory
-from toolkit.plan.pilot import _predicted, _speed
+from toolkit.plan.pilot_bench import _predicted, _speed
 from toolkit.plan.predictions import Limits, Machines
 from toolkit.runtime.meters.predicted_vs_measured import equal_stages
 from toolkit.runtime.microbatches import StepResult

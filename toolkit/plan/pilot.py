@@ -1,36 +1,30 @@
 """A pilot: measure a small run of the user's model, predict the user's machines, and advise."""
 
-import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import inf
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.cost import Costs, Hardware, profile, recomputing
+from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model import InputSpec, Stages, partition
 from toolkit.plan.candidates import Candidate, data_options, late_methods
-from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot, RuleFindings, TrainingFindings
-from toolkit.plan.measure import Data, OnProgress, ratios, step_memory, step_times
-from toolkit.plan.pilot_training import NORM_BATCHES, train_by
-from toolkit.plan.predictions import Limits, Machines, Prediction
+from toolkit.plan.findings import PILOT_PLACEMENTS, Pilot
+from toolkit.plan.measure import Data, OnProgress
+from toolkit.plan.pilot_bench import PilotBench
+from toolkit.plan.pilot_training import NORM_BATCHES
 from toolkit.plan.stability import largest_stable_rate
 from toolkit.results import describe
-from toolkit.runtime import SingleProcess
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
-from toolkit.schedule import Schedule, ScheduleSpec
+from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.placement import IN_ORDER
-from toolkit.training.data import Batch
 from toolkit.training.loop import cross_entropy
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -45,8 +39,6 @@ ETHERNET = Hardware(
 _MOMENTUM = 0.9
 _RATE = 0.05
 _STEPS = range(10, 301)  # training steps of a short training
-_ROUNDS = 7
-_ROOFLINE = 0.8, 1.5  # times the roofline that computing may take
 
 
 def pilot(  # noqa: PLR0913 - options, by keyword
@@ -169,7 +161,7 @@ def pilot(  # noqa: PLR0913 - options, by keyword
         findings = replace(findings, given=command_options, certified=True)
 
     # 3. Measure them here, predict the machines, and train two of them.
-    bench = _Bench(make_model, stages, candidates, optimizer, loss)
+    bench = PilotBench(make_model, stages, candidates, optimizer, loss)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         findings = bench.measure(findings, example, budget / 5, on_progress)
         n_steps = steps
@@ -216,106 +208,6 @@ def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int
     pair_seconds = findings.of("DP").seconds + findings.late.seconds
     n_steps = int(0.8 * seconds_left / (n_seeds * pair_seconds)) - NORM_BATCHES // 2
     return min(_STEPS[-1], n_steps) if n_steps >= _STEPS[0] else 0
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """The rules on one device, which runs all workers.
-
-    Attributes:
-        make_model: makes the model of a seed.
-        stages: the first model, cut.
-        candidates: by rule; DP first.
-        optimizer: makes an optimizer from a list of parameters.
-        loss: mean loss of a micro-batch.
-    """
-
-    make_model: Callable[[int], nn.Module]
-    stages: Stages
-    candidates: Mapping[str, Candidate]
-    optimizer: MakeOptimizer
-    loss: Loss
-
-    def schedule(self, rule: str) -> Schedule:
-        """Return the schedule of a rule with all workers on one device."""
-        return replace(
-            self.candidates[rule].schedule, placement="one", state="replicated", chains=IN_ORDER
-        )
-
-    def runtime(self, seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
-        """Return a runtime on weights of their own; ``diagnostics`` as in its options."""
-        stages = copy.deepcopy(self.stages)  # faster than another cut
-        stages.model.load_state_dict(self.make_model(seed).state_dict())
-        return SingleProcess(
-            stages, schedule, self.optimizer, self.loss, seed=seed, diagnostics=diagnostics
-        )
-
-    def measure(
-        self, findings: Pilot, example: Batch, seconds: float, on_progress: OnProgress
-    ) -> Pilot:
-        """Return ``findings`` with what each rule takes here and on the user's machines.
-
-        Args:
-            findings: without rules.
-            example: inputs and targets of a training step.
-            seconds: for the timing of steps.
-            on_progress: as of :func:`pilot`.
-        """
-        checkpoint = self.candidates["DP"].checkpoint
-        memory = {}
-        for index, rule in enumerate(self.candidates):
-            on_progress(f"measuring the memory of {rule}", index / len(self.candidates))
-            stages = copy.deepcopy(self.stages)
-            memory[rule] = step_memory(
-                stages, self.schedule(rule), example, self.optimizer, self.loss, checkpoint
-            )
-        runtimes = {rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates}
-        times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
-
-        on_progress("predicting", 0.0)
-        # Predict the user's machines from the measured seconds, or from the roofline. A roofline
-        # needs shapes alone, so the stages move to the meta device.
-        stages = runtimes["DP"].stages
-        microbatch = example[0][: findings.batch]
-        if findings.compute == "measured":
-            low_seconds, middle_seconds, high_seconds = quantiles(times["DP"], n=4)
-            slack = low_seconds / middle_seconds, high_seconds / middle_seconds
-        else:
-            slack = _ROOFLINE
-            model = copy.deepcopy(stages.model).to("meta")
-            microbatch = microbatch.to("meta")
-            partition_by = self.candidates["DP"].partition
-            stages = partition(model, findings.n_stages, microbatch, partition_by)
-        costs = recomputing(profile(stages, microbatch), checkpoint)
-        parameter_bytes = sum(cost.parameter_bytes for cost in costs)
-        optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
-        machines = Machines(findings.hardware, Limits(), optimizer_words)
-        predicted = {
-            rule: _predicted(candidate, costs, machines, slack)
-            for rule, candidate in self.candidates.items()
-        }
-        on_progress("predicting", 1.0)
-        rules = tuple(
-            RuleFindings(
-                rule=rule,
-                activations=memory[rule][0],
-                cuda_peak=memory[rule][1],
-                seconds=median(times[rule]),
-                ratio=ratios(times[rule], times["DP"]),
-                predicted=predictions[0],
-                speed=_speed(predictions, predicted["DP"]),
-                without_links=predictions[-1].seconds,
-            )
-            for rule, predictions in predicted.items()
-        )
-        return replace(findings, rules=rules, slack=slack)
-
-    def train(
-        self, rule: str, data: Data, n_steps: int, seeds: Sequence[int], on_progress: OnProgress
-    ) -> TrainingFindings:
-        """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train`."""
-        schedules = {name: self.schedule(name) for name in ("DP", rule)}
-        return train_by(self.runtime, schedules, data, n_steps, seeds, on_progress)
 
 
 def _rules_to_compare(
@@ -365,50 +257,6 @@ def _corrected(candidate: Candidate) -> Candidate:
                 best_candidate = corrected_candidate
                 largest_rate = rate
     return best_candidate
-
-
-def _predicted(
-    candidate: Candidate, costs: Costs, machines: Machines, slack: tuple[float, float]
-) -> list[Prediction]:
-    """Predict a candidate with the measured costs, their least and most, and without messages."""
-    seconds = [cost.seconds(machines.hardware) for cost in costs]
-    cost_variants = [costs] + [
-        tuple(
-            replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
-            for cost, (forward, backward) in zip(costs, seconds, strict=True)
-        )
-        for factor in slack
-    ]
-    free_links = replace(machines.hardware, link_bandwidth=inf, link_latency=0.0)
-    predictions = machines.predict([candidate] * len(cost_variants), cost_variants)
-    return predictions + replace(machines, hardware=free_links).predict([candidate], [costs])
-
-
-def _speed(
-    rule_predictions: Sequence[Prediction], base_predictions: Sequence[Prediction]
-) -> tuple[float, float, float]:
-    """Return the least, middle and largest ratio of step times."""
-    ratios = [
-        rule_prediction.seconds / base_prediction.seconds
-        for rule_prediction, base_prediction in zip(
-            rule_predictions[:-1], base_predictions[:-1], strict=True
-        )
-    ]
-    return min(ratios), ratios[0], max(ratios)
-
-
-def _optimizer_bytes(runtime: SingleProcess) -> int:
-    """Return the bytes of the optimizers' state."""
-    n_bytes = 0
-    for stage in runtime.local_state()["stages"].values():
-        parameter_states = (stage["optimizer"] or {"state": {}})["state"].values()
-        n_bytes += sum(
-            tensor.nbytes
-            for parameter_state in parameter_states
-            for tensor in parameter_state.values()
-            if isinstance(tensor, Tensor)
-        )
-    return n_bytes
 
 
 def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
