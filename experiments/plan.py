@@ -37,7 +37,7 @@ def main(config: DictConfig) -> None:
     from toolkit.plan import Limits, plan
     from toolkit.plan.candidates import data_options
     from toolkit.results import describe_cpu, write_result
-    from toolkit.schedule.spec import ORDERS_FILE
+    from toolkit.schedule.plain_options import ORDERS_FILE
     from toolkit.training import pick_device
 
     start = time.perf_counter()

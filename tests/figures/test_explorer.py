@@ -25,7 +25,7 @@ from toolkit.figures.explorer.picture import in_seconds, in_slots
 from toolkit.figures.explorer.site import site_page
 from toolkit.schedule import RandomDelay, steady_state
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.spec import RANK_ORDERS
+from toolkit.schedule.plain_options import RANK_ORDERS
 from toolkit.schedule.steady_state import footprint
 
 OURS = ScheduleSpec(RANK_ORDERS, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))

@@ -20,7 +20,7 @@ from toolkit.figures.explorer.widget import UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.spec import RANK_ORDERS
+from toolkit.schedule.plain_options import RANK_ORDERS
 
 DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0"
 CYCLIC = catalog.cyclic(2)

@@ -7,7 +7,8 @@ import pytest
 from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, Schedule, ScheduleSpec, after, catalog, switched
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.spec import RANK_ORDERS, PhaseSpec, in_order, same_sized
+from toolkit.schedule.plain_options import RANK_ORDERS
+from toolkit.schedule.spec import PhaseSpec, in_order, same_sized
 
 ORDERS = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 
@@ -102,7 +103,8 @@ def test_methods_of_equal_sizes():
         (lambda: ScheduleSpec("gpipe", delay=1).build(), "gpipe has no delay, got 1"),
         (lambda: ScheduleSpec("dp", delay={"mots": 3}), r"mots.*most"),
         (lambda: ScheduleSpec.from_call("cyclic", {"n": 2, "of_tomorrow": 1}), "of_tomorrow"),
-        (lambda: ScheduleSpec.from_call("cyclic", {}).build(), "got None"),
+        (lambda: ScheduleSpec.from_call("cyclic", {}), "cyclic needs n"),
+        (lambda: ScheduleSpec.from_call("gpipe", {"n_microbatches": 2}), "gpipe needs n_stages"),
         (lambda: ScheduleSpec.from_config({"_target_": "os.system"}), "os.system"),
         (lambda: ScheduleSpec.from_config({"file": ""}), "file is empty"),
         (lambda: ScheduleSpec.from_config({"file": "x", "groups": 2}), "groups=2"),

@@ -16,13 +16,13 @@ from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError
 from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
 from toolkit.schedule import Correction, RandomDelay, Schedule, ScheduleSpec, labels
-from toolkit.schedule.spec import (
+from toolkit.schedule.plain_options import (
     OF_FILES,
     check_file_options,
     from_mapping,
     is_of_catalogue,
-    with_phases,
 )
+from toolkit.schedule.spec import with_phases
 
 if TYPE_CHECKING:
     from torch import nn

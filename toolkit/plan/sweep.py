@@ -17,7 +17,7 @@ from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.spec import options_of
+from toolkit.schedule.plain_options import options_of
 
 NEAR = 0.03
 """Share of a step, or of memory, that makes no difference to the verdict."""

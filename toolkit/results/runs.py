@@ -17,7 +17,7 @@ from toolkit.results import record
 from toolkit.results.record import RESULT, DamagedError, Numbers, PlainRow, numbers_of, per_cent
 from toolkit.results.run_files import EPOCHS_FILE, OPTIONS_FILE, STATUS, resumable_in
 from toolkit.schedule import Schedule, ScheduleSpec
-from toolkit.schedule.spec import is_of_catalogue
+from toolkit.schedule.plain_options import is_of_catalogue
 
 DIGEST = "file_sha256"
 """Option of a rule in the ``runs.yaml`` of a comparison: digest of its file of rank orders."""

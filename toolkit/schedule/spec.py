@@ -7,7 +7,7 @@ schedule that the catalogue builds carries its own, as ``schedule.spec``.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -16,34 +16,24 @@ from typing import Any, ParamSpec
 from toolkit.errors import UserError, suggest
 from toolkit.schedule.correction import Correction
 from toolkit.schedule.phases import Phase, after
+from toolkit.schedule.plain_options import (
+    CATALOG,
+    OF_FILES,
+    OPTIONS,
+    ORDERS_FILE,
+    RANK_ORDERS,
+    check_file_options,
+    factory_of,
+    from_mapping,
+    in_hydra,
+    method_of_call,
+    options_of,
+)
 from toolkit.schedule.registry import FACTORIES, METHODS
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import Delay, RandomDelay, plain
 
-RANK_ORDERS = "your own"
-"""The method of a spec whose orders, or file of orders, are the user's."""
-
-ORDERS_FILE = "rank_orders.csv"
-"""Name of the file that command lines give for rank orders."""
-
-OPTIONS = (
-    "delay",
-    "correction",
-    "placement",
-    "state",
-    "n_ranks",
-    "accumulate",
-    "chains",
-    "groups",
-)
-"""Options of methods, apart from their sizes."""
-
 _P = ParamSpec("_P")
-_CATALOG = "toolkit.schedule.catalog."
-OF_FILES = {"file": None, "period": None, "unfold": False}
-"""Options of files of rank orders, with the values that leave them out."""
-
-_OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1, "groups": None}
 
 
 @dataclass(frozen=True)
@@ -122,13 +112,17 @@ class ScheduleSpec:
         if "delay" in values:  # arrays do not compare
             values["delay"] = plain(from_mapping(values["delay"], RandomDelay))
         descriptions = values.pop("phases", None) or ()
-        method = factory if factory in METHODS else _method_of_call(factory, values)
+        method = factory if factory in METHODS else method_of_call(factory, values)
         parameters = inspect.signature(METHODS[method].factory).parameters
         for name in values:
             if name not in parameters:
                 takes = ", ".join(parameters)
                 raise UserError(f"{factory} has no {name}: got {values[name]!r}; it takes {takes}")
-        microbatches = values.pop("n" if "n" in parameters else "n_microbatches", None)
+        known_values = {**values, **METHODS[method].options}
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in known_values:
+                raise UserError(f"{factory} needs {name}: got {', '.join(values) or 'no argument'}")
+        microbatches = values.pop("n" if "n" in parameters else "n_microbatches")
         stages = values.pop("n_stages", parameters["n_stages"].default)
         if stages is None:  # as many as workers
             stages = microbatches
@@ -151,7 +145,7 @@ class ScheduleSpec:
         file_options = {name: config.get(name, neutral) for name, neutral in OF_FILES.items()}
         target = str(values.pop("_target_", None))
         if file_options["file"] is None:
-            return cls.from_call(target.removeprefix(_CATALOG), values)
+            return cls.from_call(target.removeprefix(CATALOG), values)
         descriptions = values.pop("phases", None) or ()
         of_orders = {name: values[name] for name in options_of(RANK_ORDERS) if name in values}
         return cls(RANK_ORDERS, **of_orders, **file_options).after(descriptions)
@@ -241,7 +235,7 @@ class ScheduleSpec:
             path = Path(self.file)
             schedule = Schedule.from_csv(path, name=path.stem, **arguments)
         else:
-            schedule = _factory(self.method)(**arguments)
+            schedule = factory_of(self.method)(**arguments)
         schedule = schedule.with_spec(replace(self, phases=()))
         if self.phases:
             return after([phase.build() for phase in self.phases], schedule)
@@ -255,7 +249,7 @@ class ScheduleSpec:
         elif self.method == RANK_ORDERS:
             maker = "Schedule.from_rank_orders"
         else:
-            maker = f"catalog.{_factory(self.method).__name__}"
+            maker = f"catalog.{factory_of(self.method).__name__}"
         return f"{maker}({', '.join(arguments)})"
 
     def overrides(self) -> str:
@@ -289,7 +283,7 @@ class ScheduleSpec:
             "orders": list(self.orders),
         }
         values |= options_of(self.method) | self.given
-        parameters = inspect.signature(_factory(self.method)).parameters
+        parameters = inspect.signature(factory_of(self.method)).parameters
         return {
             name: values[name]
             for name, parameter in parameters.items()
@@ -400,24 +394,6 @@ def in_order(parts: Iterable[tuple[Schedule, int]]) -> ScheduleSpec:
     return replace(last.spec, phases=tuple(phases))
 
 
-def options_of(method: str) -> dict[str, Any]:
-    """Return options that ``method`` takes besides its sizes, with their defaults.
-
-    Required ones have None. Raises UserError for an unknown method.
-    """
-    if method not in METHODS and method != RANK_ORDERS:
-        known_names = [*METHODS, RANK_ORDERS]
-        raise UserError(f"unknown schedule {method!r}: {suggest(str(method), known_names)}")
-    defaults: dict[str, Any] = {}
-    for name, parameter in inspect.signature(_factory(method)).parameters.items():
-        if name in OPTIONS:
-            is_required = parameter.default is parameter.empty
-            defaults[name] = None if is_required else parameter.default
-    if method in METHODS:
-        defaults |= METHODS[method].options
-    return defaults
-
-
 def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
     """Let the schedules that a function builds carry the plain values of its call."""
     parameters = inspect.signature(factory)
@@ -432,73 +408,3 @@ def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
         return schedule.with_spec(spec)
 
     return build
-
-
-def check_file_options(config: Mapping[str, Any]) -> None:
-    """Raise UserError if options of named methods meet those of files of rank orders.
-
-    Args:
-        config: options of the group ``schedule``.
-    """
-    file = config.get("file")
-    if file == "":
-        raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
-    neutral_values = _OF_METHODS if file is not None else OF_FILES
-    for name, neutral in neutral_values.items():
-        value = config.get(name, neutral)
-        if value != neutral:
-            raise UserError(
-                f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains,"
-                " accumulate and groups belong to named methods, period and unfold to files: leave"
-                " one out"
-            )
-
-
-def is_of_catalogue(config: Mapping[str, Any]) -> bool:
-    """Whether options of the group ``schedule`` name a function of the catalogue."""
-    return str(config.get("_target_")).removeprefix(_CATALOG) in FACTORIES
-
-
-def in_hydra(value: Any) -> str:
-    """Return ``value`` in Hydra's grammar, without blanks."""
-    if isinstance(value, RandomDelay | Correction):
-        value = {name: entry for name, entry in asdict(value).items() if entry is not None}
-    if isinstance(value, Mapping):
-        entries = [f"{name}:{in_hydra(entry)}" for name, entry in value.items()]
-        return "{" + ",".join(entries) + "}"
-    if isinstance(value, tuple):
-        return "[" + ",".join(in_hydra(entry) for entry in value) + "]"
-    return str(value)
-
-
-def _factory(method: str) -> Callable[..., Schedule]:
-    return Schedule.from_rank_orders if method == RANK_ORDERS else METHODS[method].factory
-
-
-def _method_of_call(factory: str, arguments: Mapping[str, Any]) -> str:
-    """Return the method whose fixed options a call of ``factory`` has; the most of them."""
-    of_factory = [m for m in METHODS.values() if m.factory is FACTORIES[factory]]
-    matching = [
-        method
-        for method in of_factory
-        if all(arguments.get(name) == value for name, value in method.options.items())
-    ]
-    # Options that fix a method, such as two ranks, may have another value in a call of its own.
-    return max(matching or of_factory[:1], key=lambda method: len(method.options)).name
-
-
-def from_mapping(value: Any, described: type) -> Any:
-    """Return ``value``, or ``described(**value)`` if it is a mapping.
-
-    Raises:
-        UserError: ``described`` has no such argument, or refuses its value.
-    """
-    if not isinstance(value, Mapping):
-        return value
-    names = [field.name for field in fields(described)]
-    for name in value:
-        if name not in names:
-            raise UserError(
-                f"a {described.__name__} has no option {name!r}: {suggest(str(name), names)}"
-            )
-    return described(**value)

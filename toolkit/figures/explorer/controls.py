@@ -8,7 +8,7 @@ import ipywidgets as ui
 from toolkit.figures.explorer.inspection import AFFORDABLE, MAX_DRAWN
 from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.spec import RANK_ORDERS, options_of
+from toolkit.schedule.plain_options import RANK_ORDERS, options_of
 
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 _EACH = "each worker"  # a group: a control cannot hold None

@@ -30,7 +30,7 @@ from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.instruction import collector_paused
-from toolkit.schedule.spec import ORDERS_FILE, RANK_ORDERS
+from toolkit.schedule.plain_options import ORDERS_FILE, RANK_ORDERS
 
 UNIFORM = "uniform"
 ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
