@@ -30,10 +30,22 @@ class Metric:
 
 
 ACCURACY = Metric(
-    "top1", "accuracy", "%", "points", decimals=2, lower_is_better=False, factor=100,
+    key="top1",
+    name="accuracy",
+    unit="%",
+    unit_of_differences="points",
+    decimals=2,
+    lower_is_better=False,
+    factor=100,
     columns=("accuracy", "accuracy_sd", "difference", "difference_95"),
-)  # fmt: skip
+)
 LOSS = Metric(
-    "test_loss", "loss", "nats", "nats", decimals=3, lower_is_better=True, factor=1,
+    key="test_loss",
+    name="loss",
+    unit="nats",
+    unit_of_differences="nats",
+    decimals=3,
+    lower_is_better=True,
+    factor=1,
     columns=("loss", "loss_sd", "loss_difference", "loss_difference_95"),
-)  # fmt: skip
+)

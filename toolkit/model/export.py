@@ -61,7 +61,8 @@ class _Rewriter:
     ) -> None:
         self.model = model
         self.exported = exported
-        self.names, self.inputs = iter(names), iter(inputs)
+        self.names = iter(names)
+        self.inputs = iter(inputs)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, Any] = {}
         self.attributes: dict[str, Any] = {}

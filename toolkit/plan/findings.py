@@ -183,14 +183,14 @@ class Pilot:
         shape = [*self.form.example(1, "meta").shape[1:]]
         source = "measured here" if self.compute == "measured" else "of its roofline"
         memory = f"{self.room} a device" if self.limited else "memory not given"
+        dp_note = " DP runs as GPipe." if self.placement == "per_stage" else ""
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
             f" {self.form.samples} of shape {shape}, {self.n_stages} stages, in"
             f" {self.seconds:.0f} s.",
             f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
             f" links (not measured), {memory}; computing takes the time {source}. Simulated, not"
-            " run there: disturbances of a real machine are not included."
-            f"{' DP runs as GPipe.' * (self.placement == 'per_stage')}",
+            f" run there: disturbances of a real machine are not included.{dp_note}",
             "Ranges of measured ratios are quartiles over rounds; those of predicted ratios are for"
             f" computing that takes {self.slack[0]:.2f} to {self.slack[1]:.2f} of that time.",
         ]

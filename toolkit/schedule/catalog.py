@@ -91,7 +91,9 @@ def cyclic(  # noqa: PLR0913 - options, by keyword
     delay_label = _late(delay, s, k * n)
     rule = {"": "-v2", " delay 1": "-v1"}.get(delay_label, delay_label)
     rotated = " rotated" if chains == ROTATED else ""
-    grouped = "" if groups in (None, n) else f" {groups} group{'s' * (groups != 1)}"
+    grouped = ""
+    if groups not in (None, n):
+        grouped = " 1 group" if groups == 1 else f" {groups} groups"
     name = _name(f"CDP{rule}{rotated}{grouped}", state, correction, k)
     op_timing = timing.cyclic(s, n, k, groups)
     return Schedule(name, s, k * n, op_timing, placement, delay, state, chains, k, correction)
@@ -343,11 +345,17 @@ def _pipeline(
 def _name(
     rule: str, state: str = "", correction: str | Correction = "none", accumulate: int = 1
 ) -> str:
-    zero = "ZeRO-" if state in ("sharded", "circulating") else ""
-    round_ = " circulating" * (state == "circulating")
-    rounds = f" accumulate {accumulate}" if accumulate > 1 else ""
+    words = [rule]
+    if state in ("sharded", "circulating"):
+        words[0] = "ZeRO-" + rule
+    if state == "circulating":
+        words.append(state)
     label = correction_of(correction).label
-    return zero + rule + round_ + f" {label}" * bool(label) + rounds
+    if label:
+        words.append(label)
+    if accumulate > 1:
+        words.append(f"accumulate {accumulate}")
+    return " ".join(words)
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:

@@ -51,8 +51,14 @@ class Phase:
             raise UserError(f"epochs of a phase are above 0: got {self.epochs}")
 
     def __str__(self) -> str:
-        n, unit = (self.epochs, "epoch") if self.steps is None else (self.steps, "step")
-        return f"{n:g} {unit}{'s' * (n != 1)} of {self.schedule.name}"
+        length: float | None = self.steps
+        unit = "step"
+        if length is None:
+            length = self.epochs
+            unit = "epoch"
+        if length != 1:
+            unit += "s"
+        return f"{length:g} {unit} of {self.schedule.name}"
 
 
 @dataclass(frozen=True, repr=False)

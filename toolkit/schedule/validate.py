@@ -120,10 +120,11 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
                 remedy = f'ask for delay={least_delay} there, or for delay="{FRESHEST}"'
                 if isinstance(delay, RandomDelay):
                     remedy = f"draw delays of least={max(map(max, possible))} or more"
+                steps = "step" if least_delay == 1 else "steps"
                 raise UserError(
                     f"stage {stage} on micro-batch {microbatch} cannot read weights {promised}"
-                    f" steps late: the timing makes them available {least_delay}"
-                    f" step{'s' * (least_delay > 1)} late; {remedy}\n"
+                    f" steps late: the timing makes them available {least_delay} {steps} late;"
+                    f" {remedy}\n"
                     + grid.render(timing, layout, mark=(Op(Kind.FORWARD, stage, microbatch), 0))
                 )
 

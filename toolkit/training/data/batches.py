@@ -111,7 +111,10 @@ class SampleSet:
     def __init__(
         self, train: Source, test: Source, form: InputSpec, damaged: Collection[str] = ()
     ) -> None:
-        self._train, self._test, self.form, self.damaged = train, test, form, damaged
+        self._train = train
+        self._test = test
+        self.form = form
+        self.damaged = damaged
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         """Return the full batches of one epoch, shuffled and augmented by (seed, epoch).

@@ -196,7 +196,8 @@ class _Loaded(Source):
     def __init__(
         self, dataset: Any, damaged: list[str], num_workers: int | None, prefetch_factor: int
     ) -> None:
-        self.dataset, self.damaged = dataset, damaged
+        self.dataset = dataset
+        self.damaged = damaged
         self._options: dict[str, Any] = {"num_workers": n_workers(num_workers)}
         if self._options["num_workers"]:
             self._options |= {"persistent_workers": True, "prefetch_factor": prefetch_factor}
