@@ -16,7 +16,7 @@ blocks its own thread, as a rank does.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -56,17 +56,6 @@ class Controller(RankPool):
     Raises:
         UserError: an argument is invalid.
     """
-
-    def __init__(
-        self,
-        ranks: int,
-        *,
-        hosts: Sequence[str] = (),
-        backend: str = "auto",
-        timeout: float = 120.0,
-        interface: str | None = None,
-    ) -> None:
-        super().__init__(ranks, hosts, backend=backend, timeout=timeout, interface=interface)
 
     def train(
         self,

@@ -15,20 +15,28 @@ class RankPool:
     Args:
         ranks: number of processes.
         hosts: addresses of their machines, nodes of a running Ray cluster; none: this machine.
-        join_options: ``backend``, ``timeout`` and ``interface`` of :func:`toolkit.runtime.join`.
+        backend, timeout, interface: as of :func:`toolkit.runtime.join`.
 
     Attributes:
         processes: the ranks.
-        join_options: as given.
+        join_options: how they join.
         runtime: the runtime of the latest training; the ranks hold that training and no other.
 
     Raises:
         UserError: an argument is invalid.
     """
 
-    def __init__(self, ranks: int, hosts: Sequence[str] = (), **join_options: Any) -> None:
-        self.processes = Processes(ranks, join_options["timeout"], hosts)
-        self.join_options = join_options
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        hosts: Sequence[str] = (),
+        backend: str = "auto",
+        timeout: float = 120.0,
+        interface: str | None = None,
+    ) -> None:
+        self.processes = Processes(ranks, timeout, hosts)
+        self.join_options = {"backend": backend, "timeout": timeout, "interface": interface}
         self.runtime: Runtime | None = None
 
     def close(self) -> None:
