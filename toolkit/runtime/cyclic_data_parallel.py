@@ -108,7 +108,6 @@ class CyclicDataParallel(nn.Module):
         optimizer: steps, and has the parameter groups that learning-rate schedulers change. What
             they hold when the first pass of a training step begins counts for its update.
         schedule: the schedule.
-        steps_done: number of training steps so far.
 
     Raises:
         UserError: an argument does not fit, or the ranks of this job.
