@@ -59,7 +59,8 @@ def main(config: DictConfig) -> Ended:
             try:
                 # Ranks that torchrun restarted resume if they can.
                 resume = True if config.resume else None if restarted() else False
-                outcome = recorder.train(progress, resume=resume, on_note=print_line)
+                with recorder.training(progress, resume=resume, on_note=print_line) as train:
+                    outcome = train()
             except StoppedError as stopped:
                 recorder.upload_weights()
                 saved = f"; {resume_command(folder)}" if stopped.saved else "; nothing is saved"

@@ -29,8 +29,11 @@ def written(monkeypatch):
 def record(folder, conclude=True):
     run = built("epochs=1")
     with RunRecorder(run, folder, resume=False) as recorder:
-        with Progress(1, shown=False) as progress:
-            outcome = recorder.train(progress, resume=False)
+        with (
+            Progress(1, shown=False) as progress,
+            recorder.training(progress, resume=False) as train,
+        ):
+            outcome = train()
         assert not (folder / "result.json").exists()
         if conclude:
             recorder.conclude(outcome, None, 0.0)

@@ -188,7 +188,8 @@ def train_one(
         tracker = recorder.tracker
         tracker.config({"rule": rule})
         try:
-            outcome = recorder.train(progress, resume=None, weights=False, signals=signals)
+            with recorder.training(progress, resume=None, weights=False, signals=signals) as train:
+                outcome = train()
         except DivergedError as divergence:
             epochs = divergence.all_epochs(n_epochs)
             score = "diverged"

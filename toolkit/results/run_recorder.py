@@ -1,9 +1,10 @@
 """Record a training run: what it shows, tracks and writes, from its first step to its result."""
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class RunRecorder:
             if self.result is not None:
                 self._write_result(self.result)
 
-    def train(
+    @contextmanager
+    def training(
         self,
         progress: RunProgress,
         *,
@@ -97,8 +99,8 @@ class RunRecorder:
         weights: bool = True,
         on_note: Callable[[str], None] = lambda note: None,
         signals: Signals | None = None,
-    ) -> Outcome:
-        """Train the run with checkpoints in its folder.
+    ) -> Iterator[Callable[[], Outcome]]:
+        """Yield a function that trains the run with checkpoints in its folder.
 
         Args:
             progress: shows the training steps.
@@ -137,7 +139,9 @@ class RunRecorder:
             self.run.switching.on_decision = on_decision
         try:
             with self.profile:
-                return run_with_checkpoints(
+                # The caller calls it, which keeps the way to a backward short.
+                yield partial(
+                    run_with_checkpoints,
                     self.run,
                     self.folder,
                     resume=resume,

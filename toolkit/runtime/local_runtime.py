@@ -43,6 +43,12 @@ class LocalRuntime(Runtime):
 
     def _train_on(self, source: BatchReader) -> Steps:
         self._use_schedule_of(self.steps_done)
+        if self.schedule_plan.next_change(self.steps_done) is None:
+            return self._steps(source)
+        return self._across_changes(source)
+
+    def _across_changes(self, source: BatchReader) -> Steps:
+        """Train by one schedule after another."""
         while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
             yield from self._steps(source.take(change - self.steps_done))
             if self.steps_done < change or source.n_steps == 0:  # the batches have ended
