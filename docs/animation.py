@@ -52,7 +52,7 @@ def animation(schedule_of_title: Mapping[str, Schedule], n_slots: int = 24) -> s
     elements = [
         '<svg xmlns="http://www.w3.org/2000/svg"'
         f' viewBox="0 0 {total_width:g} {total_height:g}" role="img">',
-        f"<title>{' beside '.join(schedule_of_title)}</title><style>{_STYLE}</style>",
+        f"<title>{' compared with '.join(schedule_of_title)}</title><style>{_STYLE}</style>",
         f'<clipPath id="now"><rect y="-20" width="{grid_width:g}" height="400">'
         f'<animate attributeName="width" from="0" to="{grid_width:g}" dur="{seconds:g}s"'
         ' repeatCount="indefinite"/></rect></clipPath>',

@@ -27,7 +27,7 @@ activations, weights: the most that a rank holds (all ranks together); kept: fro
 sent: by a rank in a step on average; in a slot: the most by any rank
 messages: collectives are a ring (all-reduce) or a tree; rounds: of them between two slots
 """
-BESIDE = """\
+MEASURED_AND_PREDICTED = """\
 timeline.png: a rank a row, measured on the left; on the right what the simulator makes of the same
 program if each op and message takes its median time. They differ mostly where ranks share cores.
 """
@@ -65,7 +65,7 @@ def main(config: DictConfig) -> int:
             measured_cells(record) | {"as counted": agreement(record, "_measured")}
             for record in records
         ]
-        print(f"\nmeasured on processes, one a rank\n\n{table(cells)}\n\n{BESIDE}")
+        print(f"\nmeasured on processes, one a rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}")
         mistakes += differences(measured_rows, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
@@ -79,7 +79,7 @@ def main(config: DictConfig) -> int:
 
 
 def differences(rows: list[Any], first_words: str, second_words: str) -> list[str]:
-    """Return a sentence for each number of which a row has two values."""
+    """Return a sentence for each number that a row has twice, with two values."""
     sentences = []
     for row in rows:
         for name, (first, second) in row.differences.items():

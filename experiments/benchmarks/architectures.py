@@ -107,8 +107,8 @@ def _row(
     }
 
 
-def _distance(weights: Tensor, others: Tensor) -> float:
-    return float((weights - others).abs().max())
+def _distance(weights: Tensor, reference_weights: Tensor) -> float:
+    return float((weights - reference_weights).abs().max())
 
 
 def _graph(stages: Stages) -> str:

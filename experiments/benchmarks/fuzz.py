@@ -239,8 +239,8 @@ def command_lines() -> Any:
 def _option(experiment: str) -> Any:
     names = [name.replace("NAME", "dp") for name in schema.option_names(experiment)]
     lengths = [name for name in names if name.rpartition(".")[2] in _LENGTHS]
-    tried = [name for name in names if name not in (*lengths, *_NOT_TRIED)]
-    values = st.tuples(st.sampled_from(tried), _VALUES)
+    drawn_names = [name for name in names if name not in (*lengths, *_NOT_TRIED)]
+    values = st.tuples(st.sampled_from(drawn_names), _VALUES)
     group_choices = [
         f"{group}={choice}"
         for group in groups(conf())
@@ -250,8 +250,8 @@ def _option(experiment: str) -> Any:
     ]
     return st.one_of(
         *[values.map("=".join)] * 12,
-        st.tuples(st.sampled_from(lengths or tried), st.sampled_from("0123")).map("=".join),
-        st.sampled_from(group_choices or tried),
+        st.tuples(st.sampled_from(lengths or drawn_names), st.sampled_from("0123")).map("=".join),
+        st.sampled_from(group_choices or drawn_names),
         st.tuples(st.sampled_from(["+", "~", "++"]), values.map("=".join)).map("".join),
         values.map(".x=".join),
         _ODD_OPTIONS,

@@ -179,17 +179,17 @@ def _unequal(
     for method, schedule in schedules.items():
         if all(len({*ranks}) == 1 for ranks in schedule.layout.cycles):
             timed[method] = _timed(schedule, costs_of[schedule.n_stages], hardware)
-    late = [method for method in timed if schedules[method].max_staleness]
-    flushed = [method for method in timed if method not in late]
+    delayed_methods = [method for method in timed if schedules[method].max_staleness]
+    flushed = [method for method in timed if method not in delayed_methods]
     fastest_flush = min(flushed, key=timed.__getitem__)
-    fastest_late = min(late, key=timed.__getitem__)
+    fastest_late = min(delayed_methods, key=timed.__getitem__)
     for method in dict.fromkeys((fastest_flush, "1F1B", fastest_late)):
         begin = time.perf_counter()
         memory = timed[method][1]
-        is_late = method in late
+        is_late = method in delayed_methods
         fitting = [
             rival
-            for rival in (late if is_late else flushed)
+            for rival in (delayed_methods if is_late else flushed)
             if timed[rival][1] <= memory * (1 + 1e-9)
         ]
         best = min(fitting, key=timed.__getitem__)

@@ -146,8 +146,8 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
     bars = []  # below the stage of a cell that reads late weights
     labels = []
     for slot, row, stale, instruction in cells(program):
-        left, right, top, bottom = slot, slot + 1, row - 0.45, row + 0.45
-        rectangles.append([(left, top), (right, top), (right, bottom), (left, bottom)])
+        start, end, top, bottom = slot, slot + 1, row - 0.45, row + 0.45
+        rectangles.append([(start, top), (end, top), (end, bottom), (start, bottom)])
         opacity = 0.4 + 0.3 * ((instruction.step or 0) % 3)
         fills.append(to_rgba(_FILL[instruction.action], opacity))
         labels.append((slot + 0.5, row, str(instruction.stage)))

@@ -1,4 +1,4 @@
-"""Annealing of rank orders: random changes, of which faster ones stay.
+"""Annealing of rank orders: random changes; a faster order stays.
 
 The search has two stages. A block is a placement and the keys of list scheduling: a change of it
 moves many ops at once. Then single ops change their places in the orders.

@@ -104,7 +104,7 @@ class OrderProblem:
 
     @cached_property
     def tick(self) -> float:
-        """Seconds of which all others are multiples; a small share of a micro-batch if none is."""
+        """Largest seconds that divide all times; a small share of a micro-batch if none do."""
         lags = (lag for chain_needs in self.needs for _, lag in chain_needs)
         amounts = [amount for amount in (*self.seconds, *lags, *self.update_seconds) if amount > 0]
         for divisor in (1, 2, 3, 4, 6, 12):

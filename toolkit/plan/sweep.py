@@ -196,17 +196,17 @@ class CandidateSweep:
             self.on_progress(what, (index + 1) / n)
 
 
-def choose_prediction(found: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
+def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
     """Return the best of some predictions; data parallelism if it is nearly as good.
 
     A step of staleness counts as much as a share :data:`NEARLY_EQUAL` of the step time. Of those
     that are nearly equal by that, the one with the least memory, without recomputation if possible.
 
     Args:
-        found: predictions; those within the limits count.
+        predictions: predictions; those within the limits count.
         baseline: data parallelism.
     """
-    fitting = [prediction for prediction in found if prediction.fits]
+    fitting = [prediction for prediction in predictions if prediction.fits]
 
     def cost(prediction: Prediction) -> float:
         return prediction.seconds * (1 + NEARLY_EQUAL * prediction.staleness)
@@ -227,11 +227,11 @@ def choose_prediction(found: Sequence[Prediction], baseline: Prediction) -> Pred
     )
 
 
-def worth_a_fresher_delay(done: Sequence[Prediction]) -> list[Candidate]:
+def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
     """Return the fastest candidates with late weights that nothing fresher comes near."""
     late_predictions = [
         prediction
-        for prediction in done
+        for prediction in predictions
         if prediction.fits
         and prediction.schedule.n_stages * prediction.schedule.n_microbatches <= _SEARCHED
         and options_of(prediction.candidate.spec.method).get("delay") == 1
@@ -239,7 +239,7 @@ def worth_a_fresher_delay(done: Sequence[Prediction]) -> list[Candidate]:
             fresher.fits
             and fresher.staleness < prediction.staleness
             and fresher.seconds <= (1 + NEARLY_EQUAL) * prediction.seconds
-            for fresher in done
+            for fresher in predictions
         )
     ]
     return [

@@ -269,10 +269,10 @@ def keep_options(folder: Path, options: RunOptions) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
     content = _with_digests(options)
     earlier_options = _options_before(folder)
-    own = {**(earlier_options.get("own") or {})}
+    own_options = {**(earlier_options.get("own") or {})}
     for rule in content["rules"]:
-        own.pop(rule, None)
-    content["own"] = own | content.get("own", {})
+        own_options.pop(rule, None)
+    content["own"] = own_options | content.get("own", {})
     content["rules"] = (earlier_options.get("rules") or {}) | content["rules"]
     folder.mkdir(exist_ok=True)
     write_text(folder / OPTIONS_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -58,16 +58,20 @@ class RunRecorder:
         group: str | None = None,
         comparison: Path | None = None,
     ) -> None:
-        here = is_rank_zero()
+        is_writer = is_rank_zero()
         self.run = run
         self.folder = folder
         self.result: PlainRow | None = None
         self.unwritten: list[str] = []
-        self.profile = Profile(run.record.get("profile", 0), folder / "profile.json", here=here)
-        self.delays = Ledger(folder / "delays.csv", ["step", "stage"], resume=resume, here=here)
+        self.profile = Profile(
+            run.record.get("profile", 0), folder / "profile.json", here=is_writer
+        )
+        self.delays = Ledger(
+            folder / "delays.csv", ["step", "stage"], resume=resume, here=is_writer
+        )
         self._epochs: Ledger | None = None
         if comparison is None:
-            self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=here)
+            self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer)
         self._name = f"{run.schedule.name}, seed {run.options.seed}"
         self._tracking = track(
             run.record,
@@ -233,10 +237,10 @@ def _notes_on(outcome: Outcome) -> list[str]:
     """Return notes on a resumed run and on damaged images."""
     notes = []
     if outcome.resumed_at:
-        rest = "seconds are of the steps since"
+        detail = "seconds are of the steps since"
         if outcome.resumed_at == outcome.run.runtime.steps_done:
-            rest = "there was nothing left to train"
-        notes.append(f"resumed at step {outcome.resumed_at}: {rest}")
+            detail = "there was nothing left to train"
+        notes.append(f"resumed at step {outcome.resumed_at}: {detail}")
     if damaged := _damaged(outcome.run):
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     return notes

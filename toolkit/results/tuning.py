@@ -30,15 +30,15 @@ def trials(options: RunOptions) -> dict[str, Any]:
             " that are chosen by the runs that they are judged by look too good; take another"
         )
     rules = {}
-    own = {}
+    own_options = {}
     for rule, rule_options in options["rules"].items():
         for factor, rate in _rates(options, rule).items():
             rules[_name(rule, factor)] = rule_options
-            own[_name(rule, factor)] = _own(options, rule, rate)
+            own_options[_name(rule, factor)] = _own(options, rule, rate)
     return {
         **options,
         "rules": rules,
-        "own": own,
+        "own": own_options,
         "seed": tune.seed,
         "seeds": 1,
         "epochs": tune.epochs,
@@ -80,11 +80,11 @@ def _merit(last_epoch: PlainRow, by: Metric) -> list[float]:
 
 def with_best(options: RunOptions, rows: Sequence[PlainRow]) -> dict[str, Any]:
     """Return ``own`` of a comparison, with the best rate of each rule."""
-    own = {**options["own"]}
+    own_options = {**options["own"]}
     for row in rows:
         if row["best"]:
-            own[row["rule"]] = _own(options, row["rule"], row["lr"])
-    return own
+            own_options[row["rule"]] = _own(options, row["rule"], row["lr"])
+    return own_options
 
 
 def edges(rows: Sequence[PlainRow]) -> dict[str, str]:

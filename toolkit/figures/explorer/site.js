@@ -8,8 +8,8 @@ const inflate = async packed => {
 const show = async () => {
   const chosen = Object.fromEntries(new FormData(form));
   history.replaceState(null, "", `#${new URLSearchParams(chosen)}`);
-  const group = data[`${chosen.size}/${chosen.costs}`], { schedule, beside } = chosen;
-  const names = [schedule, beside, `${schedule} ${beside}`];
+  const group = data[`${chosen.size}/${chosen.costs}`], schedule = chosen.schedule, compared = chosen["compared with"];
+  const names = [schedule, compared, `${schedule} ${compared}`];
   const [first, second, verdict] = await Promise.all(names.map(name => inflate(group[name])));
   panes[0].innerHTML = first;
   panes[1].innerHTML = second;
@@ -20,7 +20,7 @@ const show = async () => {
     svg.viewBox.baseVal.width = wide;
     Object.assign(svg.style, { minWidth: `${least}px`, maxWidth: `${1.35 * wide}px` });
   }
-  panes[1].hidden = schedule === beside;
+  panes[1].hidden = schedule === compared;
   document.querySelector(".cdp-verdict").textContent = verdict;
   document.querySelector(".cdp-play input").dispatchEvent(new Event("input", { bubbles: true }));
 };

@@ -26,7 +26,7 @@ _STEPS = 2  # training steps drawn
 
 def site_page(
     first: str,
-    others: Sequence[str],
+    compared_methods: Sequence[str],
     sizes: Sequence[int] = SITE_SIZES,
     settings: Sequence[str] = SITE_SETTINGS,
 ) -> str:
@@ -34,7 +34,7 @@ def site_page(
 
     Args:
         first: the method that the page shows at first.
-        others: methods on offer at its side; the first one is shown at first.
+        compared_methods: methods on offer at its side; the first one is shown at first.
         sizes: stages, and as many micro-batches.
         settings: ``"uniform"``, or a model and a machine such as ``"resnet50 on ethernet_10"``.
     """
@@ -43,11 +43,11 @@ def site_page(
         for setting in settings:
             group = _Group(size, setting)
             compressed[f"{size}/{setting}"] = {
-                name: _packed(text) for name, text in group.texts(first, others)
+                name: _packed(text) for name, text in group.texts(first, compared_methods)
             }
     fields = {
         "schedule": [first, *(name for name in METHODS if name != first)],
-        "beside": [*others],
+        "compared with": [*compared_methods],
         "size": [str(size) for size in sizes],
         "costs": [*settings],
     }
@@ -73,7 +73,7 @@ class _Group:
             except UserError as error:
                 self.refusals[name] = error
 
-    def texts(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
+    def texts(self, first: str, compared_methods: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield panes by method, and verdicts by two methods."""
         for name, error in self.refusals.items():
             yield name, HTML.impossible(error, "")
@@ -81,17 +81,17 @@ class _Group:
         picture_of = dict(zip(self.results, pictures, strict=True))
         common_frame = frame_of(pictures)
         # Cells are as wide as they are for the two methods that are shown at first.
-        default_frame = frame_of([picture_of[others[0]], picture_of[first]])
+        default_frame = frame_of([picture_of[compared_methods[0]], picture_of[first]])
         for name, (analysis, timeline) in self.results.items():
             picture = picture_of[name]
             frame = common_frame._replace(
                 end=picture.end, scale=default_frame.scale, cell=default_frame.cell
             )
             yield name, pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec)
-            for other in others:
-                if other in self.results and other != name:
-                    pair = self.results[name], self.results[other]
-                    yield f"{name} {other}", verdict(*pair, in_slots=self.is_uniform)
+            for compared_method in compared_methods:
+                if compared_method in self.results and compared_method != name:
+                    pair = self.results[name], self.results[compared_method]
+                    yield f"{name} {compared_method}", verdict(*pair, in_slots=self.is_uniform)
 
 
 def _packed(text: str) -> str:
