@@ -79,7 +79,7 @@ def test_gradients_go_as_soon_as_they_are_used(monkeypatch, schedule):
     def checked(self, i):
         execute(self, i)
         if i.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
-            seen.append(self.kept[i.stage, i.microbatch, i.step].gradients)
+            seen.append(self.saved[i.stage, i.microbatch, i.step].gradients)
 
     monkeypatch.setattr(Rank, "execute", checked)
     a_runtime(schedule).step(torch.ones(6, 4), torch.zeros(6))
@@ -125,6 +125,6 @@ def test_outputs_that_were_passed_on_are_let_go(monkeypatch):
     give, compute, start = Rank.give, StageRunner.forward, Rank._backward
     monkeypatch.setattr(Rank, "give", passes_on)
     monkeypatch.setattr(StageRunner, "forward", forward)
-    monkeypatch.setitem(rank._DO, Action.BACKWARD, backward)
+    monkeypatch.setitem(rank._METHODS, Action.BACKWARD, backward)
     a_runtime(catalog.gpipe(2, 2)).step(torch.ones(4, 4), torch.zeros(4))
     assert alive == [[False, False], [False, False]]
