@@ -71,14 +71,6 @@ def watch(model: nn.Module, owner: Owner) -> None:
         model.__class__ = _classes[kind]
 
 
-def unwatch(model: nn.Module) -> None:
-    """End :func:`watch`."""
-    _owners.pop(model, None)
-    for kind, watched in _classes.items():
-        if type(model) is watched:
-            model.__class__ = kind
-
-
 def _watched(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of ``kind`` that looks like it."""
 
