@@ -34,7 +34,7 @@ def main(config: DictConfig) -> None:
     )
     from toolkit.figures import save
     from toolkit.files import write_csv
-    from toolkit.plan import Limits, plan
+    from toolkit.plan import Limits, PilotOptions, PlanOptions, plan
     from toolkit.plan.candidates import data_options
     from toolkit.results import describe_cpu, write_result
     from toolkit.schedule.plain_options import ORDERS_FILE
@@ -60,6 +60,15 @@ def main(config: DictConfig) -> None:
     options = f"{chosen(*groups)} precision={config.precision}"
     if not samples:
         options += f" {data_options(form)}"
+    plan_options = PlanOptions(
+        limits=Limits(**limits),
+        precision=config.precision,
+        optimizer_words=config.optimizer_words,
+        search_seconds=config.search_seconds if config.search else 0.0,
+        jobs=config.jobs,
+        command_options=options,
+    )
+    pilot_options = PilotOptions(compute=config.pilot_compute, budget=config.pilot_seconds)
     pilot = None
     with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
 
@@ -73,12 +82,7 @@ def main(config: DictConfig) -> None:
             build_hardware(config.hardware),
             counts(config, "ranks"),
             batch=config.batch,
-            limits=Limits(**limits),
-            precision=config.precision,
-            optimizer_words=config.optimizer_words,
-            given=options,
-            search_seconds=config.search_seconds if config.search else 0.0,
-            jobs=config.jobs,
+            options=plan_options,
             on_progress=show_progress,
         )
         if config.pilot:
@@ -86,8 +90,7 @@ def main(config: DictConfig) -> None:
             pilot = result.pilot(
                 lambda: build_model(config.model, form).to(device),
                 samples,
-                compute=config.pilot_compute,
-                budget=config.pilot_seconds,
+                options=pilot_options,
                 on_progress=show_progress,
             )
     folder = output_folder()

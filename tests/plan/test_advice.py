@@ -63,7 +63,7 @@ def findings(v2=1.0, memory=(4, 4), spread=0.01, v1=1.0, **changes):
         rule("CDP-v2", 250, v2, memory[1], spread, **more),
     )
     found = Pilot(4, 4, 8, "per_microbatch", "a CPU", MACHINE, "measured", rules, trained())
-    return replace(found, given="model.target=my.net data=digits", **changes)
+    return replace(found, command_options="model.target=my.net data=digits", **changes)
 
 
 FAST, LARGE = {"v2": 0.7}, {"memory": (12, 6)}

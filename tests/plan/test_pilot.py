@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Images, gpt
-from toolkit.plan import Limits, Plan, Prediction, largest_stable_rate, pilot
+from toolkit.plan import Limits, PilotOptions, Plan, Prediction, largest_stable_rate, pilot
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.pilot import _corrected, _model_maker
 from toolkit.schedule import ScheduleSpec
@@ -65,10 +65,7 @@ def found():
     result = pilot(
         model,
         images,
-        batch=4,
-        hardware=LINK,
-        steps=30,
-        seeds=2,
+        options=PilotOptions(batch=4, hardware=LINK, steps=30, seeds=2),
         on_progress=lambda what, share: said.append((what, share)),
     )
     assert torch.equal(drawn, torch.get_rng_state())
@@ -99,7 +96,8 @@ def test_the_rule_that_gains_is_trained():
     layers = [x for _ in range(6) for x in (nn.Linear(108, 108), nn.ReLU())]
     model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(108, 4))
     slow = Hardware("links as slow as the stages", 1e9, 1e9, 5e7)
-    found = pilot(model, PAIR, 2, batch=4, hardware=slow, compute="roofline", steps=2, seeds=2)
+    options = PilotOptions(batch=4, hardware=slow, compute="roofline", steps=2, seeds=2)
+    found = pilot(model, PAIR, 2, options=options)
     v1, v2 = found.of("CDP-v1"), found.of("CDP-v2")
     assert v1.speed[2] < 0.95 < v2.speed[2]
     assert found.late == v1
@@ -128,7 +126,8 @@ def test_late_weights_have_the_correction_that_bears_the_larger_rate(name):
 
 def test_an_optimizer_of_the_user_stays_without_corrections():
     plain = partial(torch.optim.SGD, lr=0.01)
-    found = pilot(net(), PAIR, 2, batch=4, steps=0, optimizer=plain, placement="per_stage")
+    options = PilotOptions(batch=4, steps=0, optimizer=plain, placement="per_stage")
+    found = pilot(net(), PAIR, 2, options=options)
     assert {rule.predicted.schedule.corrected.kind for rule in found.rules} == {"none"}
     assert "nesterov" not in str(found)
     assert found.of("DP").predicted.schedule.name == "GPipe"
@@ -162,7 +161,8 @@ def test_the_best_of_a_plan_is_measured(best, correction):
         for one, seconds in ((Candidate(ScheduleSpec("dp", 8, 2), 4), 1.0), (best, 0.5))
     )
     planned = Plan((), (), base, mine, Limits(memory=1e9), LINK, given, 2)
-    found = planned.pilot(net(), PAIR, steps=2, seeds=1, compute="roofline")
+    options = PilotOptions(steps=2, seeds=1, compute="roofline")
+    found = planned.pilot(net(), PAIR, options=options)
     dp, late = found.rules
     assert (late.predicted.staleness, dp.predicted.staleness) == (schedule.mean_staleness, 0)
     for rule in (dp, late):
@@ -179,9 +179,10 @@ def test_the_best_of_a_plan_is_measured(best, correction):
 def test_a_pipeline_without_late_weights_needs_no_training():
     made = Prediction(Candidate(ScheduleSpec("one_f_one_b", 2, 8), 1), 0.5, 1e6, 2, 0.0)
     planned = Plan((), (), made, made, Limits(), LINK, "model=resnet8", 1)
-    rules = planned.pilot(net(), PAIR, compute="roofline").rules
+    options = PilotOptions(compute="roofline")
+    rules = planned.pilot(net(), PAIR, options=options).rules
     limits = Limits(memory=sum(rule.predicted.memory for rule in rules) / 2)
-    found = replace(planned, limits=limits).pilot(net(), PAIR, compute="roofline")
+    found = replace(planned, limits=limits).pilot(net(), PAIR, options=options)
     assert [rule.rule for rule in found.rules] == ["DP", "1F1B"]
     assert [rule.predicted.schedule.name for rule in found.rules] == ["GPipe", "1F1B"]
     assert found.of("1F1B").activations < found.of("DP").activations
@@ -208,7 +209,7 @@ def test_a_pipeline_without_late_weights_needs_no_training():
 def test_the_usual_rules_are_measured_beside_data_parallelism(choice, sizes):
     base = Prediction(Candidate(choice, 4), 1.0, 1e6, choice.build().n_ranks, 0.0)
     found = Plan((base,), (), base, None, Limits(), LINK, "", 1).pilot(
-        net(), PAIR, steps=0, compute="roofline"
+        net(), PAIR, options=PilotOptions(steps=0, compute="roofline")
     )
     assert [rule.rule for rule in found.rules] == ["DP", "CDP-v1", "CDP-v2"]
     assert (found.n_workers, found.batch, found.placement) == sizes
@@ -219,9 +220,9 @@ def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
     parts = [x for n in (3, 8, 8, 8) for x in (nn.Conv2d(n, 8, 1), nn.ReLU())]
     parts += [x for _ in range(2) for x in (nn.Conv2d(8, 8, 7, padding=3), nn.ReLU())]
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(8 * 24 * 24, 4))
-    options = {"n_workers": 2, "batch": 4, "hardware": LINK, "steps": 0, "seeds": 1}
+    options = PilotOptions(batch=4, hardware=LINK, steps=0, seeds=1)
     apart, together = (
-        pilot(model, pairs(images, CLASSES), placement=placement, **options)
+        pilot(model, pairs(images, CLASSES), 2, options=replace(options, placement=placement))
         for placement in ("per_microbatch", "one")
     )
     assert apart.of("DP").waiting > together.of("DP").waiting == 0
@@ -234,7 +235,8 @@ def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
 
 def test_a_function_makes_the_model():
     workers = np.int64(2)
-    found = pilot(net, PAIR, workers, batch=4, steps=2, seeds=1, compute="roofline")
+    options = PilotOptions(batch=4, steps=2, seeds=1, compute="roofline")
+    found = pilot(net, PAIR, workers, options=options)
     assert f"model.target={net.__module__}.net " in found.advice.command
     assert found.compute == "roofline"
     assert found.training.n_tested == 8
@@ -245,7 +247,8 @@ def test_a_decoder_and_its_text():
     tokens = np.arange(600) ** 2 % 11
     words = Tokens(tokens[:500], tokens[500:], 8, 11)
     decoder = partial(gpt, **words.form.arguments, layers=2, width=8, heads=2)
-    found = pilot(decoder, words, 2, batch=4, steps=4, seeds=1, optimizer=torch.optim.AdamW)
+    options = PilotOptions(batch=4, steps=4, seeds=1, optimizer=torch.optim.AdamW)
+    found = pilot(decoder, words, 2, options=options)
     text = str(found)
     assert "2 micro-batches of 4 sequences of shape [8], 2 stages" in text
     assert "Accuracy: of 96 tokens after 4 training steps" in text
@@ -253,15 +256,16 @@ def test_a_decoder_and_its_text():
     assert "data=tokens data.root=MY_TOKENS data.length=8 data.vocabulary=11" in text
     small = partial(gpt, 10, 8, layers=2, width=8, heads=2)
     with pytest.raises(UserError, match=r"\[4, 8, 10\].* 11"):
-        pilot(small, words, 2, batch=4, steps=4)
+        pilot(small, words, 2, options=PilotOptions(batch=4, steps=4))
     flat = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(32, 11))
     with pytest.raises(UserError, match=r"\[4, 11\].*\[4, 8, 11\]"):
-        pilot(flat, words, 2, batch=4)
+        pilot(flat, words, 2, options=PilotOptions(batch=4))
 
 
 def test_without_training_steps_progress_ends_with_the_prediction():
     said = []
-    found = pilot(net(), PAIR, 2, batch=4, steps=0, on_progress=lambda *what: said.append(what))
+    options = PilotOptions(batch=4, steps=0)
+    found = pilot(net(), PAIR, 2, options=options, on_progress=lambda *what: said.append(what))
     assert said[-1] == ("predicting", 1.0)
     assert found.training is None
     assert found.untrained == "steps=0"
@@ -270,7 +274,8 @@ def test_without_training_steps_progress_ends_with_the_prediction():
 def test_divergence_is_reported():
     """In the types of a model in 64 bits."""
     wild = partial(torch.optim.SGD, lr=1e6)
-    found = pilot(net().double(), PAIR, 2, batch=4, steps=6, seeds=1, optimizer=wild)
+    options = PilotOptions(batch=4, steps=6, seeds=1, optimizer=wild)
+    found = pilot(net().double(), PAIR, 2, options=options)
     assert found.training.diverged == ("DP", "CDP-v2")
     assert found.advice.choice == "undecided"
 
@@ -278,7 +283,8 @@ def test_divergence_is_reported():
 def test_a_training_whose_loss_is_0():
     """If all answers are alike, 32 bits round the loss to 0."""
     alike = torch.zeros(40, dtype=torch.long)
-    trained = pilot(net(1), pairs(IMAGES, alike, 1), 2, batch=4, steps=6, seeds=1).training
+    options = PilotOptions(batch=4, steps=6, seeds=1)
+    trained = pilot(net(1), pairs(IMAGES, alike, 1), 2, options=options).training
     assert (trained.loss_ratio, trained.highest, trained.diverged) == (1, 1, ())
 
 
@@ -291,11 +297,21 @@ def test_a_function_draws_weights_for_every_seed():
 
 
 def test_a_model_that_cannot_be_cut():
-    found = pilot(Recurrent(), PAIR, 2, batch=4)
+    found = pilot(Recurrent(), PAIR, 2, options=PilotOptions(batch=4))
     assert (found.n_stages, found.rules, found.training) == (1, (), None)
     assert found.advice.choice == "DP"
     assert "cannot be cut" in str(found)
     assert "cannot be cut" in found._repr_html_()
+
+
+def pilot_with(model, images, said, n_workers=4, **options):
+    pilot(
+        model,
+        images,
+        n_workers,
+        options=PilotOptions(**options),
+        on_progress=lambda what, share: said.append(what),
+    )
 
 
 UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
@@ -324,6 +340,6 @@ UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
 def test_a_mistake_is_one_sentence_before_anything_is_measured(model, images, options, message):
     said = []
     with pytest.raises(UserError, match=message) as refused:
-        pilot(model, images, on_progress=lambda what, share: said.append(what), **options)
+        pilot_with(model, images, said, **options)
     assert "\n" not in str(refused.value)
     assert {*said} <= {"cutting the model"}

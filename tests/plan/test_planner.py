@@ -10,7 +10,7 @@ from tests.figures.test_explorer import composed
 from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.model import Images, Sequences, partition
-from toolkit.plan import Limits, Prediction, plan
+from toolkit.plan import Limits, PlanOptions, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.predictions import Machines, front
 from toolkit.plan.sweep import choose_prediction, worth_a_fresher_delay
@@ -32,7 +32,7 @@ def net(depth=7):
 
 @pytest.fixture(scope="module")
 def found():
-    return plan(net(), IMAGES, SLOW, 2, batch=2, jobs=1)
+    return plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=1))
 
 
 def made_up(seconds, memory=1.0, staleness=0.0, ranks=2, checkpoint="none", **more):
@@ -167,7 +167,8 @@ def test_settled_candidates_have_the_affordable_delay():
     ],
 )
 def test_limits_hold(found, limits, kept):
-    limited = plan(net(), IMAGES, SLOW, 2, batch=2, jobs=1, limits=Limits(**limits))
+    options = PlanOptions(jobs=1, limits=Limits(**limits))
+    limited = plan(net(), IMAGES, SLOW, 2, batch=2, options=options)
     assert all(map(kept, [limited.best, *limited.front]))
     assert not all(map(kept, found.front))
 
@@ -186,14 +187,15 @@ def test_the_hardware_limits_memory_where_the_limit_is_above_it():
 
 
 def test_nothing_within_the_limits():
-    found = plan(net(), IMAGES, SLOW, 2, batch=8, jobs=1, limits=Limits(memory=1e3))
+    options = PlanOptions(jobs=1, limits=Limits(memory=1e3))
+    found = plan(net(), IMAGES, SLOW, 2, batch=8, options=options)
     assert (found.best, found.front) == (None, ())
     assert [p.candidate.spec.method for p in found.predictions] == ["dp"]
     assert "Nothing keeps the limits" in found.verdict
 
 
 def test_models_of_few_stages_and_several_numbers_of_ranks():
-    found = plan(net(depth=1), IMAGES, SLOW, [1, 2], batch=8, jobs=1)
+    found = plan(net(depth=1), IMAGES, SLOW, [1, 2], batch=8, options=PlanOptions(jobs=1))
     assert found.baseline.ranks == 2
     assert found.baseline.schedule.n_stages < 8
     assert {p.ranks for p in found.predictions} == {1, 2}
@@ -202,17 +204,17 @@ def test_models_of_few_stages_and_several_numbers_of_ranks():
 def test_kinds_of_ranks_and_tiers_of_links(found):
     """Rank 1 is slower and smaller; within a machine messages are fast."""
     near = replace(SLOW, ranks_per_machine=2, local_bandwidth=1e12)
-    equal = plan(net(), IMAGES, near, 2, batch=2, jobs=1)
+    equal = plan(net(), IMAGES, near, 2, batch=2, options=PlanOptions(jobs=1))
     assert equal.baseline.seconds < found.baseline.seconds
     mixed = replace(near, speeds=(1.0, 0.5), memories=(1e9, 300e3))
-    slower = plan(net(), IMAGES, mixed, 2, batch=2, jobs=1)
+    slower = plan(net(), IMAGES, mixed, 2, batch=2, options=PlanOptions(jobs=1))
     assert equal.baseline.seconds < slower.baseline.seconds
     fits = {p.candidate: p.fits for p in slower.predictions}
     assert equal.baseline.fits > fits[equal.baseline.candidate]
 
 
 def test_processes_find_the_same(found):
-    assert plan(net(), IMAGES, SLOW, 2, batch=2, jobs=2).front == found.front
+    assert plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=2)).front == found.front
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_processes_find_the_same(found):
 def test_refused(arguments, match):
     given = {"hardware": SLOW, "ranks": 2, "batch": 8} | arguments
     with pytest.raises(UserError, match=match):
-        plan(net(), IMAGES, jobs=1, **given)
+        plan(net(), IMAGES, options=PlanOptions(jobs=1), **given)
 
 
 @pytest.mark.parametrize("limits", [{"memory": 0}, {"staleness": -1}, {"seconds": "1"}])

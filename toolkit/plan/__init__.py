@@ -6,8 +6,8 @@ from toolkit.plan.curvature import Curvature, largest_curvature
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.offsets import Staggered, best_offsets
 from toolkit.plan.one_device import LeastPeak, least_peak
-from toolkit.plan.pilot import pilot
-from toolkit.plan.planner import Plan, plan
+from toolkit.plan.pilot import PilotOptions, pilot
+from toolkit.plan.planner import Plan, PlanOptions, plan
 from toolkit.plan.predictions import Limits, Prediction
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace
@@ -21,7 +21,9 @@ __all__ = [
     "LeastPeak",
     "Limits",
     "Pilot",
+    "PilotOptions",
     "Plan",
+    "PlanOptions",
     "Prediction",
     "RuleFindings",
     "SearchResult",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.files import started_by
 from toolkit.format import plus_minus, size
-from toolkit.plan.candidates import late_methods
+from toolkit.plan.candidates import Candidate, late_methods
 
 if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
@@ -27,25 +27,35 @@ _VERDICTS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do."""
+    """What to train next, and why.
 
-    choice: str  # DP, a rule, a rule on trial, or undecided
-    verdict: str  # the choice as a sentence, without its full stop
-    reasons: tuple[str, ...]  # sentences with their numbers
-    watch: tuple[str, ...]  # what to look at in later runs
-    roll_back: tuple[str, ...]  # when to return to DP
-    command: str  # command line of the next run
+    Attributes:
+        choice: DP, a rule, a rule on trial, or undecided.
+        verdict: the choice as a sentence, without its full stop.
+        reasons: sentences with their numbers.
+        watch: quantities to look at in later runs.
+        roll_back: conditions on which to return to DP.
+        command: command line of the next run.
+    """
+
+    choice: str
+    verdict: str
+    reasons: tuple[str, ...]
+    watch: tuple[str, ...]
+    roll_back: tuple[str, ...]
+    command: str
 
     def text(self) -> str:
         """The verdict, its reasons and the next steps, as lines of text."""
         lines = [self.verdict + ".", *(f"- {reason}" for reason in self.reasons)]
         for title, items in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
-            lines += [title, *(f"- {line}" for line in items)] if items else []
+            if items:
+                lines += [title, *(f"- {line}" for line in items)]
         return "\n".join([*lines, "Next command:", self.command])
 
 
-def advise(found: "Pilot") -> Advice:
-    """Derive the advice from ``found``.
+def advise(pilot: "Pilot") -> Advice:
+    """Derive the advice from a pilot.
 
     It is about one rule: the freshest that gains something. With late weights, accuracy decides
     first: the rule is refused if it diverges or loses accuracy. Then it has to gain: either it fits
@@ -55,15 +65,25 @@ def advise(found: "Pilot") -> Advice:
     rule is tried.
 
     Args:
-        found: what a pilot measured and predicted.
+        pilot: what it measured and predicted.
     """
-    choice, reasons = _decide(found)
-    rule = found.late.rule if found.rules else ""
-    is_watched = choice in (ADOPT, TRY) and found.late.predicted.staleness > 0
-    watch, roll_back = (_watch(found), _roll_back(found, choice)) if is_watched else ((), ())
-    name = {ADOPT: rule, TRY: f"{rule} {TRY}"}.get(choice, choice)
-    verdict = _VERDICTS[choice].format(rule)
-    return Advice(name, verdict, tuple(reasons), watch, roll_back, _command(found, choice))
+    choice, reasons = _decide(pilot)
+    rule = ""
+    watch: tuple[str, ...] = ()
+    roll_back: tuple[str, ...] = ()
+    if pilot.rules:
+        rule = pilot.late.rule
+        if choice in (ADOPT, TRY) and pilot.late.predicted.staleness > 0:
+            watch = _watch(pilot)
+            roll_back = _roll_back(pilot, choice)
+    return Advice(
+        choice={ADOPT: rule, TRY: f"{rule} {TRY}"}.get(choice, choice),
+        verdict=_VERDICTS[choice].format(rule),
+        reasons=tuple(reasons),
+        watch=watch,
+        roll_back=roll_back,
+        command=_command(pilot, choice),
+    )
 
 
 def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
@@ -80,7 +100,9 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
             " the pilot again"
         ]
     late_rule = pilot.late
-    gain_reasons, remarks, loss_reason = gains(pilot, late_rule), _remarks(pilot), ""
+    gain_reasons = gains(pilot, late_rule)
+    remarks = _remarks(pilot)
+    loss_reason = ""
     if training and late_rule.rule in training.diverged:
         loss_reason = (
             f"{late_rule.rule} diverged within {training.n_steps} training steps, and DP did not"
@@ -88,51 +110,49 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     elif training and training.learned and training.difference.interval[1] < 0:
         loss_reason = f"accuracy: {_difference(pilot, training)}, a loss by its interval"
     if loss_reason:
-        memory_hint = (
-            "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
-        )
-        return STAY, [
-            loss_reason,
-            *gain_reasons,
-            *remarks,
-            *[memory_hint][: not pilot.of("DP").predicted.fits],
-        ]
+        reasons = [loss_reason, *gain_reasons, *remarks]
+        if not pilot.of("DP").predicted.fits:
+            reasons.append(
+                "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
+            )
+        return STAY, reasons
     if not gain_reasons:
         rules = " and ".join(rule.rule for rule in pilot.rules[1:])
         return STAY, [f"{rules} would gain nothing that counts", *remarks, _accuracy(pilot)]
+    reasons = [*gain_reasons, *remarks, _accuracy(pilot)]
     if not late_rule.predicted.staleness:
-        return ADOPT, [*gain_reasons, *remarks, _accuracy(pilot)]
+        return ADOPT, reasons
     shows_accuracy = training and training.learned and not training.blind
-    is_sure = shows_accuracy and training.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
-    return ADOPT if is_sure else TRY, [*gain_reasons, *remarks, _accuracy(pilot)]
+    if shows_accuracy and training.difference.interval[0] >= -TOLERANCE:  # type: ignore[union-attr]
+        return ADOPT, reasons
+    return TRY, reasons
 
 
-def gains(found: "Pilot", late: "RuleFindings") -> list[str]:
-    """Return what a rule with late weights gains over DP on the user's machines, in sentences.
-
-    Args:
-        found: what a pilot measured and predicted.
-        late: findings of the rule.
-    """
+def gains(pilot: "Pilot", late_rule: "RuleFindings") -> list[str]:
+    """Return what a rule with late weights gains over DP on the user's machines, in sentences."""
     reasons = []
-    if late.predicted.fits and not found.of("DP").predicted.fits:
-        reasons.append(f"memory: {_needs(found, late)}")
-    if late.speed[2] < 1 - WORTH:
-        alternatives = (
-            ". Compare other remedies for slow links: runtime.compression=bf16, and an all-reduce"
-            " that is a step late (runtime=delayed_allreduce)"
-        )
-        reasons.append(_speed(found, late) + alternatives * (found.placement == "per_microbatch"))
+    if late_rule.predicted.fits and not pilot.of("DP").predicted.fits:
+        reasons.append(f"memory: {_needs(pilot, late_rule)}")
+    if late_rule.speed[2] < 1 - WORTH:
+        reason = _speed(pilot, late_rule)
+        if pilot.placement == "per_microbatch":
+            reason += (
+                ". Compare other remedies for slow links: runtime.compression=bf16, and an"
+                " all-reduce that is a step late (runtime=delayed_allreduce)"
+            )
+        reasons.append(reason)
     return reasons
 
 
 def _remarks(pilot: "Pilot") -> list[str]:
     """Return remarks on what the compared rule does not gain, and on the other rules."""
-    dp_rule, late_rule, remarks = pilot.of("DP"), pilot.late, []
+    dp_rule = pilot.of("DP")
+    late_rule = pilot.late
+    remarks = []
     if dp_rule.predicted.fits:
-        explanation = (
-            "DP fits as well" if pilot.limited else "give Hardware(memory=...) to judge it"
-        )
+        explanation = "give Hardware(memory=...) to judge it"
+        if pilot.limited:
+            explanation = "DP fits as well"
         if pilot.placement == "per_microbatch":
             explanation = (
                 "but none on a device of its own: it counts with placement='one' or 'per_stage'"
@@ -168,7 +188,8 @@ def _speed(pilot: "Pilot", late_rule: "RuleFindings") -> str:
 
 
 def _needs(pilot: "Pilot", late_rule: "RuleFindings") -> str:
-    dp_memory, late_memory = (size(rule.predicted.memory) for rule in (pilot.of("DP"), late_rule))
+    dp_memory = size(pilot.of("DP").predicted.memory)
+    late_memory = size(late_rule.predicted.memory)
     return (
         f"DP needs {dp_memory} on the fullest device, and {late_rule.rule} {late_memory}, of"
         f" {pilot.room}"
@@ -206,7 +227,8 @@ def _watch(pilot: "Pilot") -> tuple[str, ...]:
     cosine = "not measured here"
     ratio = "not measured here"
     if training and training.learned:
-        cosine, ratio = f"{training.cosine:.2f} here", f"{training.loss_ratio:.2f} here"
+        cosine = f"{training.cosine:.2f} here"
+        ratio = f"{training.loss_ratio:.2f} here"
     return (
         f"training loss divided by that of a DP run with the same seed ({ratio}): if it stays above"
         " 1.1 after warm-up, compare again",
@@ -248,32 +270,44 @@ def _guard_factor(pilot: "Pilot") -> float:
 
 def _command(pilot: "Pilot", choice: str) -> str:
     """Return a command that trains by the advice, or compares if accuracy is not known yet."""
+    command_options = pilot.command_options
     if not pilot.rules:
-        return f"{started_by('train')} schedule=dp {pilot.given}"
+        return f"{started_by('train')} schedule=dp {command_options}"
     if choice in (STAY, UNDECIDED):
-        return pilot.of("DP").predicted.candidate.command(pilot.given)
+        return pilot.of("DP").predicted.candidate.command(command_options)
     late_candidate = pilot.late.predicted.candidate
-    name, n_rounds = late_candidate.spec.method, late_candidate.spec.accumulate or 1
-    if choice == ADOPT and not pilot.late.predicted.staleness:
-        return late_candidate.command(pilot.given)
-    if choice == ADOPT:
-        guard = f"guard={'stop' if pilot.placement == 'per_stage' else 'rollback'}"
-        guard += f" guard_factor={_guard_factor(pilot):g} ema=0.999"
-        return late_candidate.command(f"{guard} {pilot.given}")
-    # A comparison takes the same options, but as those of one of its rules.
-    options = (
-        late_candidate.options()
-        .replace(f"schedule={name} ", "")
-        .replace("schedule.", f"rules.{name}.")
-    )
+    if choice == TRY:
+        return _comparison_command(late_candidate, pilot)
+    if not pilot.late.predicted.staleness:
+        return late_candidate.command(command_options)
+    guard = "guard=rollback"
+    if pilot.placement == "per_stage":
+        guard = "guard=stop"
+    guard += f" guard_factor={_guard_factor(pilot):g} ema=0.999"
+    return late_candidate.command(f"{guard} {command_options}")
+
+
+def _comparison_command(late_candidate: Candidate, pilot: "Pilot") -> str:
+    """Return a command that compares DP with the late candidate, over seeds."""
+    name = late_candidate.spec.method
+    # A comparison takes the options of a training, but as those of one of its rules.
+    options = late_candidate.options().replace(f"schedule={name} ", "")
+    options = options.replace("schedule.", f"rules.{name}.")
+    arguments = [options, pilot.command_options]
     usual_rules = late_methods()
-    rules = [quote(f"~rules.{usual_rule}") for usual_rule in usual_rules if usual_rule != name]
-    rules += [f"+schedule@rules.{name}={name}"] if name not in usual_rules else []
-    rules += [f"rules.dp.accumulate={n_rounds}"] if n_rounds > 1 else []
-    more_options = "diagnostics=20"
+    for usual_rule in usual_rules:
+        if usual_rule != name:
+            arguments.append(quote(f"~rules.{usual_rule}"))
+    if name not in usual_rules:
+        arguments.append(f"+schedule@rules.{name}={name}")
+    n_rounds = late_candidate.spec.accumulate or 1
+    if n_rounds > 1:
+        arguments.append(f"rules.dp.accumulate={n_rounds}")
+    arguments.append("seeds=5 ema=0.999")
     if pilot.placement == "one":
         # On one device DP accumulates gradients, which takes as little memory, and CDP runs slot
         # by slot.
-        more_options = "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
-    arguments = [options, pilot.given, *rules, "seeds=5 ema=0.999", more_options]
+        arguments.append("schedule@rules.dp=gradient_accumulation runtime.order=scheduled")
+    else:
+        arguments.append("diagnostics=20")
     return f"{started_by('compare')} {' '.join(arguments)}"

@@ -56,16 +56,24 @@ class Candidate:
     @property
     def label(self) -> str:
         """The schedule and what differs from plain stages, in words."""
-        schedule, method = self.schedule, METHODS.get(self.spec.method)
+        schedule = self.schedule
+        method = METHODS.get(self.spec.method)
+        name = "searched rank orders"
+        if method is not None:
+            name = schedule.name
         # A delay that was searched for has no short name.
-        name = schedule.name if method else "searched rank orders"
         if self.within is not None:
             name = f"CDP affordable {schedule.chains}"
-        placement = f" {schedule.placement}" if method and method.kind != "pipeline" else ""
-        placement = placement.replace("_", " ").replace(" per microbatch", "")
-        words = [name + placement, f"{count(schedule.n_stages, 'stage')} by {self.partition}"]
-        words += [f"micro-batches of {self.batch}"]
-        words += ["recomputed"] * (self.checkpoint != "none")
+        if method is not None and method.kind != "pipeline":
+            placement = f" {schedule.placement}".replace("_", " ")
+            name += placement.replace(" per microbatch", "")
+        words = [
+            name,
+            f"{count(schedule.n_stages, 'stage')} by {self.partition}",
+            f"micro-batches of {self.batch}",
+        ]
+        if self.checkpoint != "none":
+            words.append("recomputed")
         return ", ".join(words)
 
     def options(self) -> str:
@@ -79,11 +87,13 @@ class Candidate:
             f" checkpoint={self.checkpoint}"
         )
 
-    def command(self, given: str) -> str:
-        """Return a command line that trains so; ``given`` has its other options."""
+    def command(self, more_options: str) -> str:
+        """Return a command line that trains so; ``more_options`` are its other options."""
         n_ranks = self.schedule.n_ranks
-        runtime_option = "runtime=distributed" if n_ranks > 1 else "runtime.order=scheduled"
-        return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {given}"
+        runtime_option = "runtime.order=scheduled"
+        if n_ranks > 1:
+            runtime_option = "runtime=distributed"
+        return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {more_options}"
 
 
 def candidates(n_ranks: int, batch: int, stages: int = MAX_OPS) -> list[Candidate]:
@@ -99,11 +109,9 @@ def candidates(n_ranks: int, batch: int, stages: int = MAX_OPS) -> list[Candidat
         microbatches_per_step = spec.microbatches * (spec.accumulate or 1)
         is_small = spec.stages * microbatches_per_step <= max(MAX_OPS, n_ranks**2)
         if is_small and batch % microbatches_per_step == 0 and _exists(spec):
-            stage_options = product(MEASURES, _CHECKPOINTS)
-            all_candidates += [
-                Candidate(spec, batch // microbatches_per_step, *stage_option)
-                for stage_option in stage_options
-            ]
+            microbatch_size = batch // microbatches_per_step
+            for partition, checkpoint in product(MEASURES, _CHECKPOINTS):
+                all_candidates.append(Candidate(spec, microbatch_size, partition, checkpoint))
     return all_candidates
 
 
@@ -183,7 +191,8 @@ def data_options(form: InputSpec, *, own: bool = False) -> str:
         size_options = f"data.length={form.length} data.vocabulary={form.vocabulary}"
         return f"data=tokens data.root=MY_TOKENS {size_options}"
     if own:
-        folder_options = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
-        return folder_options if form.channels == 3 else "data=MY_DATA"
+        if form.channels != 3:
+            return "data=MY_DATA"
+        return f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
     size_options = f"data.image_size={form.width} data.in_channels={form.channels}"
     return f"data=synthetic {size_options} data.n_classes={form.n_classes}"

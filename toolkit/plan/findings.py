@@ -30,16 +30,27 @@ PILOT_PLACEMENTS = ("per_microbatch", "per_stage", "per_stage_and_microbatch", "
 
 @dataclass(frozen=True)
 class RuleFindings:
-    """One rule on the user's model: measured here, and predicted of the user's machines."""
+    """One rule on the user's model: measured here, and predicted of the user's machines.
 
-    rule: str  # DP, CDP-v1, CDP-v2, or another schedule
-    activations: int  # peak bytes that autograd kept, all workers together
-    seconds: float  # median time of a training step, all micro-batches in one process
-    ratio: tuple[float, float, float]  # of that time to DP's: quartiles
-    predicted: Prediction  # of a training step
-    speed: tuple[float, float, float]  # predicted time by DP's: least, middle, most, over the slack
-    without_links: float  # predicted seconds if messages took no time
-    cuda_peak: int | None = None  # bytes above those held between steps; None on the CPU
+    Attributes:
+        rule: DP, CDP-v1, CDP-v2, or another schedule.
+        activations: peak bytes that autograd kept, all workers together.
+        seconds: median time of a training step, all micro-batches in one process.
+        ratio: of that time to DP's; its quartiles.
+        predicted: time and memory of a training step.
+        speed: predicted time by DP's: smallest, middle and largest, over the slack.
+        without_links: predicted seconds if messages took no time.
+        cuda_peak: bytes above those held between steps; None on the CPU.
+    """
+
+    rule: str
+    activations: int
+    seconds: float
+    ratio: tuple[float, float, float]
+    predicted: Prediction
+    speed: tuple[float, float, float]
+    without_links: float
+    cuda_peak: int | None = None
 
     @property
     def waiting(self) -> float:
@@ -51,23 +62,36 @@ class RuleFindings:
 class TrainingFindings:
     """DP and a rule with late weights, trained from the same weights on the same batches.
 
-    The interval of ``difference``, the rule minus DP in points, is paired by seed and covers 95 %;
-    it is at least as wide as the binomial one of ``n_tested`` answers.
+    Attributes:
+        n_steps: training steps of a run.
+        seeds: one for each run of a rule.
+        n_tested: images, or tokens, in the test.
+        accuracy: by rule, DP first: ``[run]``, a share.
+        difference: accuracy of the rule minus that of DP in points, paired by seed. The interval
+            covers 95 %; it is at least as wide as the binomial one of ``n_tested`` answers.
+        loss_ratio: the rule's training loss by that of DP at the end, the mean over seeds.
+        highest: largest mean loss over a tenth of a run, by the loss of its first step.
+        chance: accuracy of a guess: 1 by the number of classes.
+        frequent: accuracy of always naming the most frequent class.
+        learned: whether DP became surely better than both.
+        diverged: rules whose loss exploded in a run.
+        cosine: of the rule's stale and fresh gradients, mean of a run, smallest of all stages.
+        tested: unit of ``n_tested``: ``images`` or ``tokens``.
     """
 
-    n_steps: int  # training steps of a run
-    seeds: tuple[int, ...]  # one for each run of a rule
-    n_tested: int  # images, or tokens, in the test
-    accuracy: Mapping[str, tuple[float, ...]]  # by rule and run, a share; DP first
+    n_steps: int
+    seeds: tuple[int, ...]
+    n_tested: int
+    accuracy: Mapping[str, tuple[float, ...]]
     difference: Estimate
-    loss_ratio: float  # the rule's training loss by that of DP at the end, the mean over seeds
-    highest: float  # largest mean loss over a tenth of a run, by the loss of its first step
-    chance: float  # accuracy of a guess: 1 by the number of classes
-    frequent: float  # accuracy of always naming the most frequent class
-    learned: bool  # whether DP became surely better than both
-    diverged: tuple[str, ...]  # rules whose loss exploded in a run
-    cosine: float  # of the rule's stale and fresh gradients, mean of a run, smallest of all stages
-    tested: str = "images"  # what n_tested counts; or tokens
+    loss_ratio: float
+    highest: float
+    chance: float
+    frequent: float
+    learned: bool
+    diverged: tuple[str, ...]
+    cosine: float
+    tested: str = "images"
 
     @property
     def blind(self) -> str:
@@ -89,23 +113,41 @@ class TrainingFindings:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a pilot measured and predicted, and the advice."""
+    """What a pilot measured and predicted, and the advice.
 
-    n_workers: int  # micro-batches of a training step
-    n_stages: int  # 1 if the model cannot be cut
-    batch: int  # samples of a micro-batch
-    placement: str  # of the workers
-    device: str  # that was measured
-    hardware: Hardware  # the user's machines
-    compute: str  # source of the predicted seconds: measured on the device, or roofline
-    rules: tuple[RuleFindings, ...]  # DP first; empty if the model cannot be cut
-    training: TrainingFindings | None = None  # a short training
-    untrained: str = ""  # why there was none
-    given: str = ""  # options of a command line: the model, its samples, the optimizer
-    form: InputSpec = Images(3, 224, 224, 10)  # what the model takes and returns
-    certified: bool = False  # whether late weights have the correction of the larger stable rate
-    slack: tuple[float, float] = (1.0, 1.0)  # on the seconds of computing: least and largest factor
-    seconds: float = 0.0  # that the pilot took
+    Attributes:
+        n_workers: micro-batches of a training step.
+        n_stages: 1 if the model cannot be cut.
+        batch: samples of a micro-batch.
+        placement: of the workers, such as ``per_microbatch``.
+        device: that was measured, in words.
+        hardware: the user's machines.
+        compute: source of the predicted seconds: ``measured`` on the device, or ``roofline``.
+        rules: DP first; empty if the model cannot be cut.
+        training: a short training; None without one.
+        untrained: why there was none.
+        command_options: options of a command line: the model, its samples, the optimizer.
+        form: inputs and outputs of the model.
+        certified: whether late weights have the correction of the larger stable rate.
+        slack: smallest and largest factor on the seconds of computing.
+        seconds: that the pilot took.
+    """
+
+    n_workers: int
+    n_stages: int
+    batch: int
+    placement: str
+    device: str
+    hardware: Hardware
+    compute: str
+    rules: tuple[RuleFindings, ...]
+    training: TrainingFindings | None = None
+    untrained: str = ""
+    command_options: str = ""
+    form: InputSpec = Images(3, 224, 224, 10)
+    certified: bool = False
+    slack: tuple[float, float] = (1.0, 1.0)
+    seconds: float = 0.0
 
     def of(self, rule: str) -> RuleFindings:
         """Return the findings of ``rule``, such as DP or CDP-v2."""
@@ -125,10 +167,9 @@ class Pilot:
     @property
     def room(self) -> str:
         """The least and the most memory of a device, in words."""
-        memory_range = sorted({min(self._bounds), max(self._bounds)})
-        return " to ".join(
-            size(n_bytes) if isfinite(n_bytes) else "not limited" for n_bytes in memory_range
-        )
+        bounds = sorted({min(self._bounds), max(self._bounds)})
+        words = [size(n_bytes) if isfinite(n_bytes) else "not limited" for n_bytes in bounds]
+        return " to ".join(words)
 
     @property
     def _bounds(self) -> list[float]:
@@ -148,42 +189,59 @@ class Pilot:
         """One row for each quantity that is known, one column for each rule, formatted."""
         import pandas as pd
 
-        accuracy = self.training.accuracy if self.training else {}
-        columns = {
-            findings.rule: {
-                "activations of all workers (measured)": size(findings.activations),
-                "CUDA peak (measured)": size(findings.cuda_peak) if findings.cuda_peak else None,
-                "step in one process (measured)": " ".join(duration(findings.seconds)),
-                "by that of DP": _range(findings.ratio),
-                "step on your machines (predicted)": " ".join(duration(findings.predicted.seconds)),
-                "by that of DP, predicted": _range(findings.speed),
-                "share of messages, predicted": f"{findings.waiting:.0%}",
-                "fullest device (predicted)": size(findings.predicted.memory),
-                "fits": ("yes" if findings.predicted.fits else "no") if self.limited else None,
-                "accuracy (measured)": (
-                    f"{mean(accuracy[findings.rule]):.1%}" if findings.rule in accuracy else None
-                ),
-            }
-            for findings in self.rules
-        }
+        columns = {findings.rule: self._cells(findings) for findings in self.rules}
         return pd.DataFrame(columns).dropna(how="all").fillna("-")
+
+    def _cells(self, findings: RuleFindings) -> dict[str, str | None]:
+        """Return a rule's column of the table; None: not known."""
+        predicted = findings.predicted
+        cuda_peak = fits = accuracy = None
+        if findings.cuda_peak:
+            cuda_peak = size(findings.cuda_peak)
+        if self.limited:
+            fits = "yes" if predicted.fits else "no"
+        if self.training is not None and findings.rule in self.training.accuracy:
+            accuracy = f"{mean(self.training.accuracy[findings.rule]):.1%}"
+        return {
+            "activations of all workers (measured)": size(findings.activations),
+            "CUDA peak (measured)": cuda_peak,
+            "step in one process (measured)": " ".join(duration(findings.seconds)),
+            "by that of DP": _range(findings.ratio),
+            "step on your machines (predicted)": " ".join(duration(predicted.seconds)),
+            "by that of DP, predicted": _range(findings.speed),
+            "share of messages, predicted": f"{findings.waiting:.0%}",
+            "fullest device (predicted)": size(predicted.memory),
+            "fits": fits,
+            "accuracy (measured)": accuracy,
+        }
 
     def record(self) -> dict[str, Any]:
         """Return the advice and the table as plain values."""
-        return vars(self.advice) | {"rules": self.frame().to_dict() if self.rules else {}}
+        rules = {}
+        if self.rules:
+            rules = self.frame().to_dict()
+        return vars(self.advice) | {"rules": rules}
 
     def table(self) -> str:
         """The findings as aligned text."""
-        return self.frame().to_string() if self.rules else "the model cannot be cut into stages"
+        if not self.rules:
+            return "the model cannot be cut into stages"
+        return self.frame().to_string()
 
     def origin(self) -> list[str]:
         """What was measured where, what was predicted from what, and with what certainty."""
         if not self.rules:
             return []
         shape = [*self.form.example(1, "meta").shape[1:]]
-        source = "measured here" if self.compute == "measured" else "of its roofline"
-        memory = f"{self.room} a device" if self.limited else "memory not given"
-        dp_note = " DP runs as GPipe." if self.placement == "per_stage" else ""
+        source = "of its roofline"
+        if self.compute == "measured":
+            source = "measured here"
+        memory = "memory not given"
+        if self.limited:
+            memory = f"{self.room} a device"
+        dp_note = ""
+        if self.placement == "per_stage":
+            dp_note = " DP runs as GPipe."
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
             f" {self.form.samples} of shape {shape}, {self.n_stages} stages, in"
@@ -218,15 +276,11 @@ class Pilot:
     def _repr_html_(self) -> str:
         from jinja2 import Environment
 
-        return (
-            Environment(autoescape=True)
-            .from_string(_HTML)
-            .render(
-                advice=self.advice,
-                table=self.frame().to_html() if self.rules else "",
-                origin=self.origin(),
-            )
-        )
+        table = ""
+        if self.rules:
+            table = self.frame().to_html()
+        page = Environment(autoescape=True).from_string(_HTML)
+        return page.render(advice=self.advice, table=table, origin=self.origin())
 
 
 def _range(ratio: tuple[float, float, float]) -> str:

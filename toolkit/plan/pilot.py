@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
+from toolkit.training.data import Batch
 from toolkit.training.loop import cross_entropy
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -41,22 +42,66 @@ _RATE = 0.05
 _STEPS = range(10, 301)  # training steps of a short training
 
 
-def pilot(  # noqa: PLR0913 - options, by keyword
+@dataclass(frozen=True)
+class PilotOptions:
+    """How a pilot trains, which machines it predicts, and how long it may take.
+
+    Args:
+        batch: images, or sequences, of a micro-batch.
+        placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline with
+            one stage a device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
+            workers share a device, and the stages have equal activations instead of equal FLOPs.
+        optimizer: makes an optimizer from a list of parameters. By default SGD with Nesterov
+            momentum 0.9 and a learning rate of 0.05; late weights are then extrapolated where
+            that allows a larger stable rate: see :func:`toolkit.plan.largest_stable_rate`.
+        loss: mean loss of a micro-batch.
+        hardware: the machines' links and memory, and with ``compute="roofline"`` also their
+            speed; by default devices like this one with links of 10 Gbit/s.
+        compute: source of the predicted computing times: ``measured`` here, or the ``roofline``
+            of the hardware.
+        budget: approximate seconds that the pilot may take; it bounds the training steps.
+        seeds: runs of each rule.
+        steps: training steps of a run; by default what the budget allows, at most 300.
+            0: no training.
+
+    Raises:
+        UserError: an option is invalid; the message names it.
+    """
+
+    batch: int = 8
+    placement: str = "per_microbatch"
+    optimizer: MakeOptimizer | None = None
+    loss: Loss = cross_entropy
+    hardware: Hardware | None = None
+    compute: str = "measured"
+    budget: float = 60.0
+    seeds: int = 3
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", whole(self.batch, "batch", 1))
+        object.__setattr__(self, "seeds", whole(self.seeds, "seeds", 1))
+        if self.steps is not None:
+            object.__setattr__(self, "steps", whole(self.steps, "steps", 0))
+        check_choice("placement", self.placement, PILOT_PLACEMENTS)
+        check_choice("compute", self.compute, COMPUTE)
+        if not (isinstance(self.budget, int | float) and self.budget > 0):
+            raise UserError(f"budget is a number of seconds above 0: got {self.budget!r}")
+        if self.hardware is not None:
+            check_hardware(self.hardware)
+
+
+DEFAULT_OPTIONS = PilotOptions()
+
+
+def pilot(
     model: Model,
     samples: Any,
     n_workers: int = 4,
     *,
-    batch: int = 8,
-    hardware: Hardware | None = None,
-    placement: str = "per_microbatch",
-    compute: str = "measured",
-    budget: float = 60.0,
-    seeds: int = 3,
-    steps: int | None = None,
-    optimizer: MakeOptimizer | None = None,
-    loss: Loss = cross_entropy,
+    options: PilotOptions = DEFAULT_OPTIONS,
     candidate: Candidate | None = None,
-    given: str = "",
+    command_options: str = "",
     on_progress: OnProgress = lambda activity, share: None,
 ) -> Pilot:
     """Find out whether to train this model with cyclic data parallelism on these machines.
@@ -71,117 +116,158 @@ def pilot(  # noqa: PLR0913 - options, by keyword
             torch's Datasets.
         n_workers: micro-batches of a training step, and stages if the model can be cut into so
             many.
-        batch: images, or sequences, of a micro-batch.
-        hardware: the machines' links and memory, and with ``compute="roofline"`` also their
-            speed; by default devices like this one with links of 10 Gbit/s.
-        placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline with
-            one stage a device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
-            workers share a device, and the stages have equal activations instead of equal FLOPs.
-        compute: source of the predicted computing times: ``measured`` here, or the ``roofline``
-            of the hardware.
-        budget: approximate seconds that the pilot may take; it bounds the training steps.
-        seeds: runs of each rule.
-        steps: training steps of a run; by default what the budget allows, at most 300.
-            0: no training.
-        optimizer: makes an optimizer from a list of parameters. By default SGD with Nesterov
-            momentum 0.9 and a learning rate of 0.05; late weights are then extrapolated where
-            that allows a larger stable rate: see :func:`toolkit.plan.largest_stable_rate`.
-        loss: mean loss of a micro-batch.
+        options: the training, the machines, and the limits of time.
         candidate: a schedule of a plan, which is compared with DP instead of CDP-v1 and CDP-v2.
             Workers, batch and placement are its own.
-        given: options of a command line that describe the model and its samples.
+        command_options: options of a command line that describe the model and its samples.
         on_progress: called with the name of the activity and its completed share.
 
     Raises:
-        UserError: a model that cannot be traced or does not take the samples, too few samples, or
-            an invalid option.
+        UserError: a model that cannot be traced or does not take the samples, or too few samples.
     """
     start = time.perf_counter()
     n_workers = whole(n_workers, "n_workers", 2)
-    batch = whole(batch, "batch", 1)
-    seeds = whole(seeds, "seeds", 1)
-    steps = None if steps is None else whole(steps, "steps", 0)
-    check_choice("placement", placement, PILOT_PLACEMENTS)
-    check_choice("compute", compute, COMPUTE)
-    if not (isinstance(budget, int | float) and budget > 0):
-        raise UserError(f"budget is a number of seconds above 0: got {budget!r}")
-    if hardware is not None:
-        check_hardware(hardware)
-    if candidate is not None:
-        n_workers = candidate.schedule.n_microbatches
-        batch = candidate.batch
-        placement = candidate.schedule.layout.name
+    plain_candidate = _plain_candidate(n_workers, options, candidate)
+    placement = options.placement if candidate is None else candidate.schedule.layout.name
 
     # 1. Cut the model into stages.
+    model_cut = _cut_model(model, samples, plain_candidate, on_progress)
+    form = samples.form
+    described_model = f"model.target={model_cut.target or 'MY_PACKAGE.MY_MODEL'}"
+    findings = Pilot(
+        n_workers=plain_candidate.spec.microbatches,
+        n_stages=model_cut.n_stages,
+        batch=plain_candidate.batch,
+        placement=placement,
+        device=describe(model_cut.device),
+        hardware=options.hardware or _machines_like(model_cut.device),
+        compute=options.compute,
+        rules=(),
+        command_options=command_options or f"{described_model} {data_options(form, own=True)}",
+        form=form,
+    )
+    if model_cut.n_stages < 2:
+        return replace(findings, untrained="the model cannot be cut into stages")
+
+    # 2. Choose the rules, and the corrections of their late weights.
+    plain_spec = replace(plain_candidate.spec, stages=model_cut.n_stages)
+    plain_candidate = replace(plain_candidate, spec=plain_spec)
+    candidates = _rules_to_compare(plain_candidate, placement, candidate)
+    optimizer = options.optimizer
+    if optimizer is None:
+        optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
+        candidates = {rule: _corrected(candidate) for rule, candidate in candidates.items()}
+        optimizer_options = f"optimizer=nesterov optimizer.lr={_RATE}"
+        findings = replace(
+            findings,
+            command_options=f"{findings.command_options} {optimizer_options}",
+            certified=True,
+        )
+
+    # 3. Measure them here, predict the machines, and train two of them.
+    bench = PilotBench(model_cut.make_model, model_cut.stages, candidates, optimizer, options.loss)
+    findings = _measure_and_train(bench, findings, model_cut, options, start, on_progress)
+    return replace(findings, seconds=time.perf_counter() - start)
+
+
+def _plain_candidate(
+    n_workers: int, options: PilotOptions, candidate: Candidate | None
+) -> Candidate:
+    """Return data parallelism with the sizes to measure: those of ``candidate`` if there is one."""
+    if candidate is not None:
+        schedule = candidate.schedule
+        spec = ScheduleSpec("dp", schedule.n_stages, schedule.n_microbatches)
+        return Candidate(spec, candidate.batch, candidate.partition)
+    partition_by = "activations" if options.placement == "one" else "flops"
+    return Candidate(ScheduleSpec("dp", n_workers, n_workers), options.batch, partition_by)
+
+
+@dataclass(frozen=True)
+class _ModelCut:
+    """The user's model in stages, and the samples that it takes.
+
+    Attributes:
+        make_model: makes the model of a seed.
+        target: the model's name on a command line; empty if it has none.
+        stages: of the first model.
+        n_stages: 1 if the model cannot be cut.
+        data: samples on the model's device.
+        example: inputs and targets of a training step.
+    """
+
+    make_model: Callable[[int], nn.Module]
+    target: str
+    stages: Stages
+    n_stages: int
+    data: Data
+    example: Batch
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.data.device
+
+
+def _cut_model(
+    model: Model, samples: Any, plain_candidate: Candidate, on_progress: OnProgress
+) -> _ModelCut:
+    """Cut a model into the stages of a candidate, or the most possible."""
     make_model, target = _model_maker(model)
     first_model = make_model(0)
     trained_weights = [weights for weights in first_model.parameters() if weights.requires_grad]
     if not trained_weights:
         raise UserError(f"{type(first_model).__name__} has no parameter that requires a gradient")
+    batch = plain_candidate.batch
     device = trained_weights[0].device
-    data = Data(samples, n_workers * batch, device, trained_weights[0].dtype)
+    step_batch = plain_candidate.spec.microbatches * batch
+    data = Data(samples, step_batch, device, trained_weights[0].dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
-    partition_by = "activations" if placement == "one" else "flops"
-    n_stages = n_workers
-    if candidate is not None:
-        partition_by = candidate.partition
-        n_stages = candidate.schedule.n_stages
-    stages, n_stages = _cut(first_model, n_stages, example[0][:batch], partition_by)
-    form = samples.form
-    _check_output(stages.output.shape, example[1][:batch].shape, form)
-    if hardware is None:
-        hardware = _machines_like(device)
-    command_options = given or f"model.target={target or 'MY_PACKAGE.MY_MODEL'}"
-    if not given:
-        command_options += f" {data_options(form, own=True)}"
-    findings = Pilot(
-        n_workers=n_workers,
-        n_stages=n_stages,
-        batch=batch,
-        placement=placement,
-        device=describe(device),
-        hardware=hardware,
-        compute=compute,
-        rules=(),
-        given=command_options,
-        form=form,
-    )
-    if n_stages < 2:
-        return replace(findings, untrained="the model cannot be cut into stages")
 
-    # 2. Choose the rules, and the corrections of their late weights.
-    plain_candidate = Candidate(ScheduleSpec("dp", n_stages, n_workers), batch, partition_by)
-    candidates = _rules_to_compare(plain_candidate, placement, candidate)
-    if optimizer is None:
-        optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
-        for rule, rule_candidate in candidates.items():
-            candidates[rule] = _corrected(rule_candidate)
-        command_options += f" optimizer=nesterov optimizer.lr={_RATE}"
-        findings = replace(findings, given=command_options, certified=True)
+    inputs, answers = example
+    max_stages = plain_candidate.spec.stages
+    stages, n_stages = _cut(first_model, max_stages, inputs[:batch], plain_candidate.partition)
+    _check_output(stages.output.shape, answers[:batch].shape, samples.form)
+    return _ModelCut(make_model, target, stages, n_stages, data, example)
 
-    # 3. Measure them here, predict the machines, and train two of them.
-    bench = PilotBench(make_model, stages, candidates, optimizer, loss)
+
+def _measure_and_train(
+    bench: PilotBench,
+    findings: Pilot,
+    model_cut: _ModelCut,
+    options: PilotOptions,
+    start: float,
+    on_progress: OnProgress,
+) -> Pilot:
+    """Return ``findings`` with what each rule takes, and with a training if there is time.
+
+    Args:
+        bench: the rules on this device.
+        findings: without rules.
+        model_cut: the model and its samples.
+        options: limits of time.
+        start: of the pilot, by :func:`time.perf_counter`.
+        on_progress: as of :func:`pilot`.
+    """
+    device = model_cut.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        findings = bench.measure(findings, example, budget / 5, on_progress)
-        n_steps = steps
+        findings = bench.measure(findings, model_cut.example, options.budget / 5, on_progress)
+        n_steps = options.steps
         if n_steps is None:
-            seconds_left = budget - (time.perf_counter() - start)
-            n_steps = _affordable_steps(findings, seconds_left, seeds)
-        training = None
-        untrained = ""
-        if not findings.late.predicted.staleness:
-            untrained = f"{findings.late.rule} reads no weight late, and so trains as DP does"
-        elif not n_steps:
-            untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
-        else:
-            training = bench.train(findings.late.rule, data, n_steps, range(seeds), on_progress)
-    return replace(
-        findings,
-        training=training,
-        untrained=untrained,
-        seconds=time.perf_counter() - start,
-    )
+            seconds_left = options.budget - (time.perf_counter() - start)
+            n_steps = _affordable_steps(findings, seconds_left, options.seeds)
+
+        late = findings.late
+        if not late.predicted.staleness:
+            reason = f"{late.rule} reads no weight late, and so trains as DP does"
+            return replace(findings, untrained=reason)
+        if options.steps == 0:
+            return replace(findings, untrained="steps=0")
+        if n_steps == 0:
+            return replace(findings, untrained=f"budget={options.budget:g} s is too short")
+        seeds = range(options.seeds)
+        training = bench.train(late.rule, model_cut.data, n_steps, seeds, on_progress)
+        return replace(findings, training=training)
 
 
 def _check_output(
@@ -207,7 +293,9 @@ def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int
     """Return the training steps that take about 80 % of the seconds left; 0 if they are few."""
     pair_seconds = findings.of("DP").seconds + findings.late.seconds
     n_steps = int(0.8 * seconds_left / (n_seeds * pair_seconds)) - NORM_BATCHES // 2
-    return min(_STEPS[-1], n_steps) if n_steps >= _STEPS[0] else 0
+    if n_steps < _STEPS[0]:
+        return 0
+    return min(_STEPS[-1], n_steps)
 
 
 def _rules_to_compare(
@@ -220,19 +308,18 @@ def _rules_to_compare(
     dp_spec = replace(plain_candidate.spec, placement=placement)
     baseline_spec = dp_spec
     if late_candidate is not None:
+        late_spec = late_candidate.spec
         baseline_spec = replace(
-            dp_spec,
-            microbatches=late_candidate.spec.microbatches,
-            accumulate=late_candidate.spec.accumulate,
+            dp_spec, microbatches=late_spec.microbatches, accumulate=late_spec.accumulate
         )
     if placement == "per_stage":
         pipelines = [name for name, method in METHODS.items() if method.kind == "pipeline"]
         baseline_spec = replace(plain_candidate.spec, method=pipelines[0])
+
     if late_candidate is not None:
-        return {
-            "DP": replace(late_candidate, spec=baseline_spec, within=None),
-            late_candidate.label.partition(",")[0]: late_candidate,
-        }
+        late_rule = late_candidate.label.partition(",")[0]
+        baseline = replace(late_candidate, spec=baseline_spec, within=None)
+        return {"DP": baseline, late_rule: late_candidate}
     rules = {"DP": replace(plain_candidate, spec=baseline_spec)}
     for name in late_methods():
         rules[METHODS[name].label] = replace(plain_candidate, spec=replace(dp_spec, method=name))
@@ -247,15 +334,13 @@ def _corrected(candidate: Candidate) -> Candidate:
     largest_rate = 0.0
     for correction in ("none", "extrapolate"):
         with suppress(UserError):  # sharded weights cannot be extrapolated
-            corrected_candidate = replace(
-                candidate, spec=replace(candidate.spec, correction=correction)
-            )
-            rate = largest_stable_rate(
-                corrected_candidate.schedule, momentum=_MOMENTUM, nesterov=True
-            ).limit
-            if rate > largest_rate:
+            spec = replace(candidate.spec, correction=correction)
+            corrected_candidate = replace(candidate, spec=spec)
+            schedule = corrected_candidate.schedule
+            certificate = largest_stable_rate(schedule, momentum=_MOMENTUM, nesterov=True)
+            if certificate.limit > largest_rate:
                 best_candidate = corrected_candidate
-                largest_rate = rate
+                largest_rate = certificate.limit
     return best_candidate
 
 
@@ -274,9 +359,11 @@ def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
             raise UserError(f"model() returns a torch.nn.Module: got {new_model!r}")
         return new_model
 
-    module, name = (getattr(model, key, "") for key in ("__module__", "__qualname__"))
-    is_importable = module and module != "__main__" and name and "<" not in name
-    return make, f"{module}.{name}" if is_importable else ""
+    module = getattr(model, "__module__", "")
+    name = getattr(model, "__qualname__", "")
+    if not module or module == "__main__" or not name or "<" in name:  # it cannot be imported
+        return make, ""
+    return make, f"{module}.{name}"
 
 
 def _cut(
@@ -290,9 +377,11 @@ def _cut(
             stages = partition(model, n_stages, example, partition_by, check=False)
         except ValueError:
             continue
-        n_trained = sum(
-            any(weights.requires_grad for weights in stage.parameters()) for stage in stages
-        )
-        if n_trained > 1:
+        if sum(map(_trains, stages)) > 1:
             return stages, n_stages
     return uncut_stages, 1
+
+
+def _trains(stage: nn.Module) -> bool:
+    """Whether a stage has weights that train."""
+    return any(weights.requires_grad for weights in stage.parameters())

@@ -16,10 +16,10 @@ from toolkit.format import MB, count, digits, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
-from toolkit.plan.candidates import data_options
+from toolkit.plan.candidates import Candidate, data_options
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
-from toolkit.plan.pilot import Model, pilot
+from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
 from toolkit.plan.sweep import NEAR, SLOW, CandidateSweep
@@ -39,7 +39,8 @@ class Plan:
         best: the verdict; None if nothing keeps the limits.
         limits: of each candidate.
         hardware: the machines.
-        given: options of a command line that describe the model, its samples and the machines.
+        command_options: options of a command line that describe the model, its samples and the
+            machines.
         n_candidates: how many were looked at.
         searched: the result of a search for rank orders.
         left_out: why a model could not be cut, by the number of stages.
@@ -51,7 +52,7 @@ class Plan:
     best: Prediction | None
     limits: Limits
     hardware: Hardware
-    given: str
+    command_options: str
     n_candidates: int
     left_out: Mapping[int, str] = field(default_factory=dict)
     searched: SearchResult | None = None
@@ -76,28 +77,35 @@ class Plan:
                 f"Stay with {baseline_name} ({baseline_cost}): nothing within the limits is more"
                 f" than {NEAR:.0%} faster.\n{try_command}"
             )
-        baseline_failure = (
-            "" if baseline.fits else f", which takes {baseline_cost} and does not keep the limits"
-        )
+
+        baseline_failure = ""
+        if not baseline.fits:
+            baseline_failure = f", which takes {baseline_cost} and does not keep the limits"
         memory_share = best_prediction.memory / baseline.memory
-        memory_words = (
-            "the same memory"
-            if abs(memory_share - 1) < NEAR
-            else f"{memory_share:.2f} of its memory"
-        )
-        staleness_words = f"weights {best_prediction.staleness:.2f} steps late on average"
+        memory_words = f"{memory_share:.2f} of its memory"
+        if abs(memory_share - 1) < NEAR:
+            memory_words = "the same memory"
+        staleness_words = "no weight late"
+        if best_prediction.staleness:
+            staleness_words = f"weights {best_prediction.staleness:.2f} steps late on average"
         return (
             f"{best_prediction.candidate.label} on {count(best_prediction.ranks, 'rank')}:"
             f" {best_prediction.seconds / baseline.seconds:.2f} of the step time of"
-            f" {baseline_name}{baseline_failure}; {memory_words},"
-            f" {staleness_words if best_prediction.staleness else 'no weight late'}.\n{try_command}"
+            f" {baseline_name}{baseline_failure}; {memory_words}, {staleness_words}.\n{try_command}"
         )
 
-    def command(self, found: Prediction) -> str:
+    def command(self, prediction: Prediction) -> str:
         """Return a command line that trains by the schedule of a prediction."""
-        return found.candidate.command(self.given)
+        return prediction.candidate.command(self.command_options)
 
-    def pilot(self, model: Model, samples: Any, **options: Any) -> Pilot:
+    def pilot(
+        self,
+        model: Model,
+        samples: Any,
+        *,
+        options: PilotOptions = DEFAULT_OPTIONS,
+        on_progress: OnProgress = lambda activity, share: None,
+    ) -> Pilot:
         """Measure data parallelism and the best candidate on this machine.
 
         Where the best is data parallelism, or a pipeline whose ranks have several stages, CDP-v1
@@ -106,51 +114,60 @@ class Plan:
         Args:
             model: as for :func:`toolkit.plan.pilot`.
             samples: as for :func:`toolkit.plan.pilot`.
-            options: of :func:`toolkit.plan.pilot`, besides.
+            options: as for :func:`toolkit.plan.pilot`. Batch, placement and hardware are replaced
+                by those of the plan.
+            on_progress: called with the name of the activity and its completed share.
         """
         best_prediction = self.best or self.baseline
-        schedule = best_prediction.schedule
-        spec = best_prediction.candidate.spec
-        memory_limit = self.limits.memory
-        hardware = self.hardware
-        memories = [min(memory_limit, memory) for memory in hardware.memories]
-        options |= {
-            "hardware": replace(
-                hardware, memory=min(memory_limit, hardware.memory), memories=memories
-            )
-        }
-        options |= {"given": self.given}
-        pipeline = spec.family == "pipeline"
-        if best_prediction.staleness or (
-            pipeline and schedule.n_stages == best_prediction.ranks and not spec.orders
-        ):
-            return pilot(model, samples, candidate=best_prediction.candidate, **options)
-        n_workers = best_prediction.ranks if pipeline else max(2, spec.microbatches)
-        placement = "per_stage" if pipeline else schedule.layout.name
-        microbatch_size = max(
-            1, best_prediction.candidate.batch * schedule.n_microbatches // n_workers
+        candidate = best_prediction.candidate
+        schedule = candidate.schedule
+        spec = candidate.spec
+        is_pipeline = spec.family == "pipeline"
+        has_stage_per_rank = schedule.n_stages == best_prediction.ranks
+        options = replace(options, hardware=self._hardware_within_limits())
+        measure = partial(
+            pilot,
+            model,
+            samples,
+            command_options=self.command_options,
+            on_progress=on_progress,
         )
-        return pilot(
-            model, samples, n_workers, batch=microbatch_size, placement=placement, **options
+        if best_prediction.staleness or (is_pipeline and has_stage_per_rank and not spec.orders):
+            return measure(options=options, candidate=candidate)
+
+        n_workers = max(2, spec.microbatches)
+        placement = schedule.layout.name
+        if is_pipeline:
+            n_workers = best_prediction.ranks
+            placement = "per_stage"
+        batch = max(1, candidate.batch * schedule.n_microbatches // n_workers)
+        return measure(n_workers, options=replace(options, batch=batch, placement=placement))
+
+    def _hardware_within_limits(self) -> Hardware:
+        """Return the machines with no more memory than the limit."""
+        limit = self.limits.memory
+        return replace(
+            self.hardware,
+            memory=min(limit, self.hardware.memory),
+            memories=[min(limit, memory) for memory in self.hardware.memories],
         )
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
-        unlisted = {prediction for prediction in (self.best, self.baseline) if prediction} - {
-            *self.front
-        }
-        return [
-            self.row(prediction)
-            for prediction in sorted([*self.front, *unlisted], key=attrgetter("seconds"))
-        ]
+        listed = [*self.front]
+        for prediction in (self.best, self.baseline):
+            if prediction is not None and prediction not in listed:
+                listed.append(prediction)
+        return [self.row(prediction) for prediction in sorted(listed, key=attrgetter("seconds"))]
 
-    def row(self, found: Prediction) -> dict[str, Any]:
+    def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a prediction as plain values."""
+        fields = {name: value for name, value in vars(prediction).items() if name != "candidate"}
         return {
-            "schedule": found.candidate.label,
-            "ratio": found.seconds / self.baseline.seconds,
-            **{name: value for name, value in vars(found).items() if name != "candidate"},
-            "options": found.candidate.options(),
+            "schedule": prediction.candidate.label,
+            "ratio": prediction.seconds / self.baseline.seconds,
+            **fields,
+            "options": prediction.candidate.options(),
         }
 
     def figure(self) -> "Figure":
@@ -173,11 +190,12 @@ class Plan:
         notes = "".join(
             f"\n{n_stages} stages left out: {reason}" for n_stages, reason in self.left_out.items()
         )
-        if found := self.searched:
-            optimality = "which is the least" if found.proven else f"at least {_time(found.bound)}"
-            notes += (
-                f"\nSearched rank orders take {_time(found.seconds)}, {optimality} on its stages."
-            )
+        if self.searched is not None:
+            optimality = f"at least {_time(self.searched.bound)}"
+            if self.searched.proven:
+                optimality = "which is the least"
+            seconds = _time(self.searched.seconds)
+            notes += f"\nSearched rank orders take {seconds}, {optimality} on its stages."
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
@@ -207,20 +225,41 @@ def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plan(  # noqa: PLR0913 - options, by keyword
+@dataclass(frozen=True)
+class PlanOptions:
+    """What candidates of a plan may take, and how far it looks for them.
+
+    Args:
+        limits: what a candidate may take.
+        precision: as for :func:`toolkit.cost.profile`.
+        optimizer_words: numbers that an optimizer keeps of each parameter: 1, momentum; 2, Adam's.
+        search_seconds: for a search of rank orders that the catalogue lacks, on the stages of its
+            fastest pipeline: see :func:`toolkit.plan.search`. 0: none.
+        jobs: processes; by default as many as CPUs.
+        command_options: options of a command line that describe the model, its samples and the
+            machines.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    precision: str = "fp32"
+    optimizer_words: float = 1.0
+    search_seconds: float = 0.0
+    jobs: int | None = None
+    command_options: str = ""
+
+
+_DEFAULT_OPTIONS = PlanOptions()
+
+
+def plan(
     model: nn.Module,
     form: InputSpec,
     hardware: Hardware,
     ranks: int | Sequence[int] = 8,
     *,
     batch: int = 256,
-    limits: Limits | None = None,
-    precision: str = "fp32",
-    optimizer_words: float = 1.0,
-    given: str = "",
-    search_seconds: float = 0.0,
-    jobs: int | None = None,
-    on_progress: OnProgress = lambda what, share: None,
+    options: PlanOptions = _DEFAULT_OPTIONS,
+    on_progress: OnProgress = lambda activity, share: None,
 ) -> Plan:
     """Simulate all methods of the catalogue on a model and machines, and choose the best.
 
@@ -234,37 +273,51 @@ def plan(  # noqa: PLR0913 - options, by keyword
         hardware: seconds of messages, and of kernels by the roofline; limits of memory.
         ranks: numbers of devices to choose from.
         batch: samples of a training step.
-        limits: what a candidate may take.
-        precision: as for :func:`toolkit.cost.profile`.
-        optimizer_words: numbers that an optimizer keeps of each parameter: 1, momentum; 2, Adam's.
-        given: options of a command line that describe the model, its samples and the machines.
-        search_seconds: for a search of rank orders that the catalogue lacks, on the stages of its
-            fastest pipeline: see :func:`toolkit.plan.search`. 0: none.
-        jobs: processes; as many as CPUs unless given.
+        options: limits, precision, optimizer and searches.
         on_progress: called with the present activity, and the share of it that is done.
 
     Raises:
         UserError: the model cannot be cut, workers' shares of the batch differ, or an invalid
             number.
     """
-    machines = Machines(check_hardware(hardware), limits or Limits(), optimizer_words)
-    sizes = [
-        whole(n_ranks, "ranks", 1)
-        for n_ranks in (ranks if isinstance(ranks, Sequence) else [ranks])
-    ]
+    machines = Machines(check_hardware(hardware), options.limits, options.optimizer_words)
+    rank_numbers = ranks if isinstance(ranks, Sequence) else [ranks]
+    sizes = [whole(n_ranks, "ranks", 1) for n_ranks in rank_numbers]
     if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
-    costs_of = partial(stage_costs, meta_copy(model), form, precision)
-    sweep = CandidateSweep(machines, costs_of, jobs or os.cpu_count() or 1, on_progress)
+    costs_of = partial(stage_costs, meta_copy(model), form, options.precision)
+    sweep = CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
     all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch)
-    plainest_candidate = all_candidates[0]
-    # Plain stages of every method come first. Other cuts and recomputation are tried only of
-    # those methods that are not much slower than the fastest.
-    sweep.simulate(
-        "simulating schedules",
-        [candidate for candidate in all_candidates if candidate.is_plain],
-        plainest_candidate,
+    _simulate_candidates(sweep, all_candidates)
+    sweep.find_affordable_delays()
+    searched = None
+    if options.search_seconds > 0:
+        searched = sweep.search(options.search_seconds)
+    baseline = _fastest_plain_cut(sweep, all_candidates[0])
+    best_prediction = sweep.confirmed(baseline)
+    default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
+    return Plan(
+        predictions=tuple(sweep.done.values()),
+        front=tuple(front(sweep.done.values())),
+        baseline=baseline,
+        best=best_prediction,
+        limits=machines.limits,
+        hardware=hardware,
+        command_options=options.command_options or default_options,
+        n_candidates=len(all_candidates),
+        left_out=sweep.left_out,
+        searched=searched,
     )
+
+
+def _simulate_candidates(sweep: CandidateSweep, all_candidates: Sequence[Candidate]) -> None:
+    """Simulate plain stages of every method, and then other stages of the fast methods."""
+    plainest_candidate = all_candidates[0]
+    plain_candidates = [candidate for candidate in all_candidates if candidate.is_plain]
+    sweep.simulate("simulating schedules", plain_candidates, plainest_candidate)
+
+    # Other cuts and recomputation are tried only of those methods that are not much slower than
+    # the fastest.
     slowest = SLOW * min(prediction.seconds for prediction in sweep.done.values())
     near_specs = {
         candidate.spec
@@ -277,30 +330,13 @@ def plan(  # noqa: PLR0913 - options, by keyword
         if candidate.spec in near_specs and candidate not in sweep.done
     ]
     sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
-    sweep.find_affordable_delays()
-    searched = sweep.search(search_seconds) if search_seconds > 0 else None
-    dp_candidates = (
-        replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES
-    )
-    baseline = min(
-        (sweep.done[candidate] for candidate in dp_candidates if candidate in sweep.done),
-        key=attrgetter("seconds"),
-    )
-    best_prediction = sweep.confirmed(baseline)
-    given = given or f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
-    predictions, front_predictions = (*sweep.done.values(),), (*front(sweep.done.values()),)
-    return Plan(
-        predictions,
-        front_predictions,
-        baseline,
-        best_prediction,
-        machines.limits,
-        hardware,
-        given,
-        len(all_candidates),
-        sweep.left_out,
-        searched,
-    )
+
+
+def _fastest_plain_cut(sweep: CandidateSweep, plainest_candidate: Candidate) -> Prediction:
+    """Return the prediction of plain data parallelism with the cut that makes it fastest."""
+    cuts = [replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES]
+    predictions = [sweep.done[candidate] for candidate in cuts if candidate in sweep.done]
+    return min(predictions, key=attrgetter("seconds"))
 
 
 def _time(seconds: float) -> str:
