@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import UNIT, Costs, Hardware, StageCost, profile, simulate
+from toolkit.cost import UNIT, Costs, Hardware, StageCost, profile
 from toolkit.cost.pipeline_table import pipelines
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB
 from toolkit.model import build, gpt, partition
@@ -24,7 +25,6 @@ from toolkit.plan import SearchSpace, best_offsets, search, search_steady
 from toolkit.plan.order_problem import OrderProblem, RankOrder
 from toolkit.plan.search_space import order_problem
 from toolkit.schedule import Schedule
-from toolkit.schedule.steady_state import steps_to_time
 
 MODELS = ("resnet50", "decoder")
 _UNIT = StageCost(1, 2, activation_bytes=1, forward_seconds=1, backward_seconds=2)
@@ -219,7 +219,7 @@ def _unequal(
 
 def _timed(schedule: Schedule, costs: Costs, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of a step, and the bytes of the fullest rank."""
-    timeline = simulate(schedule.lower(steps_to_time(schedule)).verify(), costs, hardware)
+    timeline = simulate_steady_steps(schedule, costs, hardware)
     return timeline.step_time, max(map(timeline.peak_memory, range(schedule.n_ranks)))
 
 

@@ -21,13 +21,12 @@ from torch.nn import functional as F
 
 from benchmarks import slept
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import simulate
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError
 from toolkit.plan import SearchSpace, assign_by_speed, search
 from toolkit.runtime import Distributed, join, launch
 from toolkit.runtime.process_group.world import World
 from toolkit.schedule import Schedule
-from toolkit.schedule.steady_state import steps_to_time
 
 _MAX_ERROR = 0.05  # of a predicted step time
 _N_SKIPPED = 2  # first steps, which are not compared
@@ -78,8 +77,7 @@ def compare(task: SimpleNamespace) -> list[Row]:
     rows = []
     for (work, assign), (by, speeds) in product(ways.items(), speeds_by.items()):
         schedule = assign(speeds)
-        program = schedule.lower(steps_to_time(schedule)).verify()
-        predicted = simulate(program, costs, hardware).step_time
+        predicted = simulate_steady_steps(schedule, costs, hardware).step_time
         step_seconds, _ = _train(world, task, schedule)
         measured = median(step_seconds)
         error = measured / predicted - 1

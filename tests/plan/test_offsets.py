@@ -26,7 +26,7 @@ def test_unequal_stages():
 
 
 def test_mistakes():
-    with pytest.raises(UserError, match="held is 0 or more, of each stage"):
+    with pytest.raises(UserError, match="activations are 0 or more, of each stage"):
         best_offsets([1.0, -1.0], 2)
     with pytest.raises(UserError, match="the number of workers"):
         best_offsets([1.0], 0)

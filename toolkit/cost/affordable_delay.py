@@ -14,14 +14,13 @@ from functools import partial
 from itertools import accumulate, groupby
 
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError
 from toolkit.schedule import FRESHEST, Schedule
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.staleness import Delay, Staleness, freshest
-from toolkit.schedule.steady_state import steps_to_time
 
 Make = Callable[..., Schedule]
 """Builds a schedule from a ``delay`` and ``chains``."""
@@ -37,7 +36,7 @@ def affordable_delay(
     within: float = 0.02,
     optimizer_bytes: Sequence[float] = (),
 ) -> Staleness:
-    """Return a delay as fast as one with late weights, of which no single weight can be fresher.
+    """Return a delay as fast as one with late weights, in which no single weight can be fresher.
 
     Weights that are read longest after their update become fresh first. The search bisects to the
     shortest time, common to all weights, that they have to arrive; then likewise stage by stage;
@@ -60,62 +59,105 @@ def affordable_delay(
     """
     if not (isinstance(within, int | float) and within >= 0):
         raise UserError(f"within is a share of a step, 0 or more: got {within!r}")
-    timing, n_microbatches = schedule.timing, schedule.n_microbatches
-    freshest_delay = freshest(timing, schedule.n_stages, n_microbatches)
-    # Ticks from the update of the newest weights to the forward that may read them.
-    slack_ticks = {
-        (stage, microbatch): timing.starts[Op(Kind.FORWARD, stage, microbatch)]
-        + timing.period
-        - timing.update_ready(stage, n_microbatches)
-        for stage, row in enumerate(freshest_delay)
-        for microbatch, steps in enumerate(row)
-        if steps == 0
-    }
-    entries_by_slack = sorted(slack_ticks, key=slack_ticks.__getitem__, reverse=True)
+    search = _DelaySearch(schedule, costs, hardware, optimizer_bytes)
+    limit = (1 + within) * search.seconds([])
+    entries = search.entries_by_slack()
 
-    def delay_with_fresh(fresh_entries: Sequence[Entry]) -> Staleness:
-        return tuple(
-            tuple(
-                steps if (stage, microbatch) in fresh_entries else max(steps, 1)
-                for microbatch, steps in enumerate(row)
-            )
-            for stage, row in enumerate(freshest_delay)
-        )
+    # 1. All weights together: those of the longest slack first, equal slack at once.
+    groups = [[*group] for _, group in groupby(entries, key=search.slack_ticks)]
+    fresh_entries = search.extend([], groups, limit)
 
-    seconds = partial(step_seconds, costs=costs, hardware=hardware, optimizer_bytes=optimizer_bytes)
-    limit = (1 + within) * seconds(replace(schedule, delay=delay_with_fresh([])))
-
-    def is_affordable(fresh_entries: Sequence[Entry]) -> bool:
-        try:
-            return seconds(replace(schedule, delay=delay_with_fresh(fresh_entries))) <= limit
-        except UserError:
-            return False  # rotated chains need time to go round
-
-    def extend(fresh_entries: list[Entry], groups: Iterable[list[Entry]]) -> list[Entry]:
-        """Return ``fresh_entries`` and as many leading ``groups`` as are affordable together."""
-        candidates = [*accumulate(groups, initial=fresh_entries)]
-        return candidates[
-            bisect_left(
-                candidates[1:], True, key=lambda fresh_entries: not is_affordable(fresh_entries)
-            )
-        ]
-
-    fresh_entries = extend(
-        [], ([*group] for _, group in groupby(entries_by_slack, key=slack_ticks.__getitem__))
-    )
+    # 2. Stage by stage.
     for stage in range(schedule.n_stages):
-        fresh_entries = extend(
-            fresh_entries,
-            (
-                [entry]
-                for entry in entries_by_slack
-                if entry[0] == stage and entry not in fresh_entries
-            ),
-        )
-    for entry in entries_by_slack:
+        late_entries = [
+            [entry] for entry in entries if entry[0] == stage and entry not in fresh_entries
+        ]
+        fresh_entries = search.extend(fresh_entries, late_entries, limit)
+
+    # 3. Each that is still late by itself.
+    for entry in entries:
         if entry not in fresh_entries:
-            fresh_entries = extend(fresh_entries, [[entry]])
-    return delay_with_fresh(fresh_entries)
+            fresh_entries = search.extend(fresh_entries, [[entry]], limit)
+    return search.delay(fresh_entries)
+
+
+class _DelaySearch:
+    """Delays between that of CDP-v1 and the freshest that a timing allows.
+
+    Slack is from the update of the newest weights to the forward that may read them::
+
+        owner of the stage     | update |
+        messages                         ------->
+        reader                                       | F |
+        slack                           |------------|
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        hardware: Hardware,
+        optimizer_bytes: Sequence[float],
+    ) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._hardware = hardware
+        self._optimizer_bytes = optimizer_bytes
+        self._freshest = freshest(schedule.timing, schedule.n_stages, schedule.n_microbatches)
+
+    def slack_ticks(self, entry: Entry) -> int:
+        """Return the ticks for which newest weights may travel before they are read."""
+        stage, microbatch = entry
+        timing = self._schedule.timing
+        next_forward = timing.starts[Op(Kind.FORWARD, stage, microbatch)] + timing.period
+        return next_forward - timing.update_ready(stage, self._schedule.n_microbatches)
+
+    def entries_by_slack(self) -> list[Entry]:
+        """Return the entries that may be fresh, the longest slack first."""
+        entries = []
+        for stage, delays in enumerate(self._freshest):
+            for microbatch, steps in enumerate(delays):
+                if steps == 0:
+                    entries.append((stage, microbatch))
+        return sorted(entries, key=self.slack_ticks, reverse=True)
+
+    def delay(self, fresh_entries: Sequence[Entry]) -> Staleness:
+        """Return the delay in which these entries are fresh and all others at least a step late."""
+        rows = []
+        for stage, delays in enumerate(self._freshest):
+            row = [max(steps, 1) for steps in delays]
+            for microbatch, steps in enumerate(delays):
+                if (stage, microbatch) in fresh_entries:
+                    row[microbatch] = steps
+            rows.append(tuple(row))
+        return tuple(rows)
+
+    def seconds(self, fresh_entries: Sequence[Entry]) -> float:
+        """Return the seconds of a training step; errors as of :class:`Schedule`."""
+        schedule = replace(self._schedule, delay=self.delay(fresh_entries))
+        return step_seconds(schedule, self._costs, self._hardware, self._optimizer_bytes)
+
+    def extend(
+        self, fresh_entries: list[Entry], groups: Iterable[list[Entry]], limit: float
+    ) -> list[Entry]:
+        """Add as many leading ``groups`` as are affordable together.
+
+        Args:
+            fresh_entries: those that are affordable.
+            groups: entries to add, a group at once.
+            limit: seconds of a training step.
+        """
+
+        def is_too_slow(candidate: list[Entry]) -> bool:
+            try:
+                return self.seconds(candidate) > limit
+            except UserError:
+                return True  # rotated chains need time to go round
+
+        # More fresh weights take no less time, so that bisection finds the last affordable ones.
+        candidates = [*accumulate(groups, initial=fresh_entries)]
+        n_affordable_groups = bisect_left(candidates[1:], True, key=is_too_slow)
+        return candidates[n_affordable_groups]
 
 
 def affordable_schedule(
@@ -132,17 +174,13 @@ def affordable_schedule(
         hardware: seconds of messages, and of kernels that were not measured.
         within: share by which a step may take longer than with every weight one step late.
     """
-    late_schedule, fresh_schedule = (
-        fastest(make, delay, costs, hardware) for delay in (1, FRESHEST)
-    )
-    step_times = [
-        step_seconds(schedule, costs, hardware) for schedule in (late_schedule, fresh_schedule)
-    ]
-    if step_times[1] <= (1 + within) * step_times[0]:
+    late_schedule = fastest(make, 1, costs, hardware)
+    fresh_schedule = fastest(make, FRESHEST, costs, hardware)
+    limit = (1 + within) * step_seconds(late_schedule, costs, hardware)
+    if step_seconds(fresh_schedule, costs, hardware) <= limit:
         return fresh_schedule
-    return replace(
-        late_schedule, delay=affordable_delay(late_schedule, costs, hardware, within=within)
-    )
+    delay = affordable_delay(late_schedule, costs, hardware, within=within)
+    return replace(late_schedule, delay=delay)
 
 
 def fastest(make: Make, delay: Delay, costs: Costs, hardware: Hardware) -> Schedule:
@@ -157,5 +195,4 @@ def step_seconds(
     schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
 ) -> float:
     """Return the simulated seconds of a training step in the steady state."""
-    program = schedule.lower(steps_to_time(schedule)).verify()
-    return simulate(program, costs, hardware, optimizer_bytes).step_time
+    return simulate_steady_steps(schedule, costs, hardware, optimizer_bytes).step_time

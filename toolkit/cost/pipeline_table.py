@@ -7,17 +7,18 @@ take no time.
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from toolkit.cost.hardware import UNIT
-from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError, whole
 from toolkit.format import fraction, staleness_cells
 from toolkit.schedule import Action, Schedule, ScheduleSpec, catalog
 from toolkit.schedule.catalog import Method
 from toolkit.schedule.method_sizes import pipeline_sizes, worker_sizes
-from toolkit.schedule.steady_state import footprint, settled_steps, steps_to_time
+from toolkit.schedule.steady_state import footprint, settled_steps
 
 MakeOnRanks = Callable[[int, int], Schedule]
 """Builds a schedule from ranks and micro-batches; raises UserError if there is none."""
@@ -34,20 +35,21 @@ def _workers(method: Method, n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def _pipelines() -> dict[str, MakeOnRanks]:
-    methods = [method for method in catalog.METHODS.values() if "state" not in method.options]
-    return {
-        method.label: partial(_pipeline, method)
-        for kind in ("pipeline", "cyclic")
-        for method in methods
-        if method.kind == kind
-    }
+    makers: dict[str, MakeOnRanks] = {}
+    for kind in ("pipeline", "cyclic"):
+        for method in catalog.METHODS.values():
+            if method.kind == kind and "state" not in method.options:
+                makers[method.label] = partial(_pipeline, method)
+    return makers
 
 
 def _whole_models() -> dict[str, MakeOnRanks]:
     makers: dict[str, MakeOnRanks] = {}
     for method in catalog.METHODS.values():
         if method.kind != "pipeline":
-            label = f"{method.label}, whole models" if method.label in PIPELINES else method.label
+            label = method.label
+            if label in PIPELINES:
+                label += ", whole models"
             makers[label] = partial(_workers, method)
     return makers
 
@@ -100,21 +102,18 @@ def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
     counted_footprint = footprint(schedule)
     step = settled_steps(schedule)
     settled_program = schedule.lower(2 * step + 1)
-    boundaries = sum(
-        instruction.action == Action.SEND
-        and instruction.microbatch is not None
-        and instruction.step == step
-        for instructions in settled_program.ranks
-        for instruction in instructions
-    )
-    program = schedule.lower(steps_to_time(schedule)).verify()
+    boundaries = 0
+    for instruction in chain.from_iterable(settled_program.ranks):
+        is_boundary = instruction.action == Action.SEND and instruction.microbatch is not None
+        boundaries += is_boundary and instruction.step == step
+    costs = unit_costs(schedule.n_stages, backward=2.0)
     return {
         "method": method,
         "microbatches": schedule.n_microbatches,
         "ranks": counted_footprint.ranks,
         "activations": counted_footprint.activations,
         "total_activations": counted_footprint.total_activations,
-        "idle": simulate(program, unit_costs(schedule.n_stages, backward=2.0), UNIT).idle_share,
+        "idle": simulate_steady_steps(schedule, costs, UNIT).idle_share,
         "weights": counted_footprint.weights,
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,

@@ -8,7 +8,11 @@ are alike, so that the number that start in each slot decides: a small integer p
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.errors import UserError, whole
+from toolkit.plan.shifts import shifted_levels
 from toolkit.schedule import FRESHEST, Kind, Op, Schedule, Timing
 from toolkit.schedule.staleness import Delay
 
@@ -20,8 +24,8 @@ class Staggered:
     Attributes:
         schedule: on one device, one micro-batch a worker.
         offsets: ``[worker]``, slots, ascending.
-        peak: the most that all workers hold at once, in the unit of ``held``.
-        bound: the least peak of any offsets; equal to ``peak``, unless time ran out.
+        peak: the most that all workers keep at once, in the unit of ``activations``.
+        bound: the lowest peak of any offsets; equal to ``peak``, unless time ran out.
     """
 
     schedule: Schedule = field(repr=False)
@@ -31,12 +35,12 @@ class Staggered:
 
 
 def best_offsets(
-    held: Sequence[float], n_workers: int, *, delay: Delay = FRESHEST, seconds: float = 60.0
+    activations: Sequence[float], n_workers: int, *, delay: Delay = FRESHEST, seconds: float = 60.0
 ) -> Staggered:
     """Find offsets of workers that minimise the peak of their summed activations.
 
     Args:
-        held: ``[stage]``, what one micro-batch keeps from a stage's forward to its backward.
+        activations: ``[stage]``, what one micro-batch keeps from a stage's forward to its backward.
         n_workers: workers, with a micro-batch each.
         delay: as in :class:`Schedule`; the offsets have to allow it.
         seconds: limit of the solver.
@@ -44,48 +48,59 @@ def best_offsets(
     Raises:
         UserError: sizes are out of range, or the offsets do not allow the delay.
     """
-    import numpy as np
+    n_stages = len(activations)
+    n_workers = whole(n_workers, "the number of workers", 1)
+    if not n_stages or not all(activation >= 0 for activation in activations):
+        raise UserError(f"activations are 0 or more, of each stage: got {[*activations]}")
+    period = 2 * n_stages
+    activations_by_slot = np.zeros(period)  # of a worker that starts in slot 0
+    for stage, activation in enumerate(activations):
+        activations_by_slot[stage : period - stage] += activation
+    levels = shifted_levels(activations_by_slot, np.arange(period))
+    workers_of_slot, bound = _best_starts(levels, n_workers, seconds)
+
+    offsets = tuple(np.repeat(np.arange(period), workers_of_slot).tolist())
+    starts = {}
+    for worker, offset in enumerate(offsets):
+        for stage in range(n_stages):
+            starts[Op(Kind.FORWARD, stage, worker)] = offset + stage
+            starts[Op(Kind.BACKWARD, stage, worker)] = offset + period - 1 - stage
+    timing = Timing(starts, period)
+    schedule = Schedule("searched offsets", n_stages, n_workers, timing, "one", delay)
+    return Staggered(schedule, offsets, peak=float((levels @ workers_of_slot).max()), bound=bound)
+
+
+def _best_starts(
+    levels: NDArray[np.float64], n_workers: int, seconds: float
+) -> tuple[NDArray[np.int64], float]:
+    """Return the number of workers that start in each slot, and a bound on the peak.
+
+    Args:
+        levels: ``[slot, start]``, what a worker keeps in a slot.
+        n_workers: workers in all.
+        seconds: limit of the solver.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    n_stages, workers_in_all = len(held), whole(n_workers, "the number of workers", 1)
-    if not n_stages or not all(activation >= 0 for activation in held):
-        raise UserError(f"held is 0 or more, of each stage: got {[*held]}")
-    period = 2 * n_stages
-    held_by_slot = np.zeros(period)  # of a worker that starts in slot 0
-    for stage, activation in enumerate(held):
-        held_by_slot[stage : period - stage] += activation
     # Variables: workers that start in each slot, and the peak. One starts in slot 0.
-    held_by_start = np.stack([np.roll(held_by_slot, slot) for slot in range(period)], axis=1)
-    rows = [
-        LinearConstraint(np.hstack([held_by_start, -np.ones((period, 1))]), ub=np.zeros(period)),
-        LinearConstraint(
-            np.hstack([np.ones((1, period)), [[0.0]]]), workers_in_all, workers_in_all
-        ),
-    ]
+    period = len(levels)
+    below_peak = np.hstack([levels, -np.ones((period, 1))])
+    all_workers = np.append(np.ones(period), 0.0)
+    peak = np.eye(period + 1)[period]
     lower_bounds = np.zeros(period + 1)
     lower_bounds[0] = 1
     solution = milp(
-        np.eye(period + 1)[period],
+        peak,
         integrality=np.append(np.ones(period), 0),
-        bounds=Bounds(lower_bounds, np.append(np.full(period, workers_in_all), np.inf)),
-        constraints=rows,
+        bounds=Bounds(lower_bounds, np.append(np.full(period, n_workers), np.inf)),
+        constraints=[
+            LinearConstraint(below_peak, ub=np.zeros(period)),
+            LinearConstraint(all_workers[None], n_workers, n_workers),
+        ],
         options={"time_limit": seconds},
     )
     if solution.x is None:
         raise UserError(
-            f"no offsets of {workers_in_all} workers within {seconds:g} s: give more seconds"
+            f"no offsets of {n_workers} workers within {seconds:g} s: give more seconds"
         )
-    starting = np.rint(solution.x[:period]).astype(int)
-    offsets = tuple(np.repeat(np.arange(period), starting).tolist())
-    starts = {
-        Op(kind, stage, worker): offset + (stage if kind == Kind.FORWARD else period - 1 - stage)
-        for worker, offset in enumerate(offsets)
-        for stage in range(n_stages)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-    }
-    schedule = Schedule(
-        "searched offsets", n_stages, workers_in_all, Timing(starts, period), "one", delay
-    )
-    return Staggered(
-        schedule, offsets, float((held_by_start @ starting).max()), float(solution.mip_dual_bound)
-    )
+    return np.rint(solution.x[:period]).astype(int), float(solution.mip_dual_bound)

@@ -25,6 +25,7 @@ from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost, recomputing
 from toolkit.cost.timeline import ACTIVATIONS, INPUTS
 from toolkit.errors import UserError, whole
+from toolkit.plan.shifts import shifted_levels
 from toolkit.schedule import FRESHEST, Kind, Op, Schedule
 from toolkit.schedule.staleness import Delay
 
@@ -70,19 +71,24 @@ class LeastPeak:
             delay: as in :class:`Schedule`.
         """
         forward, backward = _starts(self.costs, hardware)
-        period, starts = forward[-1] + sum(_backwards(self.costs, hardware)), {}
+        period = forward[-1] + sum(_backwards(self.costs, hardware))
+        starts = {}
         for microbatch, offset in enumerate(self.offsets):
             for stage in range(len(self.costs)):
                 starts[Op(Kind.FORWARD, stage, microbatch)] = offset + forward[stage] / period
                 starts[Op(Kind.BACKWARD, stage, microbatch)] = offset + backward[stage] / period
+
         # Each op has a slot of its own: by time in the period, that of a micro-batch in its order.
-        ops_of_period = sorted(
-            starts, key=lambda op: (starts[op] % 1, -op.kind, op.stage, op.microbatch)
-        )
-        slots = {
-            op: position + int(starts[op]) * len(starts)
-            for position, op in enumerate(ops_of_period)
-        }
+        # What a micro-batch runs after the end of the period has the slots of the next one::
+        #
+        #     micro-batch 0    F0 F1 B1 B0 |                  8 ops: slots 0 to 7 are the period's,
+        #     micro-batch 1          F0 F1 | B1 B0            8 to 15 those of the next
+        def time_in_period(op: Op) -> tuple[float, int, int, int]:
+            return starts[op] % 1, -op.kind, op.stage, op.microbatch
+
+        slots = {}
+        for position, op in enumerate(sorted(starts, key=time_in_period)):
+            slots[op] = position + int(starts[op]) * len(starts)
         order = sorted(slots, key=slots.__getitem__)
         name = f"least peak of {len(self.offsets)}"
         return Schedule.from_rank_orders(
@@ -107,23 +113,24 @@ def least_peak(
     Raises:
         UserError: ``extra_time`` is negative, or stages take no time or keep nothing.
     """
-    microbatches_per_step = whole(n_microbatches, "the number of micro-batches", 1)
+    n_microbatches = whole(n_microbatches, "the number of micro-batches", 1)
     if not (isfinite(extra_time) and extra_time >= 0):
         raise UserError(f"extra_time is 0 or more, a share of the time of a step: got {extra_time}")
-    search = _Search(recomputing(costs, "none"), microbatches_per_step, extra_time, hardware)
+    search = _Search(recomputing(costs, "none"), n_microbatches, extra_time, hardware)
     chosen_stages, offsets = search.run()
     chosen_costs = recomputing(costs, sorted(chosen_stages))
     curve = stage_curve(chosen_costs, hardware)
     plain_curve = stage_curve(search.costs, hardware)
+    seconds = float(curve.edges[-1])
     return LeastPeak(
-        chosen_costs,
-        tuple(map(float, offsets)),
-        tuple(sorted(chosen_stages)),
-        peak_of(curve, offsets),
-        microbatches_per_step * plain_curve.peak,
-        microbatches_per_step * curve.mean,
-        float(curve.edges[-1]),
-        float(curve.edges[-1] / plain_curve.edges[-1]) - 1,
+        costs=chosen_costs,
+        offsets=tuple(map(float, offsets)),
+        recomputed=tuple(sorted(chosen_stages)),
+        peak=peak_of(curve, offsets),
+        simultaneous=n_microbatches * plain_curve.peak,
+        bound=n_microbatches * curve.mean,
+        seconds=seconds,
+        extra_time=float(seconds / plain_curve.edges[-1]) - 1,
     )
 
 
@@ -149,21 +156,21 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
     backward; an input, from the end of the stage before.
     """
     forward, backward = _starts(costs, hardware)
-    ends = [
-        backward_start + backward_seconds
-        for backward_start, backward_seconds in zip(
-            backward, _backwards(costs, hardware), strict=True
-        )
-    ]
     lifetimes: list[tuple[float, float, float]] = []  # start, end, bytes
-    for stage, cost in enumerate(costs):
-        lifetimes.append((forward[stage], ends[stage], cost.kept_bytes + cost.extra_input_bytes))
+    for stage, backward_seconds in enumerate(_backwards(costs, hardware)):
+        cost = costs[stage]
+        end = backward[stage] + backward_seconds
+        lifetimes.append((forward[stage], end, cost.kept_bytes + cost.extra_input_bytes))
         if cost.recomputes:
-            lifetimes.append((backward[stage], ends[stage], cost.activation_bytes))
-    edges = np.unique([0.0, *(time for start, end, _ in lifetimes for time in (start, end))])
+            lifetimes.append((backward[stage], end, cost.activation_bytes))
+    times = [0.0]
+    for start, end, _ in lifetimes:
+        times += [start, end]
+    edges = np.unique(times)
     if len(edges) == 1:
         raise UserError("stages take no time: give them seconds, or hardware that takes some")
-    middles, level_bytes = (edges[1:] + edges[:-1]) / 2, np.zeros(len(edges) - 1)
+    middles = (edges[1:] + edges[:-1]) / 2
+    level_bytes = np.zeros(len(edges) - 1)
     for start, end, n_bytes in lifetimes:
         level_bytes[(start < middles) & (middles < end)] += n_bytes
     if not level_bytes.any():
@@ -184,9 +191,9 @@ def peak_of(curve: MemoryCurve, offsets: ArrayLike) -> float:
     # Memory is constant between two changes, so it is read in the middle. The period repeats: the
     # last interval reaches around to the first change.
     middles = (times + np.append(times[1:], times[0] + period)) / 2
-    lasts = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
-    held_bytes = curve.at(middles[lasts][:, None] - shifts)  # [moment, micro-batch]
-    return float(held_bytes.sum(axis=1).max())
+    is_interval = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
+    live_bytes = curve.at(middles[is_interval][:, None] - shifts)  # [moment, micro-batch]
+    return float(live_bytes.sum(axis=1).max())
 
 
 def _starts(costs: Costs, hardware: Hardware) -> tuple[list[float], list[float]]:
@@ -202,8 +209,11 @@ def _starts(costs: Costs, hardware: Hardware) -> tuple[list[float], list[float]]
 
 def _backwards(costs: Costs, hardware: Hardware) -> list[float]:
     """Return the seconds of each stage's backward, with the forward if it computes that again."""
-    pairs = [(cost.recomputes, *cost.seconds(hardware)) for cost in costs]
-    return [backward + recomputes * forward for recomputes, forward, backward in pairs]
+    backwards = []
+    for cost in costs:
+        forward, backward = cost.seconds(hardware)
+        backwards.append(backward + cost.recomputes * forward)
+    return backwards
 
 
 class _Search:
@@ -227,7 +237,8 @@ class _Search:
         for _ in range(_ROUNDS):
             chosen_stages = self._improve(chosen_stages, shifts)
             shifts = self._shift(chosen_stages, shifts)
-            if (peak_bytes := self.peak(chosen_stages, shifts)) >= best_bytes:
+            peak_bytes = self.peak(chosen_stages, shifts)
+            if peak_bytes >= best_bytes:
                 break
             best_bytes = peak_bytes
         uniform = np.arange(self.n) / self.n
@@ -249,9 +260,7 @@ class _Search:
 
     def peak(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> float:
         """Return the peak bytes of all micro-batches together."""
-        row = self.row(chosen)
-        bin_numbers = (np.arange(self.bins)[:, None] - shifts) % self.bins
-        return float(row[bin_numbers].sum(axis=1).max())
+        return float(shifted_levels(self.row(chosen), shifts).sum(axis=1).max())
 
     def _fits(self, chosen: Collection[int]) -> bool:
         return sum(self.forwards[stage] for stage in chosen) <= self.budget
@@ -260,11 +269,11 @@ class _Search:
         """Add the stage that saves most for its time, as long as one fits."""
         chosen_stages: frozenset[int] = frozenset()
         while True:
-            peak, savings = self.peak(chosen_stages, shifts), []
+            peak = self.peak(chosen_stages, shifts)
+            savings = []
             for stage in range(len(self.costs)):
-                if stage not in chosen_stages and self._fits(
-                    more_stages := chosen_stages | {stage}
-                ):
+                more_stages = chosen_stages | {stage}
+                if stage not in chosen_stages and self._fits(more_stages):
                     saved_bytes = peak - self.peak(more_stages, shifts)
                     savings.append((saved_bytes / max(self.forwards[stage], 1e-30), stage))
             if not savings or max(savings)[0] <= 0:
@@ -282,21 +291,21 @@ class _Search:
             )
             if peak_bytes >= best_bytes:
                 return chosen
-            best_bytes, chosen = peak_bytes, frozenset(best_stages)
+            best_bytes = peak_bytes
+            chosen = frozenset(best_stages)
 
     def _around(self, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
         """Yield the sets that one addition, removal or exchange makes of ``chosen``."""
         other_stages = [stage for stage in range(len(self.costs)) if stage not in chosen]
-        for dropped, added in product(
-            [[], *([stage] for stage in chosen)], [[], *([stage] for stage in other_stages)]
-        ):
-            if dropped or added:
-                yield chosen.difference(dropped).union(added)
+        removals: list[list[int]] = [[], *([stage] for stage in chosen)]
+        additions: list[list[int]] = [[], *([stage] for stage in other_stages)]
+        for removed, added in product(removals, additions):
+            if removed or added:
+                yield chosen.difference(removed).union(added)
 
     def _shift(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Move one micro-batch after another to where it adds least to the peak."""
-        row, bin_numbers = self.row(chosen), np.arange(self.bins)
-        rolled = row[(bin_numbers[:, None] - bin_numbers) % self.bins]  # [bin, shift]
+        rolled = shifted_levels(self.row(chosen), np.arange(self.bins))  # [bin, shift]
         shifts = shifts.copy()
         total_bytes = rolled[:, shifts].sum(axis=1)
         for microbatch in range(1, self.n):

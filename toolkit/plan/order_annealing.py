@@ -46,6 +46,7 @@ class OrderAnnealing:
         progress: OnSearch | None,
     ) -> None:
         self.n_tried = 0
+        self._space = space
         self._draw = draw
         self._progress = progress
         self._last_report = time.monotonic()
@@ -60,7 +61,6 @@ class OrderAnnealing:
     def best(
         self,
         placements: Sequence[Places],
-        placement_is_free: bool,
         end: float,
         exact: bool | None,
         catalogue: bool,
@@ -72,7 +72,6 @@ class OrderAnnealing:
 
         Args:
             placements: those to begin with.
-            placement_is_free: whether to look for others.
             end: time at which the search ends, by :func:`time.monotonic`.
             exact: as in :func:`toolkit.plan.search`.
             catalogue: as in :func:`toolkit.plan.search`.
@@ -84,15 +83,13 @@ class OrderAnnealing:
         seconds_left = end - time.monotonic()
         block, candidates = self._first_block(placements, catalogue)
         bound = 0.0
-        if not placement_is_free:
+        if not self._space.placement_is_free:
             bound = step_bound(self._groups_of(block[0]).problem)
 
         # 1. Keys and placements.
         use_exact = exact_solver.available() if exact is None else exact
         block_share = 0.3 if use_exact else 0.5
-        block = self._anneal_block(
-            block, placement_is_free, begin + block_share * seconds_left, bound
-        )
+        block = self._anneal_block(block, begin + block_share * seconds_left, bound)
         groups = self._groups_of(block[0])
         problem = groups.problem
         orders = groups.list_orders(block[1])
@@ -158,12 +155,13 @@ class OrderAnnealing:
         seconds = max(1.0, end - time.monotonic())
         exact_orders, bound = exact_solver.solve(problem, orders, seconds, self._report)
         is_better = _fits(problem, exact_orders) or not _fits(problem, orders)
-        return exact_orders if is_better else orders, bound
+        if is_better:
+            orders = exact_orders
+        return orders, bound
 
-    def _anneal_block(
-        self, block: _Block, placement_is_free: bool, end: float, bound: float
-    ) -> _Block:
+    def _anneal_block(self, block: _Block, end: float, bound: float) -> _Block:
         """Anneal keys, and ranks of stages if they are free."""
+        placement_is_free = self._space.placement_is_free
         longest_op = max(self._groups_of(block[0]).problem.seconds)
 
         def change(block: _Block) -> _Block:

@@ -9,10 +9,10 @@ a rank is then a list of chains, in which the k-th occurrence of a chain is its 
     chain      0   1       2   3                    rank 1:  2 3 2 3    1F0 1B0 1F1 1B1
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import inf
 
 from toolkit.schedule import Kind, Op, Schedule
@@ -90,10 +90,10 @@ class OrderProblem:
     @cached_property
     def chains_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """``[rank]``, its chains."""
-        return tuple(
-            tuple(chain for stage in stages for chain in self.chains(stage))
-            for stages in self.stages_of_rank
-        )
+        chains: list[tuple[int, ...]] = []
+        for stages in self.stages_of_rank:
+            chains.append(tuple(itertools.chain.from_iterable(map(self.chains, stages))))
+        return tuple(chains)
 
     @cached_property
     def path(self) -> tuple[int, ...]:
@@ -105,13 +105,12 @@ class OrderProblem:
     @cached_property
     def tick(self) -> float:
         """Largest seconds that divide all times; a small share of a micro-batch if none do."""
-        lags = (lag for chain_needs in self.needs for _, lag in chain_needs)
+        lags = [lag for _, lag in itertools.chain.from_iterable(self.needs)]
         amounts = [amount for amount in (*self.seconds, *lags, *self.update_seconds) if amount > 0]
         for divisor in (1, 2, 3, 4, 6, 12):
             tick = min(amounts) / divisor
-            if all(
-                abs(amount / tick - round(amount / tick)) < 1e-9 * divisor for amount in amounts
-            ):
+            n_ticks = [amount / tick for amount in amounts]
+            if all(abs(number - round(number)) < 1e-9 * divisor for number in n_ticks):
                 return tick
         return self.busiest_seconds / _TICKS
 
@@ -156,10 +155,10 @@ class OrderProblem:
     def starts(self, orders: Sequence[RankOrder]) -> list[list[float]]:
         """Return the starts of the first training step's ops, ``[chain][microbatch]``."""
         ends = self._ends(orders, 1)
-        return [
-            [end - op_seconds for end in chain_ends]
-            for chain_ends, op_seconds in zip(ends, self.seconds, strict=True)
-        ]
+        starts = []
+        for chain_ends, op_seconds in zip(ends, self.seconds, strict=True):
+            starts.append([end - op_seconds for end in chain_ends])
+        return starts
 
     def peaks(self, orders: Sequence[RankOrder]) -> list[float]:
         """Return the peak bytes of each rank, including messages that wait."""
@@ -170,7 +169,7 @@ class OrderProblem:
             for stage in stages:
                 for chain in self.chains(stage):
                     changes += self._memory_changes(stage, chain, ends)
-            peaks.append(max(accumulate(n_bytes for _, n_bytes in sorted(changes))))
+            peaks.append(max(itertools.accumulate(n_bytes for _, n_bytes in sorted(changes))))
         return peaks
 
     def _memory_changes(

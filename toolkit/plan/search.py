@@ -9,11 +9,12 @@ Problems that :mod:`toolkit.plan.exact` can solve get a proof, or a better bound
 import random
 import time
 
+from toolkit.cost import Timeline
 from toolkit.errors import UserError
 from toolkit.plan import exact as exact_solver
 from toolkit.plan.order_annealing import TIE, OrderAnnealing
 from toolkit.plan.search_space import OnSearch, SearchResult, SearchSpace
-from toolkit.plan.stage_placement import Places, load_bound, usual_placements
+from toolkit.plan.stage_placement import Places
 
 _ATTEMPTS = 5  # to keep to the memory, as the simulator counts it
 
@@ -44,29 +45,20 @@ def search(
             as short as ``step_seconds``. If that is proven, the message names the fewest limits
             that cannot be met together.
     """
-    if space.placement:
-        placements = [tuple(space.placement)]
-    else:
-        placements = usual_placements(space.stage_seconds, space.speeds)
-    placement_is_free = _placement_is_free(space)
+    placements = space.first_placements()
     room = [*space.limits]
     n_tried = 0
-    bounds = []
     end = time.monotonic() + seconds
     for attempt in range(_ATTEMPTS):
         annealing = OrderAnnealing(space, room, random.Random(seed), progress)
-        problem, orders, bound = annealing.best(
-            placements, placement_is_free, end, exact, catalogue
-        )
+        problem, orders, orders_bound = annealing.best(placements, end, exact, catalogue)
         n_tried += annealing.n_tried
-        bounds.append(bound)
+        if attempt == 0:  # later attempts have less room than the ranks: their bounds do not hold
+            bound = orders_bound
         schedule = problem.schedule(orders, "searched")
         timeline = space.simulate(schedule)
-        peaks = space.peaks(timeline)
-        excess_bytes = [
-            max(0.0, peak - limit) for peak, limit in zip(peaks, space.limits, strict=True)
-        ]
-        if max(excess_bytes) <= TIE * max(peaks):
+        excess_bytes = _excess_bytes(space, timeline)
+        if not any(excess_bytes):
             break
 
         # Messages took more room than foreseen, so the next attempt gets less room.
@@ -80,27 +72,24 @@ def search(
             " seconds"
         )
 
-    # Only the first attempt's bound holds: later attempts have less room than the ranks.
-    bound = bounds[0]
-    if placement_is_free:
-        bound = space.n_microbatches * load_bound(space.stage_seconds, space.speeds)
+    if space.placement_is_free:
+        bound = space.load_bound()
     if step_seconds is not None and timeline.step_time > step_seconds * (1 + TIE):
-        fastest = f"the fastest orders that were found take {timeline.step_time:.4g} s"
         ranks = None
-        if not placement_is_free:
+        if not space.placement_is_free:
             ranks = _ranks_in_conflict(space, problem.placement, step_seconds, seconds)
+        fastest = f"the fastest orders that were found take {timeline.step_time:.4g} s"
         raise UserError(_too_slow(space, step_seconds, ranks, fastest, bound))
     return space.result(schedule, timeline, problem.placement, bound, n_tried)
 
 
-def _placement_is_free(space: SearchSpace) -> bool:
-    """Whether the search changes placements; equal ranks with a stage each have one placement."""
-    has_stage_per_rank = space.n_ranks == len(space.costs)
-    has_equal_ranks = len({*zip(space.limits, space.speeds, strict=True)}) == 1
-    has_equal_links = space.hardware.ranks_per_machine == 1
-    return space.placement is None and not (
-        has_stage_per_rank and has_equal_ranks and has_equal_links
-    )
+def _excess_bytes(space: SearchSpace, timeline: Timeline) -> list[float]:
+    """Return ``[rank]``, bytes above its limit; 0 for all if that is rounding."""
+    peaks = space.peaks(timeline)
+    excess_bytes = [max(0.0, peak - limit) for peak, limit in zip(peaks, space.limits, strict=True)]
+    if max(excess_bytes) <= TIE * max(peaks):
+        return [0.0] * len(peaks)
+    return excess_bytes
 
 
 def _ranks_in_conflict(

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, simulate
+from toolkit.cost import UNIT, Costs, Hardware, StageCost, Timeline
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError, whole
 from toolkit.plan.order_problem import OrderProblem
-from toolkit.plan.stage_placement import Places
+from toolkit.plan.stage_placement import Places, load_bound, usual_placements
 from toolkit.schedule import Kind, Schedule
-from toolkit.schedule.steady_state import steps_to_time
 
 OnSearch = Callable[[str, float, float], object]
 """Called with the activity, the best step time so far and the bound, both in seconds."""
@@ -119,6 +119,25 @@ class SearchSpace:
         """Devices."""
         return len(self.limits)
 
+    @property
+    def placement_is_free(self) -> bool:
+        """Whether a search changes placements; equal ranks with a stage each have one placement."""
+        has_stage_per_rank = self.n_ranks == len(self.costs)
+        has_equal_ranks = len({*zip(self.limits, self.speeds, strict=True)}) == 1
+        has_equal_links = self.hardware.ranks_per_machine == 1
+        has_one_placement = has_stage_per_rank and has_equal_ranks and has_equal_links
+        return self.placement is None and not has_one_placement
+
+    def first_placements(self) -> list[Places]:
+        """Return the placements that a search begins with."""
+        if self.placement:
+            return [tuple(self.placement)]
+        return usual_placements(self.stage_seconds, self.speeds)
+
+    def load_bound(self) -> float:
+        """Return the seconds that a training step takes at least, on any placement."""
+        return self.n_microbatches * load_bound(self.stage_seconds, self.speeds)
+
     def problem(self, placement: Places, room: Sequence[float]) -> OrderProblem:
         """Describe the search for orders on one placement; errors as of :func:`order_problem`.
 
@@ -131,15 +150,14 @@ class SearchSpace:
             self.n_microbatches,
             placement,
             self.hardware,
-            self.split_backward,
-            room,
-            self.optimizer_bytes,
+            split_backward=self.split_backward,
+            memory=room,
+            optimizer_bytes=self.optimizer_bytes,
         )
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """Simulate verified training steps of a schedule up to its steady state."""
-        program = schedule.lower(steps_to_time(schedule)).verify()
-        return simulate(program, self.costs, self.hardware, self.optimizer_bytes)
+        return simulate_steady_steps(schedule, self.costs, self.hardware, self.optimizer_bytes)
 
     def peaks(self, timeline: Timeline) -> tuple[float, ...]:
         """Return the peak bytes of each rank."""
@@ -186,61 +204,30 @@ def order_problem(
     """
     kinds = _SPLIT_BACKWARDS if split_backward else _WHOLE_BACKWARDS
     n_kinds = len(kinds)
-    n_ranks = max(placement) + 1
+    messages = _Messages(costs, tuple(placement), hardware)
     state_bytes: Sequence[float | None] = [*optimizer_bytes] or [None] * len(costs)
     seconds: list[float] = []
-    needs: list[list[tuple[int, float]]] = []
+    update_seconds: list[float] = []
     kept_bytes: list[float] = []
     workspace_bytes: list[float] = []
     waiting_bytes: list[float] = []
-    update_seconds: list[float] = []
-
-    def message(n_bytes: float, sender: int, receiver: int) -> float:
-        """Return the seconds of a message between two stages."""
-        if placement[sender] == placement[receiver]:
-            return 0.0
-        machines = {hardware.machine(placement[stage]) for stage in (sender, receiver)}
-        return hardware.message(n_bytes, local=len(machines) == 1)
-
     for stage, cost in enumerate(costs):
-        # 1. Seconds of each op. A recomputing stage runs its forward in its first backward.
+        # 1. Seconds of each op, and of an update.
         speed = hardware.speed(placement[stage])
-        forward, backward = (duration / speed for duration in cost.seconds(hardware))
-        op_seconds = [forward, backward / (n_kinds - 1), backward / 2]
-        if cost.recomputes:
-            op_seconds = [forward, forward + backward, 0.0]
-        seconds += op_seconds[:n_kinds]
+        seconds += _op_seconds(cost, hardware, speed, n_kinds)
         update_bytes = cost.update_bytes(state_bytes[stage])
         update_seconds.append(update_bytes / hardware.memory_bandwidth / speed)
 
-        # 2. Each op needs the one before it on this stage, and a message of a neighbour.
-        first_chain = len(needs)
-        needs.append([])
-        needs += [[(first_chain + kind, 0.0)] for kind in range(n_kinds - 1)]
-        input_bytes = gradient_bytes = 0.0  # that wait on the receiving rank until the op starts
-        input_on_rank = cost.extra_input_bytes
-        if stage > 0:
-            lag = message(costs[stage - 1].output_bytes, stage - 1, stage)
-            needs[first_chain].append((first_chain - n_kinds, lag))
-            if placement[stage - 1] != placement[stage]:
-                input_bytes = input_on_rank = cost.input_bytes
-        if stage < len(costs) - 1:
-            message_bytes = costs[stage + 1].input_gradient_bytes
-            lag = message(message_bytes, stage + 1, stage)
-            needs[first_chain + 1].append((first_chain + n_kinds + 1, lag))
-            if placement[stage + 1] != placement[stage]:
-                gradient_bytes = message_bytes
-        waiting_bytes += [input_bytes, gradient_bytes, 0.0][:n_kinds]
-
-        # 3. Bytes of a micro-batch in flight, and of a running op.
-        kept_bytes.append(cost.kept_bytes + input_on_rank)
+        # 2. Bytes of a micro-batch in flight, of a running op, and of messages that wait.
+        kept_bytes.append(cost.kept_bytes + messages.input_bytes_on_rank(stage))
         forward_bytes, backward_bytes = cost.working_bytes
         if cost.recomputes:
             backward_bytes += cost.activation_bytes
         workspace_bytes += [forward_bytes, *[backward_bytes] * (n_kinds - 1)]
+        waiting_bytes += messages.waiting_bytes(stage)[:n_kinds]
 
     # Weights, gradients and optimizer state stay: the room is what they leave of the memory.
-    room = [*memory] or [inf] * n_ranks
+    room = [*memory] or [inf] * (max(placement) + 1)
     for stage, (rank, cost) in enumerate(zip(placement, costs, strict=True)):
         room[rank] -= cost.parameter_bytes + cost.gradient_bytes + (state_bytes[stage] or 0.0)
     problem = OrderProblem(
@@ -248,7 +235,7 @@ def order_problem(
         n_microbatches=n_microbatches,
         kinds=kinds,
         seconds=tuple(seconds),
-        needs=tuple(map(tuple, needs)),
+        needs=tuple(map(tuple, messages.needs(n_kinds))),
         kept_bytes=tuple(kept_bytes),
         workspace_bytes=tuple(workspace_bytes),
         waiting_bytes=tuple(waiting_bytes),
@@ -259,6 +246,73 @@ def order_problem(
     return problem
 
 
+def _op_seconds(cost: StageCost, hardware: Hardware, speed: float, n_kinds: int) -> list[float]:
+    """Return the seconds of a stage's ops on a rank, by kind."""
+    forward, backward = (duration / speed for duration in cost.seconds(hardware))
+    if cost.recomputes:  # the first backward runs the forward again, and all of the backward
+        return [forward, forward + backward, 0.0][:n_kinds]
+    return [forward, *[backward / (n_kinds - 1)] * (n_kinds - 1)]
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages between neighbouring stages on a placement."""
+
+    costs: Costs
+    placement: Places
+    hardware: Hardware
+
+    def needs(self, n_kinds: int) -> list[list[tuple[int, float]]]:
+        """Return the chains that each chain needs, the sender of its message last.
+
+        An op needs the one before it on its stage; a forward also the forward of the stage before,
+        and a first backward that of the stage after::
+
+            stage    0     1     2
+            F        0 --> 2 --> 4        chains of whole backwards
+            B        1 <-- 3 <-- 5
+        """
+        needs: list[list[tuple[int, float]]] = []
+        for stage in range(len(self.costs)):
+            forward = len(needs)
+            needs.append([])
+            needs += [[(forward + kind, 0.0)] for kind in range(n_kinds - 1)]
+            if stage > 0:
+                lag = self._seconds(self.costs[stage - 1].output_bytes, stage - 1, stage)
+                needs[forward].append((forward - n_kinds, lag))
+            if stage < len(self.costs) - 1:
+                lag = self._seconds(self.costs[stage + 1].input_gradient_bytes, stage + 1, stage)
+                needs[forward + 1].append((forward + n_kinds + 1, lag))
+        return needs
+
+    def input_bytes_on_rank(self, stage: int) -> float:
+        """Return the bytes of its input that a stage keeps of a micro-batch."""
+        if self._arrive(stage - 1, stage):
+            return self.costs[stage].input_bytes
+        return self.costs[stage].extra_input_bytes
+
+    def waiting_bytes(self, stage: int) -> list[float]:
+        """Return the bytes that wait on the stage's rank until its op starts, by kind."""
+        input_bytes = gradient_bytes = 0.0
+        if self._arrive(stage - 1, stage):
+            input_bytes = self.costs[stage].input_bytes
+        if self._arrive(stage + 1, stage):
+            gradient_bytes = self.costs[stage + 1].input_gradient_bytes
+        return [input_bytes, gradient_bytes, 0.0]
+
+    def _arrive(self, sender: int, receiver: int) -> bool:
+        """Whether there is such a stage on another rank."""
+        is_stage = 0 <= sender < len(self.costs)
+        return is_stage and self.placement[sender] != self.placement[receiver]
+
+    def _seconds(self, n_bytes: float, sender: int, receiver: int) -> float:
+        """Return the seconds of a message between two stages."""
+        if not self._arrive(sender, receiver):
+            return 0.0
+        machines = {self.hardware.machine(self.placement[stage]) for stage in (sender, receiver)}
+        return self.hardware.message(n_bytes, local=len(machines) == 1)
+
+
 def _check_room(problem: OrderProblem, memory: Sequence[float]) -> None:
     """Raise UserError if a rank of ``memory`` bytes has no room for one micro-batch."""
     for rank, memory_bytes in enumerate(memory):
@@ -266,11 +320,12 @@ def _check_room(problem: OrderProblem, memory: Sequence[float]) -> None:
         workspace_bytes = max(
             problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]
         )
-        least_bytes = workspace_bytes + sum(problem.kept_bytes[stage] for stage in stages)
+        needed_bytes = workspace_bytes + sum(problem.kept_bytes[stage] for stage in stages)
         room = problem.room[rank]
-        if least_bytes > room:
+        if needed_bytes > room:
+            total_bytes = needed_bytes + memory_bytes - room
             raise UserError(
-                f"stages {stages} with one micro-batch take {least_bytes + memory_bytes - room:.4g}"
+                f"stages {stages} with one micro-batch take {total_bytes:.4g}"
                 f" bytes of rank {rank}: got a memory of {memory_bytes:.4g}. Place them elsewhere,"
                 " or make micro-batches smaller"
             )

@@ -16,7 +16,7 @@ from math import ceil
 from toolkit.errors import UserError
 from toolkit.plan.order_problem import OrderProblem
 from toolkit.plan.search_space import OnSearch, SearchResult, SearchSpace
-from toolkit.plan.stage_placement import levelled, load_bound, usual_placements
+from toolkit.plan.stage_placement import levelled
 from toolkit.schedule import Assigned, Op, Schedule, Timing
 from toolkit.schedule.staleness import Delay
 
@@ -46,10 +46,9 @@ def search_steady(
     """
     draw = random.Random(seed)
     problems = _problems(space, draw)
-    bound = problems[0].busiest_seconds
+    bound = space.n_microbatches * problems[0].busiest_seconds
     if space.placement is None:
-        bound = load_bound(space.stage_seconds, space.speeds)
-    bound *= space.n_microbatches
+        bound = space.load_bound()
     attempts = sorted(
         product(_LONGER, problems), key=lambda pair: pair[0] * pair[1].busiest_seconds
     )
@@ -78,10 +77,7 @@ def search_steady(
 
 def _problems(space: SearchSpace, draw: random.Random) -> list[OrderProblem]:
     """Return the problem of each placement on which every rank has room for a micro-batch."""
-    if space.placement:
-        placements = [tuple(space.placement)]
-    else:
-        placements = usual_placements(space.stage_seconds, space.speeds)
+    placements = space.first_placements()
     if not space.placement and len(space.costs) > space.n_ranks:
         placements += [
             levelled(placement, space.stage_seconds, space.speeds, draw) for placement in placements
@@ -115,15 +111,14 @@ class _Packing:
         self.problem = problem
         self.draw = draw
         tick = problem.tick
-        self.op_ticks = [max(1, ceil(seconds / tick - 1e-6)) for seconds in problem.seconds]
-        self.needs = [
-            [(needed_chain, ceil(lag / tick - 1e-6)) for needed_chain, lag in chain_needs]
-            for chain_needs in problem.needs
-        ]
-        busiest_ticks = max(
-            sum(self.op_ticks[chain] for chain in chains) for chains in problem.chains_of_rank
-        )
-        self.interval = ceil(stretch * busiest_ticks)
+        self.op_ticks = [max(1, _ticks(seconds, tick)) for seconds in problem.seconds]
+        self.needs: list[list[tuple[int, int]]] = []
+        for chain_needs in problem.needs:
+            self.needs.append([(chain, _ticks(lag, tick)) for chain, lag in chain_needs])
+        busy_ticks = [0] * problem.n_ranks
+        for rank, chains in enumerate(problem.chains_of_rank):
+            busy_ticks[rank] = sum(self.op_ticks[chain] for chain in chains)
+        self.interval = ceil(stretch * max(busy_ticks))
 
     def draw_schedule(self, delay: Delay) -> Schedule | None:
         """Return the schedule of a random block; None if a rank has no gap, room or time for it."""
@@ -218,3 +213,8 @@ class _Packing:
         layout = Assigned([[rank] * n_microbatches for rank in problem.placement], "per_stage")
         timing = Timing(op_starts, period, slot)
         return Schedule("searched", problem.n_stages, n_microbatches, timing, layout, delay)
+
+
+def _ticks(seconds: float, tick: float) -> int:
+    """Return whole ticks that last ``seconds``, up to rounding."""
+    return ceil(seconds / tick - 1e-6)
