@@ -115,7 +115,9 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in without(flat(config), AROUND).items():
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
-        values[name] = json.dumps(value, default=str) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = json.dumps(value, default=str)
+        values[name] = value
     model = config.get("model")
     if isinstance(model, dict):
         values["model"] = model.get("target") or model.get("name") or values.get("model")
@@ -150,7 +152,9 @@ class RunGroup:
     def baseline(self, groups: Sequence["RunGroup"]) -> "RunGroup":
         """Return the first group with these settings if several have them, else the first."""
         comparable_groups = [group for group in groups if group.settings == self.settings]
-        return comparable_groups[0] if len(comparable_groups) > 1 else groups[0]
+        if len(comparable_groups) > 1:
+            return comparable_groups[0]
+        return groups[0]
 
 
 Tasks = Mapping[str, list[RunGroup]]
@@ -183,6 +187,7 @@ def group_runs(runs: Sequence[Run]) -> Tasks:
 
 def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[RunGroup]:
     """Return a group per configuration, labelled by its schedule and the options that differ."""
+    # The first group is the baseline, so groups with late weights come after the others.
     by_lateness = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
     options_of_groups = [_relevant(flat_options(runs[0].config)) for _, runs in by_lateness]
     columns = differing(options_of_groups)

@@ -91,7 +91,9 @@ def before(
     """
     runs_and_saved = None
     if is_rank_zero():
-        runs = ended_before(folder, options) if options["resume"] or restarted() else []
+        runs: list[RuleRun] = []
+        if options["resume"] or restarted():
+            runs = ended_before(folder, options)
         keep_options(folder, options)
         if runs:  # removes the rows of runs that were interrupted
             keep_runs(folder, runs)
@@ -131,7 +133,8 @@ def train_all(
             if is_rank_zero():
                 prepare_folder(folder, *key)
             ended_run = train_one(run, key, folder, progress, signals)
-            del run  # its memory is free before the next one is built
+            # Free its memory before the next run is built.
+            del run
             yield ended_run
 
 

@@ -16,8 +16,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -83,12 +83,7 @@ class _Stopped:
 class _Failed:
     """A run has raised an exception."""
 
-    message: str
-    is_user_error: bool
-
-    def error(self) -> Exception:
-        """Return what the comparison raises."""
-        return UserError(self.message) if self.is_user_error else RuntimeError(self.message)
+    error: UserError | RuntimeError  # what the comparison raises
 
 
 def train_in_parallel(
@@ -120,16 +115,16 @@ def train_in_parallel(
     ):
         setting = _Setting(folder, n_processes, torch.get_num_threads(), sys.argv)
         processes.begin(_train_keys, make_run, setting)
-        try:
+        with _explained(running, folder, signals):
             for process, message in processes.reports():
                 if isinstance(message, _Ready):
-                    is_ending = signals.number or stopped or failed or not waiting
-                    key = None if is_ending else waiting.popleft()
-                    if key is not None:
+                    key = None
+                    if waiting and not (signals.number or stopped or failed):
+                        key = waiting.popleft()
                         running[process] = key
                         # Made here: keep_runs, which this process calls, removes empty folders.
                         prepare_folder(folder, *key)
-                    processes.send(key, [process])
+                    processes.send(key, [process])  # None ends the process
                 elif isinstance(message, _Trained):
                     progress.trained(running[process], message.epochs)
                 elif isinstance(message, _Ended):
@@ -138,26 +133,35 @@ def train_in_parallel(
                 elif isinstance(message, _Stopped):
                     del running[process]
                     stopped.append(message)
-                    if not signals.number:  # only that process got it
+                    # The signal went to that process alone: the others save their runs too.
+                    if not signals.number:
                         _signal(processes, running, message.number)
                 elif isinstance(message, _Failed):
                     del running[process]
                     failed.append(message)
-                    _signal(processes, running, signal.SIGTERM)  # by which they are saved
-        except (JobFailedError, RankError) as error:
-            if signals.number:  # it came before a process could handle it
-                raise StoppedError(signals.number, saved=False) from error
-            under_way_now = ", ".join(f"{rule} with seed {seed}" for rule, seed in running.values())
-            raise JobFailedError(
-                f"a process of the comparison has failed ({error}), while these runs trained:"
-                f" {under_way_now}; continue with resume={folder}, and a smaller parallel if memory"
-                " ran out"
-            ) from error
+                    # The other runs are saved before the error is raised.
+                    _signal(processes, running, signal.SIGTERM)
     if failed:
-        raise failed[0].error()
+        raise failed[0].error
     number = signals.number or next((message.number for message in stopped), 0)
     if number and (waiting or stopped):
         raise StoppedError(number, saved=all(message.saved for message in stopped))
+
+
+@contextmanager
+def _explained(running: Mapping[int, Key], folder: Path, signals: Signals) -> Iterator[None]:
+    """Say which runs trained, by process, when a process died."""
+    try:
+        yield
+    except (JobFailedError, RankError) as error:
+        # A signal that came before a process could handle it has ended that process.
+        if signals.number:
+            raise StoppedError(signals.number, saved=False) from error
+        runs = ", ".join(f"{rule} with seed {seed}" for rule, seed in running.values())
+        raise JobFailedError(
+            f"a process of the comparison has failed ({error}), while these runs trained: {runs};"
+            f" continue with resume={folder}, and a smaller parallel if memory ran out"
+        ) from error
 
 
 class _PassedOn(Signals):
@@ -182,7 +186,7 @@ def _signal(processes: Processes, running: Collection[int], number: int) -> None
     Other processes do not get it: it would interrupt one that waits for its end.
     """
     for process in processes.alive.intersection(running):
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it ended in the meantime
             os.kill(processes.process_ids[process], number)
 
 
@@ -257,7 +261,7 @@ def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals)
     except StoppedError as stopped:
         return _Stopped(signals.agreed or signals.number, stopped.saved)
     except UserError as error:
-        return _Failed(str(error), is_user_error=True)
+        return _Failed(UserError(str(error)))
     except Exception:
         rule, seed = key
-        return _Failed(f"{rule}, seed {seed}:\n{traceback.format_exc()}", is_user_error=False)
+        return _Failed(RuntimeError(f"{rule}, seed {seed}:\n{traceback.format_exc()}"))

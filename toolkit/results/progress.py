@@ -38,7 +38,9 @@ class Progress:
     """
 
     def __init__(self, n_epochs: int, *, shown: bool = True, interval: float | None = None) -> None:
-        self._interval = (0.2 if sys.stderr.isatty() else 10) if interval is None else interval
+        if interval is None:
+            interval = _interval()
+        self._interval = interval
         self._refreshed = time.monotonic()
         self._before = 0  # epochs of earlier runs
         self._new_run = True
@@ -86,8 +88,11 @@ class Progress:
             self._losses.append(step.result.losses)
         self._bar.n = self._before + epochs
         is_due = now >= self._refreshed + self._interval
-        if is_due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
-            figures = [f"train loss {_mean(self._losses):.3f}"] if self._losses else []
+        # The end of an epoch reads its losses anyway.
+        if is_due or step.step == step.n_steps:
+            figures = []
+            if self._losses:
+                figures.append(f"train loss {_mean(self._losses):.3f}")
             figures.append(f"lr {step.learning_rate:.3g}")
             if self._samples:
                 figures.append(f"{self._samples / (now - self._since):.0f} samples/s")
@@ -129,7 +134,7 @@ class ParallelProgress:
         self._bar = tqdm(
             total=n_epochs,
             bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
-            mininterval=0.2 if sys.stderr.isatty() else 10,
+            mininterval=_interval(),
         )
 
     def __enter__(self) -> "ParallelProgress":
@@ -152,6 +157,13 @@ class ParallelProgress:
         self._bar.set_description_str(f"{self._runs_done}/{self._n_runs} runs", refresh=False)
         self._bar.set_postfix_str(note, refresh=False)
         self.trained(run, n_epochs)
+
+
+def _interval() -> float:
+    """Return the seconds between two refreshes: many on a terminal, few lines in a log file."""
+    if sys.stderr.isatty():
+        return 0.2
+    return 10
 
 
 def _mean(losses: "list[Tensor]") -> float:

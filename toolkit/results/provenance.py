@@ -48,7 +48,9 @@ def _redacted(content: Any) -> Any:
         return {name: _redacted(value) for name, value in content.items()}
     if isinstance(content, str):
         return content.replace(os.environ.get("WANDB_API_KEY") or "\0", "WANDB_API_KEY")
-    return [*map(_redacted, content)] if isinstance(content, Sequence) else content
+    if isinstance(content, Sequence):
+        return [*map(_redacted, content)]
+    return content
 
 
 def strip_folders(command: str) -> str:
@@ -61,7 +63,14 @@ def strip_folders(command: str) -> str:
 
 
 def describe(device: Any) -> str:
-    """Name a torch.device: the GPU, or the processor and the threads in use."""
+    """Return a device in words, for the provenance of a result.
+
+    Args:
+        device: a torch.device.
+
+    Returns:
+        the name of the GPU; or that of the processor, with the number of threads that torch uses.
+    """
     import torch
 
     if device.type == "cuda":

@@ -112,7 +112,9 @@ def read_yaml(path: Path) -> PlainRow:
         content = read_plain(path)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content
 
 
 def read_csv(
@@ -151,7 +153,9 @@ def _number(text: str) -> float | None:
     """Return a cell as int or float, or None if it is empty."""
     if not text:
         return None
-    return int(text) if text.lstrip("-").isdecimal() else float(text)
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    return float(text)
 
 
 def numbers_of(row: Mapping[str, Any]) -> Numbers:

@@ -102,8 +102,17 @@ def _training(task: str, groups: Sequence[RunGroup]) -> dict[str, str]:
 
 def _few(values: Sequence[object]) -> str:
     """Return the different values, or their number if there are many."""
-    texts = dict.fromkeys("-" if value is None else str(value) for value in values)
-    return ", ".join(texts) if len(texts) <= _MOST_VALUES else f"{len(texts)} values"
+    texts = dict.fromkeys(map(_text, values))
+    if len(texts) > _MOST_VALUES:
+        return f"{len(texts)} values"
+    return ", ".join(texts)
+
+
+def _text(value: object) -> str:
+    """Return a cell of a table; a dash for None."""
+    if value is None:
+        return "-"
+    return str(value)
 
 
 def _states(runs: Sequence[Run]) -> str:
@@ -123,7 +132,7 @@ def _left_out(run: Run) -> dict[str, str]:
         "state": run.state,
         "reason": run.message or usual_reason,
         "rule": run.schedule or run.rule or "-",
-        "seed": "-" if run.seed is None else str(run.seed),
+        "seed": _text(run.seed),
     }
 
 
@@ -195,6 +204,9 @@ def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) 
         stated_margins -= {None}
         if len(stated_margins) == 1:
             (margin,) = stated_margins
+    equivalence = ""
+    if margin is not None:
+        equivalence = _EQUIVALENCE
     rows = []
     for group, baseline in zip(groups, baselines, strict=True):
         difference = _difference(group, baseline, metric, margin)
@@ -211,7 +223,7 @@ def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) 
         f"{task}: test {metric.name} after the last epoch, mean ± standard deviation over seeds,"
         f" and the difference from {first}, paired by seed, in {metric.unit_of_differences}, ± its"
         " 95 % interval. A single seed has neither: a difference may be chance. A seed that ran"
-        f" twice counts as it ran last.{'' if margin is None else _EQUIVALENCE}",
+        f" twice counts as it ran last.{equivalence}",
     )
 
 
@@ -233,12 +245,16 @@ def _last_metrics(group: RunGroup, by: Metric) -> dict[int, float]:
 
 def _seeds(group: RunGroup) -> str:
     seeds = ", ".join(map(str, group.by_seed)) or "none"
-    return f"{seeds} ({group.n_diverged} diverged)" if group.n_diverged else seeds
+    if group.n_diverged:
+        seeds += f" ({group.n_diverged} diverged)"
+    return seeds
 
 
 def _other_means(group: RunGroup, by: Metric) -> dict[str, str]:
     """Return the mean of the metric other than ``by``, and of the speed."""
-    metric = ACCURACY if by is LOSS else LOSS
+    metric = LOSS
+    if by is LOSS:
+        metric = ACCURACY
     metrics = [run.metrics for run in group.by_seed.values()] or [{}]
     metric_mean = mean(row.get(metric.key, nan) for row in metrics)
     speed = mean(row.get("samples_per_second", nan) for row in metrics)

@@ -130,20 +130,13 @@ class RunRecorder:
             self.delays.put([asdict(delay) for delay in step.result.delays])
             self.profile.step()
 
-        def on_decision(decision: SwitchDecision) -> None:
-            self._track_decision(decision)
-            if decision.reason:
-                on_note(
-                    f"step {decision.step}: {decision.schedule} from here on ({decision.reason})"
-                )
-
         track_schedule(self.tracker, self.run.schedule)
         progress.run(self._name)
         if self.run.switching is not None:
-            self.run.switching.on_decision = on_decision
+            self.run.switching.on_decision = partial(self._record_decision, on_note)
         try:
             with self.profile:
-                # The caller calls it, which keeps the way to a backward short.
+                # The caller calls it: tracebacks of a backward are some frames shorter.
                 yield partial(
                     run_with_checkpoints,
                     self.run,
@@ -159,7 +152,8 @@ class RunRecorder:
             self.tracker.end(f"stopped by {stopped}", STOPPED)
             raise
 
-    def _track_decision(self, decision: SwitchDecision) -> None:
+    def _record_decision(self, on_note: Callable[[str], None], decision: SwitchDecision) -> None:
+        """Track a decision on the schedule, and note it if the schedule changes."""
         values: dict[str, float] = {"switch/seconds": decision.seconds}
         for name, seconds in decision.predicted.items():
             values[f"switch/predicted/{name}"] = seconds
@@ -167,6 +161,8 @@ class RunRecorder:
             chosen = self.run.switching.candidates[decision.schedule]
             values["switch/staleness"] = chosen.mean_staleness
         self.tracker.log(values, decision.step)
+        if decision.reason:
+            on_note(f"step {decision.step}: {decision.schedule} from here on ({decision.reason})")
 
     def upload_weights(self) -> None:
         """Upload the latest weights to W&B, if tracking.checkpoints says so."""
@@ -188,6 +184,7 @@ class RunRecorder:
             measured: measurements of all ranks, if any.
             start: when the experiment began, by ``time.perf_counter``.
         """
+        # 1. Tables and figures. What cannot be written becomes a note of the result.
         run, folder = outcome.run, self.folder
         notes = [*outcome.notes, *_notes_on(outcome)]
         epochs = [as_row(epoch) for epoch in outcome.epochs]
@@ -201,10 +198,14 @@ class RunRecorder:
             ranks = _write_measured(measured, run, notes, folder, self.tracker)
         if run.switching is not None:
             notes += _write_switching(run.switching, folder, self.tracker)
+
+        # 2. W&B. Uploads count as time of the experiment.
         self.upload_weights()
         seconds = time.perf_counter() - start
         self.track_last_epoch(outcome.epochs[-1])
         self.tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
+
+        # 3. The result. It is written when W&B's run is closed, with notes on what failed there.
         self.result = {
             "schema": SCHEMA,
             "schedule": run.schedule.name,
@@ -260,10 +261,13 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
         ).overrides()
         note += f"; to repeat it, leave switch out and give {repeated}"
 
+    # A decision has the mean seconds of the steps since the one before it.
     step_seconds: list[float] = []
     for decision in switching.decisions:
         step_seconds += [decision.seconds] * (decision.step - len(step_seconds))
-    step_names = [name for name, n_steps in phases for _ in range(n_steps)]
+    step_names: list[str] = []
+    for name, n_steps in phases:
+        step_names += [name] * n_steps
     notes = [note]
     with note_write_errors(notes, folder):
         write_csv(folder / "looks.csv", [asdict(decision) for decision in switching.decisions])
@@ -288,14 +292,16 @@ def _write_measured(
     except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
         notes.append(f"nothing is predicted beside what was measured: {first_line(error)}")
         timeline = measured.timeline()
+    compared = [timeline]
     if predicted is not None:
+        compared.append(predicted)
         for rank, row in enumerate(rows):
             # With recomputation, activations live within ops, where none are measured.
             if run.options.checkpoint == "none":
                 row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
             row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
     with note_write_errors(notes, folder):
-        figure = timelines([timeline] if predicted is None else [timeline, predicted])
+        figure = timelines(compared)
         write_csv(folder / "ranks.csv", rows)
         save(figure, folder / "timeline")
         timeline.to_chrome_trace(folder / "trace.json")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite, isnan, nan, prod
 from pathlib import Path
@@ -120,7 +121,9 @@ def _may_hold_runs(folder_name: str) -> bool:
 
 def _job_order(folder_name: str) -> str:
     """Return the sort key of a folder: job 10 is after job 9."""
-    return folder_name.zfill(9) if folder_name.isdigit() else folder_name
+    if folder_name.isdigit():
+        return folder_name.zfill(9)
+    return folder_name
 
 
 def _runs_of(folder: Path) -> list[Run]:
@@ -152,28 +155,36 @@ def _runs_of(folder: Path) -> list[Run]:
         if not isinstance(error, DamagedError):
             reason = f"it is not as expected: {error!r}"
         run = replace(run, state="damaged", message=reason)
-    return [] if run.kind == "report" else [run]
+    if run.kind == "report":
+        return []
+    return [run]
 
 
 def _described(run: Run, config: Mapping[str, Any]) -> Run:
     """Return ``run`` with the fields that follow from its options, such as its metric."""
     seed, data = config.get("seed"), config.get("data")
-    is_table_seed = isinstance(seed, int) and abs(seed) < 2**63  # a column of a table
-    is_language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
+    if not (isinstance(seed, int) and abs(seed) < 2**63):  # a column of a table has 64 bits
+        seed = None
+    metric = ACCURACY
+    if isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA:
+        metric = LOSS
     return replace(
         run,
         config=config,
-        seed=seed if is_table_seed else None,
+        seed=seed,
         schedule=schedule_name(config.get("schedule")),
-        judged_by=LOSS if is_language else ACCURACY,
+        judged_by=metric,
     )
 
 
 def _with_state(run: Run, has_result: bool) -> Run:
     """Return ``run`` with its state and message, from its status file if it has one."""
-    status: PlainRow = {"state": "finished" if has_result else "unfinished"}
     if (run.folder / STATUS).exists():
         status = record.read_json(run.folder / STATUS)
+    elif has_result:
+        status = {"state": "finished"}
+    else:
+        status = {"state": "unfinished"}
     state = status.get("state")
     if state not in MESSAGES or (state == "finished" and not has_result):
         raise DamagedError(f"{STATUS} says {state}; the run has {RESULT}: {has_result}")
@@ -196,11 +207,13 @@ def _training(run: Run, result: PlainRow) -> Run:
     """Return ``run`` with the files of a training; ``result`` is empty until it ends."""
     options = run.config.get("schedule")
     name = result.get("schedule")
-    from_file = isinstance(options, dict) and bool(options.get("file"))
+    rule = run.rule
+    if isinstance(options, dict) and options.get("file"):  # the rule's name is that of the group
+        rule = None
     run = replace(
         run,
         schedule=name or run.schedule,
-        rule=(None if from_file else run.rule) or name,
+        rule=rule or name,
         delays=[*map(numbers_of, result.get("delays", ()))],
         epochs=[*map(per_cent, record.read_csv(run.folder / "epochs.csv"))],
         ranks=record.read_csv(run.folder / "ranks.csv"),
@@ -208,7 +221,9 @@ def _training(run: Run, result: PlainRow) -> Run:
     if run.state != "finished":
         return run
     metrics = result["metrics"]
-    numbers = per_cent(metrics) if isinstance(metrics, dict) else {}
+    numbers: Numbers = {}
+    if isinstance(metrics, dict):
+        numbers = per_cent(metrics)
     if "top1" not in numbers:
         raise DamagedError(f"{RESULT}: the metrics of a training have no top1")
     numbers["seconds"] = numbers_of(run.provenance).get("seconds", nan)
@@ -330,7 +345,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
 
 def schedule_name(options: Any) -> str | None:
     """Return the schedule's name, or None if ``options`` do not describe a schedule."""
-    try:
-        return rebuild_schedule(options).name if isinstance(options, dict) else None
-    except ValueError:
-        return None
+    if isinstance(options, dict):
+        with suppress(ValueError):
+            return rebuild_schedule(options).name
+    return None

@@ -19,6 +19,10 @@ class Estimate:
 
     The half width is NaN for values without a spread: a single one, or equal ones, which small
     counts often are.
+
+    Attributes:
+        mean: mean, in the unit of the values.
+        half_width: half the width of the interval, in the same unit.
     """
 
     mean: float
@@ -46,6 +50,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     from scipy.stats import t
 
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
+    # Differences that are equal up to rounding have no spread to estimate.
     if max(differences) - min(differences) <= 1e-9 * max(map(abs, [*values, *baseline])):
         return Estimate(differences[0], nan)
     return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
@@ -91,7 +96,9 @@ def equivalence(
 
     df = len(values) - 1
     error = difference.half_width / float(t.ppf(0.975, df))
-    gain = -difference.mean if by.lower_is_better else difference.mean
+    gain = difference.mean
+    if by.lower_is_better:
+        gain = -gain
     p_worse = float(t.sf((margin + gain) / error, df))
     p_better = float(t.sf((margin - gain) / error, df))
     least_loss = -gain - difference.half_width  # the near end of the interval
@@ -166,10 +173,13 @@ def over_seeds(
     if paired_seeds:
         difference = paired_difference(paired_values, paired_baseline)
     final_values = [value for value in values.values() if not isnan(value)]
+    spread = nan
+    if len(final_values) > 1:
+        spread = stdev(final_values)
     mean_column, spread_column, difference_column, half_width_column = by.columns
     row: dict[str, Any] = {
         mean_column: mean(final_values or [nan]),
-        spread_column: stdev(final_values) if len(final_values) > 1 else nan,
+        spread_column: spread,
         difference_column: difference.mean,
         half_width_column: difference.half_width,
     }
@@ -193,7 +203,9 @@ def says(low: float, high: float) -> str:
         return "no spread: nothing"
     if high < 0:
         return "lower"
-    return "higher" if low > 0 else "no difference shown"
+    if low > 0:
+        return "higher"
+    return "no difference shown"
 
 
 def in_a_sentence(

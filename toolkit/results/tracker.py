@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 STEP = "step"
 """Name of the axis of training steps in W&B."""
 
+_INTERRUPTED = 130  # exit status
 _MOST_ROWS = 10_000  # of a table; W&B's pages show no more
 _reported: set[str] = set()  # notes that this process has printed
 
 
 class Tracker:
     """Logs to a run of W&B, until it fails for the first time; without a run, logs nothing.
+
+    The run ends with the context, as finished, interrupted or failed.
 
     Args:
         run: as ``wandb.init`` returns it.
@@ -40,6 +43,16 @@ class Tracker:
         self._steps_done = 0
         self._end: tuple[str, int] | None = None  # state and exit status
 
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.end("interrupted", _INTERRUPTED)
+        elif error is not None:
+            self.end(f"failed: {first_line(error)}", 1)
+        self.close()
+
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers at a training step; or figures as images, and lists of rows as tables.
 
@@ -50,7 +63,9 @@ class Tracker:
 
         def log(run: Any) -> None:
             logged = {name: _logged(value) for name, value in values.items()}
-            run.log(logged if step is None else {STEP: step, **logged})
+            if step is not None:
+                logged[STEP] = step
+            run.log(logged)
 
         self._try(log)
 

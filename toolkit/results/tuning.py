@@ -73,9 +73,15 @@ def tried(options: RunOptions, runs: Sequence[RuleRun], by: Metric) -> list[Plai
 
 def _merit(last_epoch: PlainRow, by: Metric) -> list[float]:
     """Return the sort key of a trial: its metric, then its loss; larger is better."""
-    sign = -1 if by.lower_is_better else 1
-    values = [sign * last_epoch[by.key], -last_epoch["test_loss"]]
-    return [-inf if isnan(value) else value for value in values]
+    metric = last_epoch[by.key]
+    if by.lower_is_better:
+        metric = -metric
+    loss = last_epoch["test_loss"]
+    if isnan(metric):
+        metric = -inf
+    if isnan(loss):
+        loss = inf
+    return [metric, -loss]
 
 
 def with_best(options: RunOptions, rows: Sequence[PlainRow]) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def edge_notes(rows: Sequence[PlainRow]) -> list[str]:
     best_rates = {row["rule"]: row["lr"] for row in rows if row["best"]}
     notes = []
     for rule, edge in edges(rows).items():
-        direction = "lower" if edge == "lowest" else "higher"
+        direction = {"lowest": "lower", "highest": "higher"}[edge]
         notes.append(
             f"{rule}: the best of its rates, {best_rates[rule]:g}, is the {edge} that was tried; a"
             f" {direction} one may be better: add it to tune.rates"

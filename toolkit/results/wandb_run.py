@@ -34,7 +34,6 @@ WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
 _MESSAGE_COLUMNS = ("rank", "start", "end", "bytes", "slot")
-_INTERRUPTED = 130  # exit status
 _MOST_OPS = 1024  # micro-batches x stages of a schedule that is tracked
 _SETTINGS: dict[str, Any] = {
     "silent": True,
@@ -79,57 +78,63 @@ def track(
     if not is_rank_zero() or options.mode == "disabled":
         yield Tracker()
         return
+
+    # 1. The run's identity, which a resumed run keeps.
     identity_path = (run_folder or folder) / WANDB_RUN
     saved_identity = read_identity(identity_path) if resume else {}
     # An agent of a W&B sweep names its runs.
     run_id = saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
     identity = {"id": run_id, "group": options.group or saved_identity.get("group") or group}
+
+    # 2. Its options, without those around a run, and where they come from.
     origin = provenance(config, device, 0)
     run_options = without(origin.pop("config"), AROUND)
+
+    # 3. The run itself. All of W&B's files are below the results, none in the home folder.
     wandb_folder = folder / "wandb"
     with environment(
         WANDB_SILENT="true",
         WANDB_CACHE_DIR=str(wandb_folder / "cache"),
         WANDB_DATA_DIR=str(wandb_folder / "data"),
     ):
-        tracker = Tracker()
+        tracker = _start(
+            options,
+            identity_path,
+            **identity,
+            dir=str(folder),
+            name=options.name or name,
+            job_type="compare" if run_folder else "train",
+            config=run_options | {"provenance": origin},
+        )
         try:
-            import wandb
-
-            wandb_folder.mkdir(parents=True, exist_ok=True)
-            write_json(identity_path, identity)
-            run = _start(
-                wandb,
-                options,
-                **identity,
-                dir=str(folder),
-                name=options.name or name,
-                job_type="compare" if run_folder else "train",
-                config=run_options | {"provenance": origin},
-            )
-            tracker = Tracker(run, options.every)
-        except ImportError:
-            tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
-        except Exception as error:
-            hint = ""
-            if options.mode == "online":
-                hint = ": run `wandb login`, or tracking.mode=offline; results are in its folder"
-            tracker.note(f"not tracked: W&B has failed ({first_line(error)}){hint}")
-        try:
-            yield tracker
-        except KeyboardInterrupt:
-            tracker.end("interrupted", _INTERRUPTED)
-            raise
-        except BaseException as error:
-            tracker.end(f"failed: {first_line(error)}", 1)
-            raise
+            with tracker:
+                yield tracker
         finally:
-            tracker.close()
             shutil.rmtree(wandb_folder / "cache", ignore_errors=True)
 
 
-def _start(wandb: Any, options: TrackingOptions, **run_fields: Any) -> Any:
-    """Start a run in W&B, or continue the one with its id, and say how its curves are drawn."""
+def _start(options: TrackingOptions, identity_path: Path, **run_fields: Any) -> Tracker:
+    """Start a run in W&B, or continue the one with its id; a failure becomes a note."""
+    tracker = Tracker()
+    try:
+        import wandb
+
+        Path(run_fields["dir"], "wandb").mkdir(parents=True, exist_ok=True)
+        identity = {name: run_fields[name] for name in ("id", "group")}
+        write_json(identity_path, identity)
+        return Tracker(_init(wandb, options, run_fields), options.every)
+    except ImportError:
+        tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
+    except Exception as error:
+        hint = ""
+        if options.mode == "online":
+            hint = ": run `wandb login`, or tracking.mode=offline; results are in its folder"
+        tracker.note(f"not tracked: W&B has failed ({first_line(error)}){hint}")
+    return tracker
+
+
+def _init(wandb: Any, options: TrackingOptions, run_fields: Mapping[str, Any]) -> Any:
+    """Return a run of W&B that knows how its curves are drawn."""
     # Versions of the package know different settings.
     known_settings = _SETTINGS.keys() & wandb.Settings.model_fields.keys()
     run = wandb.init(
@@ -154,7 +159,9 @@ def group_of(folder: Path) -> str:
     """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
     folder = folder.resolve()
     is_in_sweep = (folder.parent / "sweep.json").exists()
-    return "/".join(folder.parts[-2:] if is_in_sweep else folder.parts[-1:])
+    if is_in_sweep:
+        return f"{folder.parent.name}/{folder.name}"
+    return folder.name
 
 
 def read_identity(path: Path) -> dict[str, Any]:
