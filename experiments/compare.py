@@ -22,11 +22,10 @@ be added; all other options stay as before:
     python experiments/compare.py resume=outputs/compare/... seeds=8
 """
 
-import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +34,18 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli import STOPPED, Ended, build, entry_point, is_rank_zero, output_folder
+from toolkit.cli import (
+    STOPPED,
+    Ended,
+    build_schedule,
+    entry_point,
+    is_rank_zero,
+    load_samples,
+    output_folder,
+    settle_delays,
+)
+from toolkit.cli.build import RuleBuilder, check_parallel, join_world, rule_config
+from toolkit.cli.build_groups import plain
 from toolkit.cli.check_options import check_counts, check_own
 from toolkit.errors import UserError
 from toolkit.files import note_write_errors
@@ -48,7 +58,6 @@ from toolkit.schedule import Schedule, labels
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
     from toolkit.runtime import World
-    from toolkit.training import TrainingRun
     from toolkit.training.data import SampleSet
 
 
@@ -72,16 +81,16 @@ def main(config: DictConfig) -> Ended:
     check_counts(config, "seeds")
     check_margin(config.margin)
     check_own(config)
-    build.check_parallel(config)
+    check_parallel(config)
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start = time.perf_counter()
     folder = output_folder()
-    load = cache(partial(build.load_samples, config.data))
-    build.settle_delays(config, lambda: load().form)
-    schedules = {rule: build.build_schedule(options) for rule, options in config.rules.items()}
-    world = build.join_world(config, next(iter(schedules.values())))
-    options = build.plain(config)
+    load = cache(partial(load_samples, config.data))
+    settle_delays(config, lambda: load().form)
+    schedules = {rule: build_schedule(options) for rule, options in config.rules.items()}
+    world = join_world(config, next(iter(schedules.values())))
+    options = plain(config)
     TrackingOptions(**options["tracking"])
     samples = load()
     measure = samples.form.metric
@@ -102,7 +111,9 @@ def main(config: DictConfig) -> Ended:
         trained = train(config, folder, samples, world)
     except StoppedError as stopped:
         if is_rank_zero():
-            lost = "" if stopped.saved else "the run under way is not saved; "
+            lost = ""
+            if not stopped.saved:
+                lost = "the run under way is not saved; "
             print(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
         return Ended(STOPPED)
     if not is_rank_zero():
@@ -129,10 +140,11 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
     from toolkit.plan.rate_check import check_rate
     from toolkit.results import comparison
+    from toolkit.results.parallel_runs import check_parallel_runs, train_in_parallel
     from toolkit.training import TrainingRun
 
-    options = build.plain(config)
-    make_run = build.RuleBuilder(options, samples)
+    options = plain(config)
+    make_run = RuleBuilder(options, samples)
     are_trials = folder.name == TUNING_FOLDER
     unchecked_rules = set[str]()  # whose learning rates may be far too large
     if config.stability and not config.resume and not are_trials and is_rank_zero():
@@ -160,11 +172,13 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
     keys = comparison.unfinished(options, runs, saved_keys)
     n_processes = min(config.parallel, len(keys))
     if n_processes > 1:
-        new_runs = train_in_processes(options, build_run, folder, keys, n_processes)
         trained.notes.append(
             f"up to {n_processes} runs trained at the same time and shared the device, so the"
             " samples/s of each are lower than alone"
         )
+        for note in check_parallel_runs(options, build_run, keys, n_processes):
+            print(f"note: {note}")
+        new_runs = train_in_parallel(options, RuleBuilder(options), folder, keys, n_processes)
     else:
         new_runs = comparison.train_all(options, build_run, folder, runs, saved_keys, world)
     for new_run in new_runs:
@@ -181,45 +195,6 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
     return trained
 
 
-def train_in_processes(
-    options: dict[str, Any],
-    build_run: Callable[[str, int], "TrainingRun"],
-    folder: Path,
-    keys: list[tuple[str, int]],
-    n_processes: int,
-) -> Iterator["RuleRun"]:
-    """Train the runs ``keys`` (rule and seed) at the same time, ``n_processes`` of them at most.
-
-    Raises:
-        UserError: a run cannot be trained with its options, or the device's memory is too small
-            for so many.
-    """
-    from toolkit.results.comparison import check_runs
-    from toolkit.results.parallel_runs import train_in_parallel
-    from toolkit.training.run_memory import MemoryCheck
-
-    memory = MemoryCheck(n_processes)
-    check_runs(options, build_run, keys, memory.add)
-    for note in [*memory.notes(), *crowded(n_processes, options["device"])]:
-        print(f"note: {note}")
-    yield from train_in_parallel(options, build.RuleBuilder(options), folder, keys, n_processes)
-
-
-def crowded(n_processes: int, device: str) -> list[str]:
-    """Return a note if processes on the CPU have more threads than there are cores."""
-    import torch
-
-    from toolkit.training import pick_device
-
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    if pick_device(device).type != "cpu" or n_processes * threads <= cores:
-        return []
-    return [
-        f"{n_processes} runs with {count(threads, 'thread')} each share {count(cores, 'core')}:"
-        f" threads={max(1, cores // n_processes)} or a smaller parallel may be faster"
-    ]
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The runs of a comparison, and what they are compared by."""
@@ -233,7 +208,7 @@ class Comparison:
     @property
     def labels(self) -> dict[str, str]:
         """By rule, what tables call it."""
-        return labels({rule: schedule.name for rule, schedule in self.schedules.items()})
+        return labels_of(self.schedules)
 
     @property
     def baseline(self) -> str:
@@ -260,7 +235,9 @@ class Comparison:
         row: dict[str, Any] = {"rule": rule, "schedule": schedule.name}
         row["diverged"] = sum(run.diverged_in is not None for run in self.runs_of(rule))
         for measure in (ACCURACY, LOSS):
-            margin = self.config.margin if measure == self.measure else None
+            margin = None
+            if measure == self.measure:
+                margin = self.config.margin
             values = self.last_values(rule, measure)
             row |= over_seeds(values, self.last_values(self.baseline, measure), measure, margin)
         return row | {
@@ -269,7 +246,7 @@ class Comparison:
             "peak_activations": steady.peak_activations / schedule.n_stages,
             "traffic_mean": float(mean(steady.units_by_slot)),
             "traffic_max": float(max(steady.units_by_slot)),
-            "lr": build.rule_config(self.config, rule, self.config.seed).optimizer.lr,
+            "lr": rule_config(self.config, rule, self.config.seed).optimizer.lr,
         }
 
     def run_notes(self) -> list[str]:
@@ -381,15 +358,20 @@ def unlike_schedules(schedules: dict[str, Schedule]) -> list[Schedule]:
     for rule, schedule in schedules.items():
         if schedule not in first_rules.values():
             first_rules[rule] = schedule
-    label_of_rule = labels({rule: schedule.name for rule, schedule in first_rules.items()})
+    label_of_rule = labels_of(first_rules)
     return [replace(schedule, name=label_of_rule[rule]) for rule, schedule in first_rules.items()]
+
+
+def labels_of(schedules: dict[str, Schedule]) -> dict[str, str]:
+    """Return by rule what tables call its schedule."""
+    return labels({rule: schedule.name for rule, schedule in schedules.items()})
 
 
 def batch_size_notes(schedules: dict[str, Schedule], batch: int) -> list[str]:
     """Return a note if a training step of some rules takes more samples than that of others."""
-    label_of_rule = labels({rule: schedule.name for rule, schedule in schedules.items()})
     batch_sizes = {
-        label: batch * schedules[rule].n_microbatches for rule, label in label_of_rule.items()
+        label: batch * schedules[rule].n_microbatches
+        for rule, label in labels_of(schedules).items()
     }
     if len(set(batch_sizes.values())) == 1:
         return []

@@ -183,16 +183,11 @@ FLAGS_REFUSED = r"""
 --cfg job -m | --multirun and --cfg
 --run -m | --run and --multirun
 --info all --cfg job | --cfg and --info
---shell-completion | install=bash
---shell-completion seed=1 | install=bash
---shell-completion query=bash | COMP_LINE
---experimental-rerun nowhere | there is no nowhere
 """
 
 
 @pytest.mark.parametrize(("flags", "pattern"), cases(FLAGS_REFUSED))
-def test_flags_that_do_not_go_together_are_refused(monkeypatch, flags, pattern):
-    monkeypatch.delenv("COMP_LINE", raising=False)
+def test_flags_that_do_not_go_together_are_refused(flags, pattern):
     refused("train", *flags, match=pattern)
 
 

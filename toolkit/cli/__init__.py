@@ -1,15 +1,14 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
-from toolkit.cli.build import (
+from toolkit.cli.build import build_run, settle_delays
+from toolkit.cli.build_groups import (
     analysed_form,
     build_hardware,
     build_model,
-    build_run,
     build_schedule,
     build_schedules,
     load_samples,
     model_name,
-    settle_delays,
 )
 from toolkit.cli.command import Ended, chosen, entry_point, output_folder, settings
 from toolkit.options import STOPPED

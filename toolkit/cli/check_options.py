@@ -159,15 +159,13 @@ def _check_size(config: DictConfig) -> None:
     if "microbatches" not in config:  # which workers set, where there are both
         size_options["workers"] = config.get("workers")
     size_options |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
-    value_lists = {
-        name: values if isinstance(values, ListConfig) else [values]
-        for name, values in size_options.items()
-    }
-    largest_sizes = {
-        name: max((size for size in values if type(size) is int), default=1)
-        for name, values in value_lists.items()
-    }
-    largest_sizes = {name: size for name, size in largest_sizes.items() if size > 1}
+    largest_sizes: dict[str, int] = {}
+    for name, values in size_options.items():
+        if not isinstance(values, ListConfig):
+            values = [values]
+        largest_size = max((size for size in values if type(size) is int), default=1)
+        if largest_size > 1:
+            largest_sizes[name] = largest_size
     if prod(largest_sizes.values()) > _MAX_OPS:
         product_text = " and ".join(f"{name}={size}" for name, size in largest_sizes.items())
         raise UserError(f"{product_text}: their product is at most {_MAX_OPS}: choose smaller ones")

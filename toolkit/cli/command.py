@@ -41,10 +41,17 @@ _VERBOSE = "HYDRA_FULL_ERROR"
 
 @dataclass(frozen=True)
 class Ended:
-    """How an experiment has ended."""
+    """How an experiment has ended.
 
-    status: int = 0  # exit status
-    objective: float | None = None  # value that a sweep optimizes
+    Attributes:
+        status: exit status of the process: 0, :data:`toolkit.options.STOPPED` after a signal, or
+            another number for a failure.
+        objective: value that a sweep optimizes, such as the final accuracy; None: the experiment
+            has none.
+    """
+
+    status: int = 0
+    objective: float | None = None
 
 
 Experiment = Callable[[DictConfig], Ended | int | None]
@@ -72,7 +79,14 @@ def output_folder() -> Path:
 
 
 def chosen(*groups: str) -> str:
-    """Return the options of the running command that choose in ``groups``, for another command."""
+    """Return the options of the running command that choose in some groups, for another command.
+
+    Args:
+        groups: names of groups, such as ``model`` and ``data``.
+
+    Returns:
+        options such as ``model=resnet18 model.width=32``, quoted for a shell.
+    """
     config = HydraConfig.get()
     arguments = [f"{group}={config.runtime.choices[group]}" for group in groups]
     arguments += [
@@ -137,17 +151,24 @@ class _CommandLine:
             Sweep.folder = None
             Sweep.options = ()
             try:
+                # 1. Help needs no valid options of a resumed run.
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
                     check_given(arguments)
                     print(sys.modules[self._function.__module__].__doc__)
                     print(help_text(self._name, arguments))
                     return
+
+                # 2. All that Hydra would refuse with a traceback is refused before it starts.
                 arguments = flags_first(resume_arguments(arguments, self._name))
                 check_flags(parse(arguments))
                 check_given(arguments)
-                scratch = [] if is_rank_zero() else process.scratch_options()
-                sys.argv[1:] = Sweep.options = [*sweeps.with_defaults(arguments), *scratch]
+
+                # 3. Hydra reads the command line from sys.argv, and calls _job for each run.
+                options = sweeps.with_defaults(arguments)
+                if not is_rank_zero():
+                    options += process.scratch_options()
+                sys.argv[1:] = Sweep.options = options
                 self._before = snapshot(Sweep.options)
                 folder = str(conf())
                 hydra.main(version_base="1.3", config_path=folder, config_name=self._name)(
@@ -163,7 +184,9 @@ class _CommandLine:
             if lines:
                 print(lines)
             process.leave_ranks()
-            status = max(self._status, 0 if complete else FAILED)
+            status = self._status
+            if not complete:
+                status = max(status, FAILED)
             if status:
                 sys.exit(status)
 
@@ -175,6 +198,7 @@ class _CommandLine:
             is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
+            # Hydra has replaced the files of the folder. A refused run leaves them as they were.
             if isinstance(error, ValueError):
                 restore(self._before)
                 if "hydra.run.dir" not in map(key_of, Sweep.options):
@@ -197,8 +221,7 @@ class _CommandLine:
 
         with alone_in(folder) if is_first_rank else nullcontext():
             starts_new = is_first_rank and not config.get("resume") and not restarted()
-            resumable_files = resumable_in(folder) if starts_new else ""
-            if resumable_files:
+            if starts_new and (resumable_files := resumable_in(folder)):
                 hint = ""
                 if "resume" in config:
                     hint = f"{shlex.quote(f'resume={folder}')} continues it; "
@@ -206,6 +229,7 @@ class _CommandLine:
                     f"{folder} has {resumable_files}: {hint}give a new one another hydra.run.dir"
                 )
             write(sweeps.RUNNING)
+            # Results and runs that are resumed name the command by sys.argv.
             earlier_argv, sys.argv = sys.argv, command_of_job(self._name)
             try:
                 # Lossy here too: joblib's processes do not pass through execute().
@@ -225,7 +249,9 @@ class _CommandLine:
             ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
             states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
             state = states.get(ended.status, sweeps.FAILED)
-            message = f"it ended with status {ended.status}" if state == sweeps.FAILED else None
+            message = None
+            if state == sweeps.FAILED:
+                message = f"it ended with status {ended.status}"
             write(state, message, objective=ended.objective)
             return ended
 
@@ -233,7 +259,8 @@ class _CommandLine:
         """Skip a finished run, resume one with a checkpoint; report errors and continue."""
         folder = output_folder()
         try:
-            if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
+            # Under torchrun each rank would look on its own, and other ranks have other folders.
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 options = list(HydraConfig.get().overrides.task)
                 earlier_status = sweeps.finished_before(folder, options)
                 if earlier_status:
@@ -260,7 +287,9 @@ class _CommandLine:
         return ended
 
     def _explain(self, error: Exception) -> str | None:
-        return None if self._verbose else explain(error, self._name)
+        if self._verbose:
+            return None
+        return explain(error, self._name)
 
     def _report(self, error: Exception) -> None:
         """Print a user's mistake and set the status; raise anything else."""

@@ -116,7 +116,9 @@ def _of_composition(error: Exception, experiment: str) -> str | None:
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):
         option, value = key_of(error.override), value_of(error.override)
-        hint = f"; a path is quoted twice: {shell_option(option, value)}" if "/" in value else ""
+        hint = ""
+        if "/" in value:
+            hint = f"; a path is quoted twice: {shell_option(option, value)}"
         return f"{error.override!r} is not OPTION=VALUE{hint}"
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment)
@@ -152,7 +154,9 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 def _composition(error: ConfigCompositionException, experiment: str) -> str:
     message = first_line(error)
-    cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
+    cause = ""
+    if isinstance(error.__cause__, Exception):
+        cause = first_line(error.__cause__)
     option_names = schema.option_names(experiment)
     unknown_option = _NO_OPTION.match(message)
     if unknown_option:
@@ -168,13 +172,17 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
         )
         return f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
     one_line = " ".join(str(error).split())
-    return f"{one_line}: {cause}" if cause else one_line
+    if cause:
+        return f"{one_line}: {cause}"
+    return one_line
 
 
 def _no_option(key: str, option_names: list[str]) -> str:
     if key == "sweep" or "@" in key or key.startswith(("model.arguments.", "own.")):
         return f"there is no {key} yet: +{key}=... adds it"
-    rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
+    rule = "rules.NAME"
+    if key.startswith("rules."):
+        rule = ".".join(key.split(".")[:2])
     option_names = [option.replace("rules.NAME", rule) for option in option_names]
     if key in option_names:
         group = key.partition(".")[0]
@@ -191,4 +199,6 @@ def _no_option(key: str, option_names: list[str]) -> str:
 def nearest(option: str, option_names: list[str]) -> str:
     """Return advice for an unknown option: the most similar name, if there is one."""
     matches = get_close_matches(option, option_names, n=1)
-    return f"did you mean {matches[0]}?" if matches else "--help lists the options"
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return "--help lists the options"

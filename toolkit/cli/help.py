@@ -40,7 +40,9 @@ def help_text(name: str, arguments: Sequence[str]) -> str:
 def folders(arguments: Sequence[str]) -> list[Path]:
     """Return the configuration folder, and the folder of ``--config-dir`` if it is set."""
     config_dir = parse(arguments).config_dir
-    return [conf()] if config_dir is None else [conf(), Path(config_dir)]
+    if config_dir is None:
+        return [conf()]
+    return [conf(), Path(config_dir)]
 
 
 def choices(config_folders: Sequence[Path], group: str) -> list[str]:
@@ -73,7 +75,9 @@ def _options(config: DictConfig) -> Iterator[str]:
     options: Any = OmegaConf.to_container(config)
     for name, value in flat(options).items():
         group, _, option = name.rpartition(".")
-        node = OmegaConf.select(config, group) if group else config
+        node = config
+        if group:
+            node = OmegaConf.select(config, group)
         if option != "_target_" and not str(value).startswith("${"):
             text = schema.helps(OmegaConf.get_type(node)).get(option, "")
             yield f"  {f'{name}={_plain(value)}':<30} {text}".rstrip()
@@ -83,4 +87,6 @@ def _plain(value: object) -> str:
     """Return a value as YAML writes it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

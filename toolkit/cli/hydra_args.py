@@ -1,11 +1,9 @@
 """Separate Hydra's flags from options, and quote values."""
 
-import os
 import re
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -37,7 +35,7 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
 
 
 def check_flags(flags: Namespace) -> None:
-    """Refuse flags that Hydra ends on with a traceback, or ignores, in this combination.
+    """Refuse flags that Hydra ignores in this combination.
 
     Args:
         flags: of :func:`parse`.
@@ -60,25 +58,6 @@ def check_flags(flags: Namespace) -> None:
     modes_given = [mode for mode, value in value_of_mode.items() if value]
     if len(modes_given) > 1:
         raise UserError(f"{' and '.join(modes_given)} exclude each other: give one of them")
-    if flags.shell_completion:
-        _check_completion(flags.overrides)
-    rerun = flags.experimental_rerun
-    if rerun is not None and not Path(rerun).is_file():
-        raise UserError(
-            f"--experimental-rerun takes the file config.pickle of a run: there is no {rerun}"
-        )
-
-
-def _check_completion(options: Sequence[str]) -> None:
-    """Refuse --shell-completion without a command, or a query that no shell has made."""
-    commands = [key_of(option) for option in options]
-    if not any(command in ("install", "uninstall", "query") for command in commands):
-        raise UserError("--shell-completion takes a command: add install=bash or uninstall=bash")
-    if "query" in commands and "COMP_LINE" not in os.environ:
-        raise UserError(
-            "--shell-completion query=... is for a shell, which sets COMP_LINE: add install=bash"
-            " instead"
-        )
 
 
 def key_of(argument: str) -> str:
@@ -89,6 +68,11 @@ def key_of(argument: str) -> str:
 def value_of(argument: str) -> str:
     """Value of an option as it is written: ``c`` of ``+a.b=c``."""
     return argument.partition("=")[2]
+
+
+def values_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of a command line's options by name; of an option set twice, the last."""
+    return {key_of(argument): value_of(argument) for argument in arguments}
 
 
 def quoted(text: str) -> str:

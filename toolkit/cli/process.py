@@ -32,6 +32,7 @@ def scratch_options() -> list[str]:
 
 def exit_with_error(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
+    # The watch ends all ranks with this message. One that left alone would keep the others waiting.
     world = _world()
     if world is not None:
         world.watch.fail(message)
@@ -51,7 +52,9 @@ def leave_ranks() -> None:
 def _world() -> "World | None":
     """Return the ranks that this process has joined, without loading torch."""
     module = sys.modules.get("toolkit.runtime.process_group.join")
-    return module.current_world() if module else None
+    if module is None:
+        return None
+    return module.current_world()
 
 
 @contextmanager
@@ -61,12 +64,14 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
     Before, if a run of a sweep is ``under_way``, end child processes and wait until none is. The
     watch of a rank has its own handlers.
     """
+    # Python sets handlers in the main thread only. Under torchrun the agent handles the signals.
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or os.environ.get("WORLD_SIZE", "1") != "1":
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        # First the children: they save their runs, which an end of this process would cut short.
         if under_way():
             for process in multiprocessing.active_children():
                 with suppress(OSError):
@@ -122,18 +127,16 @@ class LossyStream:
 @contextmanager
 def lossy_output() -> Iterator[None]:
     """Make standard output and error lossy; closed ones discard everything."""
-    earlier_streams = sys.stdout, sys.stderr
+    earlier_streams = {"stdout": sys.stdout, "stderr": sys.stderr}
     # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-    sys.stdout, sys.stderr = (
-        LossyStream(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115
-        for stream in earlier_streams
-    )
+    for name, stream in earlier_streams.items():
+        setattr(sys, name, LossyStream(stream or open(os.devnull, "w")))  # noqa: SIM115
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = earlier_streams
+        for name, stream in earlier_streams.items():
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of
+from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of, values_of
 from toolkit.cli.sweeps import STATUS, sweep_options
 from toolkit.cli.trust import check_links, check_options
 from toolkit.errors import UserError
@@ -24,11 +24,14 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     Raises:
         UserError: the folder is not that of a run of the ``experiment``.
     """
+    # 1. The folder, and what has been made in it.
     argument_of_option = {key_of(argument): argument for argument in arguments}
     if value_of(argument_of_option.get("resume", "resume=null")) == "null":
         return [*arguments]
     name = value_of(argument_of_option["resume"])
-    folder = Path(name if Path(name).is_dir() else unquoted(name))
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(unquoted(name))
     if not folder.is_dir() or not name:
         raise UserError(f"resume={name} is not a folder: give the output directory of a run")
     options_of_sweep = sweep_options(folder)
@@ -42,6 +45,8 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
             f"resume={folder} was made by another experiment: {started_by(made_by_experiment)}"
             f" {shlex.quote(f'resume={folder}')}"
         )
+
+    # 2. Its options, without those that this command line replaces.
     replaced_options = {*argument_of_option, *_OWN}
     replaced_options |= {
         synonym for option, synonym in _SAME.items() if option in argument_of_option
@@ -57,9 +62,12 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         group, separator, _ = key_of(option).partition(".")
         if key_of(option) not in replaced_options and not (separator and group in changed_groups):
             kept_options.append(option)
+
+    # 3. This command line comes after them, since of an option that is set twice the last counts.
     new_arguments = [argument for argument in arguments if key_of(argument) not in _OWN]
     quoted_folder = quoted(str(folder))
-    own_folder = [] if parse(arguments).config_dir else own_folder
+    if parse(arguments).config_dir:
+        own_folder = []
     _check_trusted([*own_folder, *kept_options], arguments, experiment, folder)
     return [
         *own_folder,
@@ -74,8 +82,7 @@ def _check_trusted(
     options: Sequence[str], arguments: Sequence[str], experiment: str, folder: Path
 ) -> None:
     """Raise UserError if ``folder``, or its ``options``, need trust, unless ``trust=true``."""
-    value_of_option = {key_of(argument): value_of(argument) for argument in arguments}
-    if value_of_option.get("trust", "").lower() != "true":
+    if values_of(arguments).get("trust", "").lower() != "true":
         check_options(options, arguments, experiment, folder)
         check_links(folder)
 
@@ -120,10 +127,10 @@ def snapshot(arguments: Sequence[str]) -> dict[Path, bytes]:
 
     Hydra replaces these files at its start; :func:`restore` writes them back.
     """
-    value_of_option = {key_of(argument): value_of(argument) for argument in arguments}
-    if "hydra.run.dir" not in value_of_option or not is_rank_zero():
+    run_folder = values_of(arguments).get("hydra.run.dir")
+    if run_folder is None or not is_rank_zero():
         return {}
-    folder = Path(unquoted(value_of_option["hydra.run.dir"]))
+    folder = Path(unquoted(run_folder))
     paths = [*folder.glob(".hydra/*.yaml"), *folder.glob(STATUS)]
     return {path: path.read_bytes() for path in paths}
 

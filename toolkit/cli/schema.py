@@ -37,7 +37,11 @@ def schemas() -> dict[str, dict[str, type]]:
     config_folder, schemas_of_group = conf(), dict[str, dict[str, type]]()
     for path in sorted(config_folder.rglob("*.yaml")):
         subfolder = path.parent.relative_to(config_folder).as_posix()
-        group, name = "experiment" if subfolder == "." else subfolder, path.stem
+        group = subfolder
+        if group == ".":
+            group = "experiment"
+        name = path.stem
+        # Only a file that extends its own schema gets one.
         if f"schema/{group}/{name}@_here_" in path.read_text():
             options = _of_file(path)
             if name in ("train", "compare"):
@@ -63,10 +67,11 @@ def register() -> None:
 
 def helps(kind: type | None) -> dict[str, str]:
     """Help texts of a schema's fields; empty if ``kind`` is not a schema."""
-    schema_fields = fields(kind) if is_dataclass(kind) else ()
+    if not is_dataclass(kind):
+        return {}
     return {
         schema_field.name: schema_field.metadata["help"]
-        for schema_field in schema_fields
+        for schema_field in fields(kind)
         if "help" in schema_field.metadata
     }
 
@@ -80,12 +85,13 @@ def option_names(experiment: str) -> list[str]:
         if is_dataclass(nested):
             names += [f"{option.name}.{nested_field.name}" for nested_field in fields(nested)]
     for group, nodes in schemas().items():
-        is_rule_option = group == "schedule" and "rules" in names
-        if group in names or is_rule_option:
-            prefix = "rules.NAME" if is_rule_option else group
-            field_names = {
-                option_field.name for node in nodes.values() for option_field in fields(node)
-            }
+        prefix = group
+        if group == "schedule" and "rules" in names:
+            prefix = "rules.NAME"
+        if group in names or prefix != group:
+            field_names = set()
+            for node in nodes.values():
+                field_names |= {option_field.name for option_field in fields(node)}
             names += [f"{prefix}.{name}" for name in sorted(field_names - {"_target_"})]
     return names
 
@@ -100,27 +106,40 @@ def _of_file(path: Path) -> SchemaOptions:
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
             base_file = path.parent / f"{entry}.yaml"
-            options |= _of_file(base_file) if base_file.is_file() else {}
-        elif not (group := next(iter(entry))).startswith("override") and group not in PRESETS:
-            package = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
-            default = MISSING if entry[group] is not None else None
-            options[package or group] = (dict[str, Any] if package else Any), field(default=default)
+            if base_file.is_file():
+                options |= _of_file(base_file)
+            continue
+        group, choice = next(iter(entry.items()))
+        if group.startswith("override") or group in PRESETS:
+            continue
+        default = MISSING
+        if choice is None:
+            default = None
+        package = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
+        if package:
+            options[package] = dict[str, Any], field(default=default)
+        else:
+            options[group] = Any, field(default=default)
     values.pop("hydra", None)
     for name, value in values.items():
         declared_type, text = described_options.get(name, ("", ""))
         option_type = _DECLARED.get(declared_type, _type(value))
-        options[name] = (
-            option_type,
-            field(default=MISSING, metadata={"help": text} if text else {}),
-        )
+        metadata = {}
+        if text:
+            metadata["help"] = text
+        options[name] = option_type, field(default=MISSING, metadata=metadata)
     return options
 
 
 def _type(value: Any) -> Any:
     """Return the type of an option from its default."""
-    if isinstance(value, list):
-        return list[type(value[0])] if value else list[Any]  # type: ignore[misc]
-    return dict[str, Any] if isinstance(value, dict) else type(value)
+    if isinstance(value, dict):
+        return dict[str, Any]
+    if not isinstance(value, list):
+        return type(value)
+    if not value:
+        return list[Any]
+    return list[type(value[0])]  # type: ignore[misc]
 
 
 def _of_dataclass(kind: Any) -> SchemaOptions:
@@ -130,22 +149,21 @@ def _of_dataclass(kind: Any) -> SchemaOptions:
     """
     options: SchemaOptions = {}
     for option_field in fields(kind):
-        if is_dataclass(option_field.type):
-            options[option_field.name] = _nested(option_field.name, option_field.type)
-        else:
-            takes_sequence = any(
-                get_origin(union_member) is Sequence for union_member in get_args(option_field.type)
-            )
-            is_sequence = get_origin(option_field.type) is Sequence
-            defaults: Any = {
-                "default": option_field.default,
-                "default_factory": option_field.default_factory,
-            }
-            option_type = list[get_args(option_field.type)] if is_sequence else option_field.type  # type: ignore[misc]
-            options[option_field.name] = (
-                Any if takes_sequence else option_type,
-                field(**defaults, metadata=option_field.metadata),
-            )
+        option_type: Any = option_field.type
+        if is_dataclass(option_type):
+            options[option_field.name] = _nested(option_field.name, option_type)
+            continue
+        type_arguments = get_args(option_type)
+        if get_origin(option_type) is Sequence:
+            option_type = list[type_arguments]  # type: ignore[valid-type]
+        elif any(get_origin(union_member) is Sequence for union_member in type_arguments):
+            option_type = Any
+        defaults: Any = {
+            "default": option_field.default,
+            "default_factory": option_field.default_factory,
+        }
+        option = field(**defaults, metadata=option_field.metadata)
+        options[option_field.name] = option_type, option
     return options
 
 

@@ -96,6 +96,7 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
         if is_rank_zero():
+            # On the class: Hydra makes the callback, and nobody else gets the instance.
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / _NAME, {"options": list(Sweep.options)})
@@ -113,16 +114,27 @@ def discard(folder: Path) -> None:
 
 def under_way() -> bool:
     """Return whether a process runs in a folder of this process's sweep."""
-    folders = Sweep.folder.iterdir() if Sweep.folder else ()
-    for folder in folders:
-        status = read_status(folder)
-        if status is not None and status.state == RUNNING:
+    for folder, status in _statuses().items():
+        if status.state == RUNNING:
             try:
+                # The lock of a process that was killed is free, though its status says it runs.
                 with alone_in(folder):
-                    pass  # The lock is free: the process was killed.
+                    pass
             except UserError:
                 return True
     return False
+
+
+def _statuses() -> dict[Path, Status]:
+    """Return the statuses of the runs of this process's sweep, if any, by folder."""
+    if Sweep.folder is None:
+        return {}
+    status_of_folder = {}
+    for folder in sorted(Sweep.folder.iterdir()):
+        status = read_status(folder)
+        if status is not None:
+            status_of_folder[folder] = status
+    return status_of_folder
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
@@ -167,17 +179,14 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
             f"{folder} holds the run of other options ({' '.join(earlier_status.options)}): start"
             " the sweep again as it was with -m resume=FOLDER, or in a folder of its own"
         )
-    return earlier_status if earlier_status.state == FINISHED else None
+    if earlier_status.state != FINISHED:
+        return None
+    return earlier_status
 
 
 def summary(experiment: str) -> tuple[str, bool]:
     """Return lines on this process's sweep, if any, and whether all of its runs have finished."""
-    folders = sorted(Sweep.folder.iterdir()) if Sweep.folder else ()
-    runs: dict[Path, Status] = {}
-    for path in folders:
-        status = read_status(path)
-        if status is not None:
-            runs[path] = status
+    runs = _statuses()
     if not runs:
         return "", True
     states = [status.state for status in runs.values()]
@@ -193,10 +202,10 @@ def summary(experiment: str) -> tuple[str, bool]:
     lines = ["", f"{count(len(states), 'run')} in {Sweep.folder}: {', '.join(counts)}"]
     for path, status in sorted(runs.items(), key=lambda item: len(item[0].name)):
         if status.state != FINISHED:
-            reason = f": {status.message}" if status.message else ""
-            lines.append(
-                f"  {word_of_state[status.state]}: {path.name} ({' '.join(status.options)}){reason}"
-            )
+            line = f"  {word_of_state[status.state]}: {path.name} ({' '.join(status.options)})"
+            if status.message:
+                line += f": {status.message}"
+            lines.append(line)
     complete = all(state == FINISHED for state in states)
     if not complete:
         command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"

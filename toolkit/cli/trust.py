@@ -76,7 +76,8 @@ def check_links(folder: Path) -> None:
 def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path]) -> bool:
     key, value = key_of(option), value_of(option)
     group, _, package = key.partition("@")
-    if "${" in option:  # reads the environment
+    # An interpolation could read the environment, and with it a secret.
+    if "${" in option:
         return False
     if key.startswith("hydra"):
         return bool(_OF_SWEEPS.fullmatch(option))
@@ -95,5 +96,7 @@ def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path])
 @cache
 def _targets() -> set[str]:
     """Return the functions and classes that the files of conf/ name as ``_target_``."""
-    texts = (path.read_text() for path in conf().rglob("*.yaml"))
-    return {name for text in texts for name in re.findall(r"^ *_target_: (\S+)", text, re.M)}
+    targets = set()
+    for path in conf().rglob("*.yaml"):
+        targets |= {*re.findall(r"^ *_target_: (\S+)", path.read_text(), re.M)}
+    return targets

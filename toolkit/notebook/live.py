@@ -107,7 +107,7 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     Args:
         config: options, as ``settings("train", ...)`` gives them.
     """
-    from toolkit.cli.build import build_run
+    from toolkit.cli import build_run
     from toolkit.runtime import report
     from toolkit.training import Step
 
@@ -134,7 +134,8 @@ def beside_prediction(measurements: "Measurements", config: Any) -> tuple["Timel
         measurements: measured with the options ``config``.
         config: options, from which the stages are built again, without ranks.
     """
-    from toolkit.cli.build import build_model, load_samples, training_options
+    from toolkit.cli import build_model, load_samples
+    from toolkit.cli.build import training_options
     from toolkit.training.profiling import beside_prediction
 
     form = load_samples(config.data).form

@@ -61,7 +61,8 @@ def train_rules(
         UserError: the options are those of another experiment, or ask for tuned rates, or there are
             no seeds.
     """
-    from toolkit.cli import build
+    from toolkit.cli import build_run, build_schedule, load_samples, settle_delays
+    from toolkit.cli.build import rule_config
     from toolkit.results.comparison import seeds_of
     from toolkit.results.record import per_cent
 
@@ -74,21 +75,20 @@ def train_rules(
         )
     if seeds is None:
         seeds = seeds_of(config)
-    seeds = [*seeds] if isinstance(seeds, Iterable) else seeds
+    if isinstance(seeds, Iterable):
+        seeds = [*seeds]
     if not isinstance(seeds, list) or not seeds:
         raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
-    images = build.load_samples(config.data)
-    build.settle_delays(config, lambda: images.form)
-    label_of_rule = labels(
-        {name: build.build_schedule(rule).name for name, rule in config.rules.items()}
-    )
+    images = load_samples(config.data)
+    settle_delays(config, lambda: images.form)
+    label_of_rule = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     n_runs = len(seeds) * len(config.rules)
     n_done = 0
     rows: list[dict[str, Any]] = []
     for seed in seeds:
         for rule, label in label_of_rule.items():
             on_epoch(f"{label}, seed {seed}", n_done / n_runs)
-            run = build.build_run(build.rule_config(config, rule, seed), images)
+            run = build_run(rule_config(config, rule, seed), images)
             for epoch in run.run_to_end():
                 numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
                 rows.append({"schedule": label, "seed": seed} | numbers)
@@ -112,7 +112,9 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     """
     curves: Curves = {}
     for rule, runs in _values(epochs, measure).items():
-        curves[rule] = [[value / measure.factor for value in run] for run in runs.values()]
+        curves[rule] = []
+        for run in runs.values():
+            curves[rule].append([value / measure.factor for value in run])
     return curves
 
 
@@ -140,7 +142,9 @@ def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
             f" {', '.join(own_curves)}"
         )
     n_epochs = min(_lengths(curves))
-    return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
+    for label, runs in curves.items():
+        curves[label] = [run[:n_epochs] for run in runs]
+    return curves
 
 
 def _lengths(curves: Mapping[str, Iterable[Sequence[float]]]) -> set[int]:
@@ -176,7 +180,10 @@ def differences(
     cells_of_rule = {}
     for rule, row in _summaries(epochs, baseline, measure, margin).items():
         cells = {"runs": row["runs"], **metric_cells(row, measure, baseline)}
-        cells["says"] = "" if rule == baseline else says(*interval(row, measure))
+        cells["says"] = ""
+        if rule != baseline:
+            low, high = interval(row, measure)
+            cells["says"] = says(low, high)
         cells_of_rule[rule] = cells
     return pd.DataFrame.from_dict(cells_of_rule, orient="index")
 

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.errors import UserError
+from toolkit.format import count
 from toolkit.results.comparison import (
     Key,
     RuleRun,
     RunOptions,
+    check_runs,
     prepare_folder,
     train_one,
     under_way,
@@ -39,7 +41,8 @@ from toolkit.results.wandb_run import environment
 from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.rank_process import RankError, receive, report
 from toolkit.runtime.process_group.watch import JobFailedError
-from toolkit.training import StoppedError, TrainingRun
+from toolkit.training import StoppedError, TrainingRun, pick_device
+from toolkit.training.run_memory import MemoryCheck
 from toolkit.training.stop_signals import Signals
 
 if TYPE_CHECKING:
@@ -84,6 +87,35 @@ class _Failed:
     """A run has raised an exception."""
 
     error: UserError | RuntimeError  # what the comparison raises
+
+
+def check_parallel_runs(
+    options: RunOptions, make_run: MakeRun, keys: Sequence[Key], n_processes: int
+) -> list[str]:
+    """Check that runs can train at the same time; return notes on memory and threads.
+
+    Args:
+        options: those of the comparison.
+        make_run: function that builds a run.
+        keys: rule and seed of each run.
+        n_processes: most runs at the same time.
+
+    Raises:
+        UserError: a run cannot be trained with its options, or the device's memory is too small
+            for so many.
+    """
+    memory = MemoryCheck(n_processes)
+    check_runs(options, make_run, keys, memory.add)
+    notes = memory.notes()
+    threads = torch.get_num_threads()
+    cores = os.cpu_count() or 1
+    if pick_device(options["device"]).type == "cpu" and n_processes * threads > cores:
+        notes.append(
+            f"{n_processes} runs with {count(threads, 'thread')} each share"
+            f" {count(cores, 'core')}: threads={max(1, cores // n_processes)} or a smaller"
+            " parallel may be faster"
+        )
+    return notes
 
 
 def train_in_parallel(
