@@ -1,6 +1,7 @@
 """Estimate costs and links from a measured timeline, to predict a similar run."""
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import median
@@ -26,39 +27,51 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
     update_seconds_per_byte: list[float] = []  # seconds a byte
     spans_of_message: defaultdict[tuple, list[Span]] = defaultdict(list)  # spans of one message
     for span in timeline.spans:
-        span_seconds, n_bytes = span.end - span.start, costs[span.stage].update_bytes()
+        span_seconds = span.end - span.start
         if span.lane == COMPUTE:
             seconds_of_op[span.stage, span.computed].append(span_seconds)
         elif span.lane == UPDATE:
-            update_seconds_per_byte += [span_seconds / n_bytes] if n_bytes else []
+            n_bytes = costs[span.stage].update_bytes()
+            if n_bytes:
+                update_seconds_per_byte.append(span_seconds / n_bytes)
         else:
-            spans_of_message[span.name, span.stage, span.step, span.microbatch, span.start].append(
-                span
-            )
-    timed_costs = []
-    for stage, cost in enumerate(costs):
-        half_medians = [
-            median(seconds_of_op[stage, kind]) for kind in "IW" if seconds_of_op[stage, kind]
-        ]
-        backward_medians = (
-            [median(seconds_of_op[stage, "B"])] if seconds_of_op[stage, "B"] else half_medians
-        )
-        forward = median(seconds_of_op[stage, "F"])
-        backward = max(0.0, sum(backward_medians) - (forward if cost.recomputes else 0.0))
-        timed_costs.append(replace(cost, forward_seconds=forward, backward_seconds=backward))
+            message = (span.name, span.stage, span.step, span.microbatch, span.start)
+            spans_of_message[message].append(span)
+
+    timed_costs = tuple(_timed(cost, stage, seconds_of_op) for stage, cost in enumerate(costs))
     message_seconds = []
     for spans in spans_of_message.values():
-        for span in spans:  # a collective is several messages that wait for each other
-            action = Action[span.name.upper().replace("-", "_")] if span.peer is None else None
-            n_rounds = rounds(action, len(spans)) if action else 1
-            message_seconds.append((span.end - span.start) / max(1, n_rounds))
-    bandwidth = (
-        1 / median(update_seconds_per_byte)
-        if update_seconds_per_byte and median(update_seconds_per_byte)
-        else inf
-    )
-    latency = median(message_seconds) if message_seconds else 0.0
-    return tuple(timed_costs), Hardware("calibrated", inf, bandwidth, inf, latency)
+        for span in spans:
+            n_rounds = 1
+            if span.peer is None:  # a collective is several messages that wait for each other
+                action = Action[span.name.upper().replace("-", "_")]
+                n_rounds = max(1, rounds(action, len(spans)))
+            message_seconds.append((span.end - span.start) / n_rounds)
+
+    bandwidth = inf
+    if update_seconds_per_byte and median(update_seconds_per_byte):
+        bandwidth = 1 / median(update_seconds_per_byte)
+    latency = 0.0
+    if message_seconds:
+        latency = median(message_seconds)
+    return timed_costs, Hardware("calibrated", inf, bandwidth, inf, latency)
+
+
+def _timed(
+    cost: StageCost, stage: int, seconds_of_op: Mapping[tuple[int, str], Sequence[float]]
+) -> StageCost:
+    """Return a stage's costs with its measured seconds."""
+    kinds = "IW"  # halves
+    if seconds_of_op[stage, "B"]:
+        kinds = "B"
+    backward = 0.0
+    for kind in kinds:
+        if seconds_of_op[stage, kind]:
+            backward += median(seconds_of_op[stage, kind])
+    forward = median(seconds_of_op[stage, "F"])
+    if cost.recomputes:
+        backward = max(0.0, backward - forward)  # a measured backward contains the forward
+    return replace(cost, forward_seconds=forward, backward_seconds=backward)
 
 
 def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:

@@ -67,8 +67,11 @@ class EventQueue:
 
     def __init__(self, program: Program, *, shared: bool = False) -> None:
         self.pairs: set[int] = set()
-        self._instructions = [instruction for order in program.ranks for instruction in order]
-        self._ranks = [rank for rank, order in enumerate(program.ranks) for _ in order]
+        self._instructions: list[Instruction] = []
+        self._ranks: list[int] = []
+        for rank, order in enumerate(program.ranks):
+            self._instructions += order
+            self._ranks += [rank] * len(order)
 
         # Dependencies: what each instruction still waits for, and who waits for it.
         self._n_missing = [0] * len(self._instructions)

@@ -92,7 +92,8 @@ class MemoryChanges:
         """Free the activations of a stage on a micro-batch, and its input."""
         rank, stage, *_ = key
         self.hold(when, rank, ACTIVATIONS, -self._kept_bytes[stage])
-        if input_bytes := self._inputs.pop(key, 0.0):
+        input_bytes = self._inputs.pop(key, 0.0)
+        if input_bytes:
             self.hold(when, rank, INPUTS, -input_bytes)
 
     def add_to_sum(self, when: float, rank: int, stage: int, step: int | None) -> None:

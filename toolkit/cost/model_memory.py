@@ -119,15 +119,14 @@ def memory_curve(
         backward = [_duration(node.backward, axis, hardware) for node in costs.values()]
     kept_bytes = np.cumsum([node.activations for node in costs.values()])
     durations = [*forward, *backward[::-1]]
-    if (
-        not any(durations)
-        or not (curve := _curve(durations, [*kept_bytes, *reversed(kept_bytes)])).peak
-    ):
-        raise UserError(
-            f"{type(model).__name__} keeps no activations over axis={axis}: choose another axis or"
-            " add a layer"
-        )
-    return curve
+    if any(durations):
+        curve = _curve(durations, [*kept_bytes, *reversed(kept_bytes)])
+        if curve.peak:
+            return curve
+    raise UserError(
+        f"{type(model).__name__} keeps no activations over axis={axis}: choose another axis or"
+        " add a layer"
+    )
 
 
 def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
@@ -139,8 +138,9 @@ def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
 
 def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
     """Return the time of a node's work in the unit of ``axis``."""
-    uses_roofline = axis == "roofline"
-    return check_hardware(hardware).roofline(work) if uses_roofline else float(getattr(work, axis))
+    if axis == "roofline":
+        return check_hardware(hardware).roofline(work)
+    return float(getattr(work, axis))
 
 
 def _measured(

@@ -6,6 +6,7 @@ on (Bertsekas and Gallager, Data Networks, section 6.5.2).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import inf
 
 Ports = Sequence[int]
@@ -28,7 +29,8 @@ class SharedPorts:
         """Begin messages: by number, the seconds that each takes alone, and its ports."""
         self._advance(now)
         for number, (seconds_alone, ports) in seconds.items():
-            self._left[number], self._ports[number] = seconds_alone, ports
+            self._left[number] = seconds_alone
+            self._ports[number] = ports
         self._share()
 
     def end(self, now: float) -> list[int]:
@@ -36,7 +38,9 @@ class SharedPorts:
         ended = sorted(number for number, end in self._ends.items() if end <= now)
         self._advance(now)
         for number in ended:
-            del self._left[number], self._ports[number], self._ends[number]
+            del self._left[number]
+            del self._ports[number]
+            del self._ends[number]
         self._share()
         return ended
 
@@ -44,7 +48,10 @@ class SharedPorts:
         """Reduce what is left of each message by the time since the last event."""
         for number, end in self._ends.items():
             total_seconds = end - self._now
-            self._left[number] *= (end - now) / total_seconds if total_seconds > 0 else 0.0
+            share_left = 0.0
+            if total_seconds > 0:
+                share_left = (end - now) / total_seconds
+            self._left[number] *= share_left
         self._now = now
 
     def _share(self) -> None:
@@ -54,23 +61,28 @@ class SharedPorts:
 
 
 def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
-    """Return the share of each message, of 1 a port, by number."""
+    """Return the share of each message, of 1 a port, by number.
+
+    Messages a and b go through port 0; b, c and d through port 1::
+
+        port 0   a b        Port 1 is full first: b, c and d get 1/3 each.
+        port 1     b c d    Then a takes what is left of port 0: 2/3.
+    """
     rates: dict[int, float] = {}
-    free_share = {port: 1.0 for ports_of_message in ports.values() for port in ports_of_message}
+    free_share = dict.fromkeys(chain.from_iterable(ports.values()), 1.0)
     unassigned = dict(ports)
     while unassigned:
-        n_users = Counter(
-            port for ports_of_message in unassigned.values() for port in ports_of_message
-        )
+        # 1. The port that fills up first while all rates grow alike.
+        n_users = Counter(chain.from_iterable(unassigned.values()))
         rate, full_port = min(
             (free_share[port] / n_messages, port) for port, n_messages in n_users.items()
         )
-        for number in [
-            number
-            for number, ports_of_message in unassigned.items()
-            if full_port in ports_of_message
-        ]:
-            rates[number] = rate
-            for port in unassigned.pop(number):
-                free_share[port] -= rate
+
+        # 2. Its messages stay at this rate. They take their share of their other ports, too.
+        for number, ports_of_message in [*unassigned.items()]:
+            if full_port in ports_of_message:
+                rates[number] = rate
+                del unassigned[number]
+                for port in ports_of_message:
+                    free_share[port] -= rate
     return rates

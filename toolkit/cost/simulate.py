@@ -117,11 +117,7 @@ class _Simulation:
         self.working_bytes = [cost.working_bytes for cost in costs]
         self.message_bytes = moved_bytes(costs)
         self.message_seconds = {
-            is_local: {
-                buffer: [hardware.message(n_bytes, local=is_local) for n_bytes in stage_bytes]
-                for buffer, stage_bytes in self.message_bytes.items()
-            }
-            for is_local in (False, True)
+            is_local: self._seconds_of_messages(is_local) for is_local in (False, True)
         }
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         self.update_bytes = [
@@ -133,6 +129,11 @@ class _Simulation:
         self.free_at = self._starts(schedule.at(program.first_step), 0)  # end of a rank's last op
         self.boundaries: dict[tuple, float] = {}  # when outputs and their gradients are there
         self.pair_under_way: dict[int, tuple[float, float]] = {}  # by rank: span of its backward
+
+    def _seconds_of_messages(self, is_local: bool) -> dict[Buffer | None, list[float]]:
+        """Return the seconds of a message, ``[stage]``, by what it moves."""
+        message = partial(self.hardware.message, local=is_local)
+        return {buffer: [*map(message, n_bytes)] for buffer, n_bytes in self.message_bytes.items()}
 
     def run(self) -> None:
         """Run all instructions, from each change of the schedule to the next."""

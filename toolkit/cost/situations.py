@@ -7,6 +7,7 @@ training step of computation; M that in which all parameters cross a link once.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from toolkit.cost.affordable_delay import affordable_schedule, fastest, step_seconds
@@ -25,13 +26,21 @@ _LOCAL = 100.0  # bandwidth within a machine by that between machines: NVLink an
 
 @dataclass(frozen=True)
 class Situation:
-    """Workers, and the links between them."""
+    """Workers, and the links between them.
+
+    Attributes:
+        name: in the table.
+        workers: micro-batches of a training step.
+        ratio: M/C; 0: messages take no time.
+        placement: as in :func:`toolkit.schedule.catalog.cyclic`.
+        machines: of equal numbers of workers, a group each; None: one a worker.
+    """
 
     name: str
     workers: int
-    ratio: float = 0.0  # M/C; 0: messages take no time
+    ratio: float = 0.0
     placement: str = "per_microbatch"
-    machines: int | None = None  # of equal numbers of workers, a group each; None: one a worker
+    machines: int | None = None
 
 
 def situations(
@@ -56,12 +65,9 @@ def situations(
         Situation("one device", max_workers, placement="one"),
         Situation("model parallelism", max_workers, placement="per_stage_and_microbatch"),
         Situation("a device a worker, fast links", max_workers),
-        *(
-            Situation("a device a worker, slow links", n_workers, ratio)
-            for n_workers in sizes
-            for ratio in ratios
-        ),
     ]
+    for n_workers, ratio in product(sizes, ratios):
+        table_situations.append(Situation("a device a worker, slow links", n_workers, ratio))
     for workers_per_machine in (2, 4):
         if max_workers % workers_per_machine == 0 and max_workers > workers_per_machine:
             name = f"machines of {workers_per_machine}, slow links"
@@ -82,9 +88,12 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
         ``cdp_v2`` and ``affordable``. Within :data:`WITHIN` more than CDP-v1's time, no single
         weight of ``affordable`` could be fresher. Each has the chains that are faster.
     """
-    n_workers, has_stage_per_worker = situation.workers, situation.placement != "per_microbatch"
-    n_stages = n_workers if has_stage_per_worker else n_workers * -(-_STAGES // n_workers)
-    costs, hardware = unit_costs(n_stages, backward=_BACKWARD), _hardware(situation)
+    n_workers = situation.workers
+    n_stages = n_workers
+    if situation.placement == "per_microbatch":  # as many stages for each worker, _STAGES or more
+        n_stages = n_workers * -(-_STAGES // n_workers)
+    costs = unit_costs(n_stages, backward=_BACKWARD)
+    hardware = _hardware(situation)
     dp_schedule = catalog.data_parallel(n_workers, situation.placement, n_stages=n_stages)
     make = partial(
         catalog.cyclic,
@@ -93,10 +102,12 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
         n_stages=n_stages,
         groups=situation.machines,
     )
-    schedule_v1, schedule_v2 = (fastest(make, delay, costs, hardware) for delay in (1, FRESHEST))
+    schedule_v1 = fastest(make, 1, costs, hardware)
+    schedule_v2 = fastest(make, FRESHEST, costs, hardware)
     schedule_affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
     dp_seconds = step_seconds(dp_schedule, costs, hardware)
-    footprint_v2, footprint_dp = footprint(schedule_v2), footprint(dp_schedule)
+    footprint_v2 = footprint(schedule_v2)
+    footprint_dp = footprint(dp_schedule)
     row = {
         "situation": situation.name,
         "workers": n_workers,
@@ -137,7 +148,9 @@ def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("devices", "activations"):
         dp_text = f"{row[f'{name}_dp']:.4g}"
         cdp_text = f"{row[name]:.4g}"
-        cells[name] = dp_text if dp_text == cdp_text else f"{dp_text} → {cdp_text}"
+        cells[name] = dp_text
+        if dp_text != cdp_text:
+            cells[name] = f"{dp_text} → {cdp_text}"
     for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
         cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
     return cells

@@ -81,7 +81,9 @@ class StageCost:
     @property
     def kept_bytes(self) -> float:
         """Bytes that a micro-batch in flight keeps."""
-        return self.statistics_bytes + (0 if self.recomputes else self.activation_bytes)
+        if self.recomputes:
+            return self.statistics_bytes
+        return self.statistics_bytes + self.activation_bytes
 
     @property
     def working_bytes(self) -> tuple[float, float]:
@@ -147,8 +149,8 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
         n_stages: number of stages.
         backward: seconds of a backward.
     """
-    flops, buffers = (1.0, backward), (1.0, 1.0, 1.0, 1.0)
-    stage = StageCost(*flops, *buffers, forward_seconds=1.0, backward_seconds=backward)
+    buffers = (1.0, 1.0, 1.0, 1.0)
+    stage = StageCost(1.0, backward, *buffers, forward_seconds=1.0, backward_seconds=backward)
     return (stage,) * n_stages
 
 
@@ -165,7 +167,8 @@ def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple
     with autocast(precision, device):
         output = run()
     forward_end = backward_end = synchronized_time(device)
-    if differentiable_outputs := [tensor for tensor in tensors_in(output) if tensor.grad_fn]:
+    differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
+    if differentiable_outputs:
         torch.autograd.backward(
             differentiable_outputs, [torch.ones_like(tensor) for tensor in differentiable_outputs]
         )

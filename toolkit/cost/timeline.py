@@ -20,11 +20,20 @@ _MOMENT = 1e-12  # relative rounding of equal sums of seconds
 
 
 class Span(NamedTuple):
-    """``rank`` is busy on ``lane`` from ``start`` to ``end``, in seconds.
+    """The time for which a rank is busy with an op, an update, or a message.
 
-    ``step`` is the training step; for sent weights, the step that first uses them. ``peer`` is the
-    other end of a message, None for compute and collectives. ``bytes`` pass through the rank's
-    port; ``slot`` is the schedule's.
+    Attributes:
+        rank: that is busy.
+        lane: one of ``LANES``.
+        start: seconds.
+        end: seconds.
+        name: label, such as ``2F1`` for stage and micro-batch of a forward.
+        stage: that computes, updates, or is moved.
+        microbatch: None for updates and for messages of weights and sums.
+        step: the training step; of sent weights, the step that first uses them.
+        bytes: that pass through the rank's port.
+        peer: rank at the other end of a message; None for compute and collectives.
+        slot: of the schedule.
     """
 
     rank: int
@@ -46,7 +55,14 @@ class Span(NamedTuple):
 
 
 class Change(NamedTuple):
-    """``rank`` gains ``bytes`` of ``kind`` at ``time``, in seconds; loses them if negative."""
+    """A change of the memory of a rank.
+
+    Attributes:
+        time: seconds.
+        rank: whose memory changes.
+        kind: one of ``KINDS``.
+        bytes: that it gains; it loses them if negative.
+    """
 
     time: float
     rank: int
@@ -84,7 +100,9 @@ class Timeline:
     def step_time(self) -> float:
         """Seconds per step in the steady state; of a single step, its duration."""
         steps = self._timed()
-        begin = self.step_ends[steps[0] - 1] if steps[0] else 0.0
+        begin = 0.0
+        if steps[0] > 0:
+            begin = self.step_ends[steps[0] - 1]
         return (self.step_ends[steps[-1]] - begin) / len(steps)
 
     @property
@@ -93,7 +111,8 @@ class Timeline:
 
         Measured over few overlapping steps it is inexact, and may be below 0.
         """
-        steps, step_of = self._timed(), self._steps_from_0()
+        steps = self._timed()
+        step_of = self._steps_from_0()
         busy_seconds = sum(
             span.end - span.start
             for span in self.spans
@@ -108,15 +127,17 @@ class Timeline:
 
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
-        first_step = min(
-            (
-                timed_span.step
-                for timed_span in self.spans
-                if timed_span.lane == COMPUTE and timed_span.step is not None
-            ),
-            default=0,
-        )
-        return lambda span: -1 if span.step is None else span.step - first_step
+        computed_steps = [
+            span.step for span in self.spans if span.lane == COMPUTE and span.step is not None
+        ]
+        first_step = min(computed_steps, default=0)
+
+        def step_from_0(span: Span) -> int:
+            if span.step is None:
+                return -1
+            return span.step - first_step
+
+        return step_from_0
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """Return the memory held over time: pairs of seconds and bytes from then on.
@@ -125,20 +146,22 @@ class Timeline:
             rank: one rank, or None for all together.
             kind: one of ``KINDS``, or None for all together.
         """
-        rank_changes = self.changes if rank is None else self._changes_of[rank]
-        changes = sorted(
-            (memory_change.time, memory_change.bytes)
-            for memory_change in rank_changes
-            if kind in (None, memory_change.kind)
+        changes = self.changes
+        if rank is not None:
+            changes = self._changes_of[rank]
+        times_and_bytes = sorted(
+            (change.time, change.bytes) for change in changes if kind in (None, change.kind)
         )
         curve: list[tuple[float, float]] = []
-        held_bytes = moment_start = 0.0
-        for when, change in changes:  # simultaneous changes count together
-            held_bytes += change
+        live_bytes = moment_start = 0.0
+        for when, n_bytes in times_and_bytes:
+            live_bytes += n_bytes
+            # Simultaneous changes count together. Otherwise a buffer that is freed as another one
+            # is allocated would give a peak that no rank has.
             if curve and when - moment_start <= _MOMENT * when:
-                curve[-1] = (when, held_bytes)
+                curve[-1] = (when, live_bytes)
             else:
-                curve.append((when, held_bytes))
+                curve.append((when, live_bytes))
                 moment_start = when
         return curve
 
@@ -165,7 +188,8 @@ class Timeline:
 
     def bytes_sent(self, steps: range | None = None) -> tuple[float, ...]:
         """Return the bytes that each rank sent in ``steps`` (the first is 0), or in all."""
-        step_of, sent_bytes = self._steps_from_0(), [0.0] * self.n_ranks
+        step_of = self._steps_from_0()
+        sent_bytes = [0.0] * self.n_ranks
         for span in self.spans:
             if span.lane == SEND and (steps is None or step_of(span) in steps):
                 sent_bytes[span.rank] += span.bytes
@@ -201,10 +225,13 @@ class Timeline:
                 events.append(counter | {"args": {"bytes": n_bytes}})
         for span in self.spans:
             args = {key: value for key, value in span._asdict().items() if value is not None}
-            rank, lane, name = (args.pop(key) for key in ("rank", "lane", "name"))
-            start, end = args.pop("start") * 1e6, args.pop("end") * 1e6  # in microseconds
-            bar = {"ph": "X", "pid": rank, "tid": LANES.index(lane), "cat": lane, "name": name}
-            events.append(bar | {"ts": start, "dur": end - start, "args": args})
+            for key in ("rank", "lane", "name", "start", "end"):
+                del args[key]
+            lane_number = LANES.index(span.lane)
+            bar = {"ph": "X", "pid": span.rank, "tid": lane_number, "cat": span.lane}
+            start = span.start * 1e6  # in microseconds
+            end = span.end * 1e6
+            events.append(bar | {"name": span.name, "ts": start, "dur": end - start, "args": args})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def to_kineto_traces(self, folder: str | Path) -> None:
@@ -231,8 +258,9 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
     events: list[dict] = []
     steps: dict[int, list[int]] = {}
     for correlation, span in enumerate(spans, 1):
-        start, end = round(span.start * 1e6), round(span.end * 1e6)
-        is_message, stream = span.lane in (SEND, RECEIVE), LANES.index(span.lane) + 1
+        start = round(span.start * 1e6)
+        end = round(span.end * 1e6)
+        stream = LANES.index(span.lane) + 1
         span_arguments = {
             "stage": span.stage,
             "step": span.step,
@@ -240,7 +268,9 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
             "peer": span.peer,
         }
         args = {"stream": stream, "device": span.rank, "correlation": correlation, **span_arguments}
-        name = f"ncclKernel {span.name}" if is_message else span.name
+        name = span.name
+        if span.lane in (SEND, RECEIVE):
+            name = f"ncclKernel {name}"
         kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": span.rank, "tid": stream}
         events.append(kernel | {"ts": start, "dur": end - start, "args": args})
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": _HOST, "dur": 0}
@@ -248,9 +278,8 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
         if span.lane == COMPUTE and span.step is not None:
             steps[span.step] = [*steps.get(span.step, ()), start, end]
     for step, span_times in steps.items():
-        name, kind = f"ProfilerStep#{step}", {"cat": "user_annotation", "tid": _HOST}
-        event = {"ph": "X", "name": name, "pid": spans[0].rank, **kind}
-        events.append(
-            event | {"ts": min(span_times), "dur": max(span_times) - min(span_times), "args": {}}
-        )
+        begin = min(span_times)
+        event = {"ph": "X", "name": f"ProfilerStep#{step}", "pid": spans[0].rank}
+        event |= {"cat": "user_annotation", "tid": _HOST}
+        events.append(event | {"ts": begin, "dur": max(span_times) - begin, "args": {}})
     return events

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ from toolkit.errors import UserError, first_line
 
 Batch = tuple[Tensor, Tensor]
 Vector = tuple[Tensor, ...]
+LanczosStep = tuple[Vector, float, float]
+"""A vector of the basis, its diagonal entry, and the next off-diagonal one."""
+
+_MAX_PRODUCTS = 100
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,12 @@ class Curvature:
     shares: Mapping[str, float]
 
 
-def largest_curvature(  # noqa: PLR0913 - options, by keyword
+def largest_curvature(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
     batches: Sequence[Batch],
     *,
     tolerance: float = 0.01,
-    most: int = 100,
     seconds: float = inf,
     shares: bool = False,
     seed: int = 0,
@@ -64,8 +68,7 @@ def largest_curvature(  # noqa: PLR0913 - options, by keyword
         loss: mean loss ``[]`` of outputs and targets.
         batches: ``(inputs, targets)`` on the model's device, of equal size; one graph at a time is
             in memory.
-        tolerance: relative error at which it ends.
-        most: Hessian-vector products after which it ends.
+        tolerance: relative error at which it ends; it ends after 100 products in any case.
         seconds: time after which no product begins.
         shares: also find the eigenvector's shares, which takes as many products again.
         seed: of the start and of dropout.
@@ -83,53 +86,83 @@ def largest_curvature(  # noqa: PLR0913 - options, by keyword
         raise UserError(f"{type(model).__name__} has no parameter to train: set requires_grad")
     if not batches:
         raise UserError("batches are empty: give at least one (inputs, targets)")
-
-    def products() -> Iterator[tuple[Vector, float, float]]:
-        return _lanczos(
-            lambda vector: _product(model, loss, batches, parameters, vector, seed), start
-        )
-
     generator = torch.Generator().manual_seed(seed)
     start = tuple(
         torch.randn(weights.shape, generator=generator).to(weights)
         for weights in parameters.values()
     )
-    end, diagonal, off_diagonal = time.monotonic() + seconds, list[float](), list[float]()
-    progress_bar = tqdm(products(), "curvature", unit=" products", leave=False, delay=3)
+
+    def product(vector: Vector) -> Vector:
+        return _product(model, loss, batches, parameters, vector, seed)
+
+    estimate = _top_eigenvalue(_lanczos(product, start), tolerance, time.monotonic() + seconds)
+    n_products = len(estimate.coefficients)
+    if not shares:
+        return Curvature(estimate.value, estimate.error, n_products, {})
+
+    # The basis is too large to keep, so that the same products are computed a second time.
+    squares = _squared_norms(_lanczos(product, start), estimate.coefficients, parameters)
+    total = sum(squares.values())
+    parameter_shares = {name: square / total for name, square in squares.items()}
+    return Curvature(estimate.value, estimate.error, 2 * n_products, parameter_shares)
+
+
+class _Estimate(NamedTuple):
+    """An estimate of the top eigenvalue.
+
+    Attributes:
+        value: of the eigenvalue.
+        error: bound on the distance to the nearest eigenvalue.
+        coefficients: of the eigenvector in Lanczos' basis.
+    """
+
+    value: float
+    error: float
+    coefficients: list[float]
+
+
+def _top_eigenvalue(products: Iterable[LanczosStep], tolerance: float, end: float) -> _Estimate:
+    """Take products until the top eigenvalue is known, or until ``end`` by time.monotonic."""
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
+    progress_bar = tqdm(products, "curvature", unit=" products", leave=False, delay=3)
     for _, alpha, beta in progress_bar:
         diagonal.append(alpha)
         off_diagonal.append(beta)
         values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
-        value, error = float(values[-1]), abs(beta * float(vectors[-1, -1]))
+        value = float(values[-1])
+        error = abs(beta * float(vectors[-1, -1]))
         n_products = len(diagonal)
-        # A first estimate can be that of a vector without a part in the top eigenvector.
+        # The first estimates can be those of a vector without a part in the top eigenvector.
         converged = n_products > 2 and error <= tolerance * abs(value)
-        if converged or beta == 0 or n_products >= most or time.monotonic() >= end:
+        if converged or beta == 0 or n_products >= _MAX_PRODUCTS or time.monotonic() >= end:
             break
     progress_bar.close()
-    parameter_shares: dict[str, float] = {}
-    if shares:
-        eigenvector = [torch.zeros_like(weights) for weights in parameters.values()]
-        for coefficient, (vector, _, _) in zip(vectors[:, -1].tolist(), products(), strict=False):
-            for accumulated, component in zip(eigenvector, vector, strict=True):
-                accumulated.add_(component, alpha=coefficient)
-        norms = {
-            name: float(component.square().sum())
-            for name, component in zip(parameters, eigenvector, strict=True)
-        }
-        parameter_shares = {name: norm / sum(norms.values()) for name, norm in norms.items()}
-    return Curvature(value, error, n_products * (2 if shares else 1), parameter_shares)
+    return _Estimate(value, error, vectors[:, -1].tolist())
 
 
-def _lanczos(
-    product: Callable[[Vector], Vector], start: Vector
-) -> Iterator[tuple[Vector, float, float]]:
+def _squared_norms(
+    products: Iterable[LanczosStep],
+    coefficients: Sequence[float],
+    parameters: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """Return the squared norm of each parameter's part of a vector, by its basis coefficients."""
+    eigenvector = [torch.zeros_like(weights) for weights in parameters.values()]
+    for coefficient, (basis_vector, _, _) in zip(coefficients, products, strict=False):
+        for accumulated, component in zip(eigenvector, basis_vector, strict=True):
+            accumulated.add_(component, alpha=coefficient)
+    return {
+        name: float(component.square().sum())
+        for name, component in zip(parameters, eigenvector, strict=True)
+    }
+
+
+def _lanczos(product: Callable[[Vector], Vector], start: Vector) -> Iterator[LanczosStep]:
     """Yield each vector of Lanczos' basis, its diagonal entry, and the next off-diagonal one."""
-    scale, beta = _dot(start, start) ** 0.5, 0.0
-    basis_vector, previous_vector = (
-        tuple(new / scale for new in start),
-        tuple(map(torch.zeros_like, start)),
-    )
+    scale = _dot(start, start) ** 0.5
+    basis_vector = tuple(new / scale for new in start)
+    previous_vector = tuple(map(torch.zeros_like, start))
+    beta = 0.0
     while True:
         new_vector = product(basis_vector)
         alpha = _dot(basis_vector, new_vector)
@@ -141,7 +174,8 @@ def _lanczos(
         )
         beta = _dot(new_vector, new_vector) ** 0.5
         yield basis_vector, alpha, beta
-        basis_vector, previous_vector = tuple(new / beta for new in new_vector), basis_vector
+        previous_vector = basis_vector
+        basis_vector = tuple(new / beta for new in new_vector)
 
 
 def _product(
@@ -165,7 +199,10 @@ def _product(
         # Every product draws the same dropout, or the Hessian would differ between products.
         torch.manual_seed(seed)
         for inputs, targets in batches:
-            weights = {name: weight.requires_grad_() for name, weight in _copies(parameters)}
+            # Views can require gradients without changing the model's tensors.
+            weights = {
+                name: weight.detach().requires_grad_() for name, weight in parameters.items()
+            }
             # Training mode updates batch norm's buffers: copies keep the model's own unchanged.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             n_batches += 1
@@ -198,11 +235,6 @@ def _product(
     return mean_product
 
 
-def _copies(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the tensors; these can require gradients without changing the model's."""
-    return ((name, weights.detach()) for name, weights in parameters.items())
-
-
 def _dot(a: Vector, b: Vector) -> float:
     return sum(
         float((first.double() * second.double()).sum()) for first, second in zip(a, b, strict=True)
@@ -210,7 +242,6 @@ def _dot(a: Vector, b: Vector) -> float:
 
 
 def _tridiagonal(diagonal: Sequence[float], off_diagonal_values: Sequence[float]) -> Tensor:
-    diagonal_entries, off_diagonal = (
-        torch.tensor(values, dtype=torch.float64) for values in (diagonal, off_diagonal_values[:-1])
-    )
+    diagonal_entries = torch.tensor(diagonal, dtype=torch.float64)
+    off_diagonal = torch.tensor(off_diagonal_values[:-1], dtype=torch.float64)
     return diagonal_entries.diag() + off_diagonal.diag(1) + off_diagonal.diag(-1)
