@@ -8,7 +8,8 @@ from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, Schedule, ScheduleSpec, after, catalog, switched
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.plain_options import RANK_ORDERS
-from toolkit.schedule.spec import PhaseSpec, in_order, same_sized
+from toolkit.schedule.spec import PhaseSpec, same_sized
+from toolkit.schedule.spec_phases import in_order
 
 ORDERS = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 

@@ -8,7 +8,7 @@ from tests.stages import cut
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
 from toolkit.errors import UserError
 from toolkit.runtime import SwitchDecision, Switching
-from toolkit.schedule.spec import in_order
+from toolkit.schedule.spec_phases import in_order
 from toolkit.training import StoppedError, run_with_checkpoints
 from toolkit.training.stop_signals import Signals
 

@@ -18,7 +18,7 @@ from toolkit.schedule.plain_options import (
     from_mapping,
     is_of_catalogue,
 )
-from toolkit.schedule.spec import with_phases
+from toolkit.schedule.spec_phases import with_phases
 
 if TYPE_CHECKING:
     from torch import nn

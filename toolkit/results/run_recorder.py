@@ -20,7 +20,7 @@ from toolkit.results.tracker import Tracker
 from toolkit.results.wandb_run import track, track_measured, track_schedule
 from toolkit.runtime import SwitchDecision, Switching
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.schedule.spec import in_order
+from toolkit.schedule.spec_phases import in_order
 from toolkit.torchrun import is_rank_zero
 from toolkit.training import Epoch, Outcome, Step, StoppedError, TrainingRun, run_with_checkpoints
 from toolkit.training.profiling import Profile, beside_prediction

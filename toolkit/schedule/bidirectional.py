@@ -38,7 +38,8 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
     orders: list[list[Op]] = [[] for _ in range(n_stages)]
     for op in sorted(starts, key=starts.__getitem__):
         goes_up = op.microbatch % 2 == 1
-        orders[n_stages - 1 - op.stage if goes_up else op.stage].append(op)
+        rank = n_stages - 1 - op.stage if goes_up else op.stage
+        orders[rank].append(op)
     return orders
 
 
@@ -61,10 +62,11 @@ def dualpipe(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     for rank in range(n_stages):
         # Even micro-batches enter at the first rank, odd ones at the last.
         distance = min(rank, n_stages - 1 - rank)
-        near_parity = 0 if rank < half else 1
-        near = range(near_parity, n_microbatches, 2)
-        far = range(1 - near_parity, n_microbatches, 2)
-        orders.append(_dual(distance, half, (distance, n_stages - 1 - distance), (near, far)))
+        near_parity = int(rank >= half)
+        near_microbatches = range(near_parity, n_microbatches, 2)
+        far_microbatches = range(1 - near_parity, n_microbatches, 2)
+        stages = (distance, n_stages - 1 - distance)
+        orders.append(_dual(distance, half, stages, (near_microbatches, far_microbatches)))
     return orders
 
 
@@ -83,7 +85,11 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> list[list[Item]]:
             " stages"
         )
     microbatches = (range(n_microbatches), range(n_microbatches))
-    return [_dual(rank, half, (rank, n_stages - 1 - rank), microbatches) for rank in range(half)]
+    orders = []
+    for rank in range(half):
+        stages = (rank, n_stages - 1 - rank)
+        orders.append(_dual(rank, half, stages, microbatches))
+    return orders
 
 
 def _dual(
@@ -104,53 +110,78 @@ def _dual(
             meet late.
         microbatches: of either stage, in order.
     """
-    forwards = [iter(of_stage) for of_stage in microbatches]
-    backwards = [iter(of_stage) for of_stage in microbatches]
+    ops = _TwoStageOps(stages, microbatches)
     order: list[Item] = []
-    weight_halves: deque[Op] = deque()  # put off
-
-    def forward(which: int) -> Op:
-        return Op(Kind.FORWARD, stages[which], next(forwards[which]))
-
-    def backward(which: int) -> Op:
-        return Op(Kind.BACKWARD, stages[which], next(backwards[which]))
-
-    def input_half(which: int) -> Op:
-        op = Op(Kind.BACKWARD_INPUT, stages[which], next(backwards[which]))
-        weight_halves.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
-        return op
-
     # Each rank between this one and the middle adds a turn to the first and the last steps.
     n_between = half - 1 - distance
+
     # 1. Forwards of the first stage, until the first micro-batch has come back to the second.
     for _ in range(2 * n_between):
-        order.append(forward(0))
+        order.append(ops.forward(0))
+
     # 2. Forwards of both stages, until the first backward arrives.
     for _ in range(distance + 1):
-        order += [forward(0), forward(1)]
+        order += [ops.forward(0), ops.forward(1)]
+
     # 3. Backwards in halves, at once, so that the rank before need not wait for the weights'.
     for _ in range(n_between):
-        order += [input_half(1), weight_halves.popleft(), forward(1)]
+        order += [ops.input_half(1), ops.weight_halves.popleft(), ops.forward(1)]
+
     # 4. Overlapped pairs of both stages: the steady part.
-    for k in range(len(microbatches[0]) - 2 * half + distance + 1):
-        if k == n_between == 0:  # in the middle the first forward alone is sooner
-            order += [forward(0), backward(1)]
+    for turn in range(len(microbatches[0]) - 2 * half + distance + 1):
+        if turn == n_between == 0:  # in the middle the first forward alone is sooner
+            order += [ops.forward(0), ops.backward(1)]
         else:
-            order.append((forward(0), backward(1)))
-        order.append((forward(1), backward(0)))
+            order.append((ops.forward(0), ops.backward(1)))
+        order.append((ops.forward(1), ops.backward(0)))
+
     # 5. The first stage has no forwards left.
     for _ in range(n_between):
-        order += [backward(1), (forward(1), backward(0))]
+        order += [ops.backward(1), (ops.forward(1), ops.backward(0))]
+
     # 6. Backwards of both stages in turn; the later half of them puts its weights' halves off.
-    for k in range(2 * (distance + 1)):
-        which = 1 - k % 2
-        order.append(input_half(which) if k > distance else backward(which))
+    for turn in range(2 * (distance + 1)):
+        side = 1 - turn % 2
+        if turn > distance:
+            order.append(ops.input_half(side))
+        else:
+            order.append(ops.backward(side))
+
     # 7. Halves for the weights fill the slots in which the rank waits for backwards.
     for _ in range(n_between):
-        if weight_halves:
-            order.append(weight_halves.popleft())
-        order.append(input_half(0))
-    return [*order, *weight_halves]
+        if ops.weight_halves:
+            order.append(ops.weight_halves.popleft())
+        order.append(ops.input_half(0))
+    return [*order, *ops.weight_halves]
+
+
+class _TwoStageOps:
+    """Makes the ops of a rank's two stages; each call takes a stage's next micro-batch.
+
+    Args:
+        stages: the two stages; ops name one by its ``side``, 0 or 1.
+        microbatches: of either stage, in order.
+
+    Attributes:
+        weight_halves: backwards of the weights that are put off.
+    """
+
+    def __init__(self, stages: tuple[int, int], microbatches: tuple[range, range]) -> None:
+        self.stages = stages
+        self.forwards = [iter(of_stage) for of_stage in microbatches]
+        self.backwards = [iter(of_stage) for of_stage in microbatches]
+        self.weight_halves: deque[Op] = deque()
+
+    def forward(self, side: int) -> Op:
+        return Op(Kind.FORWARD, self.stages[side], next(self.forwards[side]))
+
+    def backward(self, side: int) -> Op:
+        return Op(Kind.BACKWARD, self.stages[side], next(self.backwards[side]))
+
+    def input_half(self, side: int) -> Op:
+        op = Op(Kind.BACKWARD_INPUT, self.stages[side], next(self.backwards[side]))
+        self.weight_halves.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+        return op
 
 
 def _half(n_stages: int) -> int:

@@ -9,16 +9,17 @@ from functools import partial
 
 from toolkit.errors import UserError, whole
 from toolkit.schedule import bidirectional, pipeline_orders, timing, v_schedules
-from toolkit.schedule.correction import Correction, correction_of
+from toolkit.schedule.correction import Correction
 from toolkit.schedule.pipeline_orders import Item
 from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.registry import FACTORIES as FACTORIES
 from toolkit.schedule.registry import METHODS as METHODS
 from toolkit.schedule.registry import Method, register
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.schedule_names import delay_label, schedule_name
 from toolkit.schedule.spec import carries_spec
-from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
-from toolkit.schedule.validate import check_forwards
+from toolkit.schedule.staleness import FRESHEST, Delay
+from toolkit.schedule.validate import check_forwards, check_groups
 
 
 @carries_spec
@@ -45,9 +46,10 @@ def data_parallel(
         correction: what is done about late weights; see :class:`Correction`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    delay_label = _late(delay, s, k * n)
-    rule = "" if delay_label == " delay 0" else delay_label
-    name = _name("DP" + rule, state, correction if rule else "none", k)
+    rule = delay_label(delay, s, k * n)
+    if rule == " delay 0":
+        rule = ""
+    name = schedule_name("DP" + rule, state, correction if rule else "none", k)
     op_timing = timing.simultaneous(s, n, k)
     return Schedule(
         name, s, k * n, op_timing, placement, delay, state, accumulate=k, correction=correction
@@ -85,16 +87,14 @@ def cyclic(  # noqa: PLR0913 - options, by keyword
         correction: as in :func:`data_parallel`.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    if groups is not None and (whole(groups, "groups", 1) > n or n % groups):
-        divisors = ", ".join(str(g) for g in range(1, n + 1) if n % g == 0)
-        raise UserError(f"groups divides the {n} workers: got {groups}; choose one of {divisors}")
-    delay_label = _late(delay, s, k * n)
-    rule = {"": "-v2", " delay 1": "-v1"}.get(delay_label, delay_label)
-    rotated = " rotated" if chains == ROTATED else ""
-    grouped = ""
+    check_groups(groups, n)
+    rule = delay_label(delay, s, k * n)
+    rule = {"": "-v2", " delay 1": "-v1"}.get(rule, rule)
+    if chains == ROTATED:
+        rule += " rotated"
     if groups not in (None, n):
-        grouped = " 1 group" if groups == 1 else f" {groups} groups"
-    name = _name(f"CDP{rule}{rotated}{grouped}", state, correction, k)
+        rule += " 1 group" if groups == 1 else f" {groups} groups"
+    name = schedule_name(f"CDP{rule}", state, correction, k)
     op_timing = timing.cyclic(s, n, k, groups)
     return Schedule(name, s, k * n, op_timing, placement, delay, state, chains, k, correction)
 
@@ -115,8 +115,10 @@ def published(
     Arguments as :func:`data_parallel`.
     """
     s, m, _ = _sizes(n_stages, n)
-    delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
-    name = _name("CDP-v2 as published", state)
+    delay = []
+    for stage in range(s):
+        delay.append([int(stage < s - 1 - worker) for worker in range(m)])
+    name = schedule_name("CDP-v2 as published", state)
     return Schedule(name, s, m, timing.simultaneous(s, m), placement, delay, state)
 
 
@@ -146,8 +148,9 @@ def weipipe(
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     rule = "WeiPipe" if state == "circulating" else f"WeiPipe {state}"
-    name, when = _name(rule, accumulate=k), timing.interleaved(s, n, k)
-    return Schedule(name, s, k * n, when, placement, state=state, accumulate=k)
+    name = schedule_name(rule, accumulate=k)
+    op_timing = timing.interleaved(s, n, k)
+    return Schedule(name, s, k * n, op_timing, placement, state=state, accumulate=k)
 
 
 @carries_spec
@@ -312,8 +315,10 @@ def pipedream(
     :func:`pipedream_2bw`. Source: arXiv 1806.03377.
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
-    name, when = _name("PipeDream", correction=correction), timing.pipelined(s, m)
-    return Schedule(name, s, m, when, "per_stage", FRESHEST, correction=correction)
+    name = schedule_name("PipeDream", correction=correction)
+    return Schedule(
+        name, s, m, timing.pipelined(s, m), "per_stage", FRESHEST, correction=correction
+    )
 
 
 @carries_spec
@@ -328,48 +333,18 @@ def pipedream_2bw(
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:  # two weight versions do not suffice
         raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
-    name, when = _name("PipeDream-2BW", correction=correction), timing.pipelined(s, m)
-    return Schedule(name, s, m, when, "per_stage", delay=1, correction=correction)
+    name = schedule_name("PipeDream-2BW", correction=correction)
+    op_timing = timing.pipelined(s, m)
+    return Schedule(name, s, m, op_timing, "per_stage", delay=1, correction=correction)
 
 
-def _pipeline(
-    name: str,
-    make: Callable[[int, int], Sequence[Sequence[Item]]],
-    n_stages: int,
-    n_microbatches: int,
-) -> Schedule:
+_MakeOrders = Callable[[int, int], Sequence[Sequence[Item]]]
+
+
+def _pipeline(name: str, make: _MakeOrders, n_stages: int, n_microbatches: int) -> Schedule:
+    """Return the schedule of the rank orders that ``make`` returns for the checked sizes."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule.from_rank_orders(make(s, m), name=name)
-
-
-def _name(
-    rule: str, state: str = "", correction: str | Correction = "none", accumulate: int = 1
-) -> str:
-    words = [rule]
-    if state in ("sharded", "circulating"):
-        words[0] = "ZeRO-" + rule
-    if state == "circulating":
-        words.append(state)
-    label = correction_of(correction).label
-    if label:
-        words.append(label)
-    if accumulate > 1:
-        words.append(f"accumulate {accumulate}")
-    return " ".join(words)
-
-
-def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
-    """Return the part of a name that describes the delay; empty for the freshest."""
-    if isinstance(delay, str):
-        return ""
-    if isinstance(delay, RandomDelay):
-        return f" {delay}"
-    rows, _ = in_steps(delay, n_stages, n_microbatches)
-    smallest, largest = min(map(min, rows)), max(map(max, rows))
-    if smallest == largest:
-        return f" delay {largest}"
-    by = " by stage" if all(len(set(row)) == 1 for row in rows) else ""
-    return f" delay {smallest}-{largest}{by}"
 
 
 def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
@@ -382,13 +357,17 @@ def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[i
 
 
 # The one registry: conf, the explorer, tables and the conformance suites read it.
-_CDP, _2BW, _V = "arXiv 2403.08837", "arXiv 2006.09503", "arXiv 2405.15362"
-_MEGATRON, _PAIR = "arXiv 2104.04473", {"n_ranks": 2}
-_ACCUMULATION, _INTERLEAVED = "gradient accumulation", "interleaved 1F1B"
-_WAVES, _TWO_WAYS, _EAGER = "arXiv 2308.15762", "arXiv 2107.06925", "arXiv 2211.05322"
-_DUAL = "arXiv 2412.19437"
-_ZERO, _ZB, _SHARDED = "arXiv 1910.02054", "arXiv 2401.10241", {"state": "sharded"}
-_ROUND = {"state": "circulating"}
+_ACCUMULATION = "gradient accumulation"
+_INTERLEAVED = "interleaved 1F1B"
+_CDP = "arXiv 2403.08837"
+_ZERO = "arXiv 1910.02054"
+_PIPEDREAM_2BW = "arXiv 2006.09503"
+_MEGATRON = "arXiv 2104.04473"
+_ZERO_BUBBLE = "arXiv 2401.10241"
+_V_SHAPES = "arXiv 2405.15362"
+_DUALPIPE = "arXiv 2412.19437"
+_RANKS = {"n_ranks": 2}
+_SHARDED = {"state": "sharded"}
 
 register(
     Method("dp", "DP", data_parallel, "data_parallel"),
@@ -397,24 +376,24 @@ register(
     Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
     Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
     Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
-    Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
-    Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", _EAGER),
-    Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _PAIR, 2),
-    Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _PAIR, 2),
-    Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
-    Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZB),
-    Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
-    Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),
-    Method("v_min", "V-Min", v_min, "pipeline", _V, stages_per_rank=2),
-    Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V, stages_per_rank=2),
-    Method("hanayo", "Hanayo", hanayo, "pipeline", _WAVES, _PAIR, 2),
-    Method("chimera", "Chimera", chimera, "pipeline", _TWO_WAYS),
-    Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUAL),
-    Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUAL, stages_per_rank=2),
+    Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _PIPEDREAM_2BW),
+    Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", "arXiv 2211.05322"),
+    Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _RANKS, 2),
+    Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _RANKS, 2),
+    Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZERO_BUBBLE),
+    Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZERO_BUBBLE),
+    Method("zb_v", "ZB-V", zb_v, "pipeline", _ZERO_BUBBLE, stages_per_rank=2),
+    Method("v_half", "V-Half", v_half, "pipeline", _V_SHAPES, stages_per_rank=2),
+    Method("v_min", "V-Min", v_min, "pipeline", _V_SHAPES, stages_per_rank=2),
+    Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V_SHAPES, stages_per_rank=2),
+    Method("hanayo", "Hanayo", hanayo, "pipeline", "arXiv 2308.15762", _RANKS, 2),
+    Method("chimera", "Chimera", chimera, "pipeline", "arXiv 2107.06925"),
+    Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUALPIPE),
+    Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUALPIPE, stages_per_rank=2),
     Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
-    Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
+    Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _PIPEDREAM_2BW),
     Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
-    Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", _ROUND),
+    Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", {"state": "circulating"}),
     Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
     Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
 )

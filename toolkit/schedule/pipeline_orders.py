@@ -227,17 +227,24 @@ def as_early_as_possible(
     :meth:`Schedule.from_rank_orders`.
     """
     pairs = pairs or {}
-    not_before = not_before or {}
     if period is not None:
         _check_period(orders, period, pairs)
-    ops = {op for order in orders for op in order}
-    n_stages = max(op.stage for op in ops) + 1
-    needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
-    for forward, backward in pairs.items():
-        needs[forward] += needs[backward]
+    ends = _earliest_ends(orders, period, not_before or {}, pairs)
+    starts = {op: end - 1 for op, end in ends.items()}
+    if period is None:
+        period = _period(orders, starts, delay)
+    return Timing(starts, period, pairs=pairs)
 
-    # A rank times its ops in order until one needs an op without a time. It then waits, and
-    # continues as soon as that op has its time.
+
+def _earliest_ends(
+    orders: Orders, period: int | None, not_before: Mapping[Op, int], pairs: Mapping[Op, Op]
+) -> dict[Op, int]:
+    """Return the slot after each op, where every op starts as early as it can.
+
+    A rank times its ops in order until one needs an op without a time. It then waits, and continues
+    as soon as that op has its time. Arguments and errors as :func:`as_early_as_possible`.
+    """
+    needs = _needs(orders, pairs)
     ends: dict[Op, int] = {}
     free_at = [0] * len(orders)
     busy: list[set[int]] = [set() for _ in orders]  # slots modulo the period
@@ -248,6 +255,8 @@ def as_early_as_possible(
         rank = ready.pop()
         while remaining[rank]:
             op = remaining[rank][0]
+
+            # 1. The op starts once the rank is free and all that it needs has ended.
             start = max(free_at[rank], not_before.get(op, 0))
             missing = None
             for needed in needs[op]:
@@ -258,32 +267,62 @@ def as_early_as_possible(
             if missing is not None:
                 waiting[missing].append(rank)
                 break
+
+            # 2. With a period, other steps run in the same slots, a whole number of periods away.
             if period is not None:
                 while start % period in busy[rank]:
                     start += 1
                 busy[rank].add(start % period)
+
+            # 3. The op ends, a pair with both of its ops, and ranks that wait for it continue.
             free_at[rank] = start + 1
-            for _ in range(2 if op in pairs else 1):
+            n_ops = 2 if op in pairs else 1
+            for _ in range(n_ops):
                 ended = remaining[rank].popleft()
                 ends[ended] = start + 1
                 ready += waiting.pop(ended, [])
     if waiting:
-        waits = []
-        for rank, op in sorted((rank, op) for op, ranks in waiting.items() for rank in ranks):
-            waits.append(f"rank {rank} waits at {remaining[rank][0]} for {op}")
-        raise UserError(
-            f"the orders cannot be carried out: {'; '.join(waits)}."
-            " On its own rank, each op comes after those that it needs"
-        )
-    starts = {op: end - 1 for op, end in ends.items()}
-    if period is None:
-        period = _period(orders, starts, delay)
-    return Timing(starts, period, pairs=pairs)
+        raise _orders_that_wait(waiting, remaining)
+    return ends
+
+
+def _needs(orders: Orders, pairs: Mapping[Op, Op]) -> dict[Op, list[Op]]:
+    """Return what each op needs; the forward of a pair needs what its backward needs, too."""
+    ops = {op for order in orders for op in order}
+    n_stages = max(op.stage for op in ops) + 1
+    needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
+    for forward, backward in pairs.items():
+        needs[forward] += needs[backward]
+    return needs
+
+
+def _orders_that_wait(
+    waiting: Mapping[Op, Sequence[int]], remaining: Sequence[Sequence[Op]]
+) -> UserError:
+    """Return the error of ranks that wait for each other: each rank's next op, and what it needs.
+
+    Args:
+        waiting: the ranks that wait for an op.
+        remaining: ``[rank]``, its ops without a time.
+    """
+    rank_and_needed = []
+    for needed, ranks in waiting.items():
+        rank_and_needed += [(rank, needed) for rank in ranks]
+    waits = []
+    for rank, needed in sorted(rank_and_needed):
+        waits.append(f"rank {rank} waits at {remaining[rank][0]} for {needed}")
+    return UserError(
+        f"the orders cannot be carried out: {'; '.join(waits)}."
+        " On its own rank, each op comes after those that it needs"
+    )
 
 
 def _check_period(orders: Orders, period: int, pairs: Mapping[Op, Op]) -> None:
     """Raise UserError if a rank has more ops than ``period`` has slots."""
-    slots = [len(order) - sum(op in pairs for op in order) for order in orders]
+    slots = []
+    for order in orders:
+        n_pairs = sum(op in pairs for op in order)
+        slots.append(len(order) - n_pairs)
     most_ops = max(slots)
     if most_ops > period:
         raise UserError(

@@ -71,6 +71,26 @@ def from_mapping(value: Any, described: type) -> Any:
     return described(**value)
 
 
+def check_arguments(factory: str, method: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError unless the function of ``method`` takes these arguments, and needs no other.
+
+    Args:
+        factory: how the user names it, for errors.
+        method: a name of the registry.
+        arguments: arguments of the call, by name.
+    """
+    parameters = inspect.signature(METHODS[method].factory).parameters
+    for name in arguments:
+        if name not in parameters:
+            takes = ", ".join(parameters)
+            raise UserError(f"{factory} has no {name}: got {arguments[name]!r}; it takes {takes}")
+    known_values = {**arguments, **METHODS[method].options}
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in known_values:
+            given_names = ", ".join(arguments) or "no argument"
+            raise UserError(f"{factory} needs {name}: got {given_names}")
+
+
 def check_file_options(config: Mapping[str, Any]) -> None:
     """Raise UserError if options of named methods meet those of files of rank orders.
 
@@ -116,10 +136,9 @@ def factory_of(method: str) -> Callable[..., Schedule]:
 def method_of_call(factory: str, arguments: Mapping[str, Any]) -> str:
     """Return the method whose fixed options a call of ``factory`` has; the most of them."""
     of_factory = [m for m in METHODS.values() if m.factory is FACTORIES[factory]]
-    matching = [
-        method
-        for method in of_factory
-        if all(arguments.get(name) == value for name, value in method.options.items())
-    ]
+    matching = []
+    for method in of_factory:
+        if all(arguments.get(name) == value for name, value in method.options.items()):
+            matching.append(method)
     # Options that fix a method, such as two ranks, may have another value in a call of its own.
     return max(matching or of_factory[:1], key=lambda method: len(method.options)).name

@@ -7,23 +7,18 @@ all ranks together is that of the schedule.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from toolkit.schedule.instruction import (
-    ALL_REDUCE,
     BACKWARD_WEIGHT,
-    BROADCAST,
     RECV,
-    REDUCE,
     SEND,
     UPDATE,
     Action,
     Instruction,
 )
 
-# Looked up once: the loop below is the hot one.
-_OTHER_END = {SEND: RECV, RECV: SEND}
-_COLLECTIVES = (ALL_REDUCE, REDUCE, BROADCAST)
+_MESSAGES = (SEND, RECV)
 # By action, its turn at a tick: what releases and moves is first, then forwards, and then
 # backwards, which free as they go.
 _TURNS = [1, *[2] * BACKWARD_WEIGHT, *[0] * (len(Action) - UPDATE)]
@@ -37,7 +32,7 @@ class DeadlockError(Exception):
         self.waiting = waiting
 
 
-def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:  # noqa: C901, PLR0912
+def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
     """Yield ``(rank, instruction)`` in an order that can run.
 
     A send comes before its receive. The ranks of a collective follow one another, the root first.
@@ -45,70 +40,109 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     Raises:
         DeadlockError: the ranks left wait for each other, or for one that has finished.
     """
-    position = [0] * len(ranks)
-    waiting: dict[int, Instruction] = {}  # ranks at a message or a collective without the others
-    collectives: dict[tuple, dict[int, Instruction]] = {}  # ranks that have arrived
+    progress = _Progress(ranks)
+    ready = progress.ready
+    waiting = progress.waiting
+    position = progress.position
     n_ranks = len(ranks)
-
-    def head(instruction: Instruction, rank: int) -> int:
-        """Return its place among the ready as one number: by tick, turn and rank."""
-        return (instruction.tick * 3 + _TURNS[instruction.action]) * n_ranks + rank
-
-    ready = [head(order[0], rank) for rank, order in enumerate(ranks) if order]
-    heapify(ready)
-
-    def resume(rank: int) -> None:
-        """Release a rank that was waiting."""
-        del waiting[rank]
-        position[rank] += 1
-        if position[rank] < len(ranks[rank]):
-            heappush(ready, head(ranks[rank][position[rank]], rank))
-
     while ready:
         rank = heappop(ready) % n_ranks
-        order, index = ranks[rank], position[rank]
+        order = ranks[rank]
+        index = position[rank]
+
+        # The rank continues until it waits, has finished, or another rank's instruction is earlier.
         while True:
             instruction = order[index]
             action = instruction.action
-            if action in _OTHER_END:
+            if not action.communicates:
+                yield rank, instruction
+            elif action in _MESSAGES:
                 (peer,) = instruction.peers
                 peer_instruction = waiting.get(peer)
-                if (
-                    peer_instruction is None
-                    or peer_instruction.action != _OTHER_END[action]
-                    or peer_instruction.peers != (rank,)
-                    or peer_instruction[2:7] != instruction[2:7]
-                ):
+                if peer_instruction is None or not _meet(peer_instruction, instruction, rank):
                     waiting[rank] = instruction
                     break
-                if action == SEND:
-                    yield rank, instruction
-                    yield peer, peer_instruction
-                else:
-                    yield peer, peer_instruction
-                    yield rank, instruction
-                resume(peer)
-            elif action in _COLLECTIVES:
-                waiting[rank] = instruction
-                if rank not in instruction.peers:
-                    break
-                present = collectives.setdefault(instruction[1:], {})
-                present[rank] = instruction
-                if len(present) < len(instruction.peers):
-                    break
-                del collectives[instruction[1:]], waiting[rank]
-                for partner in instruction.peers:
-                    yield partner, present[partner]
-                    if partner != rank:
-                        resume(partner)
+                send = (rank, instruction)
+                receive = (peer, peer_instruction)
+                if action == RECV:
+                    send, receive = receive, send
+                yield send
+                yield receive
+                progress.resume(peer)
             else:
-                yield rank, instruction
+                arrived = progress.arrive(rank, instruction)
+                if arrived is None:
+                    break
+                for partner in instruction.peers:
+                    yield partner, arrived[partner]
+                    if partner != rank:
+                        progress.resume(partner)
             index += 1
             if index == len(order):
                 break
-            if ready and ready[0] < (next_head := head(order[index], rank)):
-                heappush(ready, next_head)
-                break
+            if ready:
+                next_place = _place(order[index], rank, n_ranks)
+                if ready[0] < next_place:
+                    heappush(ready, next_place)
+                    break
         position[rank] = index
     if waiting:
         raise DeadlockError(waiting)
+
+
+def _place(instruction: Instruction, rank: int, n_ranks: int) -> int:
+    """Return the place of ``rank`` among the ready as one number: by tick, turn and rank."""
+    return (instruction.tick * 3 + _TURNS[instruction.action]) * n_ranks + rank
+
+
+def _meet(waiting: Instruction, instruction: Instruction, rank: int) -> bool:
+    """Whether ``waiting`` is the other end of a message of ``rank``."""
+    return (
+        waiting.action in _MESSAGES
+        and waiting.action != instruction.action
+        and waiting.peers == (rank,)
+        and waiting[2:7] == instruction[2:7]  # all but tick, action and peers
+    )
+
+
+class _Progress:
+    """How far each rank has come.
+
+    Attributes:
+        position: place of the instruction of each rank that comes next.
+        ready: a heap of the ranks that can continue, as the place of their next instructions.
+        waiting: by rank, the message or the collective at which it waits for others.
+        collectives: by collective, the instructions of the ranks that have arrived.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Instruction]]) -> None:
+        self.ranks = ranks
+        self.n_ranks = len(ranks)
+        self.position = [0] * self.n_ranks
+        self.ready: list[int] = []
+        self.waiting: dict[int, Instruction] = {}
+        self.collectives: dict[tuple, dict[int, Instruction]] = {}
+        for rank, order in enumerate(ranks):
+            if order:
+                heappush(self.ready, _place(order[0], rank, self.n_ranks))
+
+    def resume(self, rank: int) -> None:
+        """Release a rank that was waiting."""
+        del self.waiting[rank]
+        self.position[rank] += 1
+        order = self.ranks[rank]
+        if self.position[rank] < len(order):
+            heappush(self.ready, _place(order[self.position[rank]], rank, self.n_ranks))
+
+    def arrive(self, rank: int, collective: Instruction) -> dict[int, Instruction] | None:
+        """Let ``rank`` arrive at a collective; return those of all ranks if it is the last one."""
+        self.waiting[rank] = collective
+        if rank not in collective.peers:  # it would never be complete
+            return None
+        arrived = self.collectives.setdefault(collective[1:], {})
+        arrived[rank] = collective
+        if len(arrived) < len(collective.peers):
+            return None
+        del self.collectives[collective[1:]]
+        del self.waiting[rank]
+        return arrived

@@ -22,6 +22,7 @@ from toolkit.schedule.plain_options import (
     OPTIONS,
     ORDERS_FILE,
     RANK_ORDERS,
+    check_arguments,
     check_file_options,
     factory_of,
     from_mapping,
@@ -114,14 +115,7 @@ class ScheduleSpec:
         descriptions = values.pop("phases", None) or ()
         method = factory if factory in METHODS else method_of_call(factory, values)
         parameters = inspect.signature(METHODS[method].factory).parameters
-        for name in values:
-            if name not in parameters:
-                takes = ", ".join(parameters)
-                raise UserError(f"{factory} has no {name}: got {values[name]!r}; it takes {takes}")
-        known_values = {**values, **METHODS[method].options}
-        for name, parameter in parameters.items():
-            if parameter.default is parameter.empty and name not in known_values:
-                raise UserError(f"{factory} needs {name}: got {', '.join(values) or 'no argument'}")
+        check_arguments(factory, method, values)
         microbatches = values.pop("n" if "n" in parameters else "n_microbatches")
         stages = values.pop("n_stages", parameters["n_stages"].default)
         if stages is None:  # as many as workers
@@ -254,15 +248,16 @@ class ScheduleSpec:
 
     def overrides(self) -> str:
         """Return options of ``experiments/simulate.py`` and ``train.py`` that make the schedule."""
+        words: dict[str, Any] = {}
         if self.method == RANK_ORDERS:
-            words: dict[str, Any] = {"schedule.file": self.file or ORDERS_FILE}
+            words["schedule.file"] = self.file or ORDERS_FILE
             words["schedule.delay"] = 0
             if self.period is not None:
                 words["schedule.period"] = self.period
             if self.unfold:
                 words["schedule.unfold"] = True
         else:
-            words = {"schedule": self.method}
+            words["schedule"] = self.method
             words["stages"] = self.stages
             words["microbatches"] = self.microbatches
         words |= {f"schedule.{name}": value for name, value in self.given.items()}
@@ -372,26 +367,6 @@ def same_sized(schedule: Schedule, described: Any, asked_by: str = "candidates")
     takes = inspect.signature(method.factory).parameters.keys() - method.options
     own_sizes = {size: value for size, value in sizes.items() if size in takes}
     return ScheduleSpec.from_call(name, own_sizes | options)
-
-
-def with_phases(schedule: Schedule, descriptions: Sequence[Mapping[str, Any]]) -> Schedule:
-    """Return ``schedule`` after others; arguments and errors as :meth:`ScheduleSpec.after`."""
-    if not descriptions:
-        return schedule
-    return after([phase.build() for phase in phases_of(schedule, descriptions)], schedule)
-
-
-def in_order(parts: Iterable[tuple[Schedule, int]]) -> ScheduleSpec:
-    """Return the spec of schedules that train one after another.
-
-    Args:
-        parts: schedules and the training steps of each; the last continues.
-
-    Raises:
-        UserError: one has no spec.
-    """
-    *phases, last = [PhaseSpec(ScheduleSpec.of(schedule), steps) for schedule, steps in parts]
-    return replace(last.spec, phases=tuple(phases))
 
 
 def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:

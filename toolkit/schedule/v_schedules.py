@@ -52,8 +52,12 @@ class _Block:
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
         """Return the rank's ops, without the backwards of the weights."""
-        first_stage, second_stage, last_rank = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
-        way_down, way_up = self.down * rank, self.up * (last_rank - rank)
+        first_stage = rank
+        second_stage = 2 * n_ranks - 1 - rank
+        last_rank = n_ranks - 1
+        way_down = self.down * rank
+        way_up = self.up * (last_rank - rank)
+        # The slots in which a micro-batch reaches the turns: F to f, f to b, b to B.
         turn_1 = self.down * last_rank + self.turns[0]
         turn_2 = turn_1 + self.up * last_rank + self.turns[1]
         turn_3 = turn_2 + self.down * last_rank + self.turns[2]
@@ -63,32 +67,34 @@ class _Block:
             (turn_2 + way_down, Kind.BACKWARD_INPUT, second_stage),
             (turn_3 + way_up, Kind.BACKWARD_INPUT, first_stage),
         ]
-        starts = {
-            Op(kind, stage, microbatch): slot + microbatch * _INTERVAL
-            for slot, kind, stage in block
-            for microbatch in range(n_microbatches)
-        }
+        starts = {}
+        for slot, kind, stage in block:
+            for microbatch in range(n_microbatches):
+                starts[Op(kind, stage, microbatch)] = slot + microbatch * _INTERVAL
         return sorted(starts, key=starts.__getitem__)
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Orders:
     """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on."""
     p = _n_ranks(n_stages)
-    return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p), p, n_microbatches)
+    block = _Block(down=4, up=2, turns=(3, 1, 3), bound=2 * p)
+    return _squeeze(block, p, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Orders:
     """About half the activations of 1F1B's first rank, and half of its bubble."""
     p = _n_ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
-    return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2)), p, n_microbatches)
+    block = _Block(down=2, up=1, turns=(1, turn, 2), bound=2 * ((p + 2) // 2))
+    return _squeeze(block, p, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Orders:
     """About a third of the activations of 1F1B's first rank, and two thirds of its bubble."""
     p = _n_ranks(n_stages)
     turn = 5 if p % 3 == 2 else 3  # as long as the bound allows, and an odd number
-    return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3)), p, n_microbatches)
+    block = _Block(down=1, up=1, turns=(1, turn, 1), bound=2 * ((p + 4) // 3))
+    return _squeeze(block, p, n_microbatches)
 
 
 def _n_ranks(n_stages: int) -> int:
@@ -102,7 +108,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
     scarce = 2 * n_microbatches > block.bound  # not all micro-batches fit
-    halves: list[list[Op]] = [[] for _ in planned]  # backwards of weights that may run
+    weight_halves: list[list[Op]] = [[] for _ in planned]  # that may run
     n_held = [0] * n_ranks
     orders: list[list[Op]] = [[] for _ in planned]
     ends: dict[Op, int] = {}
@@ -114,34 +120,39 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
 
     def choose(rank: int) -> Op | None:
         """Return the planned op that runs next; None: a backward of the weights goes first."""
+        # If an op goes first, the rank holds what the ops before it hold until they have run, too:
+        # `peak` is the most that the planned order holds up to that op.
         level = peak = n_held[rank]
         # No later op of a kind and stage may run first: their micro-batches keep their order.
         kinds_and_stages: set[tuple[int, ...]] = set()
         for op in planned[rank]:
-            forward = op.kind == Kind.FORWARD
+            is_forward = op.kind == Kind.FORWARD
             if op[:2] not in kinds_and_stages:
-                if not (forward and peak == block.bound) and ready(op):
+                exceeds_bound = is_forward and peak == block.bound
+                if not exceeds_bound and ready(op):
                     return op
-                if (scarce and halves[rank]) or len(kinds_and_stages) == 3:
+                # A rank has ops of two kinds and two stages.
+                if (scarce and weight_halves[rank]) or len(kinds_and_stages) == 3:
                     return None
                 kinds_and_stages.add(op[:2])
-            level += 1 if forward else -1
+            level += 1 if is_forward else -1
             peak = max(peak, level)
         return None
 
-    while any(planned) or any(halves):
+    while any(planned) or any(weight_halves):
         n_ended = len(ends)
         for rank in range(n_ranks):
-            if (op := choose(rank)) is not None:
+            op = choose(rank)
+            if op is not None:
                 planned[rank].remove(op)
-            elif halves[rank]:
-                op = halves[rank].pop(0)
+            elif weight_halves[rank]:
+                op = weight_halves[rank].pop(0)
             else:
                 continue
             if op.kind == Kind.FORWARD:
                 n_held[rank] += 1
             elif op.kind == Kind.BACKWARD_INPUT:
-                halves[rank].append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+                weight_halves[rank].append(op._replace(kind=Kind.BACKWARD_WEIGHT))
             else:
                 n_held[rank] -= 1
             ends[op] = slot + 1
@@ -151,7 +162,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     return orders
 
 
-def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:  # noqa: C901, PLR0912
+def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
     """About two thirds of the activations of 1F1B's first rank, with whole backwards.
 
     A backward takes two of a block's six slots. Each op of the repeated block moves to the first
@@ -159,37 +170,26 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:  # noqa: C901, 
     """
     p = _n_ranks(n_stages)
 
-    # 1. The building block: forwards down and up, then backwards, with room where they would meet
-    # the ops of the next blocks.
-    block = {Op(Kind.FORWARD, stage, 0): stage for stage in range(2 * p)}
-    slot = 2 * p
-    if p % 3 == 0:
-        slot += 3
-    for stage in reversed(range(2 * p)):
-        block[Op(Kind.BACKWARD, stage, 0)] = slot
-        slot += 2
-        if (stage - p) % 3 == 1:  # a fourth in a row would take slots of the first
-            slot += 3
-
-    # 2. All blocks, and what ranks then do and hold in each slot.
+    # 1. All blocks, six slots apart.
     starts: dict[Op, int] = {}
-    for op, start in block.items():
+    for op, start in _whole_backward_block(p).items():
         for microbatch in range(n_microbatches):
             starts[op._replace(microbatch=microbatch)] = start + microbatch * _INTERVAL
+
+    # 2. What ranks then do and hold in each slot.
     lengths = {op: 2 if op.kind == Kind.BACKWARD else 1 for op in starts}
     rank_of = {op: min(op.stage, 2 * p - 1 - op.stage) for op in starts}
-    busy_slots: list[set[int]] = [set() for _ in range(p)]
-    activations: list[Counter[int]] = [Counter() for _ in range(p)]  # stage-activations, by slot
+    ranks = [_RankSlots() for _ in range(p)]
     for op, start in starts.items():
-        busy_slots[rank_of[op]].update(range(start, start + lengths[op]))
+        rank_slots = ranks[rank_of[op]]
+        rank_slots.busy.update(range(start, start + lengths[op]))
         if op.kind == Kind.FORWARD:
             end = starts[op._replace(kind=Kind.BACKWARD)] + 2
-            activations[rank_of[op]].update(range(start, end))
-    most_activations = max(max(by_slot.values()) for by_slot in activations)
+            rank_slots.activations.update(range(start, end))
+    bound = max(max(rank_slots.activations.values()) for rank_slots in ranks)
 
     # 3. In order of time, each op moves to the first gap of its rank after what it waits for.
     for op, start in sorted(starts.items(), key=lambda item: item[1]):
-        rank, length = rank_of[op], lengths[op]
         predecessors = [*dependencies(op, starts, 2 * p)]
         if op.microbatch:
             predecessors.append(op._replace(microbatch=op.microbatch - 1))
@@ -197,27 +197,79 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:  # noqa: C901, 
         for predecessor in predecessors:
             earliest = max(earliest, starts[predecessor] + lengths[predecessor])
         if op.kind == Kind.FORWARD:
-            # Not before a slot in which the rank holds as much as it may.
-            for slot in range(earliest, start):
-                if activations[rank][slot] == most_activations:
-                    earliest = slot + 1
-        busy_slots[rank].difference_update(range(start, start + length))
-        new_start = min(earliest, start)
-        while new_start < start and not busy_slots[rank].isdisjoint(
-            range(new_start, new_start + length)
-        ):
-            new_start += 1
-        starts[op] = new_start
-        busy_slots[rank].update(range(new_start, new_start + length))
-        if op.kind == Kind.FORWARD:
-            activations[rank].update(range(new_start, start))
+            starts[op] = ranks[rank_of[op]].move_forward(start, earliest, bound)
         else:
-            activations[rank].subtract(range(new_start + length, start + length))
+            starts[op] = ranks[rank_of[op]].move_backward(start, earliest)
 
     orders: list[list[Op]] = [[] for _ in range(p)]
     for op in sorted(starts, key=starts.__getitem__):
         orders[rank_of[op]].append(op)
     return orders
+
+
+def _whole_backward_block(n_ranks: int) -> dict[Op, int]:
+    """Return the slot of each op of a micro-batch: forwards down and up, then backwards.
+
+    Two ranks, one column a slot; a backward takes two::
+
+        rank 0  F . . f b b . . . . . . . B B
+        rank 1  . F f . . . . . . b b B B . .
+
+    The backwards leave room where they would meet the ops of the next blocks.
+    """
+    block = {Op(Kind.FORWARD, stage, 0): stage for stage in range(2 * n_ranks)}
+    slot = 2 * n_ranks
+    if n_ranks % 3 == 0:
+        slot += 3
+    for stage in reversed(range(2 * n_ranks)):
+        block[Op(Kind.BACKWARD, stage, 0)] = slot
+        slot += 2
+        if (stage - n_ranks) % 3 == 1:  # a fourth in a row would take slots of the first
+            slot += 3
+    return block
+
+
+class _RankSlots:
+    """What a rank does and holds in each slot.
+
+    Attributes:
+        busy: slots in which it runs an op.
+        activations: stage-activations that it holds, by slot.
+    """
+
+    def __init__(self) -> None:
+        self.busy: set[int] = set()
+        self.activations: Counter[int] = Counter()
+
+    def move_forward(self, start: int, earliest: int, bound: int) -> int:
+        """Move a forward from ``start`` to the first gap in which it fits; return the gap.
+
+        Args:
+            start: its slot.
+            earliest: first slot in which it can run.
+            bound: stage-activations that the rank holds at most.
+        """
+        for slot in range(earliest, start):
+            if self.activations[slot] == bound:
+                earliest = slot + 1
+        new_start = self._move(start, earliest, length=1)
+        self.activations.update(range(new_start, start))
+        return new_start
+
+    def move_backward(self, start: int, earliest: int) -> int:
+        """Move a backward, of two slots, to the first gap in which it fits; return the gap."""
+        new_start = self._move(start, earliest, length=2)
+        self.activations.subtract(range(new_start + 2, start + 2))
+        return new_start
+
+    def _move(self, start: int, earliest: int, length: int) -> int:
+        self.busy.difference_update(range(start, start + length))
+        new_start = min(earliest, start)
+        # Its own slots are free now, so it fits at the latest where it was.
+        while not self.busy.isdisjoint(range(new_start, new_start + length)):
+            new_start += 1
+        self.busy.update(range(new_start, new_start + length))
+        return new_start
 
 
 def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
@@ -235,9 +287,8 @@ def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
             f" of {2 * n_ranks}"
         )
     stages = range(n_stages)
-    path = [(Kind.FORWARD, stage) for stage in stages] + [
-        (Kind.BACKWARD, stage) for stage in reversed(stages)
-    ]
+    path = [(Kind.FORWARD, stage) for stage in stages]
+    path += [(Kind.BACKWARD, stage) for stage in reversed(stages)]
     orders: list[list[Op]] = [[] for _ in range(n_ranks)]
     # [rank], ops that can start, the next first: whether a forward, micro-batch, - place on the way
     waiting: list[list[tuple[bool, int, int]]] = [[] for _ in orders]

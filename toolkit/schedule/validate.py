@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, whole
 from toolkit.schedule import grid
 from toolkit.schedule.correction import Correction
 from toolkit.schedule.dependencies import dependencies
@@ -26,6 +26,18 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
         raise UserError(
             f"a schedule has at most {MOST} forwards, one of each stage for each micro-batch: got"
             f" {n_stages} stages and {n_microbatches} micro-batches"
+        )
+
+
+def check_groups(groups: int | None, n_workers: int) -> None:
+    """Raise UserError unless the workers divide into so many groups; None: one for each worker."""
+    if groups is None:
+        return
+    if whole(groups, "groups", 1) > n_workers or n_workers % groups:
+        divisors = [g for g in range(1, n_workers + 1) if n_workers % g == 0]
+        raise UserError(
+            f"groups divides the {n_workers} workers: got {groups}; choose one of"
+            f" {', '.join(map(str, divisors))}"
         )
 
 
