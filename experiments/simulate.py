@@ -7,12 +7,8 @@ More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.per
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from functools import cache
-from itertools import product
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +17,18 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB, MB
 
 if TYPE_CHECKING:
-    from toolkit.cost import Costs, Timeline
+    from toolkit.cost import Hardware, Timeline
+    from toolkit.cost.worker_forms import CostsOf, Form
     from toolkit.schedule import Schedule
 
 _MAX_RANKS = 16  # that are printed
-_N_TIMED = 16  # steady training steps whose mean counts: those of contended links differ
 _OPS_A_SECOND = 20_000  # that are lowered, verified and simulated
-_WORTH = 0.03  # share of a step that other messages have to save
+_CHAINS = ("fastest", "given")
+_PRINTED = ("schedule", "by DDP's time", "ms a step", "idle", "GiB, fullest rank", "fits", "form")
 
 
 @entry_point("simulate")
@@ -46,77 +43,169 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost import profile, recomputing, simulate, write_chakra
+    from toolkit.cost import write_chakra
+    from toolkit.cost.worker_forms import ModelCosts
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
-    from toolkit.model import partition
     from toolkit.results import describe, write_result
-    from toolkit.schedule.steady_state import steps_to_time
     from toolkit.training import pick_device
 
     start = time.perf_counter()
     check_counts(config, "batch", "steps")
+    check_choice("chains", config.chains, _CHAINS)
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     form = analysed_form(config)
     settle_delays(config, lambda: form)
     schedules = build_schedules(config)
-    hardware = build_hardware(config.hardware)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    example = form.example(config.batch, device)
     with torch.device(device):
         model = build_model(config.model, form)
 
-    @cache  # stages are timed once
-    def costs_of(n_stages: int, by: Any = None) -> "Costs":
-        stages = partition(model, n_stages, example, by or config.partition, check=False)
-        costs = profile(stages, example, precision=config.precision)
-        return recomputing(costs, config.checkpoint)
-
-    def predict(schedule: "Schedule", by: Any = None, steps: int | None = None) -> "Timeline":
-        costs = costs_of(schedule.n_stages, by)
-        state_bytes = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        n_steps = steps or steps_to_time(schedule, _N_TIMED)
-        bar.set_description(f"{schedule.name}, {n_steps} steps, {seconds_of(schedule, n_steps)}")
-        return simulate(schedule.lower(n_steps).verify(), costs, hardware, state_bytes)
-
     folder = output_folder()
-    notes: list[str] = []
-    timelines_drawn: list[Timeline] = []
-    rows: list[dict[str, Any]] = []
-    rank_rows: list[dict[str, Any]] = []
-    with tqdm(unit=" simulations", leave=False, total=2 * len(schedules)) as bar:
+    predicted: list[Prediction] = []
+    n_predictions = 2 * len(schedules) + 1
+    with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
         bar.set_description("tracing the model")
+        example = form.example(config.batch, device)
+        costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
+        comparison = Comparison(config, costs_of, build_hardware(config.hardware))
         for index, (name, schedule) in enumerate(schedules.items()):
+            bar.set_description(f"{name}, {seconds_of(schedule)}")
+            predicted += comparison.predict(name, schedule)
+            bar.update()
             # The steady state is timed over many steps, and fewer are drawn.
-            timeline = predict(schedule)
+            drawn = comparison.draw(predicted[-1], config.steps)
             bar.update()
-            n_samples = config.batch * schedule.n_microbatches
-            row = {"schedule": name} | summary(timeline, n_samples, hardware)
-            rows.append(row | {"mean staleness": round(schedule.mean_staleness, 3)})
-            rank_rows += by_rank(name, timeline)
-            notes += faster(schedule, timeline.step_time, predict, config)
-            drawn = replace(predict(schedule, steps=config.steps), name=name)
-            timelines_drawn.append(drawn)
-            bar.update()
-
-            suffix = str(index) if index else ""
-            write_traces(drawn, folder, suffix, kineto=config.kineto)
+            write_traces(drawn, folder, str(index) if index else "", kineto=config.kineto)
             if config.chakra:
-                program, costs = schedule.lower(config.steps), costs_of(schedule.n_stages)
-                write_chakra(program, costs, hardware, folder / f"chakra{suffix}")
+                chosen = predicted[-1].form
+                program = chosen.schedule.lower(config.steps)
+                costs = costs_of(schedule.n_stages, chosen.partition)
+                chakra_folder = folder / f"chakra{index or ''}"
+                write_chakra(program, costs, comparison.hardware, chakra_folder)
+    timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
     figures = save(timelines(timelines_drawn), folder / "timeline")
+    rows = [comparison.row(prediction) for prediction in predicted]
+    rank_rows = []
+    for prediction in predicted:
+        rank_rows += by_rank(prediction.name, prediction.timeline)
     write_csv(folder / "ranks.csv", rank_rows)
     device_name = describe(device) if config.measured else "meta tensors"
     write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
 
     title = f"{model_name(config.model)} in {config.precision}"
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
-    print(f"\n{title}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
+    print(f"\n{title}, micro-batches of {config.batch}, {timed}{comparison.hardware.name}\n")
     print(tables(rows, rank_rows))
-    for note in [*size_notes(schedules), *notes]:
+    for note in size_notes(schedules):
         print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ...")
+
+
+@dataclass
+class Prediction:
+    """A schedule in its fastest form, simulated.
+
+    Attributes:
+        name: label in tables.
+        form: chains and cut.
+        timeline: of enough steps to time the steady state.
+        n_samples: of a training step.
+        drawn: timeline of the steps that are drawn; None for the baseline.
+        baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
+            micro-batches of another size.
+    """
+
+    name: str
+    form: "Form"
+    timeline: "Timeline"
+    n_samples: int
+    drawn: "Timeline | None" = None
+    baseline: float | None = None
+
+
+@dataclass
+class Comparison:
+    """Simulates schedules in their fastest form, each with DistributedDataParallel before it.
+
+    Attributes:
+        config: options of the command.
+        costs_of: costs of the model's stages.
+        hardware: the machines.
+    """
+
+    config: DictConfig
+    costs_of: "CostsOf"
+    hardware: "Hardware"
+    _baselines: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def predict(self, name: str, schedule: "Schedule") -> list[Prediction]:
+        """Return the prediction of a schedule, after that of a baseline that is new."""
+        from toolkit.cost.worker_forms import CUTS, fastest_form
+        from toolkit.schedule import CHAINS
+
+        config = self.config
+        # Measured stages are timed once: one cut.
+        given_cut = config.partition or ("flops" if config.measured else None)
+        best_form = fastest_form(
+            schedule,
+            self.costs_of,
+            self.hardware,
+            chains=CHAINS if config.chains == "fastest" else (),
+            cuts=[given_cut] if given_cut else CUTS,
+            optimizer_words=config.optimizer_words,
+        )
+        predictions = self._baseline_of(schedule)
+        n_samples = config.batch * schedule.n_microbatches
+        prediction = Prediction(name, best_form, self._timeline(best_form), n_samples)
+        n_ranks, n_microbatches = schedule.n_ranks, schedule.n_microbatches
+        prediction.baseline = self._baselines.get((n_ranks, n_microbatches))
+        return [*predictions, prediction]
+
+    def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
+        """Return DistributedDataParallel on as many ranks and micro-batches, unless done before."""
+        from toolkit.cost.worker_forms import ddp_form
+
+        n_ranks, n_microbatches = schedule.n_ranks, schedule.n_microbatches
+        key = n_ranks, n_microbatches
+        if n_ranks == 1 or n_microbatches % n_ranks or key in self._baselines:
+            return []
+        words = self.config.optimizer_words
+        form = ddp_form(self.costs_of, self.hardware, n_ranks, n_microbatches // n_ranks, words)
+        self._baselines[key] = form.seconds
+        n_samples = self.config.batch * n_microbatches
+        name = form.schedule.name
+        baseline = form.seconds
+        timeline = self._timeline(form)
+        return [Prediction(name, form, timeline, n_samples, baseline=baseline)]
+
+    def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
+        """Simulate the steps that are drawn."""
+        timeline = self._timeline(prediction.form, n_steps)
+        prediction.drawn = replace(timeline, name=prediction.name)
+        return prediction.drawn
+
+    def row(self, prediction: Prediction) -> dict[str, Any]:
+        """Return a row of the table."""
+        form = prediction.form
+        seconds = prediction.timeline.step_time
+        ratio = f"{seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
+        row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
+        row |= summary(prediction.timeline, prediction.n_samples, self.hardware)
+        row["mean staleness"] = round(form.schedule.mean_staleness, 3)
+        return row | {"form": form.words}
+
+    def _timeline(self, form: "Form", n_steps: int | None = None) -> "Timeline":
+        from toolkit.cost import simulate
+        from toolkit.cost.worker_forms import steady_timeline
+
+        costs = self.costs_of(form.schedule.n_stages, form.partition)
+        words = self.config.optimizer_words
+        if n_steps is None:
+            return steady_timeline(form.schedule, costs, self.hardware, words)
+        state_bytes = [words * cost.parameter_bytes for cost in costs]
+        return simulate(form.schedule.lower(n_steps).verify(), costs, self.hardware, state_bytes)
 
 
 def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:
@@ -127,12 +216,16 @@ def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) 
         timeline.to_kineto_traces(folder / f"kineto{suffix}")
 
 
-def tables(rows: list[dict[str, Any]], rank_rows: list[dict[str, Any]]) -> str:
+def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of schedules; and that of ranks if there is one schedule of few ranks."""
     from toolkit.format import table
 
-    text = table(rows)
-    if len(rows) == 1 and len(rank_rows) <= _MAX_RANKS:
+    headings = [*_PRINTED]
+    if all(row["fits"] == "yes" for row in rows):
+        headings.remove("fits")
+    printed_rows = [{heading: row[heading] for heading in headings} for row in rows]
+    text = table(printed_rows)
+    if len({row["schedule"] for row in rank_rows}) == 1 and len(rank_rows) <= _MAX_RANKS:
         for rank_row in rank_rows:
             rank_row.pop("schedule")
         text += f"\n\n{table(rank_rows)}"
@@ -150,32 +243,15 @@ def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
     return [f"stages and micro-batches differ ({in_words}); {hint} gives those of the first"]
 
 
-def seconds_of(schedule: "Schedule", n_steps: int) -> str:
-    """Return about how long it takes to simulate a schedule, in words."""
+def seconds_of(schedule: "Schedule") -> str:
+    """Return about how long it takes to simulate a schedule in its forms, in words."""
+    from toolkit.cost.worker_forms import TIMED_STEPS, has_forms
+    from toolkit.schedule.steady_state import steps_to_time
+
+    n_forms = 4 if has_forms(schedule) else 1
+    n_steps = n_forms * steps_to_time(schedule, TIMED_STEPS)
     n_ops = 2 * schedule.n_stages * schedule.n_microbatches * n_steps
     return f"about {max(1, round(n_ops / _OPS_A_SECOND))} s"
-
-
-def faster(
-    schedule: Any, seconds: float, predict: Callable[..., "Timeline"], config: DictConfig
-) -> Iterator[str]:
-    """Yield a sentence if workers with late weights take less time with other chains or stages."""
-    from toolkit.schedule import CHAINS
-
-    has_late_workers = schedule.max_staleness > 0 and schedule.layout.has_whole_models
-    if not has_late_workers or schedule.final is not schedule:
-        return
-    cuts = (None,) if config.measured else (None, "parameters")  # stages are timed once
-    seconds_of_choice: dict[tuple[str, str | None], float] = {(schedule.chains, None): seconds}
-    for chains, by in product(CHAINS, cuts):
-        with suppress(UserError):  # the schedule or the model does not allow it
-            timeline = predict(replace(schedule, chains=chains), by)
-            seconds_of_choice[chains, by] = timeline.step_time
-    (chains, by), best = min(seconds_of_choice.items(), key=itemgetter(1))
-    if best < (1 - _WORTH) * seconds:
-        options = f"chains={chains}" + (f" and partition={by}" if by else "")
-        share = f"{best / seconds:.2f} of that"
-        yield f"{schedule.name} takes {best * 1e3:.3f} ms a step, {share}, with {options}"
 
 
 def summary(timeline: Any, n_samples: int, hardware: Any) -> dict[str, Any]:

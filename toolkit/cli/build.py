@@ -189,20 +189,22 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
         )
     import torch
 
-    from toolkit.cost import affordable_delay, profile, recomputing
-    from toolkit.model import partition
+    from toolkit.cost import affordable_delay
+    from toolkit.cost.worker_forms import ModelCosts, fastest_form
 
     samples, hardware = form(), build_hardware(config.hardware)
     example = samples.example(config.batch, torch.device("meta"))
     with torch.device("meta"):
         model = build_model(config.model, samples)
+    costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
     for options, limit in affordable_options:
         # A delay with which the schedule can be built; the affordable one follows from its timing.
         options.delay = 1
         schedule = build_schedule(options).final
-        stages = partition(model, schedule.n_stages, example, config.partition)
-        costs = profile(stages, example, precision=config.precision)
-        costs = recomputing(costs, config.checkpoint)
+        cut = config.partition
+        if cut is None:
+            cut = fastest_form(schedule, costs_of, hardware, chains=()).partition
+        costs = costs_of(schedule.n_stages, cut)
         optimizer_bytes = [
             config.get("optimizer_words", 1.0) * cost.parameter_bytes for cost in costs
         ]

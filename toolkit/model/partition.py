@@ -28,6 +28,8 @@ from toolkit.model.tied_weights import share_tied_weights
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
+_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20  # a small one, so that its message can start early
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,38 @@ class Traced:
             cuts = _balance(loads, n_stages, crossing)
         else:
             cuts = _named_cuts(n_stages, list(by), crossing)
-        spans = list(pairwise([0, *cuts, len(nodes)]))
+        return self._stages(cuts, loads)
+
+    def cut_in_buckets(self) -> Stages:
+        """Return stages whose weights share a bucket of torch's DistributedDataParallel.
+
+        Buckets fill in the order of the backward. One is full when a weight brings it to 25 MiB,
+        the first to 1 MiB. Here it is full at the next place where the model can be cut.
+
+        Source: ``compute_bucket_assignment_by_size`` in torch's reducer.
+        """
+        crossing = self.crossing
+        element_bytes = max((p.element_size() for p in self.model.parameters()), default=4)
+        loads = [crossing.costs[node.name].parameters for node in crossing.nodes]
+        cuts: list[int] = []
+        limit = _FIRST_BUCKET_BYTES
+        bucket_bytes = 0
+        bytes_before = element_bytes * sum(loads)
+        for index in reversed(range(1, len(loads))):
+            bucket_bytes += element_bytes * loads[index]
+            is_full = bucket_bytes >= limit
+            has_weights_before = bytes_before > bucket_bytes
+            if is_full and has_weights_before and crossing.obstacle[index] is None:
+                cuts.append(index)
+                bytes_before -= bucket_bytes
+                bucket_bytes = 0
+                limit = _BUCKET_BYTES
+        return self._stages(cuts[::-1], loads)
+
+    def _stages(self, cuts: Sequence[int], loads: Sequence[int]) -> Stages:
+        """Return the stages between ``cuts``; ``loads`` are of each node."""
+        crossing = self.crossing
+        spans = list(pairwise([0, *cuts, len(crossing.nodes)]))
         return Stages(
             model=self.model,
             modules=tuple(crossing.stage(*span) for span in spans),

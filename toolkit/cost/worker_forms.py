@@ -1,0 +1,199 @@
+"""A step with a worker per rank: of torch's DistributedDataParallel, and of CDP's fastest form.
+
+Two choices change no result that a rule promises, and decide how long its step takes on slow
+links: the order of the ranks that sum a gradient (``chains``), and whether stages share the
+arithmetic or the parameters equally (``partition``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from toolkit.cost.hardware import Hardware
+from toolkit.cost.simulate import simulate
+from toolkit.cost.stage_costs import Costs, profile, recomputing
+from toolkit.cost.timeline import Timeline
+from toolkit.errors import UserError
+from toolkit.model.partition import Traced
+from toolkit.schedule import CHAINS, Schedule, catalog
+from toolkit.schedule.steady_state import steps_to_time
+
+BUCKETS = "buckets"
+"""The cut of a model into the buckets of DistributedDataParallel."""
+CUTS = ("flops", "parameters")
+"""Measures that the fastest form chooses from."""
+TIMED_STEPS = 16
+"""Steady training steps whose mean time counts: those of contended links differ."""
+
+Cut = str | Sequence[str]
+"""A measure, :data:`BUCKETS`, or the names of the modules that begin the later stages."""
+CostsOf = Callable[[int, Cut], Costs]
+"""Returns the costs of a number of stages of a cut; for :data:`BUCKETS` the number is ignored."""
+
+
+class ModelCosts:
+    """Costs of a model's stages by their number and cut; it is traced once, each cut costed once.
+
+    Args:
+        model: any module that :func:`toolkit.model.partition` cuts.
+        example: a micro-batch; seconds are measured unless it is on the meta device.
+        precision: as for :func:`toolkit.cost.profile`.
+        checkpoint: stages that compute their forward twice.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        precision: str = "fp32",
+        checkpoint: str | Sequence[int] = "none",
+    ) -> None:
+        self._traced = Traced.of(model, example)
+        self._example = example
+        self._precision = precision
+        self._checkpoint = checkpoint
+        self._costs: dict[tuple[int, str], Costs] = {}
+
+    def __call__(self, n_stages: int, cut: Cut) -> Costs:
+        """Return the costs of ``n_stages``; see :data:`CostsOf`."""
+        key = (0 if cut == BUCKETS else n_stages, str(cut))
+        if key not in self._costs:
+            traced = self._traced
+            in_buckets = cut == BUCKETS
+            stages = traced.cut_in_buckets() if in_buckets else traced.cut(n_stages, cut)
+            costs = profile(stages, self._example, precision=self._precision)
+            # A list of stages names those of the other cut: buckets have none.
+            checkpoint = "none" if in_buckets and self._checkpoint != "all" else self._checkpoint
+            self._costs[key] = recomputing(costs, checkpoint)
+        return self._costs[key]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A schedule on stages that are cut in one way, and what its step takes.
+
+    Attributes:
+        schedule: with the chains that were chosen.
+        partition: measure that the stages share equally.
+        seconds: of a training step, simulated.
+    """
+
+    schedule: Schedule
+    partition: Cut
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """How it is cut and summed, for a table's cell."""
+        if self.partition == BUCKETS:
+            return "buckets of 25 MB"
+        by = f"by {self.partition}" if isinstance(self.partition, str) else "as named"
+        if has_forms(self.schedule) and self.schedule.max_staleness:
+            return f"{self.schedule.chains.replace('_', ' ')}, {by}"
+        return by
+
+
+def steady_timeline(
+    schedule: Schedule,
+    costs: Costs,
+    hardware: Hardware,
+    optimizer_words: float = 1.0,
+    timed_steps: int = TIMED_STEPS,
+) -> Timeline:
+    """Simulate a schedule until enough steps are steady.
+
+    Args:
+        schedule: what runs.
+        costs: one entry per stage.
+        hardware: the machines.
+        optimizer_words: numbers that the optimizer keeps of each parameter.
+        timed_steps: steady steps whose mean is the step time.
+    """
+    program = schedule.lower(steps_to_time(schedule, timed_steps)).verify()
+    optimizer_bytes = [optimizer_words * cost.parameter_bytes for cost in costs]
+    return simulate(program, costs, hardware, optimizer_bytes)
+
+
+def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedule:
+    """Return data parallelism that sends a message per bucket, each as soon as it is full.
+
+    Args:
+        n_workers: ranks.
+        n_buckets: stages of :meth:`toolkit.model.partition.Traced.cut_in_buckets`.
+        accumulate: micro-batches of each worker in a step; only the last one's backward sends.
+    """
+    schedule = catalog.data_parallel(n_workers, n_stages=n_buckets, accumulate=accumulate)
+    return replace(schedule, name=schedule.name.replace("DP", "DDP", 1))
+
+
+def ddp_form(
+    costs_of: CostsOf,
+    hardware: Hardware,
+    n_workers: int,
+    accumulate: int = 1,
+    optimizer_words: float = 1.0,
+) -> Form:
+    """Simulate DistributedDataParallel: the baseline of every comparison.
+
+    Args:
+        costs_of: of the model.
+        hardware: the machines.
+        n_workers: ranks.
+        accumulate: micro-batches of each worker in a step.
+        optimizer_words: numbers that the optimizer keeps of each parameter.
+    """
+    costs = costs_of(1, BUCKETS)
+    schedule = ddp_schedule(n_workers, len(costs), accumulate)
+    timeline = steady_timeline(schedule, costs, hardware, optimizer_words)
+    return Form(schedule, BUCKETS, timeline.step_time)
+
+
+def has_forms(schedule: Schedule) -> bool:
+    """Whether chains or the cut of the model are free: each rank has the whole model."""
+    return schedule.layout.has_whole_models and schedule.n_ranks > 1 and schedule.final is schedule
+
+
+def fastest_form(
+    schedule: Schedule,
+    costs_of: CostsOf,
+    hardware: Hardware,
+    *,
+    chains: Sequence[str] = CHAINS,
+    cuts: Sequence[Cut] = CUTS,
+    optimizer_words: float = 1.0,
+) -> Form:
+    """Return the form of a schedule whose step takes the least time.
+
+    Args:
+        schedule: its timing, placement and delay stay.
+        costs_of: of the model.
+        hardware: the machines.
+        chains: orders of the ranks that sum a gradient, to choose from; the schedule's own as well.
+        cuts: measures to choose from; the first also cuts what has one form only.
+        optimizer_words: numbers that the optimizer keeps of each parameter.
+    """
+    forms = []
+    for candidate, partition in _candidates(schedule, chains, cuts):
+        costs = costs_of(candidate.n_stages, partition)
+        timeline = steady_timeline(candidate, costs, hardware, optimizer_words)
+        forms.append(Form(candidate, partition, timeline.step_time))
+    return min(forms, key=lambda form: form.seconds)
+
+
+def _candidates(
+    schedule: Schedule, chains: Sequence[str], cuts: Sequence[Cut]
+) -> Iterator[tuple[Schedule, Cut]]:
+    """Yield the forms of a schedule: its own chains first."""
+    if not has_forms(schedule):
+        yield schedule, cuts[0]
+        return
+    is_late = schedule.max_staleness > 0
+    orders = dict.fromkeys([schedule.chains, *chains]) if is_late else [schedule.chains]
+    for order in orders:
+        with suppress(UserError):  # rotated chains need time to go round
+            other_schedule = replace(schedule, chains=order)
+            for partition in cuts:
+                yield other_schedule, partition
