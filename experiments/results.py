@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit import format as cells
 from toolkit.cost.pipeline_table import pipeline_cells
-from toolkit.cost.situations import situation_cells
+from toolkit.cost.situations import model_cells, situation_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.plan.planner import plan_cells
 from toolkit.results.provenance import strip_folders
@@ -192,9 +192,21 @@ def _prediction_errors(result: Result) -> Rows:
 
 
 def _situations_short(result: Result) -> Rows:
-    """The rows without slow links, and those at M = C."""
-    rows = [situation_cells(row) for row in result["metrics"]]
-    return [without(row, "M/C") for row in rows if row["M/C"] in ("0", "1")]
+    """The models on machines."""
+    rows = []
+    for row in result["models"]:
+        cells_of_row = model_cells(row)
+        steps = cells_of_row.pop("M/C")
+        words = f"{steps} steps"
+        rows.append(
+            {
+                "model, samples of a worker": cells_of_row.pop("model"),
+                "machines": cells_of_row.pop("machine"),
+                "all parameters cross a link in": words,
+            }
+            | cells_of_row
+        )
+    return rows
 
 
 def _simulated(result: Result) -> Rows:

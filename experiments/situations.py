@@ -1,14 +1,17 @@
-"""When CDP helps, and what it costs: memory, devices, step times and staleness beside DP.
+"""When CDP helps, and what it costs: memory, devices, step times and staleness next to DP.
 
     python experiments/situations.py workers=[2,4,8] ratios=[0.5,1,2]
 
-Stages are equal, and a backward takes twice its forward. For a model and a machine:
-experiments/simulate.py.
+In the first table stages are equal, and a backward takes twice its forward. The second has models
+on machines, as experiments/simulate.py has them; +model@models.mine=MODEL and batches.mine=[32]
+add one.
 """
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
@@ -22,24 +25,65 @@ CDP-v1, CDP-v2, affordable: step time by that of DP (mean staleness in steps), w
 chains; in a tenth more time than CDP-v1's no single weight of affordable could be fresher; a
 machine is a group
 """
+MODEL_LEGEND = """\
+M/C: time in which all parameters cross a link once, by that of a training step of computation
+DDP: buckets of 25 MB; CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
+"""
 
 
 @entry_point("situations")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.situations import assess_situation, situation_cells, situations
+    from toolkit.cost.situations import (
+        assess_situation,
+        model_cells,
+        situation_cells,
+        situations,
+    )
     from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()
+    workers = counts(config, "workers")
+    model_rows = [*assess_models(config, max(workers))]
     rows = []
-    bar = tqdm(situations(counts(config, "workers"), [*config.ratios]))
+    bar = tqdm(situations(workers, [*config.ratios]))
     for situation in bar:
         bar.set_description(f"{situation.name}, {situation.workers} workers")
         rows.append(assess_situation(situation))
     folder = output_folder()
     seconds = time.perf_counter() - start
-    write_result(folder, "situations", rows, config, describe_cpu(), seconds)
+    more = {"models": model_rows}
+    write_result(folder, "situations", rows, config, describe_cpu(), seconds, **more)
     print(f"\n{table([situation_cells(row) for row in rows])}\n\n{LEGEND}")
+    if model_rows:
+        print(f"{table([model_cells(row) for row in model_rows])}\n\n{MODEL_LEGEND}")
     print(f"written to {folder}")
+
+
+def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each model, micro-batch and machine."""
+    import torch
+
+    from toolkit.cli import analysed_form, build_model
+    from toolkit.cost import Hardware
+    from toolkit.cost.situations import assess_model
+    from toolkit.cost.worker_forms import ModelCosts
+    from toolkit.errors import check_choice
+
+    all_hardware = [Hardware.preset(name) for name in config.machines]
+    for name in config.batches:
+        check_choice("batches", name, [*config.models])
+    bar = tqdm([(name, batch) for name in config.models for batch in counts(config.batches, name)])
+    for name, batch in bar:
+        bar.set_description(f"{name}, micro-batches of {batch}")
+        form = analysed_form(
+            OmegaConf.create({"model": config.models[name], "shape": None, "classes": None})
+        )
+        with torch.device("meta"):
+            model = build_model(config.models[name], form)
+        costs_of = ModelCosts(model, form.example(batch, "meta"))
+        for hardware in all_hardware:
+            row = {"model": name, "batch": batch, "samples": form.samples}
+            yield row | assess_model(costs_of, hardware, n_workers)
 
 
 if __name__ == "__main__":

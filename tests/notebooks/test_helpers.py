@@ -274,7 +274,7 @@ def test_counted_and_measured():
 def test_when_cdp_helps():
     found = when_cdp_helps(map(assess_situation, situations([2], [2.0])))
     assert found.loc["one device", 2, "0"].tolist()[:2] == ["1", "2 → 1.5"]
-    assert found.loc["a device a worker, slow links", 2, "2"]["CDP-v2"] == "0.83 (0.25)"
+    assert found.loc["one device per worker, slow links", 2, "2"]["CDP-v2"] == "0.83 (0.25)"
 
 
 def test_bars_follow_reports(monkeypatch):

@@ -1,7 +1,8 @@
 """When CDP helps, and what it costs: memory, devices and step times compared with DP.
 
-Stages are equal, a backward takes twice its forward, and updates take no time. C is the time of a
-training step of computation; M that in which all parameters cross a link once.
+C is the time of a training step of computation; M that in which all parameters cross a link once.
+Of a :class:`Situation` the stages are equal, a backward takes twice its forward, and updates take
+no time. :func:`assess_model` takes the costs of a model and a machine instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from toolkit.cost.affordable_delay import affordable_schedule, fastest, step_seconds
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.stage_costs import unit_costs
+from toolkit.cost.worker_forms import BUCKETS, CostsOf, ddp_form, fastest_form
 from toolkit.errors import UserError, whole
 from toolkit.schedule import FRESHEST, catalog
 from toolkit.schedule.steady_state import footprint
@@ -64,10 +66,10 @@ def situations(
     table_situations = [
         Situation("one device", max_workers, placement="one"),
         Situation("model parallelism", max_workers, placement="per_stage_and_microbatch"),
-        Situation("a device a worker, fast links", max_workers),
+        Situation("one device per worker, fast links", max_workers),
     ]
     for n_workers, ratio in product(sizes, ratios):
-        table_situations.append(Situation("a device a worker, slow links", n_workers, ratio))
+        table_situations.append(Situation("one device per worker, slow links", n_workers, ratio))
     for workers_per_machine in (2, 4):
         if max_workers % workers_per_machine == 0 and max_workers > workers_per_machine:
             name = f"machines of {workers_per_machine}, slow links"
@@ -125,6 +127,50 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
         row[f"{name}_time"] = step_seconds(schedule, costs, hardware) / dp_seconds
         row[f"{name}_staleness"] = schedule.mean_staleness
     return row
+
+
+def assess_model(costs_of: CostsOf, hardware: Hardware, workers: int) -> dict[str, Any]:
+    """Simulate a model with a worker per rank: DistributedDataParallel, CDP-v1 and CDP-v2.
+
+    Args:
+        costs_of: costs of the model's stages on a micro-batch.
+        hardware: the machines.
+        workers: ranks; as many stages, or a few more if there are few.
+
+    Returns:
+        ``machine``, ``workers``; ``ratio``, M/C; ``ddp`` in seconds; the ``time`` of a step by that
+        of DDP, the mean ``staleness`` in steps and the ``form`` of ``cdp_v1`` and ``cdp_v2``.
+    """
+    bucket_costs = costs_of(1, BUCKETS)
+    parameter_bytes = sum(cost.parameter_bytes for cost in bucket_costs)
+    compute_seconds = sum(sum(cost.seconds(hardware)) for cost in bucket_costs)
+    ddp_seconds = ddp_form(costs_of, hardware, workers).seconds
+    row: dict[str, Any] = {
+        "machine": hardware.name,
+        "workers": workers,
+        "ratio": parameter_bytes / hardware.link_bandwidth / compute_seconds,
+        "ddp": ddp_seconds,
+    }
+    n_stages = workers * -(-_STAGES // workers)
+    for name, delay in (("cdp_v1", 1), ("cdp_v2", FRESHEST)):
+        schedule = catalog.cyclic(workers, delay, n_stages=n_stages)
+        form = fastest_form(schedule, costs_of, hardware)
+        row[f"{name}_time"] = form.seconds / ddp_seconds
+        row[f"{name}_staleness"] = form.schedule.mean_staleness
+        row[f"{name}_form"] = form.words
+    return row
+
+
+def model_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of :func:`assess_model` as the cells of a printed table, by heading."""
+    return {
+        "model": f"{row['model']}, {row['batch']} {row['samples']}",
+        "machine": row["machine"],
+        "M/C": f"{row['ratio']:.2g}",
+        "DDP, ms": f"{row['ddp'] * 1e3:.3g}",
+        "CDP-v1": f"{row['cdp_v1_time']:.2f}",
+        "CDP-v2": f"{row['cdp_v2_time']:.2f}",
+    }
 
 
 def _hardware(situation: Situation) -> Hardware:

@@ -6,7 +6,6 @@ arithmetic or the parameters equally (``partition``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,7 +192,9 @@ def _candidates(
     is_late = schedule.max_staleness > 0
     orders = dict.fromkeys([schedule.chains, *chains]) if is_late else [schedule.chains]
     for order in orders:
-        with suppress(UserError):  # rotated chains need time to go round
+        try:
             other_schedule = replace(schedule, chains=order)
-            for partition in cuts:
-                yield other_schedule, partition
+        except UserError:  # rotated chains need time to go round
+            continue
+        for partition in cuts:
+            yield other_schedule, partition
