@@ -89,7 +89,7 @@ def main(config: DictConfig) -> None:
     rows = [comparison.row(prediction) for prediction in predicted]
     rank_rows = []
     for prediction in predicted:
-        rank_rows += by_rank(prediction.name, prediction.timeline)
+        rank_rows += by_rank(prediction.name, prediction.form.timeline)
     write_csv(folder / "ranks.csv", rank_rows)
     device_name = describe(device) if config.measured else "meta tensors"
     write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
@@ -110,7 +110,6 @@ class Prediction:
     Attributes:
         name: label in tables.
         form: chains and cut.
-        timeline: of enough steps to time the steady state.
         n_samples: of a training step.
         drawn: timeline of the steps that are drawn; None for the baseline.
         baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
@@ -119,7 +118,6 @@ class Prediction:
 
     name: str
     form: "Form"
-    timeline: "Timeline"
     n_samples: int
     drawn: "Timeline | None" = None
     baseline: float | None = None
@@ -158,7 +156,7 @@ class Comparison:
         )
         predictions = self._baseline_of(schedule)
         n_samples = config.batch * schedule.n_microbatches
-        prediction = Prediction(name, best_form, self._timeline(best_form), n_samples)
+        prediction = Prediction(name, best_form, n_samples)
         n_ranks, n_microbatches = schedule.n_ranks, schedule.n_microbatches
         prediction.baseline = self._baselines.get((n_ranks, n_microbatches))
         return [*predictions, prediction]
@@ -177,35 +175,29 @@ class Comparison:
         n_samples = self.config.batch * n_microbatches
         name = form.schedule.name
         baseline = form.seconds
-        timeline = self._timeline(form)
-        return [Prediction(name, form, timeline, n_samples, baseline=baseline)]
+        return [Prediction(name, form, n_samples, baseline=baseline)]
 
     def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
         """Simulate the steps that are drawn."""
-        timeline = self._timeline(prediction.form, n_steps)
+        from toolkit.cost import simulate
+
+        form = prediction.form
+        costs = self.costs_of(form.schedule.n_stages, form.partition)
+        state_bytes = [self.config.optimizer_words * cost.parameter_bytes for cost in costs]
+        program = form.schedule.lower(n_steps).verify()
+        timeline = simulate(program, costs, self.hardware, state_bytes)
         prediction.drawn = replace(timeline, name=prediction.name)
         return prediction.drawn
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a row of the table."""
         form = prediction.form
-        seconds = prediction.timeline.step_time
+        seconds = form.seconds
         ratio = f"{seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
         row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
-        row |= summary(prediction.timeline, prediction.n_samples, self.hardware)
+        row |= summary(form.timeline, prediction.n_samples, self.hardware)
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
         return row | {"form": form.words}
-
-    def _timeline(self, form: "Form", n_steps: int | None = None) -> "Timeline":
-        from toolkit.cost import simulate
-        from toolkit.cost.worker_forms import steady_timeline
-
-        costs = self.costs_of(form.schedule.n_stages, form.partition)
-        words = self.config.optimizer_words
-        if n_steps is None:
-            return steady_timeline(form.schedule, costs, self.hardware, words)
-        state_bytes = [words * cost.parameter_bytes for cost in costs]
-        return simulate(form.schedule.lower(n_steps).verify(), costs, self.hardware, state_bytes)
 
 
 def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from base64 import b64decode
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -310,3 +311,23 @@ def test_widgets_load_with_the_explorer_only():
     code = "import sys, toolkit.figures; print('ipywidgets' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_a_sentence_says_why_an_op_starts_no_earlier():
+    spec = ScheduleSpec("cdp_v2", 2, 2)
+    analysis = analyse(spec, 2)
+    reasons = {
+        str(i.op) + f" of step {i.step}": text for i, text in in_slots(analysis).reasons().items()
+    }
+    assert reasons["0F0 of step 0"] == "It waits for no op in the drawing."
+    assert reasons["1F0 of step 0"] == "It waits for what 0F0 of step 0 makes, on rank 0."
+    assert reasons["0F1 of step 1"] == "It waits for its rank, which runs 0B1 of step 0 until then."
+    parallel = analyse(replace(spec, placement="per_stage_and_microbatch"), 2)
+    weights = [text for text in in_slots(parallel).reasons().values() if "weights" in text]
+    assert weights
+    pattern = r".* weights \d of stage \d: .* of \dB\d of step \d, on rank \d\."
+    assert all(re.fullmatch(pattern, text) for text in weights)
+    ethernet = Hardware("slow", 1.0, 1.0, 0.25)
+    timeline = predict(analysis, unit_costs(2), ethernet)
+    texts_in_seconds = in_seconds(analysis, timeline).reasons().values()
+    assert any("Messages and updates take" in text for text in texts_in_seconds)

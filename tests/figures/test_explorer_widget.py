@@ -15,7 +15,7 @@ from tests.figures.test_explorer import CONF, choices, composed, made
 from toolkit.cost import UNIT, Hardware, profile, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import Explorer
-from toolkit.figures.explorer.inspection import predict
+from toolkit.figures.explorer.inspection import FASTEST, settled
 from toolkit.figures.explorer.widget import UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
@@ -248,9 +248,9 @@ def test_other_costs_are_simulated_once(monkeypatch):
 
     def counted(*arguments):
         simulated.append(1)
-        return predict(*arguments)
+        return settled(*arguments)
 
-    monkeypatch.setattr("toolkit.figures.explorer.widget.predict", counted)
+    monkeypatch.setattr("toolkit.figures.explorer.widget.settled", counted)
     explorer.costs.value = "given"
     assert explorer.hardware.value != "unit"
     assert len(simulated) == 1
@@ -320,3 +320,25 @@ def test_the_static_page_stands_alone(explorer):
     bundle = explorer._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert bundle["text/html"] == page
+
+
+def test_a_model_is_cut_and_summed_in_its_fastest_form_unless_chosen():
+    explorer = Explorer("cdp_v1", 2, 2, hardware=Hardware.preset("ethernet_10"))
+    assert not visible(explorer.batch)
+    assert not visible(explorer.partition)
+    explorer.costs.value = "resnet18"
+    assert visible(explorer.batch)
+    assert explorer.partition.value == explorer.columns[0].options["chains"].value == FASTEST
+    fastest = float(number(explorer, "step time by DDP&#39;s"))
+    for cut in ("flops", "parameters"):
+        explorer.partition.value = cut
+        for chains in ("in_order", "rotated"):
+            explorer.columns[0].options["chains"].value = chains
+            heading = {"in_order": "CDP-v1 <small>in order", "rotated": "CDP-v1 rotated <small>"}
+            assert heading[chains] in shown(explorer)
+            assert f"by {cut}</small>" in shown(explorer)
+            assert float(number(explorer, "step time by DDP&#39;s")) >= fastest
+    explorer.partition.value = explorer.columns[0].options["chains"].value = FASTEST
+    assert float(number(explorer, "step time by DDP&#39;s")) == fastest
+    explorer.batch.value = 256
+    assert float(number(explorer, "step time by DDP&#39;s")) != fastest

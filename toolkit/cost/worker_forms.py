@@ -6,7 +6,7 @@ arithmetic or the parameters equally (``partition``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -77,12 +77,17 @@ class Form:
     Attributes:
         schedule: with the chains that were chosen.
         partition: measure that the stages share equally.
-        seconds: of a training step, simulated.
+        timeline: simulated, until enough steps are steady.
     """
 
     schedule: Schedule
     partition: Cut
-    seconds: float
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training step."""
+        return self.timeline.step_time
 
     @property
     def words(self) -> str:
@@ -147,7 +152,7 @@ def ddp_form(
     costs = costs_of(1, BUCKETS)
     schedule = ddp_schedule(n_workers, len(costs), accumulate)
     timeline = steady_timeline(schedule, costs, hardware, optimizer_words)
-    return Form(schedule, BUCKETS, timeline.step_time)
+    return Form(schedule, BUCKETS, timeline)
 
 
 def has_forms(schedule: Schedule) -> bool:
@@ -178,7 +183,7 @@ def fastest_form(
     for candidate, partition in _candidates(schedule, chains, cuts):
         costs = costs_of(candidate.n_stages, partition)
         timeline = steady_timeline(candidate, costs, hardware, optimizer_words)
-        forms.append(Form(candidate, partition, timeline.step_time))
+        forms.append(Form(candidate, partition, timeline))
     return min(forms, key=lambda form: form.seconds)
 
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import ipywidgets as ui
 
-from toolkit.figures.explorer.inspection import AFFORDABLE, MAX_DRAWN
+from toolkit.figures.explorer.inspection import AFFORDABLE, FASTEST, MAX_DRAWN
 from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.plain_options import RANK_ORDERS, options_of
 
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 _EACH = "each worker"  # a group: a control cannot hold None
+_NOT_GIVEN = (_EACH, FASTEST)  # None in a spec
 _OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values on offer
     "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST, AFFORDABLE)),
     "correction": ("what is done about late weights", CORRECTIONS),
@@ -19,7 +20,7 @@ _OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values
     "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
     "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * MAX_DRAWN + 1)),
     "accumulate": ("micro-batches of a worker, one after another", range(1, MAX_DRAWN + 1)),
-    "chains": ("order of the ranks that sum a gradient", CHAINS),
+    "chains": ("order of the ranks that sum a gradient", (FASTEST, *CHAINS)),
     "groups": ("of workers that start together", (_EACH, *range(1, MAX_DRAWN))),
 }
 
@@ -29,7 +30,8 @@ class Column(ui.VBox):
 
     def __init__(self, spec: ScheduleSpec) -> None:
         tooltip = "a choice of conf/schedule, or rank orders of your own"
-        names = [*METHODS, RANK_ORDERS]
+        names = [(method.label, name) for name, method in METHODS.items()]
+        names.append((RANK_ORDERS, RANK_ORDERS))
         self.schedule = field(ui.Dropdown, "schedule", tooltip, options=names, value=spec.method)
         self.options = {}
         for name, (tooltip, _) in _OPTIONS.items():
@@ -53,7 +55,7 @@ class Column(ui.VBox):
         for name, control in self.options.items():
             _, offered_values = _OPTIONS[name]
             value = getattr(spec, name)
-            if value is None:
+            if value is None and offered_values[0] not in _NOT_GIVEN:
                 value = defaults.get(name)
             if value is None:
                 value = offered_values[0]
@@ -63,13 +65,18 @@ class Column(ui.VBox):
             show(control, name in defaults)
         show(self.orders, spec.method == RANK_ORDERS)
 
+    @property
+    def free_chains(self) -> bool:
+        """Whether the chains are the fastest ones."""
+        return self.options["chains"].value == FASTEST
+
     def spec(self, stages: int, microbatches: int) -> ScheduleSpec:
         """Return what the controls hold."""
         method = self.schedule.value
         options: dict[str, Any] = {}
         for name in options_of(method):
             value = self.options[name].value
-            options[name] = None if value == _EACH else value
+            options[name] = None if value in _NOT_GIVEN else value
         if method == RANK_ORDERS:
             return ScheduleSpec(RANK_ORDERS, orders=lines_of(self.orders.value), **options)
         return ScheduleSpec(method, stages, microbatches, **options)

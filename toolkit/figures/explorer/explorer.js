@@ -46,7 +46,8 @@ if (!window.cdpExplorer) {
     for (const svg of svgs) {
       const veil = svg.querySelector(".cdp-veil");
       veil.setAttribute("x", share * most("end"));
-      veil.setAttribute("width", share < 1 ? (1 - share) * most("end") + 20 : 0);
+      // At either end nothing is hidden: the slider starts there, and the page is for reading.
+      veil.setAttribute("width", share > 0 && share < 1 ? (1 - share) * most("end") + 20 : 0);
     }
   };
   document.addEventListener("input", event => event.target.matches(".cdp-play input") && move(event.target));

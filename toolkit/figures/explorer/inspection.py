@@ -1,5 +1,6 @@
 """What a schedule costs: its program, steady state and predicted timeline, all by the toolkit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -7,11 +8,23 @@ from typing import NamedTuple
 
 import torch
 
-from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, profile, simulate
+from toolkit.cost import UNIT, Costs, Hardware, Timeline, affordable_delay, simulate
+from toolkit.cost.worker_forms import (
+    CUTS,
+    CostsOf,
+    Cut,
+    Form,
+    ModelCosts,
+    ddp_form,
+    fastest_form,
+    has_forms,
+    steady_timeline,
+)
 from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, size
-from toolkit.model import Images, build, partition
+from toolkit.model import Images, build
 from toolkit.schedule import (
+    CHAINS,
     Action,
     Buffer,
     Instruction,
@@ -23,7 +36,6 @@ from toolkit.schedule import (
     steady_state,
 )
 from toolkit.schedule.dependencies import dependencies, needs
-from toolkit.schedule.steady_state import steps_to_time
 from toolkit.schedule.traffic import units_sent
 
 MAX_DRAWN = 32  # stages or micro-batches in a drawing
@@ -31,9 +43,10 @@ _STEPS = 3  # training steps that are simulated where messages take no time
 AFFORDABLE = "affordable"
 """The delay of :func:`toolkit.cost.affordable_delay`."""
 _SEARCHED = 64  # stages times micro-batches: seconds
-_BATCH = 32  # images of a micro-batch
+FASTEST = "fastest"
+"""Chains, or a cut of the model, whose simulated step takes the least time."""
+BATCH = 32  # images of a micro-batch, unless chosen
 _NOTHING = 2**20  # bytes: less is no saving
-_TIMED = 2  # steps of a longer simulation, at least, whose mean time counts
 # Units of the key numbers, and what these count.
 _ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
 _HELD = "simulated; without the optimizer's state"
@@ -41,6 +54,7 @@ _SENT = "stage-parameters", "weights and gradients that all ranks send, in the s
 _WEIGHTS = "models", "held at once: all versions, and what is predicted from them"
 _STALENESS = "steps", "training steps by which the weights read are late"
 _IDLE = "of all ranks' time, simulated"
+_RATIO = "DistributedDataParallel on as many ranks and samples, in buckets of 25 MB, simulated"
 
 
 class Number(NamedTuple):
@@ -54,12 +68,29 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """A schedule, a program of the training steps that are drawn, and the steady state."""
+    """A schedule, a program of the training steps that are drawn, and the steady state.
+
+    Attributes:
+        spec: the schedule as plain values.
+        schedule: the schedule.
+        drawn: its program for the training steps that are drawn.
+        steady: its steady state.
+        form: its chains and the cut of the model; None if stages are uniform or given.
+        ddp_seconds: of a step of DistributedDataParallel on as many ranks; None without a model.
+    """
 
     spec: ScheduleSpec
     schedule: Schedule
     drawn: Program
     steady: SteadyState
+    form: Form | None = None
+    ddp_seconds: float | None = None
+
+    @property
+    def form_in_words(self) -> str:
+        """How the model is cut, and chains that the name leaves out; empty for uniform stages."""
+        words = self.form.words if self.form else ""
+        return words.removeprefix("rotated, ")
 
     @cached_property
     def activations(self) -> tuple[float, ...]:
@@ -104,6 +135,10 @@ class Analysis:
         if in_slots:
             time = f"{timeline.step_time:.4g}"
             unit = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
+        ratio = []
+        if self.ddp_seconds is not None:
+            share = f"{timeline.step_time / self.ddp_seconds:.2f}"
+            ratio = [Number("step time by DDP's", share, "", _RATIO)]
         memory = []
         if not in_slots:
             total, total_unit = size(timeline.peak_memory()).split()
@@ -123,6 +158,7 @@ class Analysis:
             Number("mean sent in a slot", f"{mean_sent:.4g}", *_SENT),
             Number("most sent in a slot", f"{self.most_sent:.4g}", *_SENT),
             Number("step time", time, unit, "of the simulated timeline"),
+            *ratio,
             Number("idle", f"{100 * timeline.idle_share:z.1f}", "%", _IDLE),
         ]
 
@@ -172,14 +208,18 @@ def _saving(saved_bytes: float) -> str:
     return f"{size(abs(saved_bytes))} {'saved' if saved_bytes > 0 else 'more'}"
 
 
-@lru_cache(maxsize=64)
-def costs_of(model: str, n_stages: int) -> Costs:
-    """Return the costs of a model of the zoo, on micro-batches of 32 images of 224 x 224 pixels."""
+@lru_cache(maxsize=8)
+def model_costs(model: str, batch: int = BATCH) -> ModelCosts:
+    """Return the costs of a model of the zoo.
+
+    Args:
+        model: its name.
+        batch: images of 224 x 224 pixels in a micro-batch.
+    """
     images = Images(3, 224, 224, 1000)
     with torch.device("meta"):
         model_on_meta = build(model, **images.arguments)
-    example = images.example(_BATCH, "meta")
-    return profile(partition(model_on_meta, n_stages, example, by="flops"), example)
+    return ModelCosts(model_on_meta, images.example(batch, "meta"))
 
 
 def drawable(spec: ScheduleSpec) -> Schedule:
@@ -208,25 +248,68 @@ def analyse(spec: ScheduleSpec, n_steps: int) -> Analysis:
     return Analysis(spec, schedule, schedule.lower(n_steps), steady_state(schedule))
 
 
-def settle(spec: ScheduleSpec, costs: Costs, hardware: Hardware) -> ScheduleSpec:
-    """Return ``spec`` with its affordable delay, as a matrix."""
-    if (n_pairs := spec.stages * spec.microbatches) > _SEARCHED:
+@lru_cache(maxsize=256)
+def settled(
+    spec: ScheduleSpec, free_chains: bool, cut: str, costs_of: CostsOf, hardware: Hardware
+) -> tuple[ScheduleSpec, Form | None]:
+    """Return a spec with plain values for what depends on costs, and the form that has them.
+
+    Args:
+        spec: the delay may be :data:`AFFORDABLE`.
+        free_chains: whether to take the fastest chains instead of the spec's.
+        cut: a measure, or :data:`FASTEST`.
+        costs_of: costs of the stages.
+        hardware: the machines.
+
+    Returns:
+        The spec, and its form; None where no message takes time, so that all forms are as fast.
+    """
+    is_affordable = spec.delay == AFFORDABLE
+    if is_affordable and (n_pairs := spec.stages * spec.microbatches) > _SEARCHED:
         raise UserError(
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
             f" micro-batches: got {n_pairs}; toolkit.cost.affordable_delay has no limit"
         )
-    late_schedule = drawable(replace(spec, delay=1))
-    return replace(spec, delay=affordable_delay(late_schedule, costs, hardware))
+    schedule = drawable(replace(spec, delay=1) if is_affordable else spec)
+    form = None
+    cuts: Sequence[Cut] = CUTS if cut == FASTEST else (cut,)
+    if hardware != UNIT:
+        chains = CHAINS if free_chains else ()
+        form = fastest_form(schedule, costs_of, hardware, chains=chains, cuts=cuts)
+        if has_forms(schedule) and form.schedule.chains != schedule.chains:
+            spec = replace(spec, chains=form.schedule.chains)
+        schedule, cuts = form.schedule, (form.partition,)
+    if is_affordable:
+        costs = costs_of(schedule.n_stages, cuts[0])
+        spec = replace(spec, delay=affordable_delay(schedule, costs, hardware))
+    return spec, form
+
+
+@lru_cache(maxsize=64)
+def ddp_seconds(
+    costs_of: CostsOf, hardware: Hardware, n_ranks: int, n_microbatches: int
+) -> float | None:
+    """Return the seconds of DistributedDataParallel's step on the same samples.
+
+    Args:
+        costs_of: costs of the model's stages.
+        hardware: the machines.
+        n_ranks: workers; None is returned for one.
+        n_microbatches: of a step; None is returned unless workers have equal numbers.
+    """
+    if n_ranks == 1 or n_microbatches % n_ranks:
+        return None
+    return ddp_form(costs_of, hardware, n_ranks, n_microbatches // n_ranks).seconds
 
 
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
     """Simulate a few training steps; more where messages take time, to reach a steady state."""
-    schedule = analysis.schedule
-    n_drawn = len(analysis.drawn.steps)
-    n_steps = _STEPS if hardware == UNIT else steps_to_time(schedule, max(_TIMED, n_drawn))
-    return simulate(
-        analysis.drawn if n_steps == n_drawn else schedule.lower(n_steps), costs, hardware
-    )
+    if hardware != UNIT:
+        return steady_timeline(analysis.schedule, costs, hardware)
+    program = analysis.drawn
+    if len(program.steps) < _STEPS:
+        program = analysis.schedule.lower(_STEPS)
+    return simulate(program, costs, hardware)
 
 
 def waits(program: Program) -> dict[Instruction, list[Instruction]]:

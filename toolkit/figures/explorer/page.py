@@ -104,6 +104,11 @@ def draw(picture: Picture, frame: Frame) -> str:
     for instruction, awaited_ops in waits(picture.program).items():
         drawn_ops = [awaited for awaited in awaited_ops if awaited in numbers]
         awaited_numbers[instruction] = " ".join(str(numbers[awaited]) for awaited in drawn_ops)
+    reasons = picture.reasons()
+    hover = {
+        instruction: f"{text}\n{reasons.get(instruction, '')}".strip()
+        for instruction, text in texts(picture.program).items()
+    }
     height = 22.0
     if frame.rows > 12:
         height = 16.0
@@ -122,7 +127,7 @@ def draw(picture: Picture, frame: Frame) -> str:
         rows=by_row,
         numbers=numbers,
         before=awaited_numbers,
-        hover=texts(picture.program),
+        hover=hover,
         height=height,
         font=min(12.0, height - 4, frame.cell * digit_width),
         charts=charts,

@@ -1,6 +1,6 @@
 """What a pane draws: ops in their places, memory and traffic, over slots or over seconds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log10
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from toolkit.cost import Timeline
 from toolkit.cost.timeline import COMPUTE, SEND
-from toolkit.figures.explorer.inspection import Analysis
+from toolkit.figures.explorer.inspection import Analysis, waits
 from toolkit.figures.schedule_figure import cells
-from toolkit.format import RATES, TIMES, digits, size, unit_for
+from toolkit.format import RATES, TIMES, digits, duration, size, unit_for
 from toolkit.schedule import Instruction, Program
 from toolkit.schedule.grid import rows
 
@@ -43,6 +43,9 @@ class Chart(NamedTuple):
         return max(self.level, *(value for _, value in self.curve))
 
 
+_NO_GAP = 1e-3  # share of an op between two that touch
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """A program in its places; times are slots, or seconds where ``in_slots`` is false."""
@@ -71,6 +74,35 @@ class Picture:
         step_length = self.analysis.schedule.period if self.in_slots else self.end / n_steps
         return [index * float(step_length) for index in range(1, n_steps)]
 
+    def reasons(self) -> dict[Instruction, str]:
+        """Return, for each drawn op, a sentence that says why it starts no earlier."""
+        place = {placed.instruction: placed for placed in self.cells}
+        rank_of = {
+            instruction: rank
+            for rank, instructions in enumerate(self.program.ranks)
+            for instruction in instructions
+        }
+        sentences: dict[Instruction, str] = {}
+        for instruction, awaited_ops in waits(self.program).items():
+            awaited = [op for op in awaited_ops if op in place]
+            if instruction not in place:
+                continue
+            if not awaited:
+                sentences[instruction] = "It waits for no op in the drawing."
+                continue
+            last = max(awaited, key=lambda op: place[op].end)
+            sentences[instruction] = _reason(instruction, last, rank_of)
+            length = place[instruction].end - place[instruction].start
+            if place[instruction].start - place[last].end > _NO_GAP * length:
+                gap = place[instruction].start - place[last].end
+                sentences[instruction] += f" {self._gap(gap)}"
+        return sentences
+
+    def _gap(self, length: float) -> str:
+        if self.in_slots:
+            return f"The schedule leaves {length:.4g} slots between them."
+        return f"Messages and updates take {' '.join(duration(length))} more."
+
     def ticks(self, scale: float) -> Iterator[tuple[float, str]]:
         """Yield places and labels of the time axis; ``scale`` is pixels per slot or second."""
         unit, _ = self.axis
@@ -81,6 +113,19 @@ class Picture:
         spacing = _round_up(min_spacing)
         for multiple in range(int(self.end / unit / spacing + 0.999)):
             yield (multiple * spacing + offset) * unit, f"{multiple * spacing:g}"
+
+
+def _reason(instruction: Instruction, last: Instruction, rank_of: Mapping[Instruction, int]) -> str:
+    """Return why ``instruction`` cannot start before ``last`` has ended."""
+    name = f"{last.op} of step {last.step}"
+    if (last.microbatch, last.step) == (instruction.microbatch, instruction.step):
+        return f"It waits for what {name} makes, on rank {rank_of[last]}."
+    if rank_of[last] == rank_of[instruction]:
+        return f"It waits for its rank, which runs {name} until then."
+    return (
+        f"It waits for weights {instruction.version} of stage {instruction.stage}: their last"
+        f" gradient is that of {name}, on rank {rank_of[last]}."
+    )
 
 
 def _round_up(spacing: float) -> float:

@@ -5,7 +5,13 @@ const inflate = async packed => {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return bytes.length ? new Response(stream).text() : "";
 };
+const offer = () => {
+  // Large schedules are simulated on equal stages only.
+  for (const option of form.elements.costs.options) option.disabled = !(`${form.elements.size.value}/${option.value}` in data);
+  if (form.elements.costs.selectedOptions[0].disabled) form.elements.costs.selectedIndex = 0;
+};
 const show = async () => {
+  offer();
   const chosen = Object.fromEntries(new FormData(form));
   history.replaceState(null, "", `#${new URLSearchParams(chosen)}`);
   const group = data[`${chosen.size}/${chosen.costs}`], schedule = chosen.schedule, compared = chosen["compared with"];

@@ -3,16 +3,28 @@
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from gzip import compress
 
 from toolkit.cost import UNIT, Hardware, Timeline, unit_costs
 from toolkit.errors import UserError
-from toolkit.figures.explorer.inspection import Analysis, analyse, costs_of, predict, verdict
+from toolkit.figures.explorer.inspection import (
+    BATCH,
+    FASTEST,
+    Analysis,
+    analyse,
+    ddp_seconds,
+    model_costs,
+    predict,
+    settled,
+    verdict,
+)
 from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 
-SITE_SIZES = (4, 8)  # stages, and micro-batches
+SITE_SIZES = (2, 4, 8, 16)  # stages, and micro-batches
+_LARGEST_SIMULATED = 8  # of a model on a machine: larger ones take minutes
 UNIFORM = "uniform"
 SITE_SETTINGS = (
     UNIFORM,
@@ -41,6 +53,8 @@ def site_page(
     compressed = {}
     for size in sizes:
         for setting in settings:
+            if setting != UNIFORM and size > _LARGEST_SIMULATED:
+                continue
             group = _Group(size, setting)
             compressed[f"{size}/{setting}"] = {
                 name: _packed(text) for name, text in group.texts(first, compared_methods)
@@ -52,7 +66,17 @@ def site_page(
         "costs": [*settings],
     }
     view = HTML.side_by_side(["", ""], "")
-    return HTML.document("Explorer", HTML.site(fields, json.dumps(compressed), view))
+    titles = {name: method.label for name, method in METHODS.items()}
+    titles |= {setting: _title(setting) for setting in settings}
+    return HTML.document("Explorer", HTML.site(fields, titles, json.dumps(compressed), view))
+
+
+def _title(setting: str) -> str:
+    """Return a setting as people say it."""
+    if setting == UNIFORM:
+        return "equal stages, messages take no time"
+    model, _, machine = setting.partition(" on ")
+    return f"{model}, {BATCH} images a worker, {Hardware.preset(machine).name}"
 
 
 class _Group:
@@ -66,12 +90,24 @@ class _Group:
         self.refusals: dict[str, UserError] = {}
         for name in METHODS:
             try:
-                analysis = analyse(ScheduleSpec(name, size, size), _STEPS)
-                n_stages = analysis.schedule.n_stages
-                costs = unit_costs(n_stages) if self.is_uniform else costs_of(model, n_stages)
-                self.results[name] = analysis, predict(analysis, costs, hardware)
+                self.results[name] = self._result(ScheduleSpec(name, size, size), model, hardware)
             except UserError as error:
                 self.refusals[name] = error
+
+    def _result(
+        self, spec: ScheduleSpec, model: str, hardware: Hardware
+    ) -> tuple[Analysis, Timeline]:
+        """Analyse and simulate a schedule in its fastest form."""
+        if self.is_uniform:
+            analysis = analyse(spec, _STEPS)
+            return analysis, predict(analysis, unit_costs(analysis.schedule.n_stages), hardware)
+        costs_of = model_costs(model)
+        spec, form = settled(spec, True, FASTEST, costs_of, hardware)
+        assert form is not None  # the machine is a real one
+        schedule = form.schedule
+        seconds = ddp_seconds(costs_of, hardware, schedule.n_ranks, schedule.n_microbatches)
+        analysis = replace(analyse(spec, _STEPS), form=form, ddp_seconds=seconds)
+        return analysis, form.timeline
 
     def texts(self, first: str, compared_methods: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield panes by method, and verdicts by two methods."""

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,36 @@ import ipywidgets as ui
 
 from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
 from toolkit.cost.hardware import check_hardware, presets
+from toolkit.cost.worker_forms import CostsOf
 from toolkit.errors import UserError, check_choice
 from toolkit.figures.explorer.controls import Column, field, in_columns, lines_of, show, slider
 from toolkit.figures.explorer.inspection import (
     AFFORDABLE,
+    BATCH,
+    FASTEST,
     Analysis,
     analyse,
     check_sizes,
-    costs_of,
+    ddp_seconds,
     drawable,
+    model_costs,
     predict,
-    settle,
+    settled,
     verdict,
 )
 from toolkit.figures.explorer.page import HTML, frame_of, pane, pictures_of
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
+from toolkit.model.partition import MEASURES
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.instruction import collector_paused
-from toolkit.schedule.plain_options import ORDERS_FILE, RANK_ORDERS
+from toolkit.schedule.plain_options import ORDERS_FILE, RANK_ORDERS, options_of
 
 UNIFORM = "uniform"
 ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # images of a micro-batch
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
 
 
@@ -85,24 +90,28 @@ class Explorer(ui.VBox):
                 f" {first.stages} x {first.microbatches} and"
                 f" {second.stages} x {second.microbatches}"
             )
-        self._costs: dict[str, Costs | Callable[[int], Costs]] = {UNIFORM: unit_costs}
-        self._costs |= {name: partial(costs_of, name) for name in ANALYSED}
+        self._costs: dict[str, CostsOf] = {UNIFORM: _of_any_cut(unit_costs)}
         if costs is not None:
-            self._costs["given"] = costs
+            self._costs["given"] = _of_any_cut(costs)
         self._machines = _machines(hardware)
         self._drawn = ["", ""]  # the last pane of each column that was possible
         self._is_switching = False  # while a column's options change together
-        self._afforded: dict[tuple[ScheduleSpec, str, str], ScheduleSpec] = {}
         self._results: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
         self.stages = slider("stages", first.stages, _STAGES)
         self.microbatches = slider("micro-batches", first.microbatches, _STAGES)
         self.n_steps = slider("steps drawn", n_steps, _MOST_STEPS)
         tooltip = "uniform: a forward and a whole backward take a slot each; or those of a model"
-        self.costs = field(ui.Dropdown, "stage costs", tooltip, options=[*self._costs])
+        models = [*self._costs, *ANALYSED]
+        self.costs = field(ui.Dropdown, "stage costs", tooltip, options=models)
         self.costs.value = UNIFORM if costs is None else "given"
         self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines])
         self.hardware.value = hardware.name if hardware else "unit"
+        tooltip = "images of a micro-batch, for a model on offer"
+        self.batch = field(ui.Dropdown, "batch", tooltip, options=_BATCHES, value=BATCH)
+        tooltip = "what the stages of a model share equally; the fastest where workers are late"
+        cuts = [FASTEST, *MEASURES]
+        self.partition = field(ui.Dropdown, "cut by", tooltip, options=cuts)
         self.compare = ui.ToggleButton(
             value=compare is not None,
             description="compare",
@@ -110,6 +119,8 @@ class Explorer(ui.VBox):
             layout={"width": "auto", "margin": "2px 2px 2px 100px"},
         )
         self.columns = [Column(first), Column(second)]
+        if isinstance(schedule, Schedule) and "chains" in options_of(first.method):
+            self.columns[0].options["chains"].value = schedule.chains
         self.view = ui.HTML()
         self.folder = field(ui.Text, "export to", value=".", continuous_update=False)
         self.buttons = [ui.Button(description=label, icon="download") for label in EXPORTS.values()]
@@ -120,6 +131,8 @@ class Explorer(ui.VBox):
             self.n_steps,
             self.costs,
             self.hardware,
+            self.batch,
+            self.partition,
             self.compare,
         )
         super().__init__(
@@ -231,6 +244,8 @@ class Explorer(ui.VBox):
             self.hardware.value = real_machines[0]
             return
         show(self.columns[1], self.compare.value)
+        for control in (self.batch, self.partition):
+            show(control, self.costs.value in ANALYSED)
         if self.costs.value in ANALYSED:  # seconds, at first: no figure of other costs meanwhile
             sentence = f"analysing {self.costs.value} in {self.stages.value} stages ..."
             self.view.value = HTML.working(sentence, self.view.value)
@@ -240,7 +255,7 @@ class Explorer(ui.VBox):
         with collector_paused():
             for column, spec in enumerate(specs):
                 try:
-                    results[column] = self._analyse(spec)
+                    results[column] = self._analyse(spec, self.columns[column].free_chains)
                 except ValueError as error:
                     panes[column] = HTML.impossible(error, self._drawn[column])
             self._results = [*results.values()]
@@ -256,20 +271,29 @@ class Explorer(ui.VBox):
             sentence = verdict(*self._results, in_slots=is_uniform)
         self.view.value = HTML.side_by_side(panes, sentence)
 
-    def _analyse(self, spec: ScheduleSpec) -> tuple[Analysis, Timeline]:
+    def _analyse(self, spec: ScheduleSpec, free_chains: bool) -> tuple[Analysis, Timeline]:
         """Analyse and simulate a schedule with the costs and on the machine that are chosen."""
         machine = self._machines[self.hardware.value]
-        if spec.delay == AFFORDABLE:
-            key = spec, self.costs.value, self.hardware.value
-            if key not in self._afforded:
-                self._afforded[key] = settle(spec, self._costs_of(spec.stages), machine)
-            spec = self._afforded[key]
+        has_model = self.costs.value in ANALYSED
+        if has_model:
+            costs_of: CostsOf = model_costs(self.costs.value, self.batch.value)
+        else:
+            costs_of = self._costs[self.costs.value]
+        spec, form = settled(spec, free_chains, self.partition.value, costs_of, machine)
         analysis = analyse(spec, self.n_steps.value)
-        return analysis, predict(analysis, self._costs_of(analysis.schedule.n_stages), machine)
+        schedule = analysis.schedule
+        if has_model:
+            sizes = schedule.n_ranks, schedule.n_microbatches
+            seconds = ddp_seconds(costs_of, machine, *sizes)
+            analysis = replace(analysis, form=form, ddp_seconds=seconds)
+        if form is not None:
+            return analysis, form.timeline
+        return analysis, predict(analysis, costs_of(schedule.n_stages, MEASURES[0]), machine)
 
-    def _costs_of(self, n_stages: int) -> Costs:
-        costs = self._costs[self.costs.value]
-        return costs(n_stages) if callable(costs) else costs
+
+def _of_any_cut(costs: Costs | Callable[[int], Costs]) -> CostsOf:
+    """Return a function of stages and a cut that takes no account of the cut."""
+    return lambda n_stages, _: costs(n_stages) if callable(costs) else costs
 
 
 def _machines(hardware: Hardware | None) -> dict[str, Hardware]:
