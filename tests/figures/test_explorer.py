@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from base64 import b64decode
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -322,7 +321,7 @@ def test_a_sentence_says_why_an_op_starts_no_earlier():
     assert reasons["0F0 of step 0"] == "It waits for no op in the drawing."
     assert reasons["1F0 of step 0"] == "It waits for what 0F0 of step 0 makes, on rank 0."
     assert reasons["0F1 of step 1"] == "It waits for its rank, which runs 0B1 of step 0 until then."
-    parallel = analyse(replace(spec, placement="per_stage_and_microbatch"), 2)
+    parallel = analyse(ScheduleSpec("dp", 2, 2, placement="per_stage_and_microbatch"), 2)
     weights = [text for text in in_slots(parallel).reasons().values() if "weights" in text]
     assert weights
     pattern = r".* weights \d of stage \d: .* of \dB\d of step \d, on rank \d\."
