@@ -10,7 +10,9 @@ from torch.optim.lr_scheduler import StepLR
 from tests.runtime import conform, models, train_by_loop
 from tests.runtime.models import assert_same, name_of
 from tests.runtime.train_by_loop import STEPS
+from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError
+from toolkit.model import partition
 from toolkit.runtime import CyclicDataParallel, JobFailedError, SingleProcess, StepOptions, launch
 from toolkit.runtime.process_group.world import World
 from toolkit.schedule import catalog
@@ -68,6 +70,22 @@ def test_learning_rates_change_as_the_loop_says(odd_jobs):
 def test_options_are_those_of_the_runtimes(odd_jobs):
     expected = states(catalog.cyclic(4), options=StepOptions(clip=0.05))[-1]
     assert_same(odd_jobs[1]["clipped"], expected, 1e-10, 1e-10)
+
+
+def test_an_automatic_rule_is_the_best_form_on_given_links(odd_jobs):
+    """On slow ones that is late weights; the trajectory is that of the chosen form."""
+    (x, _), *_ = models.make_batches(4, STEPS)
+    costs_of = ModelCosts(models.residual().to("meta"), x[: len(x) // 4].to("meta"))
+    form = best_rule(costs_of, train_by_loop.SLOW, 4)
+    stages = partition(models.residual(), 4, x[:3], by=form.partition)
+    runtime = SingleProcess(stages, form.schedule, conform.sgd, F.cross_entropy)
+    for batch in models.make_batches(4, STEPS):
+        runtime.step(*batch)
+    for found in odd_jobs:
+        (chains, staleness), state = found["automatic"]
+        assert (chains, staleness) == (form.schedule.chains, form.schedule.max_staleness)
+        assert staleness == 1
+        assert_same(state, runtime.module().state_dict(), 1e-10, 1e-10)
 
 
 def test_a_saved_state_continues(odd_jobs):

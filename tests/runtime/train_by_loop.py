@@ -10,11 +10,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.runtime import conform, models
+from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.runtime import CyclicDataParallel, StepOptions, join
 from toolkit.schedule import catalog
 
 STEPS = 5
+SLOW = Hardware("slow", 1e8, 1e12, link_bandwidth=3e6)  # all parameters take about a step
 
 
 def schedules():
@@ -67,8 +69,24 @@ def all_methods():
 def odd_jobs():
     return {
         job.__name__: job()
-        for job in (changing_rates, clipped, resumed, resumed_rates, evaluated, autocast)
+        for job in (
+            changing_rates,
+            clipped,
+            resumed,
+            resumed_rates,
+            evaluated,
+            autocast,
+            automatic,
+        )
     }
+
+
+def automatic():
+    """The rule, chains and cut that the links of a machine allow."""
+    (x, _), *_ = batches = models.make_batches(4, STEPS)
+    net = wrap("auto", hardware=SLOW, example=x[: len(x) // 4])
+    cut = net.schedule.chains, net.schedule.max_staleness
+    return cut, state(train(net, batches))
 
 
 def changing_rates():

@@ -17,7 +17,7 @@ from toolkit.cost.stage_costs import Costs, profile, recomputing
 from toolkit.cost.timeline import Timeline
 from toolkit.errors import UserError
 from toolkit.model.partition import Traced
-from toolkit.schedule import CHAINS, Schedule, catalog
+from toolkit.schedule import CHAINS, FRESHEST, Schedule, catalog
 from toolkit.schedule.steady_state import steps_to_time
 
 BUCKETS = "buckets"
@@ -29,6 +29,10 @@ TIMED_STEPS = 16
 
 Cut = str | Sequence[str]
 """A measure, :data:`BUCKETS`, or the names of the modules that begin the later stages."""
+NEARLY_EQUAL = 0.1
+"""Share of a step's time that a step of staleness is worth."""
+NEAR = 0.03
+"""Share of a step, or of memory, that makes no difference to a choice."""
 CostsOf = Callable[[int, Cut], Costs]
 """Returns the costs of a number of stages of a cut; for :data:`BUCKETS` the number is ignored."""
 
@@ -203,3 +207,28 @@ def _candidates(
             continue
         for partition in cuts:
             yield other_schedule, partition
+
+
+def worth(seconds: float, staleness: float) -> float:
+    """Return the seconds of a step, and those that its mean staleness counts as."""
+    return seconds * (1 + NEARLY_EQUAL * staleness)
+
+
+def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate: int = 1) -> Form:
+    """Return the form of DP, CDP-v1 or CDP-v2 that a plan would take; DP if it is nearly as good.
+
+    Args:
+        costs_of: of the model.
+        hardware: the machines.
+        n_workers: ranks, and stages.
+        accumulate: micro-batches of each worker in a step.
+    """
+    dp_schedule = catalog.data_parallel(n_workers, accumulate=accumulate)
+    schedules = [dp_schedule]
+    for delay in (1, FRESHEST):
+        schedules.append(catalog.cyclic(n_workers, delay, accumulate=accumulate))
+    forms = [fastest_form(schedule, costs_of, hardware) for schedule in schedules]
+    values = [worth(form.seconds, form.schedule.mean_staleness) for form in forms]
+    if values[0] <= (1 + NEAR) * min(values):
+        return forms[0]
+    return forms[values.index(min(values))]

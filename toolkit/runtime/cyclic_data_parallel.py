@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError
+from toolkit.cost import Hardware
+from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.by_hand import ModuleChain
+from toolkit.model.partition import MEASURES
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.loop_arguments import (
     arguments_by_name,
+    choose_rule,
     finished_optimizer,
     schedule_of_rule,
     take_arguments_of_ddp,
+    warn_of_slow_links,
 )
 from toolkit.runtime.loop_training import LoopTraining
 from toolkit.runtime.losses import as_count
@@ -91,10 +95,17 @@ class CyclicDataParallel(nn.Module):
             parameters to one. Each stage gets one like it. Mark a function that takes pairs of
             name and parameter by :func:`toolkit.runtime.by_name`.
         rule: ``dp``, ``cdp_v1``, ``cdp_v2`` or another method of the catalogue in which every rank
-            has the whole model; or a schedule.
+            has the whole model; a schedule; or ``auto``: of ``dp``, ``cdp_v1`` and ``cdp_v2``, with
+            their chains and cut, the one that :func:`toolkit.cost.worker_forms.best_rule` takes.
         accumulate: passes of each rank in a training step; all but the last may be in
             :meth:`no_sync`.
         counted: whether losses are sums with a count, given by :meth:`backward`.
+        partition: what ``stages``, if they are a number, share equally: ``flops``, ``parameters``
+            or ``activations``. On slow links ``parameters`` makes messages equal.
+        hardware: the machines, for ``rule="auto"``: a Hardware, or the name of a preset, such as
+            ``ethernet_10``.
+        example: arguments of one pass, for ``rule="auto"``, as :func:`toolkit.model.partition`
+            takes them.
         world: the ranks; those of this job by default.
         **options: further arguments of the schedule, such as ``state="sharded"`` or ``groups=2``;
             others are those of :class:`Distributed`, such as ``seed``, ``compression`` or
@@ -113,7 +124,7 @@ class CyclicDataParallel(nn.Module):
         UserError: an argument does not fit, or the ranks of this job.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, by keyword
         self,
         model: nn.Module | Sequence[nn.Module],
         stages: int | Stages | Sequence[str] | None = None,
@@ -122,6 +133,9 @@ class CyclicDataParallel(nn.Module):
         rule: str | Schedule = "cdp_v2",
         accumulate: int = 1,
         counted: bool = False,
+        partition: str = "flops",
+        hardware: Hardware | str | None = None,
+        example: Any = None,
         world: World | None = None,
         **options: Any,
     ) -> None:
@@ -151,6 +165,10 @@ class CyclicDataParallel(nn.Module):
                     " model stays one stage; with stages= each stage gets steps of its own",
                     stacklevel=2,
                 )
+        check_choice("partition", partition, MEASURES)
+        if rule == "auto":
+            rule, partition = choose_rule(model, example, hardware, self.world.size, accumulate)
+            stages = None
         schedule_options = {
             name: options.pop(name)
             for name in [*options]
@@ -159,9 +177,12 @@ class CyclicDataParallel(nn.Module):
         self.schedule = schedule_of_rule(
             rule, stages, self.world.size, accumulate, schedule_options
         )
+        if self.world.rank == 0 and partition == MEASURES[0] and not schedule_options:
+            warn_of_slow_links(self.schedule)
         self._counted = counted
+        cut = partition if isinstance(stages, int | None) else stages
         self._loop = LoopTraining(
-            model, stages, self.schedule, optimizers, self.world, options, counted=counted
+            model, cut, self.schedule, optimizers, self.world, options, counted=counted
         )
         self.optimizer = self._loop.optimizer
 

@@ -1,5 +1,7 @@
 """Arguments of a wrapped training: of torch's DistributedDataParallel, a rule, an optimizer."""
 
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -8,8 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from toolkit.cost import Hardware
+from toolkit.cost.hardware import check_hardware
+from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.model.analysis import meta_copy
+from toolkit.model.partition import MEASURES
+from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
@@ -78,6 +86,49 @@ def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         if parameter.kind == parameter.VAR_KEYWORD:  # **kwargs: those within by their names, too
             arguments |= arguments.pop(parameter.name, {})
     return arguments
+
+
+def choose_rule(
+    model: nn.Module, example: Any, hardware: Hardware | str | None, n_ranks: int, accumulate: int
+) -> tuple[Schedule, str]:
+    """Return the schedule for ``rule="auto"``, and what its stages share equally.
+
+    Args:
+        model: the module.
+        example: arguments of one pass.
+        hardware: the machines, or the name of a preset.
+        n_ranks: number of ranks.
+        accumulate: passes of each rank in a training step.
+
+    Raises:
+        UserError: the hardware or the example is missing, or the model cannot be cut.
+    """
+    if hardware is None or example is None:
+        missing = "hardware" if hardware is None else "example"
+        raise UserError(
+            f"rule='auto': got no {missing}; give hardware=, such as 'ethernet_10', and example=,"
+            " the arguments of one pass"
+        )
+    if isinstance(hardware, str):
+        hardware = Hardware.preset(hardware)
+    if n_ranks == 1:
+        return catalog.data_parallel(1, accumulate=accumulate), MEASURES[0]
+    tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors_of(example)]
+    costs_of = ModelCosts(meta_copy(model), filled(example, iter(tensors)))
+    form = best_rule(costs_of, check_hardware(hardware), n_ranks, accumulate)
+    return form.schedule, str(form.partition)
+
+
+def warn_of_slow_links(schedule: Schedule) -> None:
+    """Warn where ranks are on several machines that a form was chosen without their links."""
+    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.n_ranks))
+    if schedule.max_staleness and n_here < schedule.n_ranks:
+        warnings.warn(
+            f"{schedule.name} with chains in order and stages of equal FLOPs may be slow on the"
+            " links between machines: rule='auto' with hardware= and example= finds the fastest"
+            " form; partition='parameters' makes messages equal",
+            stacklevel=3,
+        )
 
 
 def schedule_of_rule(

@@ -37,7 +37,7 @@ class LoopTraining:
 
     Args:
         module: the user's model.
-        stages: as in :class:`CyclicDataParallel`.
+        cut: stages, a measure that they share equally, or the names that begin the later ones.
         schedule: a schedule in which every rank has the whole model.
         optimizers: what makes the stages' optimizers.
         world: the ranks.
@@ -53,7 +53,7 @@ class LoopTraining:
     def __init__(
         self,
         module: nn.Module,
-        stages: int | Stages | Sequence[str] | None,
+        cut: Stages | str | Sequence[str],
         schedule: Schedule,
         optimizers: StageOptimizers,
         world: World,
@@ -67,7 +67,7 @@ class LoopTraining:
         self.passes = PassOrder(schedule.accumulate)
         self.optimizer = StepOptimizer(self, optimizers.optimizer)
         self.uneven: UnevenInputs | None = None
-        self._stages = stages
+        self._cut = cut
         self._optimizers = optimizers
         self._options = options
         self._counted = counted
@@ -116,7 +116,7 @@ class LoopTraining:
         if self._session is not None and self._traits != traits(self.module):
             # What the loop has changed, such as a frozen layer or a rate of dropout, is in no graph
             # of before. Every rank runs the same script, so all come here at this step.
-            if isinstance(self._stages, Stages):
+            if isinstance(self._cut, Stages):
                 raise UserError(
                     "model: got a change, such as of a mode or an attribute, after it was"
                     " partitioned; expected none. Give the number of stages in place of stages"
@@ -135,12 +135,11 @@ class LoopTraining:
 
     def _start(self, example: Any) -> LoopSession:
         """Partition the model, and continue from the saved state, if any."""
-        stages = self._stages
+        stages = self._cut
         if not isinstance(stages, Stages):
-            by = "flops" if isinstance(stages, int | None) else stages
             modules = [*self.module] if isinstance(self.module, ModuleChain) else self.module
             # Ranks run each micro-batch by itself, so the model may mix its samples.
-            stages = partition(modules, self.schedule.n_stages, example, by=by, check=False)
+            stages = partition(modules, self.schedule.n_stages, example, by=stages, check=False)
         if self._saved is None:
             self._settings.note_base()
         self._optimizers.note_options()
