@@ -55,9 +55,9 @@ class CsvOrders:
     def check_messages(self, layout: Placement, n_stages: int) -> None:
         """Raise UserError unless the file has no communication, or what is inferred."""
         inferred = _boundary_messages(layout, n_stages)
-        stages_of_ranks = {
-            (rank, str(stage)) for stage in range(n_stages) for rank in layout.ranks(stage)
-        }
+        stages_of_ranks = set()
+        for stage in range(n_stages):
+            stages_of_ranks |= {(rank, str(stage)) for rank in layout.ranks(stage)}
         boundary_messages: set[tuple[int, str]] = set()
         for (rank, text), location in self.messages.items():
             if text[-1].isdecimal():

@@ -89,6 +89,7 @@ class _Needs:
 
     def op(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, version, buffer, _ = i
+        # A backward needs the activations of its forward, and the second half those of the first.
         microbatch_ops = self.microbatch_ops[stage, microbatch, step]
         needed = [*microbatch_ops]
         microbatch_ops.append(position)
@@ -123,6 +124,7 @@ class _Needs:
     def free(self, position: int, i: Instruction) -> list[int]:
         if i.buffer == ACTIVATION:
             return self.microbatch_ops.pop((i.stage, i.microbatch, i.step), [])
+        # All users come before the free, and so does what made the weights if nobody used them.
         self.last_free[i.weights] = position
         return self.users.pop(i.weights, []) + self._take(i.weights)
 
@@ -136,6 +138,7 @@ class _Needs:
         if buffer == WEIGHTS:
             if not i.leaves(self.rank):
                 return self._use(position, i.weights)
+            # A version that has been freed here may come again: never before the free.
             self.maker[i.weights] = position
             return [self.last_free[i.weights]] if i.weights in self.last_free else []
         # What a received sum is added to may still be incomplete: only who uses it waits.

@@ -63,7 +63,9 @@ def render(
     for tick in shown_ticks:
         slot, remainder = divmod(tick, timing.ticks_per_slot)
         header.append("" if remainder else str(slot))
-    label = "rank 0 mb" if layout.one_device and layout.n_microbatches > 1 else "rank"
+    label = "rank"
+    if layout.one_device and layout.n_microbatches > 1:
+        label = "rank 0 mb"
     table = [header]
     for row in shown_rows:
         table.append([f"{label} {row}", *(cells.rows[row].get(tick, ".") for tick in shown_ticks)])
@@ -89,8 +91,11 @@ def _cells(timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int]
                 text = f"[{text}]"
                 cells.marked = row, tick
             texts = cells.rows.setdefault(row, {})
-            texts[tick] = f"{texts[tick]}{separator}{text}" if tick in texts else text
+            if tick in texts:
+                text = texts[tick] + separator + text
+            texts[tick] = text
             end = tick + timing.ticks_per_slot
+            # The rest of its slot, unless another op starts there.
             for further_tick in range(tick + 1, end):
                 texts.setdefault(further_tick, "-")
             cells.end = max(cells.end, end)

@@ -9,12 +9,19 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """What an op computes: a forward, a whole backward, or half of one."""
+    """What an op computes: a forward, a whole backward, or half of one.
+
+    Attributes:
+        FORWARD: the stage's output.
+        BACKWARD: the gradients of the stage's input and of its parameters.
+        BACKWARD_INPUT: the gradient of the input alone, the first half of a backward.
+        BACKWARD_WEIGHT: the gradient of the parameters alone, the second half.
+    """
 
     FORWARD = 0
     BACKWARD = 1
-    BACKWARD_INPUT = 2  # the gradient with respect to the stage's input
-    BACKWARD_WEIGHT = 3  # with respect to its parameters
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
 
 
 LETTERS = "FBIW"
@@ -22,7 +29,13 @@ LETTERS = "FBIW"
 
 
 class Op(NamedTuple):
-    """One kind of computation of ``stage`` on ``microbatch``; both count from 0."""
+    """One computation of a training step.
+
+    Args:
+        kind: a forward, a backward, or half of one.
+        stage: stage of the model, 0 .. n_stages-1.
+        microbatch: micro-batch of the step, 0 .. n_microbatches-1.
+    """
 
     kind: Kind
     stage: int
@@ -33,7 +46,19 @@ class Op(NamedTuple):
 
 
 class Action(IntEnum):
-    """What an instruction does. The first four are the kinds of op, with the same values."""
+    """What an instruction does. The first four are the kinds of op, with the same values.
+
+    Attributes:
+        FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT: see :class:`Kind`.
+        UPDATE: the optimizer's step of a stage, which makes the next weight version.
+        PREDICT: make weights that stand for a later version.
+        SEND: send a buffer to one rank; it waits for the receive.
+        RECV: receive a buffer from one rank.
+        ALL_REDUCE: sum gradients over ranks, all of which get the sum.
+        REDUCE: sum gradients over ranks; the first of its peers gets the sum.
+        BROADCAST: the first of its peers sends weights to the others.
+        FREE: release activations, weights or a prediction.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -65,14 +90,24 @@ class Action(IntEnum):
 
 
 class Buffer(IntEnum):
-    """What is sent, received, reduced, predicted or freed."""
+    """What is sent, received, reduced, predicted or freed.
 
-    ACTIVATION = 0  # a message: a stage's output; freed: all that it keeps for its backward
-    ACTIVATION_GRADIENT = 1  # with respect to a stage's input
-    GRADIENT = 2  # of a stage's parameters, summed over micro-batches
-    WEIGHTS = 3  # one version of a stage's parameters
-    PREDICTION = 4  # what a later version is predicted to be
-    COMPENSATED = 5  # of a backward: it also reads the version of its step, for its gradient
+    Attributes:
+        ACTIVATION: of a message, a stage's output; of a free, all that a forward keeps for its
+            backward.
+        ACTIVATION_GRADIENT: the gradient of a stage's input.
+        GRADIENT: the gradient of a stage's parameters, summed over micro-batches.
+        WEIGHTS: one version of a stage's parameters.
+        PREDICTION: what a later version is predicted to be; an op with it reads the prediction.
+        COMPENSATED: of a backward, which also reads the version of its step, for its gradient.
+    """
+
+    ACTIVATION = 0
+    ACTIVATION_GRADIENT = 1
+    GRADIENT = 2
+    WEIGHTS = 3
+    PREDICTION = 4
+    COMPENSATED = 5
 
     @cached_property
     def label(self) -> str:
@@ -96,16 +131,27 @@ class Instruction(NamedTuple):
 
     An op with ``buffer`` ``PREDICTION`` reads weights predicted from ``version`` for its step; one
     with ``COMPENSATED`` reads ``version`` and the weights of its step.
+
+    Args:
+        tick: when it starts, from the start of the program.
+        action: what it does.
+        stage: stage of the model.
+        microbatch: micro-batch of an op, a boundary message or freed activations.
+        step: training step, from 0.
+        version: version of the weights that it reads (op, predict), makes (update), moves or frees.
+        buffer: what is moved or freed.
+        peers: the receiver of a send, the sender of a receive; all ranks of a collective, its root
+            first.
     """
 
-    tick: int  # when it starts
+    tick: int
     action: Action
     stage: int
     microbatch: int | None = None
     step: int | None = None
-    version: int | None = None  # weights read (op, predict), made (update), moved or freed
-    buffer: Buffer | None = None  # what is moved or freed
-    peers: tuple[int, ...] = ()  # receiver, sender, or all ranks of a collective, root first
+    version: int | None = None
+    buffer: Buffer | None = None
+    peers: tuple[int, ...] = ()
 
     @property
     def weights(self) -> WeightsKey:
@@ -177,7 +223,8 @@ class Instruction(NamedTuple):
             words.append(self.buffer.label)
         words.append(f"stage {self.stage}")
         for name in ("microbatch", "step", "version"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 words.append(f"{name} {value}")
         if self.peers:
             word = {SEND: "to", RECV: "from"}.get(self.action, "among")

@@ -32,7 +32,9 @@ class InstructionLists:
     """
 
     def __init__(self, n_ranks: int) -> None:
-        self.by_turn: list[list[list[Instruction]]] = [[[] for _ in _TURNS] for _ in range(n_ranks)]
+        self.by_turn: list[list[list[Instruction]]] = []
+        for _ in range(n_ranks):
+            self.by_turn.append([[] for _ in _TURNS])
 
     def add_message(self, turn: int, source: int, target: int, tick: int, content: tuple) -> None:
         """Send ``content``, the fields ``stage`` to ``buffer`` of an instruction, at ``tick``."""

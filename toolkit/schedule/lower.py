@@ -132,7 +132,9 @@ class _Lowering:
         for step in self.steps:
             step_start = (step - self.steps.start) * timing.period
             delays = schedule.delays(step)
-            rank_of = [[schedule.rank(j, m, step) for m in microbatches] for j in stages]
+            rank_of = []
+            for stage in stages:
+                rank_of.append([schedule.rank(stage, m, step) for m in microbatches])
             for op_start, kind, stage, microbatch in ops:
                 start = step_start + op_start
                 end = start + self.slot

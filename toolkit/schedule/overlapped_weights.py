@@ -48,23 +48,34 @@ class _PartialOrder:
         self.program = program
         self.needs = [needs(order, rank) for rank, order in enumerate(program.ranks)]
         self.first = [0, *accumulate(map(len, program.ranks))]  # number of a rank's first
-        self.op_ticks = [[i.tick for i in o if i.action.computes] for o in program.ranks]
-        waits = [awaited for rank in range(len(program.ranks)) for awaited in self._waits(rank)]
+        self.op_ticks: list[list[int]] = []  # by rank, when its ops start
+        waits: list[list[int]] = []  # by number, the instructions that it waits for
+        for rank, order in enumerate(program.ranks):
+            self.op_ticks.append([i.tick for i in order if i.action.computes])
+            waits += self._waits(rank)
+
+        # A receive waits for its send, and a collective for all that its members wait for.
         for meeting in self._meetings():
-            sends = [g for g, i in meeting if i.action == Action.SEND]
-            awaited = sends or [earlier for g, _ in meeting for earlier in waits[g]]
+            awaited = [g for g, i in meeting if i.action == Action.SEND]
+            if not awaited:
+                for g, _ in meeting:
+                    awaited += waits[g]
             for g, i in meeting:
-                waits[g] = waits[g] if i.action == Action.SEND else [*waits[g], *awaited]
+                if i.action != Action.SEND:
+                    waits[g] = [*waits[g], *awaited]
+
+        # An instruction ends after the last op, of each rank, that it follows from; and before the
+        # first that follows from it.
         ops = self._ops()
         self.since = [[0] * len(program.ranks) for _ in waits]
         self.until = [[*map(len, self.op_ticks)] for _ in waits]
-        order = _sorted(waits)
-        for g in order:
+        numbers = _sorted(waits)
+        for g in numbers:
             for earlier in waits[g]:
                 rank, gap = ops.get(earlier, (0, -1))
                 self.since[g] = [*map(max, self.since[g], self.since[earlier])]
                 self.since[g][rank] = max(self.since[g][rank], gap + 1)
-        for g in reversed(order):
+        for g in reversed(numbers):
             rank, gap = ops.get(g, (0, len(self.op_ticks[0])))
             self.until[g][rank] = min(self.until[g][rank], gap)
             for earlier in waits[g]:
@@ -79,10 +90,11 @@ class _PartialOrder:
         """Return each op's rank, and its place among the ops of the rank."""
         op_places: dict[int, tuple[int, int]] = {}
         for rank, order in enumerate(self.program.ranks):
-            ops = [position for position, i in enumerate(order) if i.action.computes]
-            op_places |= {
-                self.first[rank] + position: (rank, place) for place, position in enumerate(ops)
-            }
+            place = 0
+            for g, i in enumerate(order, self.first[rank]):
+                if i.action.computes:
+                    op_places[g] = (rank, place)
+                    place += 1
         return op_places
 
     def _waits(self, rank: int) -> Iterator[list[int]]:
@@ -90,14 +102,14 @@ class _PartialOrder:
         ops: list[int] = []
         in_order: list[int] = []  # ops and predictions
         collectives: list[int] = []
-        for g, i in enumerate(self.program.ranks[rank], self.first[rank]):
-            waits = [
-                self.first[rank] + position for position in self.needs[rank][g - self.first[rank]]
-            ]
+        first_number = self.first[rank]
+        for g, i in enumerate(self.program.ranks[rank], first_number):
+            waits = [first_number + position for position in self.needs[rank][g - first_number]]
             if i.action.computes or i.action == Action.PREDICT:
                 waits += in_order[-1:]
                 in_order.append(g)
-                ops += [g] * i.action.computes
+                if i.action.computes:
+                    ops.append(g)
             elif i.action.communicates:
                 waits += ops[: self.opens(rank, i)][-1:]
                 if i.action not in (Action.SEND, Action.RECV):
@@ -136,7 +148,8 @@ def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
 
 def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
     """Return the most weights of one rank."""
-    instructions, first_number = order.program.ranks[rank], order.first[rank]
+    instructions = order.program.ranks[rank]
+    first_number = order.first[rank]
     last_gap = len(order.op_ticks[rank])
     weight_changes = [0.0] * (last_gap + 2)  # changes of the weights held, by gap
     updating = [0.0] * (last_gap + 1)  # one update at a time holds two versions
@@ -150,7 +163,8 @@ def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
         if i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
             since = until = arrivals.pop(i.weights)
             for user_position in order.needs[rank][position]:
-                user, g = instructions[user_position], first_number + user_position
+                user = instructions[user_position]
+                g = first_number + user_position
                 if user.action == Action.UPDATE and user.weights != i.weights:
                     # The update puts the next version, which counts, into the place of this one.
                     until = max(until, order.since[g][rank] - 1)

@@ -33,8 +33,12 @@ class PaperRow:
     @property
     def differences(self) -> dict[str, tuple[Fraction, Fraction]]:
         """(formula, counted), by quantity, where they differ."""
-        pairs = {name: (value, getattr(self.counted, name)) for name, value in self.formula.items()}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        pairs = {}
+        for name, value in self.formula.items():
+            counted = getattr(self.counted, name)
+            if counted != value:
+                pairs[name] = (value, counted)
+        return pairs
 
 
 def compare(n: int) -> list[PaperRow]:
@@ -71,7 +75,8 @@ SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
 
 def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
     """Return the closed form of a footprint without weights, by quantity, for ``n`` workers."""
-    s, log = Fraction(1, n), (n - 1).bit_length()
+    s = Fraction(1, n)  # a stage in models
+    log = (n - 1).bit_length()  # rounds of a tree among n ranks
     ring = 2 * (n - 1)  # a sum to n - 1 others and the new weights back; rounds of an all-reduce
     gathered = ring + (n - 1) ** 2 * s  # and weights a second time, but not the last stage's
     total = Fraction(n) if rule == "DP" else Fraction(n + 1, 2)
@@ -87,18 +92,22 @@ def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
             "ZeRO": (n, 1, s, gathered, s, (log + 1) * s, 2 * log),
         }
     else:
-        v1 = rule == "CDP-v1"
+        is_v1 = rule == "CDP-v1"
+        zero: tuple[Fraction | int, ...]
+        rounds_of_model_parallelism = 1 if is_v1 or n == 2 else 2
+        if is_v1:
+            zero = (n, 1, s, 3 * (n - 1), s, min(n, 3) * s, 1 + n % 2)
+        else:
+            zero = (n, 1, s, gathered, s, min(n - 1, 2) * s, 1)
         forms = {
             "one device": (1, total, 1, 0, 1, 0, 0),
             "multi-device": (n, 1, 1, ring, s, s, 1),
             "with model parallelism": (
                 *(n * (n + 1) // 2, s, s, n - 1, s, s),
-                1 if v1 or n == 2 else 2,
+                rounds_of_model_parallelism,
             ),
             "pipeline": (n, 1, s, 0, 1, 0, 0),
-            "ZeRO": (n, 1, s, 3 * (n - 1), s, min(n, 3) * s, 1 + n % 2)
-            if v1
-            else (n, 1, s, gathered, s, min(n - 1, 2) * s, 1),
+            "ZeRO": zero,
         }
     ranks, activations, parameters, sent, message, slot, rounds = map(Fraction, forms[setting])
     return {

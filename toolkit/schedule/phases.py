@@ -66,6 +66,9 @@ class PhasedSchedule(Schedule):
     """A schedule that trains after others; its own fields are those of the last one.
 
     Make it by :func:`after`.
+
+    Attributes:
+        phases: the schedules before the last one, in order, and how long each trains.
     """
 
     phases: tuple[Phase, ...] = field(default=(), kw_only=True)
@@ -74,7 +77,8 @@ class PhasedSchedule(Schedule):
         super().__post_init__()
         for phase in self.phases:
             for name in ("n_stages", "n_microbatches", "n_ranks"):
-                own_size, phase_size = getattr(self, name), getattr(phase.schedule, name)
+                own_size = getattr(self, name)
+                phase_size = getattr(phase.schedule, name)
                 if own_size != phase_size:
                     raise UserError(
                         f"schedules that follow one another have equal {name}: got {phase_size} of"
@@ -82,42 +86,45 @@ class PhasedSchedule(Schedule):
                         " placement, or other sizes"
                     )
         # One length of a slot, so that they make one program.
-        ticks = lcm(*(s.timing.ticks_per_slot for s in (self, *(p.schedule for p in self.phases))))
+        ticks = self.timing.ticks_per_slot
+        for phase in self.phases:
+            ticks = lcm(ticks, phase.schedule.timing.ticks_per_slot)
         self._set(timing=_finer(self.timing, ticks))
 
     def in_steps(self, steps_per_epoch: int) -> "PhasedSchedule":
         """Return the same with each phase's length in training steps, rounded to 1 or more."""
-        phases = tuple(
-            phase
-            if phase.epochs is None
-            else Phase(phase.schedule, max(1, round(phase.epochs * steps_per_epoch)))
-            for phase in self.phases
-        )
+        phases = []
+        for phase in self.phases:
+            if phase.epochs is not None:
+                phase = Phase(phase.schedule, max(1, round(phase.epochs * steps_per_epoch)))
+            phases.append(phase)
         return after(phases, self.final, self.name)
 
     @cached_property
     def _starts(self) -> tuple[tuple[int, Schedule], ...]:
         """The first step of each schedule, which reads no versions from before its time."""
-        schedules = [*(phase.schedule for phase in self.phases), self.final]
         ticks = self.timing.ticks_per_slot
-        first_step, starts = (
-            0,
-            [(0, replace(schedules[0], timing=_finer(schedules[0].timing, ticks)))],
-        )
-        for phase, schedule in zip(self.phases, schedules[1:], strict=True):
+        first_step = 0
+        previous = self.phases[0].schedule
+        previous = replace(previous, timing=_finer(previous.timing, ticks))
+        starts = [(first_step, previous)]
+        following = [*(phase.schedule for phase in self.phases[1:]), self.final]
+        for phase, schedule in zip(self.phases, following, strict=True):
             if phase.steps is None:
                 raise UserError(
                     f"{phase}: its length in steps is unknown; give steps, or call"
                     " in_steps(steps_per_epoch)"
                 )
-            first_step, previous = first_step + phase.steps, starts[-1][1]
-            first_versions = tuple(
-                previous.oldest_version(stage, first_step) for stage in range(self.n_stages)
+            first_step += phase.steps
+            first_versions = []
+            for stage in range(self.n_stages):
+                first_versions.append(previous.oldest_version(stage, first_step))
+            previous = replace(
+                schedule,
+                timing=_finer(schedule.timing, ticks),
+                first_versions=tuple(first_versions),
             )
-            timing = _finer(schedule.timing, ticks)
-            starts.append(
-                (first_step, replace(schedule, timing=timing, first_versions=first_versions))
-            )
+            starts.append((first_step, previous))
         return tuple(starts)
 
     @property
@@ -176,8 +183,13 @@ class PhasedSchedule(Schedule):
             for rank_instructions, next_instructions in zip(ranks, following.ranks, strict=True):
                 rank_instructions += [i._replace(tick=i.tick + end) for i in next_instructions]
             end += _end(following)
-        first, n_steps = programs[0].first_step, sum(program.n_steps for program in programs)
-        return Program(self, n_steps, tuple(map(tuple, ranks)), first, tuple(changes))
+        return Program(
+            schedule=self,
+            n_steps=sum(program.n_steps for program in programs),
+            ranks=tuple(map(tuple, ranks)),
+            first_step=programs[0].first_step,
+            changes=tuple(changes),
+        )
 
 
 def after(
@@ -194,18 +206,14 @@ def after(
         UserError: sizes differ, a length is out of range, or a schedule has phases itself.
     """
     earlier_phases = tuple(phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases)
-    if not earlier_phases or any(
-        isinstance(each, PhasedSchedule)
-        for each in (schedule, *(phase.schedule for phase in earlier_phases))
-    ):
+    schedules = [schedule, *(phase.schedule for phase in earlier_phases)]
+    if not earlier_phases or any(isinstance(each, PhasedSchedule) for each in schedules):
         raise UserError("phases: give one or more, of schedules that have no phases themselves")
     field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
     field_values["name"] = name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
     phased = PhasedSchedule(**field_values, phases=earlier_phases)
-    parts = [schedule, *(phase.schedule for phase in earlier_phases)]
-    if schedule.spec is None or any(part.spec is None for part in parts):
-        return phased
-    phased._set(spec=schedule.spec.preceded_by(earlier_phases))
+    if schedule.spec is not None and all(each.spec is not None for each in schedules):
+        phased._set(spec=schedule.spec.preceded_by(earlier_phases))
     return phased
 
 
@@ -223,8 +231,11 @@ def switched(schedule_plan: Schedule, step: int, schedule: Schedule) -> Schedule
     before = [phase.schedule for phase in getattr(schedule_plan, "phases", ())]
     starts = [0, *schedule_plan.changes(range(step)), whole(step, "step of a change", 0)]
     lengths = (end - start for start, end in pairwise(starts))
+    if step == 0:
+        return schedule
+    # Phases that would begin at `step` or later are left out.
     phases = [*zip([*before, schedule_plan.final], lengths, strict=False)]
-    return after(phases, schedule, schedule.name) if step else schedule
+    return after(phases, schedule, schedule.name)
 
 
 def _own(kind: type) -> Iterator[Any]:
@@ -235,8 +246,10 @@ def _own(kind: type) -> Iterator[Any]:
 def _finer(timing: Timing, ticks_per_slot: int) -> Timing:
     """Return the same timing in shorter ticks."""
     factor = ticks_per_slot // timing.ticks_per_slot
+    if factor == 1:
+        return timing
     starts = {op: factor * start for op, start in timing.starts.items()}
-    return timing if factor == 1 else Timing(starts, factor * timing.period, ticks_per_slot)
+    return Timing(starts, factor * timing.period, ticks_per_slot)
 
 
 def _end(program: Program) -> int:
@@ -247,7 +260,16 @@ def _end(program: Program) -> int:
 def _hand_over(
     ranks: list[list[Instruction]], previous: Schedule, following: Schedule, step: int, tick: int
 ) -> None:
-    """Let ``ranks`` hold at ``tick`` what ``following`` reads from ``step`` on, and no more."""
+    """Let ``ranks`` hold at ``tick`` what ``following`` reads from ``step`` on, and no more.
+
+    Args:
+        ranks: ``[rank]``, its instructions so far, which are changed.
+        previous: the schedule that ends.
+        following: the schedule that begins.
+        step: the first training step of ``following``.
+        tick: when it begins; all instructions before have finished.
+    """
+    # 1. Which versions, by rank, stage and version, each rank has had, and where it freed them.
     obtained: set[tuple[int, int, int | None]] = set()
     freed_at: dict[tuple[int, int, int | None], int] = {}  # places of the last frees
     for rank, instructions in enumerate(ranks):
@@ -259,6 +281,9 @@ def _hand_over(
             elif i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and i.leaves(rank)):
                 obtained.add(key)
                 freed_at.pop(key, None)
+
+    # 2. A rank that had a version which it needs does not free it; the owner, which made it, sends
+    # it to the other ranks; and ranks that do not need a version free it.
     dropped_frees: set[tuple[int, int]] = set()
     for stage, owner in enumerate(previous.owners):
         holders = following.first_holders(stage)
@@ -273,7 +298,8 @@ def _hand_over(
                 ranks[owner].append(Instruction(tick, Action.SEND, *message, (rank,)))
                 ranks[rank].append(Instruction(tick, Action.RECV, *message, (owner,)))
             for rank in {*range(len(ranks))} - {*holders}:
-                if (rank, stage, version) in obtained and (rank, stage, version) not in freed_at:
+                key = (rank, stage, version)
+                if key in obtained and key not in freed_at:
                     ranks[rank].append(Instruction(tick, Action.FREE, *message))
     for rank, instructions in enumerate(ranks):
         instructions[:] = [

@@ -337,14 +337,16 @@ def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
     With delay d, the forward that reads an update starts d + 1 periods after the step that makes
     it: start + (d + 1) period >= ready.
     """
+    # From its first op to its last one a rank is in one step.
     period = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
-    if isinstance(delay, str):
+    if isinstance(delay, str):  # the freshest: whatever is ready
         return period
     n_stages = max(op.stage for op in starts) + 1
     n_microbatches = max(op.microbatch for op in starts) + 1
     least_staleness, _ = in_steps(delay, n_stages, n_microbatches)
     timing = Timing(starts, period)
     for stage in range(n_stages):
+        # The slot at which the step's update of the stage is there to be read.
         ready = timing.update_ready(stage, n_microbatches)
         for microbatch in range(n_microbatches):
             start = starts[Op(Kind.FORWARD, stage, microbatch)]

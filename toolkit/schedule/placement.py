@@ -50,9 +50,15 @@ MOST_RANKS = 2**17
 
 @dataclass(frozen=True)
 class Placement:
-    """Micro-batches take the ranks ``cycles[stage]`` in turn, continued from step to step."""
+    """The rank of each op: micro-batches take a stage's ranks in turn, from step to step.
 
-    name: str  # one of PLACEMENTS, or another name in tables
+    Args:
+        name: one of :data:`PLACEMENTS`, or another name in tables.
+        n_microbatches: micro-batches of a training step.
+        cycles: ``[stage]``, the ranks that its micro-batches take in turn.
+    """
+
+    name: str
     n_microbatches: int
     cycles: tuple[Sequence[int], ...]
 
@@ -93,7 +99,15 @@ class Placement:
 
 
 class Assigned(Placement):
-    """The rank of ``table[stage][microbatch]``, the same at every step."""
+    """A placement of the user's own, the same at every step.
+
+    Args:
+        table: ``[stage][microbatch]``, the rank that runs it, from 0.
+        name: name in tables.
+
+    Raises:
+        UserError: it is no such table, or a rank is out of range.
+    """
 
     def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
         is_table = isinstance(table, Sequence) and not isinstance(table, str)
@@ -189,8 +203,8 @@ def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
         in_flight += (-1 - start) // period - (-1 - end) // period
         changes.append((start % period, 1))
         changes.append((end % period, -1))
-    most = in_flight
+    peak = in_flight
     for _, change in sorted(changes):
         in_flight += change
-        most = max(most, in_flight)
-    return most
+        peak = max(peak, in_flight)
+    return peak

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
@@ -47,7 +48,7 @@ class Program:
     @cached_property
     def n_slots(self) -> int:
         """Slots until the last rank has finished."""
-        last_tick = max(i.tick for instructions in self.ranks for i in instructions)
+        last_tick = max(i.tick for i in chain.from_iterable(self.ranks))
         return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
     def verify(self) -> "Program":
@@ -142,6 +143,7 @@ class Program:
         if slots is None:
             slots = range(self.n_slots + 1)
         table = [[NOTHING] * len(self.ranks) for _ in slots]
+        # Grouped first: most slots of a rank send nothing, and fractions are slow to add.
         for rank, instructions in enumerate(self.ranks):
             sent_in_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
@@ -191,7 +193,7 @@ def _live_activations(instructions: Sequence[Instruction]) -> Iterator[tuple[int
 
 def _weights_gained(i: Instruction, rank: int) -> int:
     """Return by how many stages' weights ``rank`` holds more, or less, after an instruction."""
-    if i.action == Action.FREE:
+    if i.action == Action.FREE:  # of a version or a prediction
         return -int(i.buffer != Buffer.ACTIVATION)
     if i.buffer == Buffer.WEIGHTS:
         return int(i.leaves(rank))

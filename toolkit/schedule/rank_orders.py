@@ -121,6 +121,7 @@ def _rank_table(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
             if op in rank_of_op:
                 raise UserError(f"{op} is done twice: on rank {rank_of_op[op]} and on rank {rank}")
             rank_of_op[op] = rank
+            # All ops of a stage on a micro-batch share its activations.
             first_rank = rank_of.setdefault((op.stage, op.microbatch), rank)
             if first_rank != rank:
                 raise UserError(

@@ -135,9 +135,9 @@ class Schedule:
 
     def with_spec(self, spec: "ScheduleSpec") -> "Schedule":
         """Return the same schedule, which carries the plain values that make it."""
-        same = copy(self)
-        same._set(spec=spec)
-        return same
+        schedule = copy(self)
+        schedule._set(spec=spec)
+        return schedule
 
     def __repr__(self) -> str:
         delay = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
@@ -224,7 +224,9 @@ class Schedule:
     def oldest_version(self, stage: int, step: int) -> int:
         """Return the oldest weight version of ``stage`` that is used at ``step`` or later."""
         most_stale = max(self.staleness[stage])
-        oldest = step - most_stale - (self.corrected.predicts and most_stale > 0)
+        oldest = step - most_stale
+        if self.corrected.predicts and most_stale > 0:
+            oldest -= 1  # a prediction also reads the version before
         return max(self.first_version(stage), oldest)
 
     def first_version(self, stage: int) -> int:
@@ -289,8 +291,10 @@ class Schedule:
         """Return what ``op`` reads in place of ``version``, or besides it; None: only that."""
         if self.predicts(op.stage, version, step):
             return Buffer.PREDICTION
-        last = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        return Buffer.COMPENSATED if last and self.compensates(version, step) else None
+        makes_gradient = op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if makes_gradient and self.compensates(version, step):
+            return Buffer.COMPENSATED
+        return None
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""

@@ -91,6 +91,7 @@ class ScheduleSpec:
         values["correction"] = from_mapping(self.correction, Correction)
         if values["delay"] is not None:
             values["delay"] = plain(values["delay"])
+        # Equal schedules have equal specs, however their defaults were written.
         for name, value in values.items():
             is_default = name in defaults and value == defaults[name]
             object.__setattr__(self, name, None if is_default else value)
@@ -116,6 +117,7 @@ class ScheduleSpec:
         method = factory if factory in METHODS else method_of_call(factory, values)
         parameters = inspect.signature(METHODS[method].factory).parameters
         check_arguments(factory, method, values)
+        # Methods of workers call their number n.
         microbatches = values.pop("n" if "n" in parameters else "n_microbatches")
         stages = values.pop("n_stages", parameters["n_stages"].default)
         if stages is None:  # as many as workers

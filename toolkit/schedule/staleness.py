@@ -73,15 +73,21 @@ class RandomDelay:
                 f"a random delay needs 0 <= least <= most <= {_MOST}: got"
                 f" least={self.least}, most={self.most}"
             )
-        for name, owner, largest in (("p", "geometric", 1.0), ("mean", "poisson", float_info.max)):
-            value = getattr(self, name)
-            if self.distribution != owner and value is not None:
+        self._check_parameter("p", "geometric", largest=1.0)
+        self._check_parameter("mean", "poisson", largest=float_info.max)
+
+    def _check_parameter(self, name: str, owner: str, largest: float) -> None:
+        """Raise UserError unless the distribution ``owner``, and no other, has this parameter."""
+        value = getattr(self, name)
+        if self.distribution != owner:
+            if value is not None:
                 raise UserError(f"{name}={value!r} is only for distribution={owner}")
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if self.distribution == owner and not (number and 0 < value <= largest):
-                raise UserError(
-                    f"{name} of a {owner} delay is above 0 and at most {largest:g}: got {value!r}"
-                )
+            return
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value <= largest):
+            raise UserError(
+                f"{name} of a {owner} delay is above 0 and at most {largest:g}: got {value!r}"
+            )
 
     def __str__(self) -> str:
         kind = "random" if self.distribution == "uniform" else self.distribution
@@ -126,6 +132,7 @@ class RandomDelay:
 
     def draw(self, stage: int, microbatch: int, step: int) -> int:
         """Return the steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
+        # Of (step, stage, micro-batch) the key keeps the first one, two or three: see `per`.
         shared_key = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
         key = " ".join(map(str, (self.seed, *shared_key))).encode()
         bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")

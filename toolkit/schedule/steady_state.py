@@ -1,9 +1,10 @@
 """A schedule in its steady state: one period, and what a training step asks of each rank."""
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from math import gcd
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
@@ -19,12 +20,18 @@ class SteadyState:
 
     If ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
     messages of adjacent steps; :func:`footprint` counts those of one step, which are constant.
+
+    Attributes:
+        activations: ``[slot][rank]``, stage-activations alive.
+        total_activations: ``[slot]``, the most of all ranks at one moment.
+        traffic: ``[slot][rank]``, weights and gradients sent as the slot begins.
+        weights: ``[rank]``, the most stage-parameters: all versions, and predictions.
     """
 
-    activations: tuple[tuple[int, ...], ...]  # [slot][rank], stage-activations alive
-    total_activations: tuple[int, ...]  # [slot], the most of all ranks at one moment
-    traffic: tuple[tuple[Traffic, ...], ...]  # [slot][rank], sent as the slot begins
-    weights: tuple[int, ...]  # [rank], the most stage-parameters: all versions, and predictions
+    activations: tuple[tuple[int, ...], ...]
+    total_activations: tuple[int, ...]
+    traffic: tuple[tuple[Traffic, ...], ...]
+    weights: tuple[int, ...]
 
     @property
     def peak_activations(self) -> int:
@@ -103,8 +110,10 @@ def _unsteady_end(schedule: Schedule) -> int:
 
 def steady_slots(schedule: Schedule, step: int) -> slice:
     """Return the slots from a settled ``step`` to the next step that starts with a slot."""
-    timing, end = schedule.timing, step + _whole(schedule)
-    return slice(*(at * timing.period // timing.ticks_per_slot for at in (step, end)))
+    timing = schedule.timing
+    start_tick = step * timing.period
+    end_tick = (step + _whole(schedule)) * timing.period
+    return slice(start_tick // timing.ticks_per_slot, end_tick // timing.ticks_per_slot)
 
 
 def steady_state(schedule: Schedule) -> SteadyState:
@@ -117,9 +126,8 @@ def steady_state(schedule: Schedule) -> SteadyState:
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
-    activations = zip(
-        *(rank_activations[slots] for rank_activations in program.activations()), strict=True
-    )
+    activations_of_ranks = [in_slots[slots] for in_slots in program.activations()]
+    activations = zip(*activations_of_ranks, strict=True)
     traffic = program.traffic(range(slots.start, slots.stop))
     total = program.total_activations()[slots]
     return SteadyState(tuple(activations), total, traffic, program.peak_weights())
@@ -132,25 +140,24 @@ def footprint(schedule: Schedule) -> Footprint:
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)
     stage_share = Fraction(1, schedule.n_stages)
-    holders = [rank for stage in range(schedule.n_stages) for rank in schedule.first_holders(stage)]
-    traffic = program.traffic()[slots]
-    ranked_instructions = (
-        (i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions
-    )
-    sent = total_traffic(
-        [traffic_of(i, rank) for i, rank in ranked_instructions if belongs_to(i, settled)]
-    )
+    stages_held: Counter[int] = Counter()  # by rank
+    for stage in range(schedule.n_stages):
+        stages_held.update(schedule.first_holders(stage))
+    sent_of_step = []
+    for rank, instructions in enumerate(program.ranks):
+        sent_of_step += [traffic_of(i, rank) for i in instructions if belongs_to(i, settled)]
+    sent = total_traffic(sent_of_step)
+    peak_activations = max(max(in_slots[slots]) for in_slots in program.activations())
+    peak_units = max(sent.units for sent in chain.from_iterable(program.traffic()[slots]))
     return Footprint(
         ranks=schedule.n_ranks,
-        activations=max(max(rank_activations[slots]) for rank_activations in program.activations())
-        * stage_share,
+        activations=peak_activations * stage_share,
         total_activations=max(program.total_activations()[slots]) * stage_share,
-        parameters=max(map(holders.count, holders)) * stage_share,
+        parameters=max(stages_held.values()) * stage_share,
         weights=max(program.peak_weights()) * stage_share,
         traffic=sent.units * stage_share / schedule.n_ranks,
         messages=Fraction(sent.messages, schedule.n_ranks),
-        traffic_in_slot=max(rank_traffic.units for slot in traffic for rank_traffic in slot)
-        * stage_share,
+        traffic_in_slot=peak_units * stage_share,
         rounds=_rounds(program),
     )
 

@@ -96,6 +96,7 @@ def _staggered(
 ) -> dict[Op, int]:
     """Return starts of micro-batches that go straight up and down, ``offset(m)`` ticks late."""
     starts: dict[Op, int] = {}
+    # One micro-batch on S stages, in slots:  F0 F1 ... F(S-1) B(S-1) ... B1 B0
     for m in range(n_microbatches):
         for j in range(n_stages):
             starts[Op(Kind.FORWARD, j, m)] = offset(m) + j * tick
@@ -149,7 +150,8 @@ def interleaved(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     for m in range(n_workers * accumulate):
         first_turn = m % n_workers + m // n_workers * n_stages
         for j in range(n_stages):
-            # Before turn S a turn is one slot, a forward; from then on two, while forwards last.
+            # Before turn S a turn is one slot, a forward; from then on two, while forwards last;
+            # and then one again, a backward.
             turn = first_turn + j
             starts[Op(Kind.FORWARD, j, m)] = turn + max(0, turn + 1 - n_stages)
             turn = first_turn + 2 * n_stages - 1 - j

@@ -23,10 +23,10 @@ class Traffic(NamedTuple):
 NOTHING = Traffic(0, Fraction(0))
 
 
-def total_traffic(parts: Iterable[Traffic]) -> Traffic:
+def total_traffic(amounts: Iterable[Traffic]) -> Traffic:
     """Return the sum of all messages and units."""
     messages, units = NOTHING
-    for traffic in parts:
+    for traffic in amounts:
         messages += traffic.messages
         units += traffic.units
     return Traffic(messages, units)
@@ -34,10 +34,11 @@ def total_traffic(parts: Iterable[Traffic]) -> Traffic:
 
 def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
     """Return what all ranks send in each slot, in stage-parameters, from ``[slot][rank]``."""
-    return tuple(
-        sum((sent.units for sent in sent_of_ranks if sent.units), Fraction())
-        for sent_of_ranks in traffic
-    )
+    units = []
+    for sent_of_ranks in traffic:
+        # Most ranks send nothing in a slot, and fractions are slow to add.
+        units.append(sum((sent.units for sent in sent_of_ranks if sent.units), Fraction()))
+    return tuple(units)
 
 
 def rounds(action: Action, n_ranks: int) -> int:

@@ -76,7 +76,8 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     """Raise UserError if a rank runs two ops at once; a single device may, and pairs do."""
     if layout.one_device:
         return
-    tick, period = timing.ticks_per_slot, timing.period
+    tick = timing.ticks_per_slot
+    period = timing.period
     # rank -> (start modulo its lap, op); a lap is the periods until a rank's ops repeat, in ticks
     busy: dict[int, list[tuple[int, Op]]] = {}
     laps: dict[int, int] = {}
@@ -98,10 +99,9 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
             laps.setdefault(rank, lap)
     for rank, starts_and_ops in busy.items():
         starts_and_ops.sort()
-        successors = [
-            *starts_and_ops[1:],
-            (starts_and_ops[0][0] + laps[rank], starts_and_ops[0][1]),
-        ]
+        # After its last op comes the first of the next lap.
+        first_start, first_op = starts_and_ops[0]
+        successors = [*starts_and_ops[1:], (first_start + laps[rank], first_op)]
         for (start, op), (next_start, next_op) in zip(starts_and_ops, successors, strict=True):
             if next_start - start < tick:
                 raise UserError(
@@ -159,10 +159,9 @@ def check_correction(
         for microbatch, delay in enumerate(row):
             read_tick = timing.gradient_end(stage, microbatch) - timing.ticks_per_slot
             if delay and read_tick < update_tick:
-                kinds = (Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
-                op = next(
-                    op for kind in kinds if (op := Op(kind, stage, microbatch)) in timing.starts
-                )
+                op = Op(Kind.BACKWARD_WEIGHT, stage, microbatch)
+                if op not in timing.starts:
+                    op = Op(Kind.BACKWARD, stage, microbatch)
                 raise UserError(
                     f"correction=compensate reads the newest weights in {op}, before their update"
                     f" is complete: start it {update_tick - read_tick} ticks later, or use"
@@ -174,7 +173,8 @@ def check_rotated(
     timing: Timing, layout: Placement, staleness: Staleness, state: str, n_workers: int
 ) -> None:
     """Raise UserError if the schedule cannot honour rotated chains."""
-    takes, instead = f'chains="{ROTATED}" takes', f'use chains="{IN_ORDER}"'
+    takes = f'chains="{ROTATED}" takes'
+    instead = f'use chains="{IN_ORDER}"'
     if state != "replicated":
         raise UserError(f'{takes} state="replicated": got state={state!r}; {instead}')
     if not layout.has_whole_models or len(layout.ranks(0)) != n_workers:

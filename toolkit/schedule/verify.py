@@ -113,8 +113,8 @@ def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError
             follows_forward = i.buffer == ACTIVATION and i.action != FREE
             op = Op(Kind.FORWARD if follows_forward else Kind.BACKWARD, i.stage, microbatch)
         mark = op, i.step - program.first_step
-    where = f"rank {rank}, slot {program.slot(i)}, {i}"
-    return _marked(f"{where}: {why}", program.schedule, mark)
+    location = f"rank {rank}, slot {program.slot(i)}, {i}"
+    return _marked(f"{location}: {why}", program.schedule, mark)
 
 
 def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
@@ -184,6 +184,7 @@ class _Machine:
                 memory.take_boundary((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
             if stage > 0:
                 memory.boundaries.add((ACTIVATION_GRADIENT, stage, microbatch, step))
+        # The gradient of the parameters joins the sum with a whole backward, or its second half.
         if action == BACKWARD_INPUT:
             memory.halves.add(key)
         else:
@@ -193,14 +194,14 @@ class _Machine:
         """Refuse an op that the schedule does not have, or promises on other weights."""
         promise = self.promised.pop(i[1:5], None)
         if promise is None:
-            is_op = i.op in self.schedule.at(i.step or 0).timing.starts
-            raise RefusedError(
-                "it has been done before" if is_op else "the schedule has no such op"
-            )
+            if i.op in self.schedule.at(i.step or 0).timing.starts:
+                raise RefusedError("it has been done before")
+            raise RefusedError("the schedule has no such op")
         tick, version, buffer = promise
         if (version, buffer) != (i.version, i.buffer):
             correction = _CORRECTED.get(buffer, "")
             raise RefusedError(f"the schedule promises weight version {version}{correction}")
+        # A wrong tick is no error yet: an order may be verified without its ticks.
         if tick != i.tick:
             self.misplaced.append((rank, i, f"it is at tick {i.tick}, and its op at {tick}"))
 
@@ -208,6 +209,7 @@ class _Machine:
         memory = self.memories[rank]
         if i.step is None or i.version != i.step + 1:
             raise RefusedError(f"the update of step {i.step} makes the version after it")
+        # The sum is a set of micro-batches, one bit each.
         missing = self.all_microbatches & ~memory.sums.pop((i.stage, i.step), 0)
         if missing:
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
@@ -237,6 +239,7 @@ class _Machine:
 
     def _communicate(self, rank: int, i: Instruction) -> None:
         tick, action, stage, microbatch, step, _, buffer, peers = i
+        # The replay yields a send before its receive, and a collective's root before its peers.
         if action == SEND or peers[0] == rank:
             self.meeting_tick = tick
         elif tick != self.meeting_tick:
@@ -288,6 +291,7 @@ class _Machine:
             if (stage, steps.stop) not in self.memories[owner].weights:
                 loss = f"rank {owner} has lost the newest version, {steps.stop}, of stage {stage}"
                 raise _marked(f"at the end: {loss}", schedule)
+        # What is left but the newest weights is a leak, or a result that nobody has used.
         for rank, memory in enumerate(self.memories):
             for missing in self._missing_frees(rank, memory.weights - newest):
                 raise _error(self.program, rank, missing, "it is missing")
@@ -316,6 +320,7 @@ class _Machine:
 
 def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
     """Yield each op, as kind, stage, micro-batch and step, and its tick, version and buffer."""
+    # Each span of steps has one schedule; its ticks begin where the span before has finished.
     first_steps = [program.first_step, *program.schedule.changes(program.steps)]
     spans = pairwise([*first_steps, program.steps.stop])
     for first_tick, (first_step, stop) in zip((0, *program.changes), spans, strict=True):
@@ -332,7 +337,7 @@ def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffe
 
 def _end_of_use(i: Instruction, rank: int, slot: int, weights: WeightsKey) -> int:
     """Return the tick at which ``rank`` has used the weights in an instruction; 0 if unused."""
-    if i.action == UPDATE:
+    if i.action == UPDATE:  # it begins with the version before
         return i.tick if weights == (i.stage, i.step) else 0
     if i.action.communicates and i.leaves(rank):
         return 0
