@@ -54,7 +54,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         head = file.read(len(_MAGIC))
         if not _MAGIC.startswith(head):  # before the rest of what may be a huge file is read
             raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
-        digest, start = file.read(65), file.tell()
+        digest = file.read(65)
+        start = file.tell()
         if digest != hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n":
             raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
         file.seek(start)
@@ -77,7 +78,8 @@ def write_sharded(path: Path, rank_state: Mapping[str, Any], world: World | None
 
     Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
     """
-    rank, size = (world.rank, world.size) if world else (0, 1)
+    rank = world.rank if world else 0
+    size = world.size if world else 1
     temporary = path.with_name(f".{path.name}.part")
     try:
         with _raise_on_every_rank(world):
@@ -127,7 +129,8 @@ def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     names = {file.name for file in path.iterdir()}
     n_ranks = read_checkpoint(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
     expected = [f"rank_{rank}.ckpt" for rank in range(min(n_ranks, len(names) + 1))]
-    if differing := sorted(names ^ {*expected}):
+    differing = sorted(names ^ {*expected})
+    if differing:
         raise DamagedCheckpointError(
             f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"
         )
@@ -156,7 +159,9 @@ def _has_rows(node: Any) -> bool:
 
 def _joined_rows(node: Any) -> Any:
     """Return the rows of all ranks in one tensor; anything else as it is."""
-    return torch.cat([rows for _, rows in sorted(node[_ROWS].items())]) if _has_rows(node) else node
+    if not _has_rows(node):
+        return node
+    return torch.cat([rows for _, rows in sorted(node[_ROWS].items())])
 
 
 @contextmanager

@@ -73,29 +73,50 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that has run."""
+    """A training step that has run.
 
-    step: int  # its number in the epoch, from 1
-    n_steps: int  # of the epoch
-    result: StepResult  # of this process; reading its losses waits for the device
-    learning_rate: float  # of its update
-    samples: int  # of all micro-batches together
+    Attributes:
+        step: its number in the epoch, from 1.
+        n_steps: training steps of the epoch.
+        result: result of this process; to read its losses waits for the device.
+        learning_rate: learning rate of its update.
+        samples: samples of all micro-batches together.
+    """
+
+    step: int
+    n_steps: int
+    result: StepResult
+    learning_rate: float
+    samples: int
 
 
 @dataclass
 class Position:
-    """Progress of a run."""
+    """Progress of a run; its fields are keys of checkpoints.
+
+    Attributes:
+        epoch: number of this epoch, from 0.
+        step: training steps of this epoch that are done.
+        steps_done: training steps of the run that are done.
+        loss: sum over this epoch's micro-batches, or their tokens.
+        n_losses: number of terms of this sum.
+        first_loss: mean loss of the run's first step.
+        learning_rate: learning rate of the epoch's first update.
+        history: metrics of the epochs before.
+        rolled_back: whether the loss has diverged, and the run continues without delay.
+        switching: state of the run's :class:`Switching`, if it has one.
+    """
 
     epoch: int = 0
-    step: int = 0  # training steps of this epoch
-    steps_done: int = 0  # training steps of the run
-    loss: float = 0.0  # sum over this epoch's micro-batches, or their tokens
-    n_losses: float = 0  # their number
-    first_loss: float = nan  # mean of the run's first step
-    learning_rate: float = nan  # of the epoch's first update
-    history: list[Epoch] = field(default_factory=list)  # the epochs before
-    rolled_back: bool = False  # after a divergence; it continues without delay
-    switching: dict[str, Any] | None = None  # state of the run's Switching
+    step: int = 0
+    steps_done: int = 0
+    loss: float = 0.0
+    n_losses: float = 0
+    first_loss: float = nan
+    learning_rate: float = nan
+    history: list[Epoch] = field(default_factory=list)
+    rolled_back: bool = False
+    switching: dict[str, Any] | None = None
 
 
 class DivergedError(UserError, FloatingPointError):
@@ -142,11 +163,14 @@ def fit(
             )
         if position.step == 0:
             position.learning_rate = run.rate(position.steps_done)
+
+        # 1. Train on the batches that the epoch has left.
         first_step = position.step
         start = time.perf_counter()
         _train_epoch(run, batches, position, callback, on_step)
         seconds = time.perf_counter() - start
 
+        # 2. Test the newest weights, and the averaged ones; every rank tests a share.
         batch_size = evaluated_at_once(run.samples.form, run.batch_size)
         share = run.samples.test(batch_size, run.device, runtime.rank, runtime.n_ranks)
         model = runtime.module()
@@ -157,6 +181,8 @@ def fit(
         ema_test = None
         if average_weights:
             ema_test = evaluate(model, share, runtime.total, average_weights, run.step_options)
+
+        # 3. Record the epoch, and pause as the next one begins.
         metrics = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
@@ -262,7 +288,8 @@ def _cross_entropies(
     outputs: Tensor, targets: Tensor, n_microbatches: int, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return what :func:`cross_entropy` returns of each micro-batch, ``[n]``."""
-    scores, classes = outputs.flatten(0, -2), targets.flatten()
+    scores = outputs.flatten(0, -2)
+    classes = targets.flatten()
     if targets.dim() == 1:
         return cross_entropies(scores, classes, n_microbatches, **options)
     values = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="none", **options)
@@ -284,7 +311,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
         The mean over samples; of tokens the sum and their number, since micro-batches may differ
         in how many count.
     """
-    scores, classes = outputs.flatten(0, -2), targets.flatten()
+    scores = outputs.flatten(0, -2)
+    classes = targets.flatten()
     if targets.dim() == 1:
         return F.cross_entropy(scores, classes, **options)
     total = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="sum", **options)

@@ -82,11 +82,9 @@ class Cosine(Constant):
     def decay(self, epoch: float, epochs: int) -> float:
         """Return the factor of half a cosine from 1 to ``final``, after warm-up."""
         decay_epochs = epochs - self.warmup_epochs
-        progress = (
-            min(1.0, max(0.0, epoch - self.warmup_epochs) / decay_epochs)
-            if decay_epochs > 0
-            else 0.0
-        )
+        progress = 0.0
+        if decay_epochs > 0:
+            progress = min(1.0, max(0.0, epoch - self.warmup_epochs) / decay_epochs)
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
 
 
@@ -97,10 +95,11 @@ class Rates(LambdaLR):
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
-        groups = optimizer.param_groups
-        self._own = [
-            {name: value for name, value in group.items() if name != "params"} for group in groups
-        ]
+        self._own = []  # the options of each group of parameters
+        for group in optimizer.param_groups:
+            options = dict(group)
+            del options["params"]
+            self._own.append(options)
         super().__init__(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +108,8 @@ class Rates(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the update of ``state_dict``; load the optimizer's state first."""
-        base_rates, groups = self.base_lrs, self.optimizer.param_groups
+        base_rates = self.base_lrs
+        groups = self.optimizer.param_groups
         super().load_state_dict(state_dict)
         self.base_lrs = base_rates
         for group, own_options, base_rate, factor in zip(

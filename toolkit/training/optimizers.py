@@ -44,15 +44,11 @@ def muon(
         is_vector = sum(size > 1 for size in parameter.shape) < 2
         is_outer = is_vector or any(re.search(pattern, name) for pattern in adamw)
         groups[not is_outer].append(parameter)
-    return Muon(
-        [
-            {"params": params, "orthogonal": is_hidden}
-            for is_hidden, params in groups.items()
-            if params
-        ],
-        betas=tuple(betas),
-        **options,
-    )
+    option_groups = []
+    for is_hidden, group in groups.items():
+        if group:
+            option_groups.append({"params": group, "orthogonal": is_hidden})
+    return Muon(option_groups, betas=tuple(betas), **options)
 
 
 class Muon(AdamW):
@@ -109,11 +105,14 @@ class Muon(AdamW):
                 loss = closure()
         gradient_of_matrix = {}
         for group in self.param_groups:
-            for parameter in group["params"] if group["orthogonal"] else ():
+            if not group["orthogonal"]:
+                continue
+            for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
                     # Without a gradient, AdamW skips the matrix.
-                    gradient_of_matrix[parameter], parameter.grad = parameter.grad, None
+                    gradient_of_matrix[parameter] = parameter.grad
+                    parameter.grad = None
         super().step()
         for parameter, grad in gradient_of_matrix.items():
             parameter.grad = grad
@@ -125,9 +124,9 @@ class Muon(AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         momentum_average = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
-        direction = (
-            grad.lerp(momentum_average, self.momentum) if self.nesterov else momentum_average
-        )
+        direction = momentum_average
+        if self.nesterov:
+            direction = grad.lerp(momentum_average, self.momentum)
         update = orthogonalized(direction.flatten(1), self.ns_steps).view_as(p)
         update_scale = _AS_ADAMW * sqrt(max(p.shape[0], prod(p.shape[1:])))
         p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * update_scale)

@@ -16,7 +16,9 @@ _MAX_NAMED = 4  # options that differ
 def full_record(run: TrainingRun) -> Mapping[str, Any]:
     """Return the options of ``run``, and a digest of the rank orders that it reads from a file."""
     file = (run.record.get("schedule") or {}).get("file")
-    digest = sha256(Path(file).read_bytes()).hexdigest()[:12] if file else None
+    digest = None
+    if file:
+        digest = sha256(Path(file).read_bytes()).hexdigest()[:12]
     return {**run.record, "orders": digest}
 
 
@@ -28,10 +30,9 @@ def changed_options(
     new_values = without(flat(now), free)
     option_names = dict.fromkeys(sorted(earlier_values.keys() | new_values.keys()))
     names = differing([option_names | earlier_values, option_names | new_values])
-    changes = [
-        f"{name}={new_values.get(name)} (was {earlier_values.get(name)})"
-        for name in names[:_MAX_NAMED]
-    ]
+    changes = []
+    for name in names[:_MAX_NAMED]:
+        changes.append(f"{name}={new_values.get(name)} (was {earlier_values.get(name)})")
     if len(names) > _MAX_NAMED:
         changes.append(f"and {len(names) - _MAX_NAMED} more")
     return ", ".join(changes)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,55 +71,82 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
         StoppedError: a signal has ended the run.
         DivergedError: the loss has diverged, again after a rollback if the guard allows one.
     """
-    save = run.options.save
+    has_delay = run.schedule.max_staleness > 0
     safe_schedule = rollback_schedule(run)
-    folder = from_rank_0(run.runtime, folder.resolve())
-    with suppress(OSError):  # here only: a folder that is removed later stays so
-        folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(folder / "checkpoints", save.keep, sharded=save.sharded)
+    checkpoints = _open_checkpoints(run, folder)
     notes: list[str] = []
 
     def note(text: str) -> None:
         notes.append(text)
         on_note(text)
 
-    has_checkpoints = bool(from_rank_0(run.runtime, checkpoints.paths()))
-    if resume is False and has_checkpoints:
-        raise UserError(
-            f"{folder} has the checkpoints of a run: give another folder, or resume=True"
-        )
-    has_delay = run.schedule.max_staleness > 0
     position = Position()
-    if resume or (resume is None and has_checkpoints):
+    if _continues(run, checkpoints, resume):
         run, position = _resumed(run, checkpoints, note)
     resumed_at = position.steps_done
     with (signals or Signals()).heard() as signals:
         callback = CheckpointCallback(run, checkpoints, signals, weights)
         if safe_schedule is not None and position.steps_done == 0:
-            callback.save(position)
-        divergence_reason = ""
-        try:
-            epochs = run.run(on_epoch, on_step, position, callback)
-        except DivergedError as error:
-            if safe_schedule is None:
-                way_back = ", or take guard=rollback"
-                raise DivergedError(error.reason, error.epochs, way_back) from error
-            divergence_reason = error.reason
-        # Outside of the handler, whose traceback would keep the memory of the run that is lost.
-        if divergence_reason and safe_schedule is not None:
+            callback.save(position)  # to go back to, if the loss diverges before the next one
+        train = partial(_train, on_epoch=on_epoch, on_step=on_step)
+        epochs, reason = train(run, position, callback, can_roll_back=safe_schedule is not None)
+        if reason and safe_schedule is not None:
             notes += callback.notes()
             run = run.again(safe_schedule)
             position = _rolled_back(run, checkpoints, note)
-            way = " without delay" if has_delay else ""
-            note(
-                f"{divergence_reason}: rolled back to epoch {position.epoch}, step {position.step},"
-                f" and continued{way}"
-            )
+            note(_rollback_note(reason, position, has_delay))
             callback = CheckpointCallback(run, checkpoints, signals, weights)
             epochs = run.run(on_epoch, on_step, position, callback)
         written = callback.write_model()
     notes += [*callback.notes(), *run.skipped_updates()]
     return Outcome(epochs, notes, run, resumed_at, weights_lost=not written)
+
+
+def _open_checkpoints(run: TrainingRun, folder: Path) -> Checkpoints:
+    """Return the checkpoints in a run's folder, that of rank 0."""
+    save = run.options.save
+    folder = from_rank_0(run.runtime, folder.resolve())
+    with suppress(OSError):  # here only: a folder that is removed later stays so
+        folder.mkdir(parents=True, exist_ok=True)
+    return Checkpoints(folder / "checkpoints", save.keep, sharded=save.sharded)
+
+
+def _continues(run: TrainingRun, checkpoints: Checkpoints, resume: bool | None) -> bool:
+    """Whether the run continues from a checkpoint; UserError if it would overwrite them."""
+    has_checkpoints = bool(from_rank_0(run.runtime, checkpoints.paths()))
+    if resume is False and has_checkpoints:
+        raise UserError(
+            f"{checkpoints.folder.parent} has the checkpoints of a run: give another folder, or"
+            " resume=True"
+        )
+    return has_checkpoints if resume is None else resume
+
+
+def _train(
+    run: TrainingRun,
+    position: Position,
+    callback: CheckpointCallback,
+    *,
+    on_epoch: Callable[[Epoch], None],
+    on_step: Callable[[Step], None],
+    can_roll_back: bool,
+) -> tuple[list[Epoch], str]:
+    """Train; return the epochs, and why the loss has diverged if the run can be rolled back."""
+    try:
+        return run.run(on_epoch, on_step, position, callback), ""
+    except DivergedError as error:
+        if not can_roll_back:
+            way_back = ", or take guard=rollback"
+            raise DivergedError(error.reason, error.epochs, way_back) from error
+        # The caller goes back outside of this handler, whose traceback would keep the memory of
+        # the run that is lost.
+        return [], error.reason
+
+
+def _rollback_note(reason: str, position: Position, had_delay: bool) -> str:
+    place = f"epoch {position.epoch}, step {position.step}"
+    way = " without delay" if had_delay else ""
+    return f"{reason}: rolled back to {place}, and continued{way}"
 
 
 def rollback_schedule(run: TrainingRun) -> Schedule | None:
@@ -195,13 +223,13 @@ def _read(
     with _refuse_misfits(checkpoints):
         state["run"] = json.loads(state["run"])
     saved_options = state["run"]["options"]
-    epochs = (run.options.epochs, saved_options.get("epochs") or run.options.epochs)
+    n_epochs = run.options.epochs
+    n_saved_epochs = saved_options.get("epochs") or n_epochs
     # Rates of the epochs of both, a quarter of an epoch apart; a cosine's depend on their number.
-    factors = [
-        [run.lr.factor(quarter, 4, n_epochs, 1) for quarter in range(4 * min(epochs))]
-        for n_epochs in epochs
-    ]
-    free_options = FREE if factors[0] == factors[1] else INDIFFERENT
+    quarters = range(4 * min(n_epochs, n_saved_epochs))
+    factors = [run.lr.factor(quarter, 4, n_epochs, 1) for quarter in quarters]
+    saved_factors = [run.lr.factor(quarter, 4, n_saved_epochs, 1) for quarter in quarters]
+    free_options = FREE if factors == saved_factors else INDIFFERENT
     change = changed_options(saved_options, full_record(run), free_options)
     if change:
         note(f"{RESUMED_OTHERWISE}: {change}")

@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -33,21 +33,37 @@ from toolkit.training.lr import Constant, Rates
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run before its first step: its objects are built and checked."""
+    """A run before its first step: its objects are built and checked. Make it by :func:`prepare`.
+
+    Attributes:
+        options: plain values.
+        step_options: those of the options that the runtime takes.
+        schedule: schedule of the training, its phases in training steps.
+        samples: samples for training and for the test.
+        runtime: what carries out the training steps.
+        switching: what chooses the schedules, if the options say so.
+        device: device of the model.
+        optimizer: an optimizer of a single number, which has the options of all.
+        rate: function from a training step to the learning rate of its update.
+        build_model: function that builds the model with its first weights.
+        lr: object whose ``factor`` scales the optimizer's rate.
+        record: all options as plain values, for results and checkpoints.
+        again: function that builds the run afresh, by another schedule.
+    """
 
     options: TrainingOptions
-    step_options: StepOptions  # those of the options that the runtime takes
+    step_options: StepOptions
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
-    switching: Switching | None  # chooses the schedules, if the options say so
-    device: torch.device  # of the model
-    optimizer: Optimizer  # one of a single number, which has the options of all
-    rate: Callable[[int], float]  # from a training step to the learning rate of its update
+    switching: Switching | None
+    device: torch.device
+    optimizer: Optimizer
+    rate: Callable[[int], float]
     build_model: Callable[[], nn.Module]
-    lr: Any  # its ``factor`` scales the optimizer's rate
-    record: Mapping[str, Any]  # all options as plain values, for results and checkpoints
-    again: Callable[[Schedule], "TrainingRun"]  # builds the run afresh, by another schedule
+    lr: Any
+    record: Mapping[str, Any]
+    again: Callable[[Schedule], "TrainingRun"]
 
     @property
     def batch_size(self) -> int:
@@ -89,12 +105,14 @@ class TrainingRun:
         """Return sentences on skipped updates. Every rank calls it, after the last step."""
         if self.step_options.scale == 1:
             return []
-        return [
-            f"stage {stage} left out {n_skipped} of {self.runtime.steps_done} updates, whose"
-            " gradients were not finite: lower loss_scale, or take precision=bf16"
-            for stage, n_skipped in enumerate(self.runtime.skipped())
-            if n_skipped
-        ]
+        sentences = []
+        for stage, n_skipped in enumerate(self.runtime.skipped()):
+            if n_skipped:
+                sentences.append(
+                    f"stage {stage} left out {n_skipped} of {self.runtime.steps_done} updates,"
+                    " whose gradients were not finite: lower loss_scale, or take precision=bf16"
+                )
+        return sentences
 
     def measurements(self) -> Measurements | None:
         """Return the measurements of all ranks, or None. Every rank calls it."""
@@ -130,63 +148,132 @@ def prepare(  # noqa: PLR0913 - options, by keyword
     Raises:
         UserError: a part cannot be built, or does not fit the others.
     """
-    arguments = dict(locals())
-    lr = Constant() if lr is None else lr
+    parts = _Parts(
+        options=options,
+        model=model,
+        samples=samples,
+        schedule=schedule,
+        optimizer=optimizer,
+        lr=Constant() if lr is None else lr,
+        runtime=runtime,
+        world=world,
+        record=asdict(options) if record is None else record,
+    )
+    return _build(parts)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The arguments of :func:`prepare`, from which a run is built, and built again."""
+
+    options: TrainingOptions
+    model: nn.Module | Callable[[], nn.Module]
+    samples: SampleSet
+    schedule: Schedule
+    optimizer: MakeOptimizer
+    lr: Any
+    runtime: Callable[..., Runtime]
+    world: World | None
+    record: Mapping[str, Any]
+
+
+def _build(parts: _Parts) -> TrainingRun:
+    """Build the objects of a run, and check that they fit; errors as :func:`prepare`."""
+    options = parts.options
+    world = parts.world
     if options.diagnostics and world:
         raise UserError(
             f"diagnostics={options.diagnostics} takes all micro-batches in one process: use"
             " runtime=single_process, whose trajectory is the same"
         )
     device = world.device if world else pick_device(options.device)
+
+    # 1. The stages. A copy of a module has its weights; a function draws them from the seed.
     gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
     torch.manual_seed(options.seed)
-    build_model = partial(deepcopy, model) if isinstance(model, nn.Module) else model
-    stages = _cut(build_model().to(device), schedule.n_stages, samples.form, options)
-    batch_size = options.batch * schedule.n_microbatches
-    batches = samples.train(batch_size, options.seed, 0, device)
-    _check_method(
-        "data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"
-    )
-    _check_method("lr:", lr, "factor", "lr.Constant")
-    steps_per_epoch = len(batches)
-    schedule = schedule.in_steps(steps_per_epoch)
-    optimizer_of_one_number = _check_optimizer(optimizer)
+    build_model = parts.model
+    if isinstance(parts.model, nn.Module):
+        build_model = partial(deepcopy, parts.model)
+    model = build_model().to(device)
+    stages = _cut(model, parts.schedule.n_stages, parts.samples.form, options)
+
+    # 2. The steps of an epoch, in which phases and learning rates are counted.
+    batch_size = options.batch * parts.schedule.n_microbatches
+    steps_per_epoch = _steps_per_epoch(parts.samples, batch_size, options.seed, device)
+    _check_method("lr:", parts.lr, "factor", "lr.Constant")
+    schedule = parts.schedule.in_steps(steps_per_epoch)
+    optimizer_of_one_number = _check_optimizer(parts.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
-        return float(lr.factor(step, steps_per_epoch, options.epochs, batch_size))
+        return float(parts.lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
+    # 3. The runtime.
     step_options = StepOptions(
         **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
     )
-    allow_tf32(step_options.precision == "tf32")
-    torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    built_runtime = runtime(
-        stages,
-        schedule,
-        optimizer=optimizer,
-        loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
-        lr_scheduler=partial(Rates, factor=factor),
-        seed=options.seed,
-        options=step_options,
-        **({"world": world} if world else {}),
-        **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
-    )
+    runtime = _make_runtime(parts, stages, schedule, step_options, factor)
     return TrainingRun(
         options=options,
         step_options=step_options,
         schedule=schedule,
-        samples=samples,
-        runtime=built_runtime,
-        switching=_switching(built_runtime, schedule, options),
+        samples=parts.samples,
+        runtime=runtime,
+        switching=_switching(runtime, schedule, options),
         device=device,
         optimizer=optimizer_of_one_number,
         rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
-        lr=lr,
-        record=asdict(options) if record is None else record,
-        again=lambda schedule: prepare(**arguments | {"schedule": schedule}),
+        lr=parts.lr,
+        record=parts.record,
+        again=lambda schedule: _build(replace(parts, schedule=schedule)),
     )
+
+
+def _make_runtime(
+    parts: _Parts,
+    stages: Stages,
+    schedule: Schedule,
+    step_options: StepOptions,
+    factor: Callable[[int], float],
+) -> Runtime:
+    """Set torch's options for the process, and build the runtime.
+
+    Args:
+        parts: arguments of the run.
+        stages: the model.
+        schedule: with lengths in training steps.
+        step_options: the options that the runtime takes.
+        factor: from a training step to what scales the optimizer's learning rate.
+    """
+    options = parts.options
+    allow_tf32(step_options.precision == "tf32")
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    # Only some runtimes take these.
+    further_options: dict[str, Any] = {}
+    if parts.world:
+        further_options["world"] = parts.world
+    if options.diagnostics:
+        further_options["diagnostics"] = options.diagnostics
+    return parts.runtime(
+        stages,
+        schedule,
+        optimizer=parts.optimizer,
+        loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
+        lr_scheduler=partial(Rates, factor=factor),
+        seed=options.seed,
+        options=step_options,
+        **further_options,
+    )
+
+
+def _steps_per_epoch(samples: SampleSet, batch_size: int, seed: int, device: torch.device) -> int:
+    """Return the training steps of an epoch; UserError if the samples' batches cannot be used."""
+    batches = samples.train(batch_size, seed, 0, device)
+    _check_method(
+        "data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"
+    )
+    return len(batches)
 
 
 def _cut(model: nn.Module, n_stages: int, form: InputSpec, options: TrainingOptions) -> Stages:
@@ -216,13 +303,12 @@ def _check_method(name: str, value: object, method: str, example: str) -> None:
 
 def _switching(runtime: Runtime, schedule: Schedule, options: TrainingOptions) -> Switching | None:
     """Return what chooses among the schedules that the options name, if they name any."""
-    candidates = [
-        same_sized(schedule.final, candidate_options).build()
-        for candidate_options in options.switch.candidates
-    ]
-    if not candidates:
+    candidate_of_name = {}
+    for candidate_options in options.switch.candidates:
+        candidate = same_sized(schedule.final, candidate_options).build()
+        candidate_of_name[candidate.name] = candidate
+    if not candidate_of_name:
         return None
-    candidate_of_name = {candidate.name: candidate for candidate in candidates}
     return Switching(runtime, candidate_of_name, options.switch)
 
 
@@ -236,7 +322,8 @@ def join_ranks(
     if runtime.distributed:
         runtime.check_schedule(schedule)  # before ranks are started
         return join(schedule.n_ranks, device=device, **options)
-    if (n_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+    if n_processes > 1:
         raise UserError(
             f"runtime=single_process or controller is one process and {n_processes} were started:"
             " leave torchrun out, or choose runtime=distributed"

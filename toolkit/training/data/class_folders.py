@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,8 @@ def open_split(train: Path, test: Path) -> list[Any]:
             raise UserError(
                 f"{folder} does not hold one folder of images for each class: {error}"
             ) from error
-    if differing := sorted({*splits[0].classes} ^ {*splits[1].classes}):
+    differing = sorted({*splits[0].classes} ^ {*splits[1].classes})
+    if differing:
         raise UserError(
             f"{train} and {test} need the same class folders: only one of them has {differing[0]!r}"
         )
@@ -133,7 +134,8 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
     If the image of ``index`` is damaged, and ``skip``, the next readable one of its class is read.
     """
     label = images.targets[index]
-    class_start, class_end = bisect_left(images.targets, label), bisect_right(images.targets, label)
+    class_start = bisect_left(images.targets, label)  # an ImageFolder's images are in class order
+    class_end = bisect_right(images.targets, label)
     damaged: list[str] = []
     for number in (*range(index, class_end), *range(class_start, index)):
         path = images.samples[number][0]
@@ -184,10 +186,11 @@ class _Images(Dataset[Any]):
 
 
 def _collate(items: list[Any]) -> tuple[Tensor, Tensor, list[str]] | UserError:
-    if errors := [item for item in items if isinstance(item, UserError)]:
-        return errors[0]
+    for item in items:
+        if isinstance(item, UserError):
+            return item
     pixels, labels, damaged = zip(*items, strict=True)
-    return torch.stack(pixels), torch.tensor(labels), [path for paths in damaged for path in paths]
+    return torch.stack(pixels), torch.tensor(labels), [*chain.from_iterable(damaged)]
 
 
 class _Loaded(Source):
@@ -207,9 +210,9 @@ class _Loaded(Source):
         return len(self.dataset.images)
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
-        keys = [
-            [(seed, number) for number in sample_numbers.tolist()] for sample_numbers, _ in batches
-        ]
+        keys = []
+        for sample_numbers, _ in batches:
+            keys.append([(seed, number) for number in sample_numbers.tolist()])
         if not keys:
             return
         # Bytes travel, a quarter of the floats.
