@@ -2,7 +2,7 @@
 
 import keyword
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,23 +56,22 @@ def chain_modules(
         if not module.training:
             module.train()
     chain = ModuleChain(*modules)
-    graph, value = fx.Graph(), example
+    graph = fx.Graph()
+    value = example
     names = input_names(name for name, _ in named_tensors(example))
     nodes = [graph.placeholder(name) for name in names]
     for name, module in chain.named_children():
         args, kwargs = arguments(value)
         _check_keywords(name, module, kwargs)
         remaining_nodes = iter(nodes)
-        node_arguments = (
-            tuple(filled(item, remaining_nodes) for item in args),
-            {key: filled(item, remaining_nodes) for key, item in kwargs.items()},
-        )
-        call = graph.call_module(name, *node_arguments)
+        node_args = tuple(filled(item, remaining_nodes) for item in args)
+        node_kwargs = {key: filled(item, remaining_nodes) for key, item in kwargs.items()}
+        call = graph.call_module(name, node_args, node_kwargs)
         with refused(module, tensors_of(value)), torch.no_grad():
-            meta_arguments = tree_map_only(
+            meta_args, meta_kwargs = tree_map_only(
                 Tensor, lambda item: torch.empty_like(item, device="meta"), (args, kwargs)
             )
-            value = meta_copy(module)(*meta_arguments[0], **meta_arguments[1])
+            value = meta_copy(module)(*meta_args, **meta_kwargs)
         nodes = [*_tensors(graph, call, value)]
     results, result_tensors = Results.of(
         value, lambda leaf: isinstance(leaf, Tensor), "the last stage"
@@ -105,14 +104,14 @@ def _tensors(graph: fx.Graph, node: fx.Node, value: Any) -> list[fx.Node]:
     """Return the nodes of the tensors in ``value``, which ``node`` returns."""
     if isinstance(value, Tensor):
         return [node]
-    items = (
-        [(key, value[key]) for key in sorted(value, key=str)]
-        if isinstance(value, Mapping)
-        else (enumerate(value) if isinstance(value, tuple | list) else ())
-    )
-    return [
-        tensor_node
-        for key, item in items
-        if not isinstance(item, bool | int | float | str | None)
-        for tensor_node in _tensors(graph, graph.call_function(operator.getitem, (node, key)), item)
-    ]
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = [(key, value[key]) for key in sorted(value, key=str)]
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    tensor_nodes = []
+    for key, item in items:
+        if not isinstance(item, bool | int | float | str | None):
+            item_node = graph.call_function(operator.getitem, (node, key))
+            tensor_nodes += _tensors(graph, item_node, item)
+    return tensor_nodes

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.errors import UserError, first_line
-from toolkit.model.analysis import NodeCost, outputs, parameters_of
+from toolkit.model.analysis import NodeCost, parameters_of
+from toolkit.model.cut_sizes import CutSizes, result_nodes
 from toolkit.model.random_draws import seed_layer
-from toolkit.model.structure import Inputs, Results
+from toolkit.model.structure import Results
 from toolkit.model.tied_weights import weight_is_shared
-from toolkit.model.trace import shapes_of
 
 
 @dataclass(frozen=True)
@@ -32,21 +31,6 @@ class Boundary:
     batched: bool = True
 
 
-@dataclass(frozen=True)
-class CutSizes:
-    """Values of a graph that grow with the batch, by the names of nodes.
-
-    Attributes:
-        batched: tensors whose first dimension has a row a sample.
-        unbatched: tensors without the batch that can travel: trained ones, and scalars.
-        counts: whole numbers that are a multiple of the number of samples, with its factor.
-    """
-
-    batched: set[str]
-    unbatched: set[str]
-    counts: dict[str, int]
-
-
 class Crossings:
     """Values that cross the cut before each node, and what forbids that cut.
 
@@ -55,12 +39,12 @@ class Crossings:
     """
 
     def __init__(
-        self, traced: fx.GraphModule, costs: dict[str, NodeCost], found_sizes: CutSizes
+        self, traced: fx.GraphModule, costs: dict[str, NodeCost], cut_sizes: CutSizes
     ) -> None:
         self.traced = traced
         self.costs = costs
-        self.batched = found_sizes.batched
-        self.counts = found_sizes.counts
+        self.batched = cut_sizes.batched
+        self.counts = cut_sizes.counts
         self.repeated = self._repeated()
         self.of_batch = self._of_batch()
         self.nodes = [
@@ -68,13 +52,12 @@ class Crossings:
         ]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
-        results = _outputs(traced)
-        self.unbatched = {
-            node
-            for node in traced.graph.nodes
-            if node.name in found_sizes.unbatched
-            if node not in self.repeated or node in results
-        }
+        results = result_nodes(traced)
+        self.unbatched = set()
+        for node in traced.graph.nodes:
+            travels = node not in self.repeated or node in results
+            if node.name in cut_sizes.unbatched and travels:
+                self.unbatched.add(node)
         self.n_unbatched = [0] * (len(self.nodes) + 1)  # how many such tensors cross
         index_of_node = {node: index for index, node in enumerate(self.nodes)}
         self._find_crossing(index_of_node)
@@ -128,8 +111,10 @@ class Crossings:
             using_nodes = []
             for node in nodes:
                 # A node that only reads a parameter may be repeated; what counts is who uses it.
-                users = [user for user in node.users if user in position]
-                using_nodes += users if node.op == "get_attr" else [node]
+                if node.op == "get_attr":
+                    using_nodes += [user for user in node.users if user in position]
+                else:
+                    using_nodes.append(node)
             use_positions = [position[node] for node in using_nodes]
             cuts_between = range(
                 min(use_positions, default=0) + 1, max(use_positions, default=0) + 1
@@ -150,20 +135,22 @@ class Crossings:
     def _repeated(self) -> set[fx.Node]:
         """Return the nodes that each stage computes for itself, from attributes and sizes."""
         repeated_nodes: set[fx.Node] = set()
-        changed_names = {name for cost in self.costs.values() for name in cost.changes}
+        changed_names: set[str] = set()
+        for cost in self.costs.values():
+            changed_names.update(cost.changes)
         trained_nodes: set[fx.Node] = set()
         for node in self.traced.graph.nodes:
             if any(parameter.requires_grad for parameter in parameters_of(self.traced, node)):
                 trained_nodes.add(node)
             if weight_is_shared(self.traced, node):
                 continue
-            if node.op == "get_attr" or self._is_size(node):
+            if node.op == "get_attr" or self.is_size(node):
                 repeated_nodes.add(node)
             elif node.op.startswith("call"):
-                cost, sources = self.costs[node.name], node.all_input_nodes
-                is_fixed = not (
-                    cost.changes or cost.state or cost.draws or node.name in changed_names
-                )
+                cost = self.costs[node.name]
+                sources = node.all_input_nodes
+                has_effects = cost.changes or cost.state or cost.draws
+                is_fixed = not (has_effects or node.name in changed_names)
                 is_fixed = is_fixed and trained_nodes.isdisjoint([node, *sources])
                 if is_fixed and sources and repeated_nodes.issuperset(sources):
                     repeated_nodes.add(node)
@@ -171,11 +158,13 @@ class Crossings:
 
     def computes(self, node: fx.Node) -> bool:
         """Return whether ``node`` has floating-point operations or parameters."""
-        sources = (node, *(source for source in node.all_input_nodes if source.op == "get_attr"))
-        has_parameters = any(parameters_of(self.traced, source) for source in sources)
-        return node not in self.repeated and (has_parameters or self.costs[node.name].flops > 0)
+        if node in self.repeated:
+            return False
+        sources = [source for source in node.all_input_nodes if source.op == "get_attr"]
+        has_parameters = any(parameters_of(self.traced, source) for source in (node, *sources))
+        return has_parameters or self.costs[node.name].flops > 0
 
-    def _is_size(self, node: fx.Node) -> bool:
+    def is_size(self, node: fx.Node) -> bool:
         """Return whether the value of ``node`` follows from any tensor with the batch first."""
         is_device = isinstance(self.costs[node.name].output, torch.device)
         return node.op.startswith("call") and (is_device or node.name in self.counts)
@@ -195,12 +184,12 @@ class Crossings:
 
     def outputs(self) -> tuple[Boundary, ...]:
         """Return the tensors of the result."""
-        return self._boundary(_outputs(self.traced))
+        return self._boundary(result_nodes(self.traced))
 
     def results(self) -> Results:
         """Return how the result is made of its tensors."""
         scalars = [
-            index for index, node in enumerate(_outputs(self.traced)) if node in self.unbatched
+            index for index, node in enumerate(result_nodes(self.traced)) if node in self.unbatched
         ]
         results: Results = self.traced.meta["results"]
         return replace(results, scalars=frozenset(scalars))
@@ -216,72 +205,40 @@ class Crossings:
             if not isinstance(tensor, torch.Tensor):
                 continue
             batched = node not in self.unbatched
-            shape = tuple(tensor.shape) if batched else (1, *tensor.shape)
+            shape = tuple(tensor.shape)
+            if not batched:
+                shape = (1, *shape)
             boundary.append(Boundary(node.name, shape, tensor.dtype, batched))
         return tuple(boundary)
 
     def stage(self, begin: int, end: int) -> fx.GraphModule:
         """Return the nodes from ``begin`` to before ``end`` as a module."""
-        graph = fx.Graph()
         received = self.at[begin] if begin else self._inputs
-        placeholders = {node: graph.placeholder(node.name) for node in received}
-        batched_placeholder = placeholders[
-            received[0]
-        ]  # it has the batch, since tensors without one come last
-        copies = {node: copy for node, copy in placeholders.items() if node not in self.unbatched}
-
-        def copied(node: fx.Node) -> fx.Node:
-            if node in copies:
-                return copies[node]
-            if node in placeholders:
-                copies[node] = graph.call_function(torch.squeeze, (placeholders[node], 0))
-                return copies[node]
-            assert node in self.repeated, f"{node} does not cross into this stage"
-            if not self._is_size(node):
-                copies[node] = graph.node_copy(node, copied)
-            elif node.name in self.counts:
-                multiple = batched_placeholder, self.counts[node.name]
-                copies[node] = graph.call_function(_multiple, multiple)
-            else:
-                copies[node] = graph.call_function(getattr, (batched_placeholder, "device"))
-            return copies[node]
-
+        sent = self.at[end] if end < len(self.nodes) else result_nodes(self.traced)
         stage_nodes = self.nodes[begin:end]
+        copies = _StageCopies(self, received)
         for node in stage_nodes:
-            if node not in copies and node not in self.repeated:
-                for argument in node.all_input_nodes:
-                    copied(argument)
-                if self.costs[node.name].draws:
-                    graph.call_function(seed_layer, (node.name,))
-                copies[node] = graph.node_copy(node, copied)
-        sent_nodes = self.at[end] if end < len(self.nodes) else _outputs(self.traced)
-        sent_unbatched = [
-            node for node in sent_nodes if node in self.unbatched and node not in placeholders
-        ]
-        outputs = []
-        for node in sent_nodes:
-            if node in sent_unbatched:
-                outputs.append(graph.call_function(torch.unsqueeze, (copied(node), 0)))
-            elif node in placeholders:
-                outputs.append(placeholders[node])
-            else:
-                outputs.append(copied(node))
-        graph.output(tuple(outputs))
-        stage = fx.GraphModule(self.traced, graph, class_name="Stage")  # shares the parameters
+            if node not in copies.of and node not in self.repeated:
+                copies.add(node)
+        copies.add_output(sent)
+        stage = fx.GraphModule(self.traced, copies.graph, class_name="Stage")  # shares parameters
+
         # Such a stage runs micro-batches one by one: a scalar is one of a micro-batch, and rows of
         # different versions of a weight must not run as one batch.
-        uses_unbatched = any(node in self.unbatched and node in copies for node in received)
+        sent_unbatched = copies.made_unbatched(sent)
+        uses_unbatched = any(node in self.unbatched and node in copies.of for node in received)
         makes_scalar = any(node in self.of_batch for node in sent_unbatched)
         unbatched = uses_unbatched or makes_scalar
+
+        passes_on = {}
+        for index, node in enumerate(sent):
+            if node in received:
+                passes_on[index] = received.index(node)
         stage.meta |= self.traced.meta | {
             "draws": any(self.costs[node.name].draws for node in stage_nodes),
             "mixes": unbatched or any(map(self._mixes, stage_nodes)),
             "unbatched": unbatched,
-            "passes_on": {
-                index: received.index(node)
-                for index, node in enumerate(sent_nodes)
-                if node in placeholders
-            },
+            "passes_on": passes_on,
             "sends_weights": [str(node.target) for node in sent_unbatched if node.op == "get_attr"],
         }
         return stage
@@ -301,67 +258,76 @@ class Crossings:
         return bool(getattr(module, "scale_grad_by_freq", False))
 
 
-def sizes(
-    model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
-) -> CutSizes:
-    """Find what grows with the batch, by a run with one more row on the meta device.
+class _StageCopies:
+    """The graph of a stage: copies of nodes of the whole model's graph.
 
-    Raises:
-        UserError: the model cannot run another row, or returns a tensor without the batch that is
-            no scalar.
+    Args:
+        crossings: what crosses the cuts of the model.
+        received: nodes whose values the stage receives, those with the batch first.
+
+    Attributes:
+        graph: the graph of the stage.
+        placeholders: the inputs of the graph, by node of the model.
+        of: copies that compute, by node of the model.
     """
-    name, n_samples = type(model).__name__, inputs[0].shape[0]
-    longer_inputs = tuple(
-        tensor.new_empty((n_samples + 1, *tensor.shape[1:]), device="meta") for tensor in inputs
-    )
-    try:
-        longer_outputs = outputs(traced, longer_inputs)
-    except Exception as error:  # the model's own code may raise anything
-        raise UserError(
-            f"{name} runs on {n_samples} rows but not on {n_samples + 1}: the first dimension must"
-            f" be the batch: {first_line(error)}"
-        ) from error
-    batched, unbatched, counts = set(), set(), {}
-    rows: dict[str, tuple[int, int]] = {}  # of each tensor, in the two runs
-    for node_name, cost in costs.items():
-        value, longer_value = cost.output, longer_outputs[node_name]
-        if isinstance(value, torch.Tensor) and isinstance(longer_value, torch.Tensor):
-            if value.dim() and longer_value.dim():
-                rows[node_name] = value.shape[0], longer_value.shape[0]
-            if rows.get(node_name) == (n_samples, n_samples + 1):
-                batched.add(node_name)
-            is_scalar = value.dim() == 0 and value.is_floating_point()
-            if value.shape == longer_value.shape and (value.requires_grad or is_scalar):
-                unbatched.add(node_name)
-        elif (
-            type(value) is int
-            and value
-            and value % n_samples == 0
-            and value * (n_samples + 1) == longer_value * n_samples
-        ):
-            counts[node_name] = value // n_samples
-    for node in _outputs(traced):
-        value = costs[node.name].output
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and node.name in unbatched:
-            continue
-        n_rows, n_rows_of_longer = rows.get(node.name, (0, 0))
-        if (
-            not n_rows
-            or n_rows * (n_samples + 1) != n_rows_of_longer * n_samples
-            or n_rows % n_samples
-        ):
-            shape = shapes_of((value,)) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UserError(
-                f"{name} must return tensors with the batch first, or a floating-point scalar such"
-                f" as a loss: got shape {shape} ({node}) for {n_samples} samples. Leave it out,"
-                " return it once a sample, or compute it in the loss"
-            )
-    return CutSizes(batched, unbatched, counts)
 
+    def __init__(self, crossings: Crossings, received: Sequence[fx.Node]) -> None:
+        self.crossings = crossings
+        self.graph = fx.Graph()
+        self.placeholders = {node: self.graph.placeholder(node.name) for node in received}
+        # It has the batch, since tensors without one come last.
+        self.batched_placeholder = self.placeholders[received[0]]
+        self.of: dict[fx.Node, fx.Node] = {}
+        for node, placeholder in self.placeholders.items():
+            if node not in crossings.unbatched:
+                self.of[node] = placeholder
 
-def _outputs(traced: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes whose values a graph returns."""
-    return list(next(iter(reversed(traced.graph.nodes))).args[0])
+    def add(self, node: fx.Node) -> None:
+        """Add a node after what it reads; if it draws random numbers, seed them before."""
+        for argument in node.all_input_nodes:
+            self.copy(argument)
+        if self.crossings.costs[node.name].draws:
+            self.graph.call_function(seed_layer, (node.name,))
+        self.of[node] = self.graph.node_copy(node, self.copy)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Return the copy of what a node of the stage reads, which is made if there is none."""
+        if node not in self.of:
+            self.of[node] = self._new_copy(node)
+        return self.of[node]
+
+    def _new_copy(self, node: fx.Node) -> fx.Node:
+        if node in self.placeholders:  # without the batch: it has travelled as [1, ...]
+            return self.graph.call_function(torch.squeeze, (self.placeholders[node], 0))
+        crossings = self.crossings
+        assert node in crossings.repeated, f"{node} does not cross into this stage"
+        if not crossings.is_size(node):
+            return self.graph.node_copy(node, self.copy)
+        if node.name in crossings.counts:
+            multiple = (self.batched_placeholder, crossings.counts[node.name])
+            return self.graph.call_function(_multiple, multiple)
+        return self.graph.call_function(getattr, (self.batched_placeholder, "device"))
+
+    def made_unbatched(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return those of ``nodes`` without the batch whose values the stage does not receive."""
+        made_nodes = []
+        for node in nodes:
+            if node in self.crossings.unbatched and node not in self.placeholders:
+                made_nodes.append(node)
+        return made_nodes
+
+    def add_output(self, sent: Sequence[fx.Node]) -> None:
+        """Return the values of ``sent`` from the graph, as they travel to the next stage."""
+        made_unbatched = self.made_unbatched(sent)
+        outputs = []
+        for node in sent:
+            if node in made_unbatched:
+                outputs.append(self.graph.call_function(torch.unsqueeze, (self.copy(node), 0)))
+            elif node in self.placeholders:
+                outputs.append(self.placeholders[node])
+            else:
+                outputs.append(self.copy(node))
+        self.graph.output(tuple(outputs))
 
 
 def _multiple(x: torch.Tensor, factor: int) -> int:

@@ -41,13 +41,15 @@ def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) ->
     exported_model = copy.copy(model)  # the same modules and tensors, with another forward
     vars(exported_model)["forward"] = forward
     # A dimension of 1 would be taken for a constant.
-    several_rows = tuple(
-        torch.cat([tensor, tensor]) if len(tensor) == 1 else tensor for tensor in inputs
-    )
+    several_rows = []
+    for tensor in inputs:
+        if len(tensor) == 1:
+            tensor = torch.cat([tensor, tensor])
+        several_rows.append(tensor)
     dynamic_rows = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
     # Strict mode would run Dynamo, which allows less of Python.
     program = torch.export.export(
-        exported_model, several_rows, dynamic_shapes=(dynamic_rows,), strict=False
+        exported_model, tuple(several_rows), dynamic_shapes=(dynamic_rows,), strict=False
     )
     exported = program.module(check_guards=False)
     return _Rewriter(model, exported, names, inputs).run()
@@ -80,7 +82,8 @@ class _Rewriter:
         return fx.GraphModule(self.attributes, self.graph, type(self.model).__name__)
 
     def _placeholder(self, node: fx.Node) -> None:
-        name, shape = next(self.names), tuple(next(self.inputs).shape[1:])
+        name = next(self.names)
+        shape = tuple(next(self.inputs).shape[1:])
         placed = self.graph.call_function(of_shape, (self.graph.placeholder(name), name, shape))
         self.copies[node] = placed
         if self.device is None:
@@ -127,18 +130,17 @@ class _Rewriter:
         """Return a call of the layer in place of a batch norm by its batch; None for others."""
         if node.target is not _aten.batch_norm.default or not node.args[5]:
             return None
-        path = [path for path, _ in node.meta.get("nn_module_stack", {}).values()][-1:]
-        layer = self.model.get_submodule(path[0]) if path else None
-        is_torch_norm = isinstance(layer, _BatchNorm) and type(layer).forward.__module__.startswith(
-            "torch."
-        )
-        if not is_torch_norm:
+        paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        place = paths[-1] if paths else "its forward"  # the innermost module is the last
+        layer = self.model.get_submodule(place) if paths else None
+        forward_module = type(layer).forward.__module__ if isinstance(layer, _BatchNorm) else ""
+        if not forward_module.startswith("torch."):
             raise NormCallError(
-                f"calls batch_norm as a function in {path[0] if path else 'its forward'}, which"
-                " would mix micro-batches: use torch.nn's batch norm modules"
+                f"calls batch_norm as a function in {place}, which would mix micro-batches: use"
+                " torch.nn's batch norm modules"
             )
-        self.attributes[path[0]] = layer
-        call = self.graph.call_module(path[0], (self._copied(node.args[0]),))
+        self.attributes[place] = layer
+        call = self.graph.call_module(place, (self._copied(node.args[0]),))
         call.meta = dict(node.meta)
         return call
 
@@ -146,10 +148,10 @@ class _Rewriter:
 def of_shape(x: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return ``x`` ``[b, *shape]``; UserError if it has another shape."""
     if tuple(x.shape[1:]) != shape:
+        expected = ", ".join(map(str, ("b", *shape)))
         raise UserError(
-            f"{name}: got shape {list(x.shape)}; expected"
-            f" [b{''.join(f', {size}' for size in shape)}], as in the example of partition. Pad"
-            " every batch to one length"
+            f"{name}: got shape {list(x.shape)}; expected [{expected}], as in the example of"
+            " partition. Pad every batch to one length"
         )
     return x
 

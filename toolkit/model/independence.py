@@ -156,23 +156,27 @@ def _refuse(stages: "Stages", mixing_place: str | None) -> None:
 
 def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> bool:
     """Return whether outputs are the same apart and together; add to ``places`` where they mix."""
-    values = [*zip(*((pair[:2], pair[2:], pair) for pair in inputs), strict=True)]
+    first_inputs = tuple(tensor[:2] for tensor in inputs)
+    second_inputs = tuple(tensor[2:] for tensor in inputs)
+    values: Sequence[Inputs] = [first_inputs, second_inputs, inputs]
     agree = True
     for stage, boundary in zip(stages, stages.boundaries, strict=True):
         if stage.meta["unbatched"]:
             # It runs micro-batches one by one, so it may mix samples. Earlier stages may not.
-            received = zip(boundary, zip(*values, strict=True), strict=True)
-            agree = agree and all(_alike(*pair) for tensor, pair in received if tensor.batched)
+            for tensor, results in zip(boundary, zip(*values, strict=True), strict=True):
+                if agree and tensor.batched:
+                    agree = _alike(*results)
             values = _run_one_by_one(_probe(stage), values)
             continue
         lockstep = _Lockstep(_probe(stage), places)
         values = lockstep.run(values)
         agree = agree and lockstep.agree
     # A scalar is one of a micro-batch.
-    by_sample = [
-        index for index in range(len(stages.outputs)) if index not in stages.results.scalars
-    ]
-    return agree and all(_agree(*(outputs[index] for outputs in values)) for index in by_sample)
+    for index in range(len(stages.outputs)):
+        if agree and index not in stages.results.scalars:
+            first, second, joint = (outputs[index] for outputs in values)
+            agree = _agree(first, second, joint)
+    return agree
 
 
 def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
@@ -203,6 +207,7 @@ class _Lockstep:
             earlier_states = generator_states()
             results = [run.run_node(node) for run in self.runs]
             if earlier_states != generator_states():
+                # Each run has drawn other numbers: equal ones let later nodes be compared.
                 self.agree = self.agree and all(map(self._alike, node.all_input_nodes))
                 for first, second, joint in zip(*map(tree_leaves, results), strict=True):
                     _join(first, second, joint)
@@ -227,17 +232,17 @@ class _Lockstep:
         if node.op != "call_module":
             return
         norm = self.module.get_submodule(str(node.target))
-        if isinstance(norm, _BatchNorm) and node.target not in evaluated(self.module):
-            if norm.running_mean is None:
-                new_norm = type(norm)(norm.num_features).to(
-                    self.runs[2].env[node.all_input_nodes[0]]
-                )
-                vars(norm)["_buffers"] = vars(new_norm)["_buffers"]
-                norm.track_running_stats = True
-            norm.momentum = 1.0
-            norm.train()
-            self.runs[2].run_node(node)
-            norm.eval()
+        if not isinstance(norm, _BatchNorm) or node.target in evaluated(self.module):
+            return
+        if norm.running_mean is None:
+            joint_input = self.runs[2].env[node.all_input_nodes[0]]
+            new_norm = type(norm)(norm.num_features).to(joint_input)
+            vars(norm)["_buffers"] = vars(new_norm)["_buffers"]
+            norm.track_running_stats = True
+        norm.momentum = 1.0  # running statistics are those of this batch
+        norm.train()
+        self.runs[2].run_node(node)
+        norm.eval()
 
     def _origin(self, node: fx.Node) -> fx.Node:
         """Return the value without samples that ``node`` mixes in, such as a mean; or ``node``."""
@@ -253,10 +258,9 @@ def _probe(stage: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of ``stage`` without dropout, which shares parameters and copies buffers."""
     copy_of_tensor: dict[int, Any] = {}
     for parameter in stage.parameters():
-        is_small = (
-            parameter.is_floating_point() and parameter.numel() and parameter.abs().max() < _TINY
-        )
-        values = torch.randn_like(parameter) / 10 if is_small else parameter.data
+        values = parameter.data
+        if values.is_floating_point() and values.numel() and values.abs().max() < _TINY:
+            values = torch.randn_like(parameter) / 10
         copy_of_tensor[id(parameter)] = nn.Parameter(values, requires_grad=False)
     probe = copy.deepcopy(stage, copy_of_tensor).eval()
     for node in probe.graph.nodes:
@@ -272,29 +276,27 @@ def _probe(stage: fx.GraphModule) -> fx.GraphModule:
 
 def _dimension(first: Tensor, second: Tensor, joint: Tensor) -> int | None:
     """Return the one dimension in which ``joint`` is as long as the other two together, or None."""
-    shapes = (
-        [*zip(first.shape, second.shape, joint.shape, strict=True)]
-        if (first.dim() == second.dim() == joint.dim())
-        else []
-    )
-    differing_dimensions = [
-        dimension
-        for dimension, (first_size, second_size, joint_size) in enumerate(shapes)
-        if not first_size == second_size == joint_size
-    ]
-    is_joined = (
-        len(differing_dimensions) == 1
-        and sum(shapes[differing_dimensions[0]][:2]) == shapes[differing_dimensions[0]][2]
-    )
-    return differing_dimensions[0] if is_joined else None
+    if not first.dim() == second.dim() == joint.dim():
+        return None
+    differing_dimensions = []
+    for dimension in range(joint.dim()):
+        sizes = {first.shape[dimension], second.shape[dimension], joint.shape[dimension]}
+        if len(sizes) > 1:
+            differing_dimensions.append(dimension)
+    if len(differing_dimensions) != 1:
+        return None
+    (dimension,) = differing_dimensions
+    is_joined = first.shape[dimension] + second.shape[dimension] == joint.shape[dimension]
+    return dimension if is_joined else None
 
 
 def _join(first: Any, second: Any, joint: Any) -> None:
     """Make three results of the same random draw, or of the same statistics, equal."""
     if not all(isinstance(result, Tensor) for result in (first, second, joint)):
         return
-    if (dim := _dimension(first, second, joint)) is not None:
-        joint.copy_(torch.cat([first, second], dim))
+    dimension = _dimension(first, second, joint)
+    if dimension is not None:
+        joint.copy_(torch.cat([first, second], dimension))
     elif first.shape == second.shape == joint.shape:
         for tensor in (second, joint):
             tensor.copy_(first)
@@ -309,13 +311,14 @@ def _alike(first: Any, second: Any, joint: Any) -> bool:
     """Return whether results have the same values; True if their shapes cannot be compared."""
     if not all(isinstance(result, Tensor) for result in (first, second, joint)):
         return True
-    if not joint.is_floating_point() or (dim := _dimension(first, second, joint)) is None:
+    dimension = _dimension(first, second, joint)
+    if not joint.is_floating_point() or dimension is None:
         return True
-    separate = torch.cat([first, second], dim)
+    separate = torch.cat([first, second], dimension)
+    if _close(separate, joint):
+        return True
     # The samples of micro-batches may alternate, as after a transpose and a reshape.
-    return _close(separate, joint) or _close(
-        separate.flatten().sort()[0], joint.flatten().sort()[0]
-    )
+    return _close(separate.flatten().sort()[0], joint.flatten().sort()[0])
 
 
 def _close(expected: Tensor, actual: Tensor) -> bool:

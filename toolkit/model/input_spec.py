@@ -11,7 +11,14 @@ from toolkit.metric import ACCURACY, LOSS
 
 @dataclass(frozen=True)
 class Images:
-    """Images ``[b, channels, height, width]`` in pixels, each of one class."""
+    """Images ``[b, channels, height, width]``, each of one class.
+
+    Args:
+        channels: colours, such as 3.
+        height: of an image, in pixels.
+        width: of an image, in pixels.
+        n_classes: number of classes; a class is 0 .. n_classes-1.
+    """
 
     channels: int
     height: int
@@ -41,7 +48,12 @@ class Images:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of ``length`` tokens from ``vocabulary``, each with its next token."""
+    """Sequences of tokens ``[b, length]``, each token with the next one as its answer.
+
+    Args:
+        length: tokens of a sequence.
+        vocabulary: number of tokens; a token is 0 .. vocabulary-1.
+    """
 
     length: int
     vocabulary: int

@@ -21,7 +21,8 @@ from torch import fx, nn
 from toolkit.errors import UserError, whole
 from toolkit.model.analysis import NodeCost, node_costs
 from toolkit.model.by_hand import chain_modules
-from toolkit.model.crossings import Boundary, Crossings, sizes
+from toolkit.model.crossings import Boundary, Crossings
+from toolkit.model.cut_sizes import sizes
 from toolkit.model.independence import check_partition
 from toolkit.model.structure import Inputs, Results, tensors_of
 from toolkit.model.tied_weights import share_tied_weights
@@ -155,8 +156,10 @@ class Traced:
 
     def cut(self, n_stages: int, by: str | Sequence[str] = "flops") -> Stages:
         """Return stages; arguments and errors as of :func:`partition`."""
-        n_stages, crossing = whole(n_stages, "n_stages"), self.crossing
-        nodes, traced = crossing.nodes, crossing.traced
+        n_stages = whole(n_stages, "n_stages")
+        crossing = self.crossing
+        nodes = crossing.nodes
+        traced = crossing.traced
         loads = [0] * len(nodes)
         if "modules" in traced.meta:
             cuts = _named_cuts(n_stages, traced.meta["modules"][1:], crossing)
@@ -233,7 +236,8 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
         costs = node_costs(traced, inputs)
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
-        if changed_inputs := [input_name for input_name in cost.changes if input_name in received]:
+        changed_inputs = [input_name for input_name in cost.changes if input_name in received]
+        if changed_inputs:
             raise UserError(
                 f"{name} changes its input {changed_inputs[0]} in place ({node}), but a batch may"
                 " be read again: begin with x = x.clone(), or use inplace=False"
@@ -245,34 +249,36 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
 
 def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     """Return the best allowed cuts; see :func:`balanced`."""
+    free_cuts = []
+    obstacle_counts: Counter[str] = Counter()
+    for cut, obstacle in enumerate(crossing.obstacle[1:-1], 1):
+        if obstacle is None:
+            free_cuts.append(cut)
+        else:
+            obstacle_counts[obstacle] += 1
+    commonest_obstacle = ""
+    for obstacle, _ in obstacle_counts.most_common(1):
+        commonest_obstacle = obstacle
+
+    # 1. The first and the last stage have work, if there are other cuts or a weight is tied.
     computing = [cut for cut, node in enumerate(crossing.nodes) if crossing.computes(node)]
-    free_cuts = [
-        cut
-        for cut, obstacle_text in enumerate(crossing.obstacle[:-1])
-        if cut and obstacle_text is None
-    ]
-    # The first and the last stage have work, if there are other cuts or a weight is tied.
     possible_cuts = [cut for cut in free_cuts if computing and computing[0] < cut <= computing[-1]]
-    obstacle_counts = Counter(
-        obstacle_text for obstacle_text in crossing.obstacle[1:-1] if obstacle_text is not None
-    )
-    commonest = obstacle_counts.most_common(1)
-    if len(possible_cuts) + 1 < n_stages and not any(
-        "both sides" in obstacle_text for obstacle_text, _ in commonest
-    ):
+    if len(possible_cuts) + 1 < n_stages and "both sides" not in commonest_obstacle:
         possible_cuts = free_cuts
+
+    # 2. A tensor without the batch, such as a tied weight, crosses only where this makes the
+    # largest stage a quarter smaller: its stages run micro-batches one by one.
     allowed_cuts = [cut for cut in possible_cuts if not crossing.n_unbatched[cut]]
-    limits = [_limit_of(loads, cuts, n_stages) for cuts in (possible_cuts, allowed_cuts)]
-    if 4 * limits[0] < 3 * limits[1]:
+    possible_limit = _limit_of(loads, possible_cuts, n_stages)
+    if 4 * possible_limit < 3 * _limit_of(loads, allowed_cuts, n_stages):
         allowed_cuts = possible_cuts
     if not 1 <= n_stages <= len(allowed_cuts) + 1:
-        obstacle = "".join(
-            f"; elsewhere a cut fails, mostly since {obstacle_text}"
-            for obstacle_text, _ in commonest
-        )
+        reason = ""
+        if commonest_obstacle and 1 < n_stages <= len(loads):
+            reason = f"; elsewhere a cut fails, mostly since {commonest_obstacle}"
         raise UserError(
             f"this model can be cut into 1 to {len(allowed_cuts) + 1} stages: got"
-            f" n_stages={n_stages}{obstacle if 1 < n_stages <= len(loads) else ''}"
+            f" n_stages={n_stages}{reason}"
         )
     edges = [0, *allowed_cuts, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
@@ -302,22 +308,24 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
     limit = _smallest_limit(load_before, n_stages)
 
     def best(first: Any, min_load: int, cost: Callable[[Any, int, int], Any]) -> Any:
-        """Return the lowest cost of stages of ``least`` to ``limit``.
+        """Return the lowest cost of stages with loads of ``min_load`` to ``limit``.
 
         ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
         """
+        # By the end of the stages so far, their lowest cost.
         cost_of_end = {0: first}
         for _ in range(n_stages):
             longer_cost_of_end = {}
             for end, total in enumerate(load_before):
-                begin = bisect_left(load_before, total - limit)
+                first_begin = bisect_left(load_before, total - limit)
                 stop = min(end, bisect_right(load_before, total - min_load))
-                reached = (begin for begin in range(begin, stop) if begin in cost_of_end)
-                costs = (
-                    cost(cost_of_end[begin], begin, total - load_before[begin]) for begin in reached
-                )
-                if (lowest := min(costs, default=None)) is not None:
-                    longer_cost_of_end[end] = lowest
+                costs = []
+                for begin in range(first_begin, stop):
+                    if begin in cost_of_end:
+                        load = total - load_before[begin]
+                        costs.append(cost(cost_of_end[begin], begin, load))
+                if costs:
+                    longer_cost_of_end[end] = min(costs)
             cost_of_end = longer_cost_of_end
         return cost_of_end[len(loads)]
 
@@ -358,27 +366,33 @@ def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[in
         )
     cuts = []
     for name in names:
-        node_indices = [
-            index
-            for index, node in enumerate(crossing.nodes)
-            if any(f"{path}.".startswith(f"{name}.") for path in _paths(node))
-        ]
-        if not node_indices:
-            paths = dict.fromkeys(path for node in crossing.nodes for path in _paths(node) if path)
-            suggestion = "".join(
-                f"did you mean {path}? " for path in get_close_matches(str(name), paths, 1)
-            )
-            outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
-            raise UserError(
-                f"torch.fx sees no module {name!r} in this model: {suggestion}choose from"
-                f" {', '.join(outermost)} and their submodules"
-            )
-        if (obstacle := crossing.obstacle[node_indices[0]]) is not None or node_indices[0] == 0:
+        cut = _first_node(name, crossing)
+        obstacle = crossing.obstacle[cut]
+        if obstacle is not None or cut == 0:
             raise UserError(f"no stage can begin at {name!r}: {obstacle or 'it begins the first'}")
-        cuts.append(node_indices[0])
+        cuts.append(cut)
     if cuts != sorted(set(cuts)):
         raise UserError(f"{names} must be in the order in which the model runs them")
     return cuts
+
+
+def _first_node(name: str, crossing: Crossings) -> int:
+    """Return the index of the first node of a module; UserError if the module has none."""
+    paths: dict[str, None] = {}  # in order, each once
+    for index, node in enumerate(crossing.nodes):
+        for path in _paths(node):
+            if f"{path}.".startswith(f"{name}."):
+                return index
+            if path:
+                paths[path] = None
+    suggestion = ""
+    for path in get_close_matches(str(name), paths, 1):
+        suggestion = f"did you mean {path}? "
+    outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
+    raise UserError(
+        f"torch.fx sees no module {name!r} in this model: {suggestion}choose from"
+        f" {', '.join(outermost)} and their submodules"
+    )
 
 
 def _paths(node: fx.Node) -> list[str]:

@@ -25,7 +25,8 @@ PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
 HALVES = (torch.float16, torch.bfloat16)
 
 _PRODUCTS = {
-    *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
+    *("conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("addbmm", "addmm", "baddbmm", "bmm", "linalg_vecdot", "linear", "matmul", "mm", "prelu"),
     *("conv_tbc", "scaled_dot_product_attention"),
 }
@@ -83,11 +84,15 @@ class _OnDevice(TorchFunctionMode):
         self.on_cpu = on_cpu
         self.casts: dict[str, Callable[[Any], Any]] = {}
         if dtype is not None:
-            operations = registered("CPU" if on_cpu else "CUDA")
-            widest_operations = _WIDEST_ON_CPU if on_cpu else _WIDEST_ON_GPU
-            product_operations = (
-                _PRODUCTS if on_cpu else _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
-            )
+            if on_cpu:
+                operations = registered("CPU")
+                widest_operations = _WIDEST_ON_CPU
+                product_operations = _PRODUCTS
+            else:
+                operations = registered("CUDA")
+                widest_operations = _WIDEST_ON_GPU
+                product_operations = _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
+            # The later of these counts, if an operation is in several.
             self.casts = dict.fromkeys(operations, partial(_to, torch.float32))
             self.casts |= dict.fromkeys(widest_operations, _widened)
             self.casts |= dict.fromkeys(product_operations, partial(_to, dtype))
@@ -96,7 +101,8 @@ class _OnDevice(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if cast := self.casts.get(_operation(func)):
+        cast = self.casts.get(_operation(func))
+        if cast is not None:
             args, kwargs = cast((args, kwargs))
         if func in (_PLAIN_ATTENTION, _ATEN.scaled_dot_product_attention.default):
             return _attention(self.on_cpu, *args, **kwargs)
@@ -143,6 +149,7 @@ def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
     return len(arguments) > position and bool(arguments[position] > 0)
 
 
+# Calls pass on the arguments of F.scaled_dot_product_attention, by place or by name.
 def _attention(  # noqa: PLR0913 - the signature is torch's
     on_cpu: bool,
     query: Tensor,
@@ -165,7 +172,8 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
         )
     mask = attn_mask
     if mask is not None:
-        mask = torch.empty_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask
+        if mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)
         mask = mask.expand(*query.shape[:3], key.shape[2])
     if on_cpu:
         return _ON_CPU(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]

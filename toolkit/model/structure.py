@@ -23,17 +23,19 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     Raises:
         UserError: a value is of another kind.
     """
+    prefix = f"{name}_" if name else ""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from named_tensors(value[key], f"{name}_{key}" if name else str(key))
+            yield from named_tensors(value[key], f"{prefix}{key}")
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from named_tensors(item, f"{name}_{index}" if name else str(index))
+            yield from named_tensors(item, f"{prefix}{index}")
     elif not isinstance(value, bool | int | float | str | torch.dtype | None):
+        place = f" for {name}" if name else ""
         raise UserError(
-            f"inputs: got a {type(value).__name__}{f' for {name}' if name else ''}; expected"
+            f"inputs: got a {type(value).__name__}{place}; expected"
             " tensors [b, ...], or tuples, lists or dictionaries of them"
         )
 
@@ -85,7 +87,9 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if isinstance(example, Mapping):
         return (), {str(key): example[key] for key in sorted(example, key=str)}
-    return (example if isinstance(example, tuple) else (example,)), {}
+    if isinstance(example, tuple):
+        return example, {}
+    return (example,), {}
 
 
 @dataclass(frozen=True)
@@ -103,19 +107,25 @@ class Results:
     scalars: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, value: Any, is_tensor: Callable[[Any], bool], who: str) -> tuple["Results", list]:
-        """Return the structure of ``value`` and its tensors; UserError if it has other contents."""
+    def of(cls, value: Any, is_tensor: Callable[[Any], bool], owner: str) -> tuple["Results", list]:
+        """Return the structure of ``value`` and its tensors; UserError if it has other contents.
+
+        Args:
+            value: what a model or a stage returns.
+            is_tensor: whether a leaf of it counts as a tensor.
+            owner: what returns it, for errors.
+        """
         leaves, spec = tree_flatten(value)
         tensors = [leaf for leaf in leaves if is_tensor(leaf)]
         constants = tuple(Tensor if is_tensor(leaf) else leaf for leaf in leaves)
         for leaf in constants:
             if leaf is not Tensor and not isinstance(leaf, bool | int | float | str | None):
                 raise UserError(
-                    f"{who} returns a {type(leaf).__name__}; expected tensors, or tuples and"
+                    f"{owner} returns a {type(leaf).__name__}; expected tensors, or tuples and"
                     " dictionaries of them. Leave it out, such as a cache by use_cache=False"
                 )
         if not tensors:
-            raise UserError(f"{who} returns no tensor: return its predictions, [b, ...]")
+            raise UserError(f"{owner} returns no tensor: return its predictions, [b, ...]")
         return cls(spec, constants), tensors
 
     @property
@@ -125,12 +135,12 @@ class Results:
 
     def restore(self, tensors: Inputs) -> Any:
         """Return the result that consists of ``tensors``, those of one micro-batch."""
-        values = [
-            tensor.squeeze(0) if index in self.scalars else tensor
-            for index, tensor in enumerate(tensors)
-        ]
-        remaining_values = iter(values)
-        return tree_unflatten(
-            [next(remaining_values) if tensor is Tensor else tensor for tensor in self.leaves],
-            self.spec,
-        )
+        remaining_tensors = enumerate(tensors)
+        leaves = []
+        for leaf in self.leaves:
+            if leaf is Tensor:
+                index, leaf = next(remaining_tensors)
+                if index in self.scalars:
+                    leaf = leaf.squeeze(0)
+            leaves.append(leaf)
+        return tree_unflatten(leaves, self.spec)

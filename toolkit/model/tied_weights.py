@@ -34,26 +34,20 @@ def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
         for parameter in parameters_of(traced, node):
             if parameter.requires_grad:
                 readers[id(parameter)].append(node)
-    nodes_of_tied_weight = {}
+    tied_names = []
+    calls: set[fx.Node] = set()  # of layers that read a tied weight
     for key, nodes in readers.items():
         has_several_uses = len(nodes) > 1 or weight_is_shared(traced, nodes[0])
-        if (
-            key in names
-            and has_several_uses
-            and all(_can_be_function(traced, node) for node in nodes)
-        ):
-            nodes_of_tied_weight[key] = nodes
-    calls = {
-        node
-        for nodes in nodes_of_tied_weight.values()
-        for node in nodes
-        if node.op == "call_module"
-    }
+        if key not in names or not has_several_uses:
+            continue
+        if all(_can_be_function(traced, node) for node in nodes):
+            tied_names.append(names[key])
+            calls.update(node for node in nodes if node.op == "call_module")
     for node in [*traced.graph.nodes]:
         if node in calls:
             _call_function(traced, node)
-    for key in nodes_of_tied_weight:
-        _read_once(model, traced, names[key])
+    for name in tied_names:
+        _read_once(model, traced, name)
     traced.graph.lint()
     traced.recompile()
 
@@ -112,19 +106,19 @@ def _read_once(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
     weight = model.get_parameter(name)
     reading_nodes = []
     for node in traced.graph.nodes:
-        if node.op == "get_attr" and any(
-            parameter is weight for parameter in parameters_of(traced, node)
-        ):
-            reading_nodes.append(node)
-    kept_node, *duplicates = reading_nodes
+        if node.op == "get_attr":
+            reads_weight = any(parameter is weight for parameter in parameters_of(traced, node))
+            if reads_weight:
+                reading_nodes.append(node)
+    weight_node, *duplicates = reading_nodes
     for duplicate in duplicates:
-        duplicate.replace_all_uses_with(kept_node)
+        duplicate.replace_all_uses_with(weight_node)
         traced.graph.erase_node(duplicate)
     _assign(traced, name, weight)
-    kept_node.target = name
+    weight_node.target = name
     for node in traced.graph.nodes:
-        if node in kept_node.users:
-            node.prepend(kept_node)
+        if node in weight_node.users:
+            node.prepend(weight_node)
             return
 
 

@@ -154,15 +154,16 @@ def user_line(stack: str) -> str:
     """Return the innermost line of the user's code in a stack's text, in brackets; or ""."""
     frames = _FRAME.findall(stack)
     user_frames = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
-    return "".join(
-        f" ({os.path.basename(file)} line {line}: {code})" for file, line, code in user_frames[-1:]
-    )
+    if not user_frames:
+        return ""
+    file, line, code = user_frames[-1]
+    return f" ({os.path.basename(file)} line {line}: {code})"
 
 
-def changing(names: Sequence[str], where: object) -> str:
-    """Describe a forbidden change of tensors or attributes at the node ``where``."""
+def changing(names: Sequence[str], node: object) -> str:
+    """Describe a forbidden change of tensors or attributes at a node, or at one of that name."""
     return (
-        f"changes {', '.join(names)} in its forward ({where}); only running statistics of batch"
+        f"changes {', '.join(names)} in its forward ({node}); only running statistics of batch"
         " norms may change there: remove that, or do it between steps"
     )
 
@@ -200,7 +201,13 @@ def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
     called_modules = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     for name, module in model.named_modules():
         is_in_called_module = any(f"{name}.".startswith(f"{leaf}.") for leaf in called_modules)
-        lost_hooks = _HOOKS if module is model else () if is_in_called_module else _BACKWARD_HOOKS
+        # A graph calls leaves as they are, with all hooks. It traces through other modules, forward
+        # hooks included, but not through the call of the model itself.
+        lost_hooks: tuple[str, ...] = _BACKWARD_HOOKS
+        if module is model:
+            lost_hooks = _HOOKS
+        elif is_in_called_module:
+            lost_hooks = ()
         if any(getattr(module, hooks) for hooks in lost_hooks):
             raise UserError(
                 f"{model_name} has a hook on {name or 'itself'}, which would not run since torch.fx"
@@ -257,11 +264,9 @@ def _check_writes(call: "_Call", trace_again: Callable[[], object]) -> None:
         trace_again()
         second_writes = call.writes
         written_names = first_writes | second_writes
-        names = [
-            name
-            for name in written_names
-            if not equal(first_writes.get(name), second_writes.get(name))
-        ]
+        for name in written_names:
+            if not equal(first_writes.get(name), second_writes.get(name)):
+                names.append(name)
     if names:
         raise _ChangingError(
             f"sets {', '.join(names)} in its forward, which would happen in none of the training"
@@ -311,9 +316,9 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         if node.target in _BATCH_NORMS and _in_batches(node) and _sees_input(node):
             module_kind = getattr(self.scope.module_type, "__name__", "")
-            module_text = (
-                f" in {self.scope.module_path} ({module_kind})" if self.scope.module_path else ""
-            )
+            module_text = ""
+            if self.scope.module_path:
+                module_text = f" in {self.scope.module_path} ({module_kind})"
             raise _UntraceableError(
                 f"calls batch_norm as a function{module_text}, which would mix micro-batches: use"
                 " torch.nn's batch norm modules"
@@ -329,12 +334,16 @@ def _in_batches(norm: fx.Node) -> bool:
 
 def _sees_input(node: fx.Node) -> bool:
     """Return whether a value depends on the model's input, not only on its weights."""
-    seen_nodes, remaining_nodes = set(), [node]
+    seen_nodes: set[fx.Node] = set()
+    remaining_nodes = [node]
     while remaining_nodes:
-        if (current := remaining_nodes.pop()) not in seen_nodes:
+        current = remaining_nodes.pop()
+        if current.op == "placeholder":
+            return True
+        if current not in seen_nodes:
             seen_nodes.add(current)
             remaining_nodes += current.all_input_nodes
-    return any(node_seen.op == "placeholder" for node_seen in seen_nodes)
+    return False
 
 
 @contextmanager
