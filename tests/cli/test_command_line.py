@@ -176,13 +176,12 @@ def test_others_refuse(tmp_path, arguments, pattern):
 
 
 FLAGS_REFUSED = r"""
---resolve | --resolve goes with --cfg
--m --resolve | --resolve goes with --cfg
---hydra-help --resolve | --resolve goes with --cfg
---package model | --package goes with --cfg
---cfg job -m | --multirun and --cfg
---run -m | --run and --multirun
---info all --cfg job | --cfg and --info
+--resolve | --resolve flag .* with --cfg
+-m --resolve | --resolve flag .* with --cfg
+--hydra-help --resolve | --resolve flag .* with --cfg
+--cfg job -m | Only one of --run, --multirun, --cfg
+--run -m | Only one of --run, --multirun, --cfg
+--info all --cfg job | Only one of --run, --multirun, --cfg
 """
 
 

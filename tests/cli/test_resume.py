@@ -1,7 +1,6 @@
 """A resumed run has the options of the run that it resumes."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -147,12 +146,6 @@ def test_links_that_lead_out_need_trust(folder, tmp_path_factory, name):
     with pytest.raises(UserError, match=f"{name} is a link to {outside}.* trust=true"):
         resume_arguments([f"resume={folder}"], "train")
     assert resume_arguments([f"resume={folder}", "trust=true"], "train")
-
-
-def test_pipes_are_refused(folder):
-    os.mkfifo(folder / ".hydra" / "config.yaml")
-    with pytest.raises(UserError, match=r"config\.yaml is a pipe"):
-        resume_arguments([f"resume={folder}"], "train")
 
 
 def test_options_of_the_toolkit_need_no_trust(folder):

@@ -24,7 +24,7 @@ from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
-from toolkit.cli.hydra_args import check_flags, flags_first, key_of, parse
+from toolkit.cli.hydra_args import flags_first, key_of, parse
 from toolkit.cli.resume import restore, resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
@@ -159,9 +159,8 @@ class _CommandLine:
                     print(help_text(self._name, arguments))
                     return
 
-                # 2. All that Hydra would refuse with a traceback is refused before it starts.
+                # 2. A wrong option is refused before Hydra composes any configuration.
                 arguments = flags_first(resume_arguments(arguments, self._name))
-                check_flags(parse(arguments))
                 check_given(arguments)
 
                 # 3. Hydra reads the command line from sys.argv, and calls _job for each run.
@@ -230,7 +229,8 @@ class _CommandLine:
                 )
             write(sweeps.RUNNING)
             # Results and runs that are resumed name the command by sys.argv.
-            earlier_argv, sys.argv = sys.argv, command_of_job(self._name)
+            earlier_argv = sys.argv
+            sys.argv = command_of_job(self._name)
             try:
                 # Lossy here too: joblib's processes do not pass through execute().
                 with process.lossy_output():

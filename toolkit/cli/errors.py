@@ -33,6 +33,7 @@ _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
+_FLAGS = re.compile(r"The --|Only one of --")  # ValueErrors of Hydra
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
 
 
@@ -99,6 +100,8 @@ def _of_values(error: Exception) -> str | None:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1}: {error.problem}"
+    if isinstance(error, ValueError) and _FLAGS.match(str(error)):
+        return first_line(error)
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
     if _UNLOCATED.match(str(error)) and _raised_in(error, "hydra"):

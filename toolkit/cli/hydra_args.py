@@ -34,32 +34,6 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [*(argument for argument in arguments if argument not in options), *options]
 
 
-def check_flags(flags: Namespace) -> None:
-    """Refuse flags that Hydra ignores in this combination.
-
-    Args:
-        flags: of :func:`parse`.
-
-    Raises:
-        UserError: a flag lacks the one that it goes with, or contradicts another.
-    """
-    for name in ("resolve", "package"):
-        if getattr(flags, name) and flags.cfg is None:
-            raise UserError(
-                f"--{name} goes with --cfg, which prints the configuration: add --cfg job"
-            )
-    value_of_mode = {
-        "--run": flags.run,
-        "--multirun": flags.multirun,
-        "--cfg": flags.cfg,
-        "--info": flags.info,
-        "--shell-completion": flags.shell_completion,
-    }
-    modes_given = [mode for mode, value in value_of_mode.items() if value]
-    if len(modes_given) > 1:
-        raise UserError(f"{' and '.join(modes_given)} exclude each other: give one of them")
-
-
 def key_of(argument: str) -> str:
     """Name of an option: ``a.b`` of ``+a.b=c``."""
     return argument.partition("=")[0].lstrip("+~")

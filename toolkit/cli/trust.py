@@ -56,10 +56,7 @@ def check_options(
 
 
 def check_links(folder: Path) -> None:
-    """Raise UserError if a link leads out of ``folder``, where a resumed run would write.
-
-    A pipe in it is refused too: whoever opens it waits.
-    """
+    """Raise UserError if a link leads out of ``folder``, where a resumed run would write."""
     root = folder.resolve()
     for parent, folder_names, file_names in os.walk(folder):
         for path in (Path(parent, name) for name in (*folder_names, *file_names)):
@@ -68,8 +65,6 @@ def check_links(folder: Path) -> None:
                     f"resume={folder}: {path} is a link to {path.resolve()}, where the run would"
                     " write: remove it, or add trust=true if you trust who made it"
                 )
-            if path.exists() and not (path.is_file() or path.is_dir()):
-                raise UserError(f"resume={folder}: {path} is a pipe or a device: remove it")
         folder_names[:] = [name for name in folder_names if name != "wandb"]  # it links to its logs
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from tqdm.auto import tqdm
 
@@ -28,7 +28,26 @@ class RunProgress(Protocol):
         """Show a short text."""
 
 
-class Progress:
+class _EpochBar:
+    """A bar over epochs, closed at the end of its context."""
+
+    def __init__(self, n_epochs: int, *, shown: bool, interval: float) -> None:
+        self._bar = tqdm(
+            total=n_epochs,
+            disable=not shown,
+            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
+            mininterval=interval,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
+        self._bar.close()
+
+
+class Progress(_EpochBar):
     """A bar over the epochs of one or several runs, which moves with each training step.
 
     Args:
@@ -48,19 +67,7 @@ class Progress:
         self._samples = 0  # samples since then
         self._losses: list[Tensor] = []  # of the epoch so far
         self._figures = self._note = ""
-        self._bar = tqdm(
-            total=n_epochs,
-            disable=not shown,
-            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
-            mininterval=self._interval,
-        )
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
-        self._bar.close()
+        super().__init__(n_epochs, shown=shown, interval=interval)
 
     def run(self, name: str) -> None:
         """Begin a run."""
@@ -119,7 +126,7 @@ class Progress:
         self._bar.set_postfix_str(", ".join(filter(None, [text, self._figures])), refresh=False)
 
 
-class ParallelProgress:
+class ParallelProgress(_EpochBar):
     """A bar over the epochs of runs that train at the same time.
 
     Args:
@@ -131,19 +138,8 @@ class ParallelProgress:
         self._n_runs = n_runs
         self._runs_done = 0
         self._epochs: dict[tuple[str, int], float] = {}  # done, by run
-        self._bar = tqdm(
-            total=n_epochs,
-            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
-            mininterval=_interval(),
-        )
-
-    def __enter__(self) -> "ParallelProgress":
+        super().__init__(n_epochs, shown=True, interval=_interval())
         self._bar.set_description_str(f"0/{self._n_runs} runs")
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
-        self._bar.close()
 
     def trained(self, run: tuple[str, int], n_epochs: float) -> None:
         """Show that ``run`` has done ``n_epochs`` so far."""

@@ -78,7 +78,9 @@ class Runtime(ABC):
         self._loss = checked_loss(self.loss, self.options, self.stages.results)
         self._unfinished: Steps | None = None
         devices = {parameter.device for parameter in self.stages.model.parameters()}
-        self._device = devices.pop() if len(devices) == 1 else None
+        self._device: torch.device | None = None
+        if len(devices) == 1:
+            self._device = devices.pop()
 
     # What a runtime can do.
 
@@ -115,12 +117,16 @@ class Runtime(ABC):
     @property
     def rank(self) -> int:
         """Number of this process, from 0."""
-        return self.world.rank if self.world else 0
+        if self.world is None:
+            return 0
+        return self.world.rank
 
     @property
     def n_ranks(self) -> int:
         """Number of processes that train together."""
-        return self.world.size if self.world else 1
+        if self.world is None:
+            return 1
+        return self.world.size
 
     @property
     def updated_stages(self) -> Collection[int]:
@@ -133,7 +139,9 @@ class Runtime(ABC):
         Args:
             values: this rank's, of the same shape and type on every rank.
         """
-        return self.world.total(values) if self.world else values
+        if self.world is None:
+            return values
+        return self.world.total(values)
 
     # Training.
 
@@ -176,7 +184,8 @@ class Runtime(ABC):
             if not isinstance(batches, Sized):
                 raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
-        n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
+        if n_steps is not None:
+            n_steps = whole(n_steps, "n_steps", 0)
         source = BatchReader(
             batches,
             self.schedule.n_microbatches,

@@ -136,7 +136,9 @@ class Controlled(Runtime):
         self._arguments = arguments
         self._controller = controller
         self._measures = False
-        self._keep_every = None if keep_every is None else whole(keep_every, "keep_every", 1)
+        self._keep_every: int | None = None
+        if keep_every is not None:
+            self._keep_every = whole(keep_every, "keep_every", 1)
         self.kept: dict[str, Any] | None = None
         self.recoveries: list[Recovery] = []
         self._build_on_ranks()
@@ -198,6 +200,7 @@ class Controlled(Runtime):
             length = min(end - self.steps_done, self._keep_every or end)
             stretch = _Stretch(self.steps_done, length)
             self._ensure_ranks()
+            # A rank that is lost each time fails for a reason that a restart does not cure.
             n_lost = 0
             while True:
                 try:
@@ -224,6 +227,7 @@ class Controlled(Runtime):
         if self._processes.n_starts != self._n_starts:
             raise JobFailedError("a rank died while it waited")
 
+        # Data go out a few steps ahead, so that no rank waits for this process between two steps.
         steps_ahead = self._steps_ahead(first_step, stretch.n_steps)
         losses_of_step: defaultdict[int, dict[int, LossValue]] = defaultdict(dict)
         next_step = first_step  # whose losses are not complete

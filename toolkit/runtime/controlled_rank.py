@@ -58,7 +58,10 @@ def train_steps(n_steps: int, keep: bool) -> tuple[bool, dict[str, Any] | None]:
             counts = repeat(None) if result.counts is None else result.counts.cpu()
             losses = map(LossValue, result.losses.cpu(), counts)
             report((result.step, dict(zip(result.microbatches, losses, strict=True))))
-    return _training.measures, call_method("local_state") if keep else None
+    local_state = None
+    if keep:
+        local_state = call_method("local_state")
+    return _training.measures, local_state
 
 
 def call_method(name: str, *args: Any) -> Any:

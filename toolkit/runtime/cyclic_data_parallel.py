@@ -140,6 +140,7 @@ class CyclicDataParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        # A state_dict is read between steps: weights of other ranks' stages must be here by then.
         self.register_state_dict_pre_hook(lambda *_: self.synchronize())
         if isinstance(model, list | tuple) and all(
             isinstance(module, nn.Module) for module in model
@@ -202,7 +203,9 @@ class CyclicDataParallel(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self._loop.evaluate(*args, **kwargs)
         self._loop.passes.check("forward", "model(x)")
-        arguments = arguments_by_name(self.module.forward, *args, **kwargs) if kwargs else args
+        arguments: Any = args
+        if kwargs:
+            arguments = arguments_by_name(self.module.forward, *args, **kwargs)
         inputs = tensors_of(arguments)
         if any(tensor.requires_grad for tensor in inputs):
             raise UserError("an input requires a gradient: make what computes it part of the model")
@@ -270,7 +273,9 @@ class CyclicDataParallel(nn.Module):
         self._loop.uneven = uneven
         try:
             yield
-            self._loop.complete_step()  # others may be in the middle of one
+            # 1. The step that this rank has begun: the others wait for its other passes.
+            self._loop.complete_step()
+            # 2. The steps of the others, until their inputs have ended, too.
             uneven.end()
             while (settings := uneven.settings_of(self.steps_done)) is not None:
                 self._loop.step_of_zeros(settings)

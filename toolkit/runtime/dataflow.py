@@ -17,13 +17,17 @@ def in_background(i: Instruction) -> bool:
 
 def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
     """Return the queue of an instruction, whose members begin in order."""
-    if i.action == Action.SEND:
-        return ("send", *i.peers) if ordered else None
+    if i.action == Action.SEND and ordered:
+        return ("send", *i.peers)
+    if i.action == Action.RECV and ordered:
+        return ("receive", *i.peers)
     if i.action == Action.RECV:
         # One waiter for each sender, buffer and stage waits for its messages in order.
-        return ("receive", *i.peers) if ordered else ("receive", *i.peers, i.buffer, i.stage)
+        return ("receive", *i.peers, i.buffer, i.stage)
+    if i.action == Action.SEND or not i.action.communicates:
+        return None
     # All ranks must begin collectives in one order.
-    return ("collective",) if i.action.communicates else None
+    return ("collective",)
 
 
 def last_step(i: Instruction) -> int:
@@ -83,8 +87,10 @@ class Dataflow:
                 self._users[dependency].append(position)
         # With a limit, queues follow the training steps: a message of an earlier step must not wait
         # behind one of a later step that the limit holds.
-        positions = range(len(instructions))
-        for position in positions if limit == inf else sorted(positions, key=self._step):
+        positions: Sequence[int] = range(len(instructions))
+        if limit < inf:
+            positions = sorted(positions, key=self._step)
+        for position in positions:
             name = queue_of(instructions[position], ordered=ordered)
             if name is not None:
                 self._queue_of[position] = queues[name]

@@ -70,9 +70,7 @@ class Executor:
             i.step: position for position, i in enumerate(self._instructions) if i.action.computes
         }
         self.ends = frozenset(last_ops.values())
-        if messages.pacer is not None:
-            sends = (i for i in self._instructions if i.action == Action.SEND)
-            messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
+        messages.begin_program(self._instructions, program.n_steps)
 
         self._dataflow = Dataflow(
             self._instructions,
@@ -142,8 +140,8 @@ class Executor:
                         continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
-                if self._messages.pacer is not None and position in self.ends:
-                    self._messages.pacer.end_step()
+                if position in self.ends:
+                    self._messages.end_step()
                 if position in pauses:
                     if self._stepwise:
                         # The caller may work for long before the next op. What that op needs must

@@ -70,7 +70,15 @@ def backward_formula(
     mean: Tensor,
     reciprocal: Tensor,
 ) -> Gradients:
-    """Return the gradients of ``x``, weight and bias from that of ``y``."""
+    """Return the gradients of ``x``, weight and bias from that of ``y``.
+
+    Args:
+        gradient: that of ``y``, like ``x``.
+        x: ``[n_microbatches * b, channels, ...]``.
+        weight: ``[channels]``, or None.
+        mean: of each micro-batch and channel, ``[n, 1, channels, 1...]``.
+        reciprocal: of the deviation, likewise.
+    """
     n_microbatches = mean.shape[0]
     microbatches = _in_full_precision(x, n_microbatches)
     gradients = _in_full_precision(gradient, n_microbatches)
@@ -79,7 +87,9 @@ def backward_formula(
     normalised = (microbatches - mean) * reciprocal
     gradient_sum = gradients.sum(dims, keepdim=True)
     product_sum = (gradients * normalised).sum(dims, keepdim=True)
-    factor = reciprocal if weight is None else reciprocal * _by_channel(weight, reciprocal)
+    factor = reciprocal
+    if weight is not None:
+        factor = reciprocal * _by_channel(weight, reciprocal)
     inner = gradients - gradient_sum / n_values - normalised * (product_sum / n_values)
     x_gradient = (inner * factor).to(x.dtype).flatten(0, 1)
     weight_gradient = product_sum.sum(0).flatten()
@@ -119,7 +129,9 @@ def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(formula: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    return _compiled(formula) if can_compile(device) else formula
+    if not can_compile(device):
+        return formula
+    return _compiled(formula)
 
 
 @torch.library.custom_op("toolkit::microbatch_norm", mutates_args=())

@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from math import nan
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from toolkit.runtime.delay_effect import compare_gradients
 from toolkit.runtime.losses import COUNT, LossValue, loss_factor
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
@@ -119,7 +119,12 @@ class GroupedPass:
         self.microbatches = tuple(range(schedule.n_microbatches))
 
     def forward(self, reads: StepReads, inputs: Values) -> Forward:
-        """Run all stages, each on its versions of the weights."""
+        """Run all stages, each on its versions of the weights.
+
+        Args:
+            reads: the weights that the step reads.
+            inputs: ``[n_microbatches * b, ...]`` each, on the device of the stages.
+        """
         groups: Groups = [self.microbatches]
         batches = [inputs]
         all_leaves = []
@@ -138,7 +143,12 @@ class GroupedPass:
         return Forward(outputs, all_leaves)
 
     def loss_gradients(self, outputs: Values, targets: Tensor) -> LossGradients:
-        """Compute the losses, and their gradients with respect to ``outputs``."""
+        """Compute the losses, and their gradients with respect to ``outputs``.
+
+        Args:
+            outputs: what the last stage returns, ``[n_microbatches * b, ...]`` each.
+            targets: ``[n_microbatches * b, ...]``.
+        """
         n_microbatches = len(self.microbatches)
         roots = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
         losses: LossValue = self.losses(roots, targets, n_microbatches)
@@ -151,7 +161,13 @@ class GroupedPass:
     def backward(
         self, forward: Forward, reads: StepReads, gradients: LossGradients
     ) -> list[GradientSum]:
-        """Return the gradients and statistics of each stage, summed over all micro-batches."""
+        """Return the gradients and statistics of each stage, summed over all micro-batches.
+
+        Args:
+            forward: the forward of the same step.
+            reads: the weights that it has read.
+            gradients: its losses, and the gradients of its outputs.
+        """
         outputs, output_gradients = [], []
         for output, output_gradient in zip(
             forward.outputs, gradients.output_gradients, strict=True
@@ -185,7 +201,9 @@ class GroupedPass:
     def _compensation(self, read: VersionRead, counts: Tensor | None) -> Tensor | float:
         """Return the factor of the correction; see :func:`toolkit.runtime.stage.compensated`."""
         (microbatch,) = read.microbatches  # such gradients are those of one micro-batch each
-        count = None if counts is None else counts[microbatch]
+        count = None
+        if counts is not None:
+            count = counts[microbatch]
         factor = loss_factor(count, len(self.microbatches), self.options.scale)
         return self.schedule.corrected.c / factor
 
@@ -217,6 +235,11 @@ class Grouped:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
         A step's updates are complete before its result is yielded.
+
+        Args:
+            source: inputs and targets of all micro-batches, a step after another.
+            versions: for each stage, weight versions by number; the newest is ``step``.
+            step: number of the first training step.
         """
         for current_step, share in enumerate(source, start=step):
             assert share is not None  # a single process reads every micro-batch
@@ -336,38 +359,15 @@ class Grouped:
         for runner, stage_versions, delayed_total, fresh_total in zip(
             self.runners, versions, delayed_totals, fresh_totals, strict=True
         ):
-            delayed_gradient = self._flat_gradient(runner, delayed_total)
-            fresh_gradient = self._flat_gradient(runner, fresh_total)
-            delayed_norm = float(delayed_gradient.norm())
-            fresh_norm = float(fresh_gradient.norm())
-            cosine = nan
-            if delayed_norm and fresh_norm:
-                cosine = float(delayed_gradient @ fresh_gradient) / (delayed_norm * fresh_norm)
-            newest = _flat(stage_versions[step], runner.masters)
-            moved = nan
-            if step - 1 in stage_versions:
-                previous = _flat(stage_versions[step - 1], runner.masters)
-                moved = float((newest - previous).norm())
             staleness = [
                 step - self.schedule.version(runner.index, microbatch, step)
                 for microbatch in self.microbatches
             ]
-            stage_delay = StageDelay(
-                step=step,
-                stage=runner.index,
-                delay=sum(staleness) / len(staleness),
-                cosine=cosine,
-                gradient=delayed_norm,
-                fresh_gradient=fresh_norm,
-                weights=float(newest.norm()),
-                moved=moved,
+            stage_delay = compare_gradients(
+                runner, step, staleness, stage_versions, delayed_total, fresh_total
             )
             stage_delays.append(stage_delay)
         return tuple(stage_delays)
-
-    def _flat_gradient(self, runner: StageRunner, total: GradientSum) -> Tensor:
-        total.divide_by_count(runner.masters)
-        return _flat(total.tensors, runner.masters) / self.options.scale
 
 
 def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
@@ -375,17 +375,6 @@ def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
     if counts is not None:
         for total in totals:
             total.add({COUNT: counts.sum()})
-
-
-def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
-    """Return the named tensors as one, in double precision; missing ones count as 0."""
-    flat_tensors = [
-        tensors.get(name, torch.zeros_like(model_tensor)).flatten()
-        for name, model_tensor in names.items()
-    ]
-    if not flat_tensors:
-        return torch.zeros(1, dtype=torch.float64)
-    return torch.cat(flat_tensors).double()
 
 
 def _regroup(batches: list[Values], groups: Groups, next_groups: Groups) -> list[Values]:
@@ -396,12 +385,16 @@ def _regroup(batches: list[Values], groups: Groups, next_groups: Groups) -> list
     next_order = [*chain.from_iterable(next_groups)]
     regrouped: list[list[Tensor]] = []
     for tensors in zip(*batches, strict=True):
-        batch = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        batch = tensors[0]
+        if len(tensors) > 1:
+            batch = torch.cat(tensors)
         if order != next_order:
             chunks = dict(zip(order, batch.chunk(len(order)), strict=True))
             batch = torch.cat([chunks[m] for m in next_order])
-        size = batch.shape[0] // len(order)
+        pieces = [batch]
         # No split into one piece: its gradient would be copied.
-        sizes = [size * len(group) for group in next_groups]
-        regrouped.append([*batch.split(sizes)] if len(sizes) > 1 else [batch])
+        if len(next_groups) > 1:
+            size = batch.shape[0] // len(order)
+            pieces = [*batch.split([size * len(group) for group in next_groups])]
+        regrouped.append(pieces)
     return [*zip(*regrouped, strict=True)]

@@ -127,18 +127,23 @@ class LocalRuntime(Runtime):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
+        # 1. The schedule of that step: the state is checked against what it reads.
         step = state.get("steps_done")
-        schedule = self.schedule_plan.at(step if isinstance(step, int) and step > 0 else 0)
+        if not isinstance(step, int) or step < 0:  # refused below
+            step = 0
+        schedule = self.schedule_plan.at(step)
         if schedule is not self.schedule:
             self._adopt(schedule)
 
         def check() -> None:
             check_state(state, self.schedule, self._updaters, self._form, self.updated_stages)
 
+        # 2. All ranks refuse a state, or none does: the others would wait for one that raised.
         if self.world:
             self.world.agree(check)
         else:
             check()
+        # 3. An unfinished run would continue with versions of before.
         if self._unfinished:
             self._unfinished.close()
             self._unfinished = None

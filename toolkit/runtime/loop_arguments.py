@@ -75,7 +75,9 @@ def take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
 
 def _device(number: Any) -> torch.device:
     """Return the device of an entry of DDP's ``device_ids``."""
-    return torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
+    if isinstance(number, int):
+        return torch.device("cuda", number)
+    return torch.device(number)
 
 
 def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -155,15 +157,23 @@ def schedule_of_rule(
             raise UserError(f"unknown argument {next(iter(options))!r}, as rule is a schedule")
         schedule = rule
     else:
-        n = len(stages) if isinstance(stages, Stages) else stages
-        n = n if isinstance(n, int) else n_ranks if n is None else len(n) + 1
-        sizes = {"n": n_ranks, "n_stages": n, "accumulate": accumulate}
+        if stages is None:
+            n_stages = n_ranks
+        elif isinstance(stages, int):
+            n_stages = stages
+        elif isinstance(stages, Stages):
+            n_stages = len(stages)
+        else:  # the first stage begins with no name
+            n_stages = len(stages) + 1
+        sizes = {"n": n_ranks, "n_stages": n_stages, "accumulate": accumulate}
         check_choice("rule", rule, _RULES)
         schedule = ScheduleSpec.from_call(rule, {**sizes, **options}).build()
     if schedule.n_ranks != n_ranks or not schedule.layout.has_whole_models:
+        share = "a part of the model"
+        if schedule.layout.has_whole_models:
+            share = "the whole model"
         raise UserError(
-            f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with"
-            f" {'the whole model' if schedule.layout.has_whole_models else 'a part of the model'};"
+            f"rule: {schedule.name} has {schedule.n_ranks} ranks, each with {share};"
             f" expected {n_ranks}, each with the whole model. Use dp, cdp_v1 or cdp_v2"
         )
     # Micro-batches m, m + n_workers, ... are a worker's passes.

@@ -115,7 +115,10 @@ class LoopRuntime(Distributed):
     def allow_updates(self, step: int) -> None:
         """Let the updates of training step ``step`` begin; see ``updates_wait``."""
         if self._executor is not None:
-            self._executor.allow_updates(step, step if self.updates_wait else inf)
+            limit = inf
+            if self.updates_wait:
+                limit = step
+            self._executor.allow_updates(step, limit)
 
     def await_updates(self, steps_done: int) -> None:
         """Wait until this rank has made the updates of the first ``steps_done`` steps."""

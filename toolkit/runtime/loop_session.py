@@ -77,7 +77,11 @@ class LoopSession:
             )
         # The executor adds the gradients of all ranks. Means are weighed alike here; sums are
         # divided by the total count at the update.
-        factor = self.runtime.options.scale * (SUM_SCALE if self._counted else 1 / self.world.size)
+        factor = self.runtime.options.scale
+        if self._counted:
+            factor *= SUM_SCALE
+        else:
+            factor *= 1 / self.world.size
         scaled = tuple(None if gradient is None else gradient * factor for gradient in gradients)
         pause.rank.give_gradients(pause.op, scaled, count)
         self._run_to_pause()

@@ -83,7 +83,10 @@ class LoopSettings:
         for group, name in self._followed:
             if name in self._base[group]:
                 options[group][name] = self._base[group][name]
-        self.of_steps[step] = Settings(options, self._clip if clips_as_before else None)
+        clip = None
+        if clips_as_before:
+            clip = self._clip
+        self.of_steps[step] = Settings(options, clip)
         self._clip = None
         for noted_step in [*self.of_steps]:
             if noted_step < oldest:

@@ -135,11 +135,14 @@ class LoopTraining:
 
     def _start(self, example: Any) -> LoopSession:
         """Partition the model, and continue from the saved state, if any."""
+        # 1. The stages.
         stages = self._cut
         if not isinstance(stages, Stages):
             modules = [*self.module] if isinstance(self.module, ModuleChain) else self.module
             # Ranks run each micro-batch by itself, so the model may mix its samples.
             stages = partition(modules, self.schedule.n_stages, example, by=stages, check=False)
+
+        # 2. The runtime. Optimizers of stages begin with the options that the loop has set by now.
         if self._saved is None:
             self._settings.note_base()
         self._optimizers.note_options()
@@ -156,6 +159,8 @@ class LoopTraining:
         )
         # Until the script has said in a first step whether it clips, updates wait for its step().
         runtime.updates_wait = True
+
+        # 3. The state. Weights are cloned: the runtime loads into the tensors that it reads.
         if self._saved is not None:
             runtime.module()  # all weights, on every rank
             weights = {
@@ -164,6 +169,8 @@ class LoopTraining:
             runtime.load_state_dict(self._saved.of_runtime(runtime, self._optimizers, weights))
             runtime.module()
             self._saved = None
+
+        # 4. The session. From here on the script's reads of the model bring the newest weights.
         self.optimizer.forget_state()
         session = LoopSession(runtime, self.passes, self._script, counted=self._counted)
         watch(self.module, self)

@@ -64,7 +64,9 @@ class LossValue:
 
     def root_factor(self, n_microbatches: int, scale: float) -> float:
         """Return :meth:`root` divided by ``value``."""
-        return scale / n_microbatches if self.count is None else SUM_SCALE * scale
+        if self.count is None:
+            return scale / n_microbatches
+        return SUM_SCALE * scale
 
 
 _EXAMINED_CALLS = 64  # of a loss
@@ -74,7 +76,13 @@ CheckedLoss = Callable[[Any, Tensor], LossValue]
 
 
 def loss_factor(count: Tensor | None, n_microbatches: int, scale: float) -> Tensor | float:
-    """Return :meth:`LossValue.root` of a micro-batch divided by its mean loss."""
+    """Return :meth:`LossValue.root` of a micro-batch divided by its mean loss.
+
+    Args:
+        count: count of the loss, shape ``[]``; None for a mean.
+        n_microbatches: number of means in a training step.
+        scale: factor on the loss, against underflow.
+    """
     if count is None:
         return scale / n_microbatches
     return nonzero(count) * (SUM_SCALE * scale)
@@ -141,12 +149,13 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
 
     def checked(outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> LossValue:
         nonlocal counted_before, n_calls
-        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
         n_calls += 1
         # To examine a call costs microseconds: only the first are examined.
         examines = n_calls <= _EXAMINED_CALLS and not means.seen
-        with options.autocast(tensors[0].device), means if examines else nullcontext():
-            result = loss(results.restore(tensors), targets)
+        with options.autocast(outputs[0].device), means if examines else nullcontext():
+            result = loss(results.restore(outputs), targets)
         if examines and means.seen:
             warnings.warn(
                 "loss: got a mean over the targets that are not ignored, so a micro-batch with few"
@@ -155,7 +164,10 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
                 stacklevel=2,
             )
         counted = isinstance(result, tuple | list) and len(result) == 2
-        value, count = result if counted else (result, None)
+        value = result
+        count = None
+        if counted:
+            value, count = result
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
@@ -170,9 +182,9 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         counted_before = counted
         if counted:
             count = as_count(count, value.device)
-        if len(tensors) > 1:
+        if len(outputs) > 1:
             # Add a sum of no elements, 0, so that each tensor is used.
-            for output in tensors:
+            for output in outputs:
                 if output.requires_grad:
                     value = value + output[:0].sum().real.to(value.dtype)
         return LossValue(value, count)

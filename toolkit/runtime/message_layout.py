@@ -93,7 +93,9 @@ class Layout:
         """Return one flat tensor of bytes on ``device``, from tensors by place."""
         ordered_tensors = [tensors[tensor.place] for tensor in self.tensors]
         # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
-        packing_device = ordered_tensors[0].device if ordered_tensors else device
+        packing_device = device
+        if ordered_tensors:
+            packing_device = ordered_tensors[0].device
         flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=packing_device)
         if ordered_tensors:
             torch._foreach_copy_(self._views(flat), ordered_tensors)
@@ -169,8 +171,12 @@ class Layouts:
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
-        tensors = payload.tensors if isinstance(payload, GradientSum) else payload
-        named = dict(enumerate(tensors)) if isinstance(tensors, tuple) else tensors
+        if isinstance(payload, GradientSum):
+            named: Mapping[Any, Any] = payload.tensors
+        elif isinstance(payload, tuple):
+            named = dict(enumerate(payload))
+        else:
+            named = payload
         self._check_count(i, named)
         return self.of(i).pack(named, device)
 
@@ -195,7 +201,9 @@ class Layouts:
             return tensors
         if i.buffer == Buffer.GRADIENT:
             return GradientSum(tensors)
-        n_tensors = len(tensors) if i.buffer == Buffer.ACTIVATION else self.n_inputs[i.stage]
+        n_tensors = len(tensors)
+        if i.buffer == Buffer.ACTIVATION_GRADIENT:
+            n_tensors = self.n_inputs[i.stage]
         return tuple(tensors.get(index) for index in range(n_tensors))
 
 
@@ -218,6 +226,7 @@ def find_layouts(
     gradients = []
     versions = []
     with FakeTensorMode():
+        # 1. Forwards, one stage after another: a stage's outputs are the next one's inputs.
         inputs = tuple(_fake(tensor, device) for tensor in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
         for stage in skeletons:
@@ -231,6 +240,8 @@ def find_layouts(
                 torch.empty_like(tensor).requires_grad_(differentiable(tensor))
                 for tensor in outputs
             )
+
+        # 2. Backwards. They show which tensors have a gradient, and of which type.
         output_gradients: Sequence[Tensor | None] = [torch.empty_like(tensor) for tensor in inputs]
         for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
             weights = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}

@@ -5,12 +5,12 @@ NCCL has no tags: there each direction between two ranks is a separate channel, 
 keep the order of the program.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, groupby
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,9 @@ class Messages:
     ) -> None:
         self.world = world
         self.layouts = layouts
-        self.pacer = Pacer(world.message_device) if paced else None
+        self.pacer: Pacer | None = None
+        if paced:
+            self.pacer = Pacer(world.message_device)
         self._chunk_bytes = chunk_bytes
         self._per_machine = per_machine
 
@@ -126,8 +128,25 @@ class Messages:
         if self.pacer is not None:
             self.pacer.close()
 
+    def begin_program(self, instructions: Sequence[Instruction], n_steps: int) -> None:
+        """Let the pacer spread what ``instructions`` send in ``n_steps`` over each step."""
+        if self.pacer is not None:
+            sends = (i for i in instructions if i.action == Action.SEND)
+            self.pacer.begin(sum(map(self.n_bytes, sends)) / n_steps)
+
+    def end_step(self) -> None:
+        """Note that this rank has computed all of a training step."""
+        if self.pacer is not None:
+            self.pacer.end_step()
+
     def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
-        """Prepare to send; ``payload`` may change afterwards."""
+        """Prepare to send; ``payload`` may change afterwards.
+
+        Args:
+            i: the send.
+            payload: tensors that it sends, on any device.
+            tag: number that its receive has, too; without a meaning for NCCL.
+        """
         flat = self._pack(i, payload)
         peer = i.peers[0]
         group = self.world.channel(self.world.rank, peer)
@@ -141,7 +160,12 @@ class Messages:
         return Transfer(flat, lambda: [start() for start in starts])
 
     def receive(self, i: Instruction, tag: int = 0) -> Transfer:
-        """Be ready for a message."""
+        """Be ready for a message.
+
+        Args:
+            i: the receive.
+            tag: as of the send.
+        """
         flat = self._pack(i, None)
         peer = i.peers[0]
         group = self.world.channel(peer, self.world.rank)
@@ -149,7 +173,12 @@ class Messages:
         return Transfer(flat, lambda: works)
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
-        """Take part in a collective; ``payload`` is what this rank gives to it."""
+        """Take part in a collective; ``payload`` is what this rank gives to it.
+
+        Args:
+            i: the collective.
+            payload: tensors that this rank gives to it; None if it only receives.
+        """
         flat = self._pack(i, payload)
         # A sum needs one tensor a type; a broadcast moves plain bytes.
         pieces = [flat]
@@ -159,7 +188,9 @@ class Messages:
         for name, members in _collective_groups(i, self._per_machine):
             if self.world.rank in members:
                 collective = _IN_TIERS.get(name, _COLLECTIVES[i.action])
-                root = i.peers[0] if name == ALL else members[0]
+                root = members[0]
+                if name == ALL:
+                    root = i.peers[0]
                 group = self.world.group_of((name, members))
                 phases.append(partial(_each, collective, pieces, root, group))
         # The first phase begins now. A waiter begins each later one when the one before has ended.
@@ -185,7 +216,9 @@ class Messages:
         return Turns(together=self.ordered or self.pacer is not None)
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
+        if self._chunk_bytes is None:
+            return (flat,)
+        return flat.split(self._chunk_bytes)
 
     def _pack(self, i: Instruction, payload: Payload | None) -> Tensor:
         """Return the bytes of a message, or memory for them."""
@@ -262,8 +295,12 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
 def tags(instructions: Sequence[Instruction]) -> list[int]:
     """Return a tag for each message, the same at both ends; 0 for other instructions."""
     # The k-th send to a peer matches its k-th receive from here; both ends count alike.
-    numbers: defaultdict[tuple, count[int]] = defaultdict(partial(count, 1))
-    return [
-        next(numbers[i.action, i.peers]) if i.action in (Action.SEND, Action.RECV) else 0
-        for i in instructions
-    ]
+    numbers: Counter[tuple] = Counter()
+    tags_of_instructions = []
+    for i in instructions:
+        tag = 0
+        if i.action in (Action.SEND, Action.RECV):
+            numbers[i.action, i.peers] += 1
+            tag = numbers[i.action, i.peers]
+        tags_of_instructions.append(tag)
+    return tags_of_instructions

@@ -159,14 +159,19 @@ class MicrobatchLosses:
 
     def in_one_call(self) -> tuple[AllLosses, tuple[Any, ...]] | None:
         """Return :func:`all_losses` if all losses of a step take one call; else None."""
-        return all_losses(self._loss) if self._is_single_tensor else None
+        if not self._is_single_tensor:
+            return None
+        return all_losses(self._loss)
 
     def examine(self, outputs: Values, targets: Tensor, n_microbatches: int) -> None:
         """Refuse a loss that is none, and warn of means over some of the targets.
 
         The one call for all micro-batches does neither. Only the first calls are examined.
         """
-        limit = _EXAMINED if targets.device.type == "cpu" else 1
+        # On a GPU the targets are not looked at: one micro-batch shows whether this is a loss.
+        limit = 1
+        if targets.device.type == "cpu":
+            limit = _EXAMINED
         if self._n_examined < limit and self.in_one_call():
             with torch.no_grad():
                 self._one_by_one(outputs, targets, n_microbatches)
@@ -197,4 +202,6 @@ class MicrobatchLosses:
         losses = [self._checked(output, target) for output, target in pairs]
         counts = [loss.count for loss in losses if loss.count is not None]
         values = torch.stack([loss.value for loss in losses])
-        return LossValue(values, torch.stack(counts) if counts else None)
+        if not counts:
+            return LossValue(values)
+        return LossValue(values, torch.stack(counts))

@@ -74,7 +74,9 @@ class MicrobatchNorm(nn.Module):
         is_fused = least_fused is not None and (
             self.group.size >= least_fused or torch.compiler.is_compiling()
         )
-        normalise = self._at_once if is_fused and not self.original else self._in_turn
+        normalise = self._in_turn
+        if is_fused and not self.original:
+            normalise = self._at_once
         normalised, statistics = normalise(x)
         self.statistics = statistics
         return normalised
@@ -94,10 +96,14 @@ class MicrobatchNorm(nn.Module):
         weights = self._for_each(self.weight)
         biases = self._for_each(self.bias)
         # The gradient of a chunk is copied into that of the whole, so no chunk of one part.
-        chunks = x.chunk(n) if n > 1 else [x]
+        chunks: Sequence[Tensor] = [x]
+        if n > 1:
+            chunks = x.chunk(n)
         columns = zip(chunks, means, variances, weights, biases, strict=True)
         normalised = [self._normalised(*column) for column in columns]
-        y = normalised[0] if n == 1 else torch.cat(normalised)
+        y = normalised[0]
+        if n > 1:
+            y = torch.cat(normalised)
         if statistics is None:
             return y, None
         return y, statistics.sum(1)
@@ -175,7 +181,9 @@ def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence
     pairs: defaultdict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for norm, norm_statistics in zip(norms, statistics, strict=True):
         counter = cast(Tensor, norm.num_batches_tracked)
-        momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
+        momentum = norm.momentum
+        if momentum is None:
+            momentum = 1 / float(counter)
         running = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
         pairs[momentum] += zip(running, norm_statistics, strict=True)
     for momentum, of_momentum in pairs.items():

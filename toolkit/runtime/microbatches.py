@@ -102,12 +102,17 @@ class BatchReader(Iterator[Share]):
             )
         remaining = iter(batches)
         n_steps = self.n_steps
-        for n_read in count() if n_steps is None else range(n_steps):
+        numbers: Iterable[int] = count()
+        if n_steps is not None:
+            numbers = range(n_steps)
+        for n_read in numbers:
             microbatches = self._microbatches_of(first_step + n_read)
             if divided and not microbatches:
                 yield None
                 continue
-            n_parts = len(microbatches) if divided else self._n_microbatches
+            n_parts = self._n_microbatches
+            if divided:
+                n_parts = len(microbatches)
             try:  # in no variable, which would keep the batch until the next one
                 yield self._share(next(remaining), n_parts, microbatches, first_step + n_read)
             except StopIteration:
@@ -151,7 +156,9 @@ def _selected(
     if len(microbatches) < n_parts:
         chunks = tensor.chunk(n_parts)
         selected_chunks = [chunks[microbatch] for microbatch in microbatches]
-        tensor = torch.cat(selected_chunks) if len(selected_chunks) > 1 else selected_chunks[0]
+        tensor = selected_chunks[0]
+        if len(selected_chunks) > 1:
+            tensor = torch.cat(selected_chunks)
     # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
     return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
@@ -178,8 +185,10 @@ def divisible(batch: GlobalBatch, n_microbatches: int) -> tuple[Values, Tensor]:
 def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"tensor of shape {list(value.shape)}"
-    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return type(value).__name__ + size
+    name = type(value).__name__
+    if isinstance(value, tuple | list):
+        return f"{name} of {len(value)}"
+    return name
 
 
 class MicrobatchQueue:
@@ -303,7 +312,9 @@ class StepResult:
         A mean loss counts as 1, so that sums over steps and ranks give their mean loss.
         """
         losses = self.losses.double()
-        counts = torch.ones_like(losses) if self.counts is None else self.counts
+        counts = self.counts
+        if counts is None:
+            counts = torch.ones_like(losses)
         return torch.stack([(losses * counts).sum(), counts.sum()])
 
 
@@ -314,4 +325,7 @@ def step_result(step: int, losses: Mapping[int, LossValue], outputs: Tensor) -> 
         return StepResult(step, (), torch.empty(0), outputs)
     means = torch.stack([losses[microbatch].value for microbatch in order])
     counts = [loss.count for _, loss in sorted(losses.items()) if loss.count is not None]
-    return StepResult(step, order, means, outputs, counts=torch.stack(counts) if counts else None)
+    stacked_counts = None
+    if counts:
+        stacked_counts = torch.stack(counts)
+    return StepResult(step, order, means, outputs, counts=stacked_counts)

@@ -62,7 +62,13 @@ class Pacer:
         self._step_began = now
 
     def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: float) -> "Future[Works]":
-        """Queue the chunks of a message; the result is their works, once all have begun."""
+        """Queue the chunks of a message; the result is their works, once all have begun.
+
+        Args:
+            begin: for each chunk, a function that begins to send it.
+            sizes: bytes of each chunk.
+            urgency: smaller numbers go first.
+        """
         chunks = deque(zip(begin, sizes, strict=True))
         message = _Message(urgency, next(self._numbers), chunks, [], Future())
         self._waiting.put(message)

@@ -54,7 +54,9 @@ class PassOrder:
     def end_backward(self) -> None:
         """Note the end of a backward, and so of a pass."""
         self.n_passes += 1
-        self.next_call = "step" if self.n_passes == self.accumulate else "forward"
+        self.next_call = "forward"
+        if self.n_passes == self.accumulate:
+            self.next_call = "step"
 
     def end_step(self) -> None:
         """Note the end of a training step."""

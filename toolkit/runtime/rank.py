@@ -156,7 +156,13 @@ class Rank:
     def give_gradients(
         self, i: Instruction, gradients: Gradients, count: Tensor | None = None
     ) -> None:
-        """Give the gradients of the outputs of ``i``: of :meth:`LossValue.root`, and its count."""
+        """Give the gradients of the outputs of ``i``: of :meth:`LossValue.root`, and its count.
+
+        Args:
+            i: a forward of the last stage, whose loss the caller computes.
+            gradients: gradient of each output, of :meth:`LossValue.root`; None where it has none.
+            count: count of the loss, shape ``[]``; None for a mean.
+        """
         self._give_input_gradients(i._replace(stage=i.stage + 1), gradients, count)
 
     def take(self, i: Instruction, payload: Payload) -> None:
@@ -252,14 +258,17 @@ class Rank:
             factor = loss_factor(saved.count, self.schedule.n_microbatches, scale)
             strength = self.schedule.corrected.c / factor
             gradients = compensated(gradients, stale_weights, newest_weights, strength)
-        counts = {} if saved.count is None else {COUNT: saved.count.clone()}
-        self.sums[i.stage, i.step].add(gradients | saved.statistics | counts)
+        terms = gradients | saved.statistics
+        if saved.count is not None:
+            terms[COUNT] = saved.count.clone()
+        self.sums[i.stage, i.step].add(terms)
 
     def _give_input_gradients(
         self, i: Instruction, gradients: Gradients, count: Tensor | None = None
     ) -> None:
-        with_count = gradients if count is None else (*gradients, count)
-        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = with_count
+        if count is not None:
+            gradients = (*gradients, count)
+        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = gradients
 
     def _update(self, i: Instruction) -> None:
         updater = self.updaters[i.stage]

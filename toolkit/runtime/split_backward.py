@@ -51,9 +51,12 @@ def first_half(
     second_half = _find_segments(outputs, inputs_with_gradient, weights)
     # Weights that join at several places, or lie on an output off the path, get their gradients at
     # once: a second half that began at one joint would run on through the others.
-    second_half_ids = {id(weight) for segment in second_half for weight in segment.weights}
+    second_half_ids: set[int] = set()
+    edges: list[GradientEdge] = []
+    for segment in second_half:
+        second_half_ids.update(map(id, segment.weights))
+        edges += segment.edges
     weights_at_once = [weight for weight in weights if id(weight) not in second_half_ids]
-    edges = [edge for segment in second_half for edge in segment.edges]
     sources: list[Tensor | GradientEdge] = [*inputs_with_gradient, *weights_at_once, *edges]
     computed = iter(
         torch.autograd.grad(
@@ -67,7 +70,9 @@ def first_half(
     input_gradients = tuple(next(computed) if tensor.requires_grad else None for tensor in inputs)
     for weight in weights_at_once:
         gradient = next(computed)
-        weight.grad = None if gradient is None else gradient.clone()
+        weight.grad = None
+        if gradient is not None:
+            weight.grad = gradient.clone()
     for segment in second_half:
         segment.gradients = list(islice(computed, len(segment.edges)))
     return input_gradients, second_half

@@ -100,7 +100,14 @@ class StageRunner(Updater):
     def forward(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
-        """Run ``microbatches`` as one batch, ``inputs`` ``[len(microbatches) * b, ...]`` each."""
+        """Run ``microbatches`` as one batch, ``inputs`` ``[len(microbatches) * b, ...]`` each.
+
+        Args:
+            weights: the trained weights by name, as leaves.
+            inputs: ``[len(microbatches) * b, ...]`` each.
+            microbatches: numbers of the micro-batches, in the order of their samples.
+            step: training step, which seeds random draws.
+        """
         if len(inputs) != len(self.names):
             raise UserError(
                 f"inputs: got {len(inputs)} tensors; expected {len(self.names)},"
@@ -171,6 +178,13 @@ class StageRunner(Updater):
         """Predict the weights of ``step`` from ``stale``, of ``version``, and the previous version.
 
         See :class:`toolkit.schedule.Correction`.
+
+        Args:
+            previous: weights of ``version - 1``.
+            stale: weights of ``version``.
+            version: number of the newest weights that the step can read.
+            step: the step whose weights are predicted.
+            correction: the kind of prediction, and its strength.
         """
         if correction.kind == "extrapolate":
             ahead = 1.0 + correction.c * (step - version)
@@ -214,7 +228,9 @@ class StageRunner(Updater):
 def device_of(stage: nn.Module) -> torch.device:
     """Return the device of the first parameter or buffer of ``stage``, or the CPU."""
     first = next(chain(stage.parameters(), stage.buffers()), None)
-    return torch.device("cpu") if first is None else first.device
+    if first is None:
+        return torch.device("cpu")
+    return first.device
 
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
@@ -232,14 +248,23 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 
 def channels_last(tensor: Tensor) -> Tensor:
     """Return the same values, with four-dimensional tensors in the format channels_last."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
 def compensated(
     gradients: Weights, stale: Weights, newest: Weights, strength: Tensor | float
 ) -> Weights:
-    """Add strength * g * g * (newest - stale) to gradients g of ``stale``; see ``Correction``."""
+    """Add strength * g * g * (newest - stale) to gradients g of ``stale``; see ``Correction``.
+
+    Args:
+        gradients: gradients g by the name of the weight.
+        stale: the weights that the gradients belong to.
+        newest: the weights that they will update.
+        strength: factor of the correction, divided by that on the loss.
+    """
     return {
         name: gradient + strength * gradient * gradient * (newest[name] - stale[name])
         for name, gradient in gradients.items()

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -134,14 +135,18 @@ class StageOptimizers:
         """Let the finished optimizer have this state, from which those of stages begin."""
         state = self.as_torch(of_parameters)
         for group, names in zip(state["param_groups"], self.groups, strict=True):
-            group.update(options[names[0]] if names else {})
+            if names:
+                group.update(options[names[0]])
         # torch's own, which also moves the state to each parameter's device and type.
         Optimizer.load_state_dict(self.optimizer, state)
 
     def order(self, names: Collection[str]) -> list[list[str]]:
         """Return the names of a stage's parameters in each group, as its optimizer has them."""
         of_stage = {self._aliases[name] for name in names}
-        return [[name for name in group if name in of_stage] for group in self.groups]
+        order = []
+        for group in self.groups:
+            order.append([name for name in group if name in of_stage])
+        return order
 
     # State by the names of parameters, whatever the stages.
 
@@ -150,7 +155,7 @@ class StageOptimizers:
     ) -> tuple[dict[str, Any], dict[str, GroupOptions]]:
         """Return the state and the options of each parameter, of a stage optimizer's state_dict."""
         order = self.order(names)
-        flat_names = [name for group in order for name in group]
+        flat_names = [*chain.from_iterable(order)]
         parameter_states = {flat_names[index]: values for index, values in state["state"].items()}
         options: dict[str, GroupOptions] = {}
         for group, group_names in zip(state["param_groups"], order, strict=True):
@@ -187,7 +192,7 @@ class StageOptimizers:
 
     def as_torch(self, of_parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state_dict that the whole optimizer would have under torch's own DDP."""
-        flat_names = [name for group in self.groups for name in group]
+        flat_names = [*chain.from_iterable(self.groups)]
         state = {
             position: of_parameters[name]
             for position, name in enumerate(flat_names)

@@ -30,8 +30,16 @@ def local_state_of(
 
     It adds the updaters' states and the ``versions`` of ``saved_stages``, and what the model has
     besides trained weights: of these stages, and on rank zero what belongs to no stage.
+
+    Args:
+        steps_done: number of training steps so far.
+        stages: the model, partitioned.
+        updaters: those of all stages.
+        versions: by stage and number, the weight versions that later steps read, and the newest.
+        saved_stages: stages whose state this rank adds.
+        is_rank_zero: whether this is the first rank.
     """
-    trained = {name for updater in updaters for name in updater.masters}
+    trained: set[str] = set().union(*(updater.masters for updater in updaters))
     other_names = names_of_tied(stages, trained)
     stage_of_name: dict[str, int] = {}
     for index, stage in enumerate(stages):
@@ -175,11 +183,14 @@ def check_state(
     that of these ``updaters`` and of ``model``, a state_dict. Of the stages only ``updated_stages``
     are compared in form.
     """
+    # 1. It is a state at all.
     missing = sorted(_KEYS - state.keys())
     if missing:
         raise UserError(f"this is not the state of a runtime: it lacks {missing}")
     if not _well_formed(**state):
         raise UserError("this is not the state of a runtime: it is malformed")
+
+    # 2. It is of this model, cut into the same stages.
     steps_done = state["steps_done"]
     names = [set(updater.masters) for updater in updaters]
     state_names = [set(next(iter(versions.values()))) for versions in state["versions"]]
@@ -190,6 +201,8 @@ def check_state(
             f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
             " partition the model as it was when the state was taken"
         )
+
+    # 3. It has the late weights that the schedule reads.
     for stage, versions in enumerate(state["versions"]):
         lacking = sorted({*schedule.versions(stage, steps_done)} - versions.keys())
         if lacking:
@@ -198,6 +211,8 @@ def check_state(
                 " which the state lacks: continue with the schedule (delays, correction) that"
                 " saved it"
             )
+
+    # 4. Shapes and types are those of this run.
     forms: dict[Any, Any] = {"model": state["model"]}
     expected_forms: dict[Any, Any] = {"model": model}
     for stage in updated_stages:
@@ -235,10 +250,11 @@ def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[st
     unused = stage_state.get("unused")
     n_skipped = stage_state.get("n_skipped")
     average = stage_state.get("average")
-    unused_is_valid = isinstance(unused, list) and all(name in updater.masters for name in unused)
     updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
-    form = updater.form(updated=updated, unused=unused if unused_is_valid else ())
-    form["unused"] = unused if unused_is_valid else None
+    if not (isinstance(unused, list) and all(name in updater.masters for name in unused)):
+        unused = None
+    form = updater.form(updated=updated, unused=unused or ())
+    form["unused"] = unused
     if updater.options.ema is None:
         form["average"] = average  # this run keeps no average, so any will do
     elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
@@ -276,4 +292,6 @@ def _is_empty(node: Any) -> bool:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return "None" if value is None else f"of type {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"of type {type(value).__name__}"

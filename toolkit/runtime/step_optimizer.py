@@ -169,8 +169,9 @@ class FollowsSettings:
         self._set()
         settings = self.settings_of_steps.get(self.n)
         if settings is not None and settings.clip is not None:
-            groups = self.optimizer.param_groups
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            parameters: list[torch.Tensor] = []
+            for group in self.optimizer.param_groups:
+                parameters += group["params"]
             clip_grad_norm_(parameters, settings.clip.max_norm, settings.clip.norm_type)
 
     def state_dict(self) -> dict[str, Any]:

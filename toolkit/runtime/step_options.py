@@ -74,7 +74,9 @@ class StepOptions(StepSettings):
     @property
     def scale(self) -> float:
         """The factor on the loss."""
-        return self.loss_scale if self.precision == "fp16" else 1.0
+        if self.precision != "fp16":
+            return 1.0
+        return self.loss_scale
 
     @property
     def needs_norm(self) -> bool:

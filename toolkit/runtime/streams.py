@@ -27,7 +27,9 @@ def enter_device(device: torch.device) -> None:
 
 def current_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """Return the stream on which this thread gives work to ``device``; None on the CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device)
 
 
 def mark(device: torch.device) -> "torch.cuda.Event | None":

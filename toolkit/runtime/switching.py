@@ -82,7 +82,9 @@ def choose_schedule(
     tied = [index for index, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)]
     best = min(tied, key=lambda index: (staleness[index], prices[index]))
     gains = prices[best] < (1 - threshold) * prices[current]
-    return best if gains or staleness[best] < staleness[current] else current
+    if gains or staleness[best] < staleness[current]:
+        return best
+    return current
 
 
 class Switching:
@@ -155,6 +157,7 @@ class Switching:
             if not isinstance(batches, Sized):
                 raise UserError("run() ends parts before a look: give n_steps")
             n_steps = len(batches)
+        # One iterator: each run continues where the one before has stopped reading.
         remaining_batches = iter(batches)
         steps_left = n_steps
         while steps_left:
@@ -216,6 +219,7 @@ class Switching:
             if runtime.world is not None:
                 decision = runtime.world.gather(decision)[0]
         self._take(decision)
+        # No message is under way here: record_steps is called between runs.
         if decision.reason:
             runtime.switch(self.candidates[decision.schedule])
         runtime.time_costs(_TIMED_STEPS)
@@ -235,6 +239,7 @@ class Switching:
         """
         schedule_plan = self.runtime.schedule_plan
         self._window = state["window"]
+        # Decisions are repeated in their order: those on the loss depend on the ones before.
         for values in state["looks"]:
             decision = SwitchDecision(**values)
             if decision.schedule not in self.candidates:

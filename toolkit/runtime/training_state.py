@@ -65,6 +65,7 @@ class TrainingState:
         versions: dict[int, Weights] = {}
         averages: Weights | None = None
         n_averaged = 0
+        # Tables of stages become tables of weights: the next session may cut other stages.
         for names, updater_state, stage_versions in zip(
             trained, state["stages"], state["versions"], strict=True
         ):
@@ -156,11 +157,14 @@ class TrainingState:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    clip = settings.clip
-    as_list = None if clip is None else [clip.max_norm, clip.norm_type]
-    return {"options": settings.options, "clip": as_list}
+    clip = None
+    if settings.clip is not None:
+        clip = [settings.clip.max_norm, settings.clip.norm_type]
+    return {"options": settings.options, "clip": clip}
 
 
 def _settings(plain: Mapping[str, Any]) -> Settings:
-    clip = plain["clip"]
-    return Settings(plain["options"], None if clip is None else Clip(*clip))
+    clip = None
+    if plain["clip"] is not None:
+        clip = Clip(*plain["clip"])
+    return Settings(plain["options"], clip)

@@ -82,7 +82,12 @@ class GradientSum:
 
 
 def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]]) -> None:
-    """Add one term to each of several sums, in one operation."""
+    """Add one term to each of several sums, in one operation.
+
+    Args:
+        totals: the sums, such as one a stage.
+        terms: tensors by name to add to each.
+    """
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for total, term in zip(totals, terms, strict=True):
@@ -132,7 +137,9 @@ class Updater:
         # otherwise take the weights that another one has put there.
         self._exchanging_weights = threading.Lock()
         self._spare: list[Weights] = []  # memory of versions that nothing reads any more
-        self.optimizer, self.scheduler = self._make(self.masters)
+        optimizer, scheduler = self._make(self.masters)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
 
     def _make(
         self, masters: Mapping[str, nn.Parameter]
@@ -152,14 +159,20 @@ class Updater:
 
     def state(self) -> dict[str, Any]:
         """Return what the next updates depend on, except weights and gradients."""
-        average = {"weights": self.averages, "n_updates": self.n_averaged}
-        return {
-            "optimizer": self.optimizer.state_dict() if self.optimizer else None,
-            "lr_scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "average": None if self.options.ema is None else average,
+        state: dict[str, Any] = {
+            "optimizer": None,
+            "lr_scheduler": None,
+            "average": None,
             "n_skipped": self.n_skipped,
             "unused": self.unused,
         }
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+        if self.scheduler is not None:
+            state["lr_scheduler"] = self.scheduler.state_dict()
+        if self.options.ema is not None:
+            state["average"] = {"weights": self.averages, "n_updates": self.n_averaged}
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
@@ -182,7 +195,9 @@ class Updater:
         """
         twin = copy.copy(self)
         masters = self._zeros()
-        twin.optimizer, twin.scheduler = self._make(masters)
+        optimizer, scheduler = self._make(masters)
+        twin.optimizer = optimizer
+        twin.scheduler = scheduler
         if updated and twin.optimizer:
             for name in masters.keys() - unused:
                 masters[name].grad = torch.zeros_like(masters[name])
@@ -337,6 +352,10 @@ def gradient_norms(
     """Return the norm of each stage's gradient: that of the whole model with ``clip_by=model``.
 
     None where the stage has no gradient, or its options need no norm.
+
+    Args:
+        updaters: those of all stages.
+        totals: for each stage, gradients summed over all micro-batches, times the loss's scale.
     """
     options = updaters[0].options
     squares: dict[int, Tensor] = {}  # by stage
@@ -363,7 +382,9 @@ def gradient_norms(
 @torch.no_grad()
 def renew(updaters: Sequence[Updater]) -> None:
     """Give the newest weights of several stages memory of their own, in one operation."""
-    pairs = [pair for updater in updaters for pair in updater.renew()]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for updater in updaters:
+        pairs += updater.renew()
     if pairs:
         torch._foreach_copy_([new for new, _ in pairs], [old for _, old in pairs])
 
@@ -371,7 +392,13 @@ def renew(updaters: Sequence[Updater]) -> None:
 def advance_statistics(
     updaters: Sequence[Updater], totals: Sequence[GradientSum], n_microbatches: int
 ) -> None:
-    """Take the norms' statistics out of ``totals``, and advance the running ones by their means."""
+    """Take the norms' statistics out of ``totals``, and advance the running ones by their means.
+
+    Args:
+        updaters: those of all stages.
+        totals: for each stage, its sum; statistics of a norm are ``[2, channels]``, by its name.
+        n_microbatches: number of micro-batches in the sums.
+    """
     norms: list[_BatchNorm] = []
     summed: list[Tensor] = []
     for updater, total in zip(updaters, totals, strict=True):

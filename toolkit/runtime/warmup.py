@@ -24,6 +24,14 @@ def warm_up(
     CUDA's libraries and torch.compile load kernels at first use, and CUDA then waits for all that
     the GPU is doing. That may include an early receive from a rank that waits for this one: a
     deadlock. So every kernel is loaded before the first message.
+
+    Args:
+        runners: all stages.
+        layouts: the messages between them.
+        inputs: of a micro-batch, on the meta device.
+        device: where the stages compute.
+        computed: stages of which this rank runs ops.
+        updated: stages that it updates.
     """
     passed_on: Values | None = None
     for stage, runner in enumerate(runners):

@@ -77,6 +77,10 @@ class WeightStore:
 
         Every rank calls it. Ranks that lack a version pass it on from one to the next, so the owner
         sends it only once.
+
+        Args:
+            messages: carry the weights.
+            step: first training step of the program.
         """
         self.forget()
         rank = self.world.rank
@@ -118,7 +122,9 @@ class WeightStore:
         for stage, runner in enumerate(self.runners):
             if len(self._updaters[stage]) == self.world.size:
                 continue  # every rank has updated it
-            tensors = self._state(stage) if stage in self.versions else {}
+            tensors: dict[str, Tensor] = {}
+            if stage in self.versions:
+                tensors = self._state(stage)
             received = self._broadcast(self._layouts[stage], self.schedule.owners[stage], tensors)
             if stage not in self.versions:
                 for name, master in runner.masters.items():
@@ -231,4 +237,6 @@ def _updaters(schedule: Schedule) -> list[set[int]]:
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
     """Return the chain of ranks from the ``owner`` of weights through those ``lacking`` them."""
     receivers = sorted(lacking, key=lambda rank: (rank < owner, rank))
-    return (owner, *receivers) if receivers else ()
+    if not receivers:
+        return ()
+    return (owner, *receivers)

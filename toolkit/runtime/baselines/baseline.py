@@ -1,7 +1,7 @@
 """The base class of the baselines."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
@@ -78,7 +78,9 @@ class Baseline(OnRanks):
     def _local_state(self) -> dict[str, Any]:
         self._settle()
         is_rank_zero = self.rank == 0
-        saved_stages = self.updated_stages if is_rank_zero or self._all_save else ()
+        saved_stages: Collection[int] = ()
+        if is_rank_zero or self._all_save:
+            saved_stages = self.updated_stages
         versions = {stage: self._versions_read(stage) for stage in saved_stages}
         return local_state_of(
             self.steps_done,
@@ -120,7 +122,9 @@ class Baseline(OnRanks):
 
     def _result(self, step: int, outputs: Tensor, loss: LossValue) -> StepResult:
         """Return the result of the one micro-batch of this rank."""
-        counts = None if loss.count is None else loss.count[None]
+        counts = None
+        if loss.count is not None:
+            counts = loss.count[None]
         means = loss.mean()[None]
         return StepResult(step, (self.rank,), means, outputs.detach(), counts=counts)
 
@@ -157,7 +161,7 @@ def check_data_parallel(
 ) -> None:
     """Raise UserError unless rank m runs micro-batch m, and all weights are ``staleness`` late."""
     one_rank_each = tuple(range(schedule.n_microbatches))
-    delays = {delay for stage in schedule.staleness for delay in stage}
+    delays = {*chain.from_iterable(schedule.staleness)}
     is_possible = (
         schedule.state in states
         and all(tuple(ranks) == one_rank_each for ranks in schedule.layout.cycles)

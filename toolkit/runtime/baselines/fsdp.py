@@ -57,7 +57,9 @@ class FSDP(Synchronous):
             raise UserError("cpu_offload=True keeps weights off the GPU: got device=cpu")
         self._model_parameters = [dict(stage.named_parameters()) for stage in model.stages]
         self._released = ReleasedParameters(self.stages.model.parameters())
-        group = dist.group.WORLD if self.world.group is None else self.world.group
+        group = self.world.group
+        if group is None:
+            group = dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type)
         policy = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -131,9 +133,9 @@ def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str
     """Return an optimizer's state, each tensor spread like its parameter."""
     if state is None or updater.optimizer is None:
         return None
-    parameters = [
-        parameter for group in updater.optimizer.param_groups for parameter in group["params"]
-    ]
+    parameters: list[Tensor] = []
+    for group in updater.optimizer.param_groups:
+        parameters += group["params"]
     shares: dict[int, dict[str, Any]] = {}
     for index, values in state["state"].items():
         parameter = parameters[index]

@@ -128,12 +128,14 @@ class TorchPipelining(Baseline):
         for module in self._modules.values():
             module.begin(step)
         self._losses: list[LossValue] = []  # of the micro-batches, on the rank of the last stage
+        first_inputs: Values = ()
+        if 0 in self._modules:
+            first_inputs = inputs
+        of_last_stage: dict[str, Any] = {}
+        if self._has_last_stage:
+            of_last_stage = {"target": targets, "losses": []}
         with self.world.watch.waiting(_MESSAGES, self._everyone):
-            outputs = self._runner.step(
-                *(inputs if 0 in self._modules else ()),
-                target=targets if self._has_last_stage else None,
-                losses=[] if self._has_last_stage else None,
-            )
+            outputs = self._runner.step(*first_inputs, **of_last_stage)
         counts = [loss.count for loss in self._losses if loss.count is not None]
         total_count = self._total_count(counts)
         for runner in self._runners:
@@ -147,7 +149,9 @@ class TorchPipelining(Baseline):
         if self._has_last_stage:
             means = torch.stack([loss.mean() for loss in self._losses])
             microbatches = tuple(range(n_microbatches))
-            all_counts = torch.stack(counts) if counts else None
+            all_counts = None
+            if counts:
+                all_counts = torch.stack(counts)
             return StepResult(step, microbatches, means, outputs.detach(), counts=all_counts)
         output = self.stages.output
         no_samples = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=self.world.device)
@@ -166,7 +170,9 @@ class TorchPipelining(Baseline):
         if counts:
             sum_and_flag = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
         total_count, has_counts = self.total(sum_and_flag)
-        return total_count if has_counts else None
+        if not has_counts:
+            return None
+        return total_count
 
     def _fit_to(self, size: int) -> None:
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
@@ -219,13 +225,16 @@ class _StageModule(nn.Module):
         self.world.watch.at(_MESSAGES, self.step, range(self.world.size))
         if self.splits_backward:
             outputs = tuple(_unshared(output, inputs) for output in outputs)
-        return outputs[0] if self.is_last else outputs
+        if self.is_last:
+            return outputs[0]
+        return outputs
 
 
 def _unshared(output: Tensor, inputs: Values) -> Tensor:
     """Return ``output``, or a copy if it shares memory: torch detaches it in place."""
-    shares_memory = output._is_view() or any(output is tensor for tensor in inputs)
-    return output.clone() if shares_memory else output
+    if output._is_view() or any(output is tensor for tensor in inputs):
+        return output.clone()
+    return output
 
 
 def rank_orders(schedule: Schedule) -> list[list[Op]]:
@@ -241,8 +250,9 @@ def _torch_schedule(schedule: Schedule) -> type:
     """Return torch's schedule with the same orders."""
     if schedule.max_staleness == 0 and schedule.state == "replicated":
         orders_of_schedule = rank_orders(schedule)
-        sizes = (schedule.n_stages, schedule.n_microbatches, schedule.n_ranks)
-        for orders, torch_schedule in _torch_orders(*sizes):
+        for orders, torch_schedule in _torch_orders(
+            schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
+        ):
             if orders_of_schedule == [list(ops) for ops in orders]:
                 return torch_schedule
     raise UserError(

@@ -71,7 +71,10 @@ class Measurements:
 
     def peak_activations(self) -> tuple[int, ...]:
         """Return the peak bytes of activations, by rank."""
-        return tuple(max(event.activations for event in record.events) for record in self.records)
+        peaks = []
+        for record in self.records:
+            peaks.append(max(event.activations for event in record.events))
+        return tuple(peaks)
 
     def peak_weights(self) -> tuple[int, ...]:
         """Return the peak bytes of weights, all versions, by rank."""
@@ -159,7 +162,9 @@ class Measurements:
         elif i.action == Action.UPDATE:
             lane = UPDATE
         elif i.action in (Action.SEND, Action.RECV):
-            lane = SEND if i.action == Action.SEND else RECEIVE
+            lane = RECEIVE
+            if i.action == Action.SEND:
+                lane = SEND
             n_bytes = event.bytes
             peer = i.peers[0]
         elif i.action.communicates:
@@ -191,7 +196,10 @@ class Measurements:
 
     @property
     def _n_slots(self) -> int:
-        last_tick = max(event.tick for record in self.records for event in record.events)
+        last_tick = 0
+        for record in self.records:
+            for event in record.events:
+                last_tick = max(last_tick, event.tick)
         return -(-last_tick // self.schedule.timing.ticks_per_slot)
 
 
@@ -223,10 +231,9 @@ def _message_times(
     # before it on the same channel has ended.
     times = {}
     channel_free_at: defaultdict[tuple, float] = defaultdict(lambda: -inf)
-    last_ends = {
-        message: max(event.end for _, _, event in participants)
-        for message, participants in participants_of.items()
-    }
+    last_ends = {}
+    for message, participants in participants_of.items():
+        last_ends[message] = max(event.end for _, _, event in participants)
     for message in sorted(participants_of, key=last_ends.__getitem__):
         participants = participants_of[message]
         i = participants[0][2].instruction
@@ -255,6 +262,8 @@ def _memory_changes(record: RankRecord, origin: float) -> Iterator[Change]:
             if change != 0:
                 # An op allocates as it starts; a message that arrives, at its end.
                 is_allocation = change > 0 and not event.instruction.action.communicates
-                moment = event.start if is_allocation else event.end
+                moment = event.end
+                if is_allocation:
+                    moment = event.start
                 yield Change(moment - origin, record.rank, kind, change)
                 live_bytes[kind] = n_bytes

@@ -154,10 +154,14 @@ class SavedActivations:
         def keep(tensor: Tensor) -> "Tensor | _Holder":
             # Detached, or a result kept by its own node would hold on to itself.
             detached = tensor.detach()
-            return detached if _storage(tensor) in excluded_storages else _Holder(detached, self)
+            if _storage(tensor) in excluded_storages:
+                return detached
+            return _Holder(detached, self)
 
         def give(saved: "Tensor | _Holder") -> Tensor:
-            return saved.tensor if isinstance(saved, _Holder) else saved
+            if isinstance(saved, _Holder):
+                return saved.tensor
+            return saved
 
         with torch.autograd.graph.saved_tensors_hooks(keep, give):
             yield

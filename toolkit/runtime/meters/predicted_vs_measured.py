@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ class MeasuredRow:
 
 def n_ranks(n: int) -> int:
     """Return the number of processes of :func:`measure` for ``n`` workers."""
-    return max(make(rule, n).n_ranks for make in SETTINGS.values() for rule in RULES)
+    sizes = []
+    for make in SETTINGS.values():
+        sizes += [make(rule, n).n_ranks for rule in RULES]
+    return max(sizes)
 
 
 def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -> list[MeasuredRow]:
@@ -164,5 +168,5 @@ def _footprint(
         "weights": Fraction(max(measurements.peak_weights()), model_bytes),
         "traffic": sent_bytes / (model_bytes * n_ranks),
         "messages": Fraction(n_messages, n_ranks),
-        "traffic_in_slot": max(max(cell.units for cell in slot) for slot in sent) / model_bytes,
+        "traffic_in_slot": max(cell.units for cell in chain.from_iterable(sent)) / model_bytes,
     }

@@ -106,7 +106,7 @@ def running_costs(
     for rank_seconds in measured:
         ratios = [median_seconds[op] / t for op, t in rank_seconds.items() if t > 0]
         speeds.append(median(ratios or [1.0]))
-    memory = median(rates) if rates else inf
+    memory = median(rates or [inf])
     return tuple(costs), Hardware("measured", inf, memory, bandwidth, latency, speeds=speeds)
 
 

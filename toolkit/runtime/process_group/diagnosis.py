@@ -77,8 +77,12 @@ def _waiting_chain(ranks: Mapping[int, Record], me: int) -> list[int]:
 def _blame(blamed: int, fault: str, ranks: Mapping[int, Record], chain: Sequence[int]) -> Diagnosis:
     """Return the diagnosis of a rank's ``fault``, with the first of ``chain`` that waits for it."""
     waiter = next((rank for rank in chain if blamed in ranks[rank].peers), chain[0])
-    waits = "waited for it" if blamed in ranks[waiter].peers else "was"
-    on_host = f" (on {ranks[blamed].host})" if ranks[blamed].host else ""
+    waits = "was"
+    if blamed in ranks[waiter].peers:
+        waits = "waited for it"
+    on_host = ""
+    if ranks[blamed].host:
+        on_host = f" (on {ranks[blamed].host})"
     return Diagnosis(
         blamed,
         f"rank {blamed}{on_host} {fault}, {ranks[blamed].position}; rank {waiter} {waits}"

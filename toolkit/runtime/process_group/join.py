@@ -64,15 +64,21 @@ def join(
     rank, size, local_rank = _place(n_ranks)
     if _joined is not None:
         return _joined
+
+    # 1. The device. NCCL and CUDA read the variables when they are first used.
     _set_variables(device, backend, interface)
     own_device = _device(device, local_rank)
     enter_device(own_device)
+
+    # 2. The store, where ranks say which GPU they have; then the watch, before any wait for others.
     meeting_place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
     with _meeting(rank, meeting_place):
         store = _meet(rank, size, timeout, _gpu(own_device))
         backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
         watch = Watch(store, rank, size, timeout)
         watch.start()
+
+    # 3. The process groups.
     world = World(rank, size, own_device, backend, watch, store)
     _connect(world)
     if world.script_made_group:
@@ -200,7 +206,9 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 def _gpu(device: torch.device) -> str:
     """Return the GPU's identity, whatever its number in this process; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _backend(name: str, gpus: Sequence[str]) -> str:
@@ -214,7 +222,9 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
         )
     if name != "auto":
         return name
-    return "nccl" if n_gpus == len(gpus) else "gloo"
+    if n_gpus == len(gpus):
+        return "nccl"
+    return "gloo"
 
 
 @contextmanager

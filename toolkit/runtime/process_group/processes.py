@@ -64,7 +64,9 @@ class Processes:
         self.timeout = timeout
         self.n_starts = 0
         self.store: dist.TCPStore | None = None
-        self._open_machines = partial(ray_machines, hosts) if hosts else this_machine
+        self._open_machines = this_machine
+        if hosts:
+            self._open_machines = partial(ray_machines, hosts)
         self._machines: list[Machine] = []
         self.on_other_machines = bool(hosts)
         self._message_cut_short = False  # to or from a machine, by an interrupt
@@ -117,7 +119,8 @@ class Processes:
             *args: positional arguments of ``function``.
             **kwargs: keyword arguments of ``function``.
         """
-        message = dumps((function, args, kwargs))  # first: an error here leaves the ranks alive
+        # Before any rank is told: an error of pickling leaves the ranks alive.
+        message = dumps((function, args, kwargs))
         if not self.ready():
             self._start()
         self._results = {}
@@ -162,6 +165,7 @@ class Processes:
         if self._pending:  # by a call that nobody waited for
             self.kill()
         self._take_all_messages(0.0)
+        # The others would wait for a rank that has ended.
         if 0 < len(self.alive) < self.n_ranks:
             self.kill()
         return bool(self.alive)
@@ -204,6 +208,7 @@ class Processes:
             self._machines = self._open_machines(self.n_ranks)
             self._finalizer = weakref.finalize(self, _end, self._machines)
         own_address = self._machines[0].parent
+        # The socket listens before the store takes it: no other process can take the port between.
         listening = socket.create_server((own_address, 0))
         port = listening.getsockname()[1]
         self.store = dist.TCPStore(
@@ -219,7 +224,8 @@ class Processes:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        print(end="", flush=True)  # what has been printed here comes before what ranks print
+        # What has been printed here comes before what ranks print.
+        print(end="", flush=True)
         self.process_ids = {}
         self._not_started = {*range(self.n_ranks)}
         self.alive = {*range(self.n_ranks)}

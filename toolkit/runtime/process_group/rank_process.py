@@ -23,7 +23,8 @@ LEAVE = b""
 """The message with which the parent ends a rank."""
 
 _parent: Connection | None = None
-_send_lock = threading.Lock()  # the watch's thread announces while the main thread reports
+# The watch's thread announces while the main thread reports: messages must not be mixed.
+_send_lock = threading.Lock()
 _inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
 
@@ -58,6 +59,7 @@ def main(connection: Connection) -> None:
     global _parent
     _parent = connection
     os.register_at_fork(after_in_child=_forget_parent)
+    # A thread of its own takes messages: it ends this process with the parent, even within a call.
     threading.Thread(target=_listen, args=(connection,), name="parent", daemon=True).start()
     watch.announce = lambda message: _send("announced", message)
     _send("came", os.getpid())
@@ -70,7 +72,8 @@ def main(connection: Connection) -> None:
             _send("returned", function(*args, **kwargs))
         except (Exception, KeyboardInterrupt) as error:
             _send("raised", _describe(error))
-        function = args = kwargs = None  # the next call may need their memory
+        # The next call may need their memory.
+        function = args = kwargs = None
     join.leave()
 
 

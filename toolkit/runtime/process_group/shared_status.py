@@ -63,8 +63,12 @@ class Record(NamedTuple):
     @property
     def position(self) -> str:
         """Step and instruction; on another machine, where it was last seen."""
-        place = self.activity if self.step is None else f"in step {self.step} at {self.activity}"
-        return f"last seen {place}" if self.host else str(place)
+        place = str(self.activity)
+        if self.step is not None:
+            place = f"in step {self.step} at {place}"
+        if self.host:
+            place = f"last seen {place}"
+        return place
 
 
 class Process:

@@ -123,7 +123,8 @@ class Watch:
             step: its training step; the previous one unless given.
             peers: ranks that it waits for.
         """
-        step = self.record.step if step is None else step
+        if step is None:
+            step = self.record.step
         # The clock stands since the last look: a beat later, so that no time-out is too short.
         since = self._clock + self._beat
         self._write(activity=activity, step=step, peers=tuple(peers), since=since)

@@ -61,7 +61,9 @@ class World:
     @property
     def message_device(self) -> torch.device:
         """Where tensors must be to be sent."""
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        if self.backend == "nccl":
+            return self.device
+        return torch.device("cpu")
 
     def make_groups(self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]) -> None:
         """Make the process groups of a program's messages. Every rank calls it with the same ones.
@@ -197,7 +199,9 @@ class World:
         """
         own_moment = (machine(), time.perf_counter())
         first_moment, *_ = self.gather(own_moment)
-        return first_moment[1] if first_moment[0] == own_moment[0] else time.perf_counter()
+        if first_moment[0] != own_moment[0]:
+            return time.perf_counter()
+        return first_moment[1]
 
     # What all ranks have.
 
@@ -228,6 +232,7 @@ class World:
         gathered: list[Any] = [None] * self.size
         with self.watch.waiting(f"{label} of all ranks", range(self.size)):
             dist.all_gather_object(gathered, (label, value), group=self.object_group)
+        # Ranks in different places would take each other's objects for their own.
         for rank, (rank_label, _) in enumerate(gathered):
             if rank_label != label:
                 raise UserError(
@@ -281,8 +286,11 @@ class World:
                 sends.append(cast(dist.Work, send))
 
         with self.watch.waiting("state of stages", ranks):
-            pickled = pickle_to_bytes(value) if is_first else torch.empty(0, dtype=torch.uint8)
-            n_bytes = torch.tensor([len(pickled)])
+            # The size first: a rank knows from it how much memory the chunks take.
+            n_bytes = torch.zeros(1, dtype=torch.int64)
+            if is_first:
+                pickled = pickle_to_bytes(value)
+                n_bytes += len(pickled)
             hand_on(n_bytes)
             if not is_first:
                 pickled = torch.empty(int(n_bytes), dtype=torch.uint8)
@@ -290,7 +298,9 @@ class World:
                 hand_on(chunk)
             for send in sends:
                 send.wait()
-        return value if is_first else unpickle_bytes(pickled)
+        if is_first:
+            return value
+        return unpickle_bytes(pickled)
 
 
 def pickle_to_bytes(value: Any) -> Tensor:
