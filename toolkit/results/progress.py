@@ -143,9 +143,10 @@ class ParallelProgress(_EpochBar):
 
     def trained(self, run: tuple[str, int], n_epochs: float) -> None:
         """Show that ``run`` has done ``n_epochs`` so far."""
-        increase = n_epochs - self._epochs.get(run, 0.0)
         self._epochs[run] = n_epochs
-        self._bar.update(increase)
+        # Their sum, since increases that are added up may exceed the total by a rounding error.
+        self._bar.n = sum(self._epochs.values())
+        self._bar.update(0)
 
     def ended(self, run: tuple[str, int], n_epochs: float, note: str) -> None:
         """Show that ``run``, of ``n_epochs``, has ended, with a short text on it."""
