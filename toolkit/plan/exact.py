@@ -4,11 +4,12 @@ Starts are whole ticks; a training step takes a period, in which each rank runs 
 rounded down to ticks, so that the bound holds; there is no rounding if all are multiples of a tick.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import floor, inf, isfinite
 from typing import Any
 
@@ -142,14 +143,16 @@ class _Model:
         n_microbatches = problem.n_microbatches
         self.op_ticks = [self.ticks(seconds) for seconds in problem.seconds]
         update_ticks = [self.ticks(seconds) for seconds in problem.update_seconds]
-        lags = [self.ticks(lag) for chain_needs in problem.needs for _, lag in chain_needs]
+        lags = [self.ticks(lag) for _, lag in itertools.chain.from_iterable(problem.needs)]
         # The longest row of ops: all of them in turn.
         self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(update_ticks)
-        self.starts = [[self.variable() for _ in range(n_microbatches)] for _ in self.op_ticks]
+        self.starts: list[list[Any]] = []
+        for _ in self.op_ticks:
+            self.starts.append([self.variable() for _ in range(n_microbatches)])
         self.period = self.cp.new_int_var(self.ticks(step_bound(problem)), self.horizon, "period")
         self.cp.add(self.starts[0][0] == 0)
         for chain, chain_needs in enumerate(problem.needs):
-            for previous_start, start in pairwise(self.starts[chain]):
+            for previous_start, start in itertools.pairwise(self.starts[chain]):
                 self.cp.add(start >= previous_start + self.op_ticks[chain])
             for needed_chain, lag in chain_needs:
                 for needed_start, start in zip(
@@ -159,7 +162,7 @@ class _Model:
                     self.cp.add(start >= arrival)
         for rank, chains in enumerate(problem.chains_of_rank):
             spans = {chain: self.spans(chain) for chain in chains}
-            self.cp.add_no_overlap([span for row in spans.values() for span in row])
+            self.cp.add_no_overlap([*itertools.chain.from_iterable(spans.values())])
             for stage in problem.stages_of_rank[rank]:
                 self.end_within_period(rank, stage, update_ticks[stage])
             if isfinite(problem.room[rank]):
@@ -195,15 +198,19 @@ class _Model:
         room = problem.room[rank]
         byte_counts = [*problem.kept_bytes, *problem.workspace_bytes, *problem.waiting_bytes, room]
         has_whole_bytes = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
-        bytes_per_level = 1.0 if has_whole_bytes else room / _LEVELS
+        bytes_per_level = room / _LEVELS
+        if has_whole_bytes:
+            bytes_per_level = 1.0
         intervals: list[Any] = []
         levels: list[int] = []
         for chain, chain_spans in spans.items():
             starts = self.starts[chain]
-            if level := floor(problem.workspace_bytes[chain] / bytes_per_level):
+            level = floor(problem.workspace_bytes[chain] / bytes_per_level)
+            if level:
                 intervals += chain_spans
                 levels += [level] * len(chain_spans)
-            if level := floor(problem.waiting_bytes[chain] / bytes_per_level):
+            level = floor(problem.waiting_bytes[chain] / bytes_per_level)
+            if level:
                 sender, lag = problem.needs[chain][-1]
                 message_ticks = self.op_ticks[sender] + self.ticks(lag)
                 arrivals = [start + message_ticks for start in self.starts[sender]]
@@ -229,10 +236,9 @@ class _Model:
         """Return a solution's rank orders; of ops that start together, the first kind first."""
         orders = []
         for chains in self.problem.chains_of_rank:
-            timed_chains = [
-                (value(start), chain % self.problem.n_kinds, chain)
-                for chain in chains
-                for start in self.starts[chain]
-            ]
+            timed_chains = []
+            for chain in chains:
+                kind = chain % self.problem.n_kinds
+                timed_chains += [(value(start), kind, chain) for start in self.starts[chain]]
             orders.append([chain for *_, chain in sorted(timed_chains)])
         return orders

@@ -38,13 +38,13 @@ class _Lists:
         self.orders: list[RankOrder] = [[] for _ in problem.room]
         self.ends: list[list[float]] = [[] for _ in problem.seconds]  # [chain][microbatch]
         self.free_at = [0.0 for _ in problem.room]
-        self.free_bytes = [
-            room - max(problem.workspace_bytes[chain] for chain in chains)
-            for room, chains in zip(problem.room, problem.chains_of_rank, strict=True)
-        ]
-        self.microbatch_bytes = [
-            sum(problem.kept_bytes[stage] for stage in stages) for stages in problem.stages_of_rank
-        ]
+        self.free_bytes: list[float] = []
+        self.microbatch_bytes: list[float] = []
+        for rank, room in enumerate(problem.room):
+            workspaces = [problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]]
+            self.free_bytes.append(room - max(workspaces))
+            stages = problem.stages_of_rank[rank]
+            self.microbatch_bytes.append(sum(problem.kept_bytes[stage] for stage in stages))
         self.ranks_waiting: list[set[int]] = [set() for _ in problem.seconds]  # for each chain
         for chain, needs in enumerate(problem.needs):
             for needed_chain, _ in needs:

@@ -128,46 +128,37 @@ def pilot(
     start = time.perf_counter()
     n_workers = whole(n_workers, "n_workers", 2)
     plain_candidate = _plain_candidate(n_workers, options, candidate)
-    placement = options.placement if candidate is None else candidate.schedule.layout.name
+    placement = options.placement
+    if candidate is not None:
+        placement = candidate.schedule.layout.name
 
     # 1. Cut the model into stages.
     model_cut = _cut_model(model, samples, plain_candidate, on_progress)
-    form = samples.form
-    described_model = f"model.target={model_cut.target or 'MY_PACKAGE.MY_MODEL'}"
-    findings = Pilot(
-        n_workers=plain_candidate.spec.microbatches,
-        n_stages=model_cut.n_stages,
-        batch=plain_candidate.batch,
-        placement=placement,
-        device=describe(model_cut.device),
-        hardware=options.hardware or _machines_like(model_cut.device),
-        compute=options.compute,
-        rules=(),
-        command_options=command_options or f"{described_model} {data_options(form, own=True)}",
-        form=form,
-    )
+    findings = model_cut.findings(plain_candidate, placement, options)
+    if command_options:
+        findings = replace(findings, command_options=command_options)
     if model_cut.n_stages < 2:
         return replace(findings, untrained="the model cannot be cut into stages")
 
     # 2. Choose the rules, and the corrections of their late weights.
     plain_spec = replace(plain_candidate.spec, stages=model_cut.n_stages)
-    plain_candidate = replace(plain_candidate, spec=plain_spec)
-    candidates = _rules_to_compare(plain_candidate, placement, candidate)
+    candidates = _rules_to_compare(replace(plain_candidate, spec=plain_spec), placement, candidate)
     optimizer = options.optimizer
     if optimizer is None:
         optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
         candidates = {rule: _corrected(candidate) for rule, candidate in candidates.items()}
-        optimizer_options = f"optimizer=nesterov optimizer.lr={_RATE}"
-        findings = replace(
-            findings,
-            command_options=f"{findings.command_options} {optimizer_options}",
-            certified=True,
-        )
+        findings = _with_default_optimizer(findings)
 
     # 3. Measure them here, predict the machines, and train two of them.
     bench = PilotBench(model_cut.make_model, model_cut.stages, candidates, optimizer, options.loss)
     findings = _measure_and_train(bench, findings, model_cut, options, start, on_progress)
     return replace(findings, seconds=time.perf_counter() - start)
+
+
+def _with_default_optimizer(findings: Pilot) -> Pilot:
+    """Return ``findings`` whose commands train with the pilot's own optimizer."""
+    command_options = f"{findings.command_options} optimizer=nesterov optimizer.lr={_RATE}"
+    return replace(findings, command_options=command_options, certified=True)
 
 
 def _plain_candidate(
@@ -206,6 +197,23 @@ class _ModelCut:
     def device(self) -> torch.device:
         """The model's device."""
         return self.data.device
+
+    def findings(self, plain_candidate: Candidate, placement: str, options: PilotOptions) -> Pilot:
+        """Return findings without rules."""
+        target = self.target or "MY_PACKAGE.MY_MODEL"
+        form = self.data.samples.form
+        return Pilot(
+            n_workers=plain_candidate.spec.microbatches,
+            n_stages=self.n_stages,
+            batch=plain_candidate.batch,
+            placement=placement,
+            device=describe(self.device),
+            hardware=options.hardware or _machines_like(self.device),
+            compute=options.compute,
+            rules=(),
+            command_options=f"model.target={target} {data_options(form, own=True)}",
+            form=form,
+        )
 
 
 def _cut_model(

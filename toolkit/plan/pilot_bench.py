@@ -87,7 +87,7 @@ class PilotBench:
         microbatch = example[0][: findings.batch]
         if findings.compute == "measured":
             low_seconds, middle_seconds, high_seconds = quantiles(times["DP"], n=4)
-            slack = low_seconds / middle_seconds, high_seconds / middle_seconds
+            slack = (low_seconds / middle_seconds, high_seconds / middle_seconds)
         else:
             slack = _ROOFLINE
             model = copy.deepcopy(stages.model).to("meta")
@@ -131,13 +131,14 @@ def _predicted(
 ) -> list[Prediction]:
     """Predict a candidate with the measured costs, their least and most, and without messages."""
     seconds = [cost.seconds(machines.hardware) for cost in costs]
-    cost_variants = [costs] + [
-        tuple(
-            replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
-            for cost, (forward, backward) in zip(costs, seconds, strict=True)
-        )
-        for factor in slack
-    ]
+    cost_variants = [costs]
+    for factor in slack:
+        scaled_costs = []
+        for cost, (forward, backward) in zip(costs, seconds, strict=True):
+            scaled_costs.append(
+                replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
+            )
+        cost_variants.append(tuple(scaled_costs))
     free_links = replace(machines.hardware, link_bandwidth=inf, link_latency=0.0)
     predictions = machines.predict([candidate] * len(cost_variants), cost_variants)
     return predictions + replace(machines, hardware=free_links).predict([candidate], [costs])
@@ -160,11 +161,8 @@ def _optimizer_bytes(runtime: SingleProcess) -> int:
     """Return the bytes of the optimizers' state."""
     n_bytes = 0
     for stage in runtime.local_state()["stages"].values():
-        parameter_states = (stage["optimizer"] or {"state": {}})["state"].values()
-        n_bytes += sum(
-            tensor.nbytes
-            for parameter_state in parameter_states
-            for tensor in parameter_state.values()
-            if isinstance(tensor, Tensor)
-        )
+        optimizer_state = stage["optimizer"] or {"state": {}}
+        for parameter_state in optimizer_state["state"].values():
+            tensors = [value for value in parameter_state.values() if isinstance(value, Tensor)]
+            n_bytes += sum(tensor.nbytes for tensor in tensors)
     return n_bytes

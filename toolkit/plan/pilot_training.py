@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import inf, isfinite, nan
 from statistics import mean
 
@@ -49,20 +49,24 @@ def train_by(
             on_progress(f"training {rule}, seed {seed}", done_share)
             # Diagnostics cost time, so only the first run of the second rule measures how far
             # delayed gradients are from fresh ones.
-            diagnostics_interval = max(1, n_steps // 4) if (seed_index, rule_index) == (0, 1) else 0
+            diagnostics_interval = 0
+            if (seed_index, rule_index) == (0, 1):
+                diagnostics_interval = max(1, n_steps // 4)
             runtime = make(seed, schedule, diagnostics_interval)
             runs[rule].append(_run(runtime, data, n_steps, seed))
     on_progress("training", 1.0)
     base_runs, late_runs = runs.values()
     late_rule = [*rules][-1]
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
-    chance, frequent = 1 / data.samples.form.n_classes, float(labels.bincount().max() / len(labels))
-    # The accuracy that a guess reaches without looking at the sample.
-    guess_accuracy = max(chance, frequent)
-    standard_error = (guess_accuracy * (1 - guess_accuracy) / len(labels)) ** 0.5
-    accuracies = {
-        rule: tuple(run.accuracy for run in rule_runs) for rule, rule_runs in runs.items()
-    }
+    chance = 1 / data.samples.form.n_classes
+    frequent = float(labels.bincount().max() / len(labels))
+    accuracies = {}
+    diverged_rules = []
+    for rule, rule_runs in runs.items():
+        accuracies[rule] = tuple(run.accuracy for run in rule_runs)
+        if any(run.diverged for run in rule_runs):
+            diverged_rules.append(rule)
+    late_cosines = chain.from_iterable(run.cosines for run in late_runs)
     run_pairs = zip(late_runs, base_runs, strict=True)
     return TrainingFindings(
         n_steps=n_steps,
@@ -77,12 +81,18 @@ def train_by(
         highest=max(_ratio(max(run.tenths), run.first_loss) for run in [*base_runs, *late_runs]),
         chance=chance,
         frequent=frequent,
-        learned=mean(accuracies["DP"]) > guess_accuracy + _SURE * standard_error,
-        diverged=tuple(
-            rule for rule, rule_runs in runs.items() if any(run.diverged for run in rule_runs)
-        ),
-        cosine=min((cosine for run in late_runs for cosine in run.cosines), default=nan),
+        learned=_is_better_than_a_guess(accuracies["DP"], max(chance, frequent), len(labels)),
+        diverged=tuple(diverged_rules),
+        cosine=min(late_cosines, default=nan),
     )
+
+
+def _is_better_than_a_guess(
+    accuracies: Sequence[float], guess_accuracy: float, n_tested: int
+) -> bool:
+    """Whether runs are surely better than a guess that does not look at the sample."""
+    standard_error = (guess_accuracy * (1 - guess_accuracy) / n_tested) ** 0.5
+    return mean(accuracies) > guess_accuracy + _SURE * standard_error
 
 
 def _ratio(loss: float, base_loss: float) -> float:

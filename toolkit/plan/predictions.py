@@ -32,8 +32,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            fresh = name == "staleness" and value == 0
-            if not (isinstance(value, int | float) and (value > 0 or fresh)):
+            is_fresh = name == "staleness" and value == 0
+            if not (isinstance(value, int | float) and (value > 0 or is_fresh)):
                 raise UserError(f"{name} is a number above 0: got {value!r}")
 
 
@@ -64,13 +64,14 @@ class Prediction:
         """The schedule, to explore, save or train."""
         return self.candidate.schedule
 
-    def dominates(self, other: "Prediction") -> bool:
+    def dominates(self, rival: "Prediction") -> bool:
         """Whether it is nowhere worse in time, memory, ranks and staleness."""
-        costs = (
-            (prediction.seconds, prediction.memory, prediction.ranks, prediction.staleness)
-            for prediction in (self, other)
+        return (
+            self.seconds <= rival.seconds
+            and self.memory <= rival.memory
+            and self.ranks <= rival.ranks
+            and self.staleness <= rival.staleness
         )
-        return all(own_cost <= other_cost for own_cost, other_cost in zip(*costs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Machines:
         least, make the mean.
         """
         schedule = candidates[0].schedule
-        timed = timed if schedule.max_staleness else 1
+        if schedule.max_staleness == 0:
+            timed = 1
         program = schedule.lower(steps_to_time(schedule, timed)).verify()
         predictions = []
         for candidate, candidate_costs in zip(candidates, costs, strict=True):
@@ -113,7 +115,9 @@ class Machines:
         schedule = candidate.schedule
         n_ranks = candidate.schedule.n_ranks
         kept_bytes = [cost.kept_bytes for cost in costs]
-        activation_bytes = sum(kept_bytes) if schedule.layout.has_whole_models else 0.0
+        activation_bytes = 0.0
+        if schedule.layout.has_whole_models:
+            activation_bytes = sum(kept_bytes)
         rank_bytes = [activation_bytes] * n_ranks
         busy_seconds = 0.0
         for stage, cost in enumerate(costs):
@@ -149,13 +153,25 @@ class Machines:
         return [self.optimizer_words * cost.parameter_bytes for cost in costs]
 
     def _prediction(
-        self, candidate: Candidate, seconds: float, held: Sequence[float], sent: float
+        self,
+        candidate: Candidate,
+        seconds: float,
+        rank_bytes: Sequence[float],
+        sent_bytes: float,
     ) -> Prediction:
         staleness = candidate.schedule.mean_staleness
-        limits = self.limits
-        fits = all(n_bytes <= self.memory_of(rank) for rank, n_bytes in enumerate(held))
-        fits &= seconds <= limits.seconds and staleness <= limits.staleness
-        return Prediction(candidate, seconds, max(held), len(held), staleness, sent, fits)
+        fits = seconds <= self.limits.seconds and staleness <= self.limits.staleness
+        for rank, n_bytes in enumerate(rank_bytes):
+            fits &= n_bytes <= self.memory_of(rank)
+        return Prediction(
+            candidate=candidate,
+            seconds=seconds,
+            memory=max(rank_bytes),
+            ranks=len(rank_bytes),
+            staleness=staleness,
+            traffic=sent_bytes,
+            fits=fits,
+        )
 
 
 def stage_costs(

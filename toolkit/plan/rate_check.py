@@ -41,12 +41,13 @@ def check_rate(run: TrainingRun) -> str | None:
         return None
 
 
-def stage_shares(run: TrainingRun, found: Curvature) -> list[float]:
+def stage_shares(run: TrainingRun, curvature: Curvature) -> list[float]:
     """Return the share of each stage in the steepest direction."""
-    return [
-        sum(found.shares.get(name, 0.0) for name, _ in stage.named_parameters())
-        for stage in run.runtime.stages
-    ]
+    shares = []
+    for stage in run.runtime.stages:
+        names = [name for name, _ in stage.named_parameters()]
+        shares.append(sum(curvature.shares.get(name, 0.0) for name in names))
+    return shares
 
 
 def first_curvature(
@@ -101,19 +102,23 @@ def _check(run: TrainingRun) -> str | None:
         or Recurrence(*sgd_options).growth(rate * first_estimate.value) < _FAST
     ):
         return None
-    microbatches_per_step = schedule.n_microbatches
-    curvature = first_curvature(run, microbatches_per_step, tolerance=_TOLERANCE, seconds=_SECONDS)
+    n_microbatches = schedule.n_microbatches
+    curvature = first_curvature(run, n_microbatches, tolerance=_TOLERANCE, seconds=_SECONDS)
     recurrence = Recurrence(*sgd_options, coupling_of(stage_shares(run, curvature)))
-    if (growth := recurrence.growth(rate * curvature.value)) < _FAST:
+    growth = recurrence.growth(rate * curvature.value)
+    if growth < _FAST:
         return None
     certificate = recurrence.certify()
-    stable_rate, is_late = certificate.rate(curvature.value), schedule.max_staleness > 0
-    remedies = [
-        *["optimizer.nesterov=true"] * (is_late and not options["nesterov"]),
-        *["schedule.correction=extrapolate"] * (is_late and schedule.corrected.kind == "none"),
-        f"optimizer.lr={stable_rate / rate * options['lr']:.2g} or somewhat higher",
-        *["'schedule.phases=[{schedule: dp, epochs: 1}]'"] * is_late,
-    ]
+    stable_rate = certificate.rate(curvature.value)
+    is_late = schedule.max_staleness > 0
+    remedies = []
+    if is_late and not options["nesterov"]:
+        remedies.append("optimizer.nesterov=true")
+    if is_late and schedule.corrected.kind == "none":
+        remedies.append("schedule.correction=extrapolate")
+    remedies.append(f"optimizer.lr={stable_rate / rate * options['lr']:.2g} or somewhat higher")
+    if is_late:
+        remedies.append("'schedule.phases=[{schedule: dp, epochs: 1}]'")
     return (
         f"{schedule.name}: the learning rate {rate:.3g} is far above {stable_rate:.2g}, the largest"
         f" that is stable at the first weights ({certificate.limit:.3g} / curvature"

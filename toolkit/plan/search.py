@@ -67,20 +67,17 @@ def search(
         placements = [problem.placement]
         end = time.monotonic() + seconds / 4
     else:
+        memory = [*space.limits]
         raise UserError(
-            f"no orders were found in a memory of {[*space.limits]} bytes: give more, or more"
-            " seconds"
+            f"no orders were found in a memory of {memory} bytes: give more, or more seconds"
         )
 
     if space.placement_is_free:
         bound = space.load_bound()
-    if step_seconds is not None and timeline.step_time > step_seconds * (1 + TIE):
-        ranks = None
-        if not space.placement_is_free:
-            ranks = _ranks_in_conflict(space, problem.placement, step_seconds, seconds)
-        fastest = f"the fastest orders that were found take {timeline.step_time:.4g} s"
-        raise UserError(_too_slow(space, step_seconds, ranks, fastest, bound))
-    return space.result(schedule, timeline, problem.placement, bound, n_tried)
+    result = space.result(schedule, timeline, problem.placement, bound, n_tried)
+    if step_seconds is not None and result.seconds > step_seconds * (1 + TIE):
+        raise UserError(_too_slow(space, result, bound, step_seconds, seconds))
+    return result
 
 
 def _excess_bytes(space: SearchSpace, timeline: Timeline) -> list[float]:
@@ -104,12 +101,16 @@ def _ranks_in_conflict(
 
 def _too_slow(
     space: SearchSpace,
-    step_seconds: float,
-    ranks: tuple[int, ...] | None,
-    fastest: str,
+    result: SearchResult,
     bound: float,
+    step_seconds: float,
+    seconds: float,
 ) -> str:
     """Return the reason why no step is as short as ``step_seconds``."""
+    fastest = f"the fastest orders that were found take {result.seconds:.4g} s"
+    ranks = None
+    if not space.placement_is_free:
+        ranks = _ranks_in_conflict(space, result.placement, step_seconds, seconds)
     if ranks is None:
         return (
             f"no orders of {step_seconds:.4g} s a step: {fastest}, and none less than {bound:.4g} s"

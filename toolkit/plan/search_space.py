@@ -207,8 +207,7 @@ def order_problem(
     messages = _Messages(costs, tuple(placement), hardware)
     state_bytes: Sequence[float | None] = [*optimizer_bytes] or [None] * len(costs)
     seconds: list[float] = []
-    update_seconds: list[float] = []
-    kept_bytes: list[float] = []
+    update_seconds, kept_bytes = [], []
     workspace_bytes: list[float] = []
     waiting_bytes: list[float] = []
     for stage, cost in enumerate(costs):
@@ -220,16 +219,13 @@ def order_problem(
 
         # 2. Bytes of a micro-batch in flight, of a running op, and of messages that wait.
         kept_bytes.append(cost.kept_bytes + messages.input_bytes_on_rank(stage))
-        forward_bytes, backward_bytes = cost.working_bytes
-        if cost.recomputes:
-            backward_bytes += cost.activation_bytes
-        workspace_bytes += [forward_bytes, *[backward_bytes] * (n_kinds - 1)]
+        workspace_bytes += _op_workspace(cost, n_kinds)
         waiting_bytes += messages.waiting_bytes(stage)[:n_kinds]
 
-    # Weights, gradients and optimizer state stay: the room is what they leave of the memory.
+    # 3. Weights, gradients and optimizer state stay: the room is what they leave of the memory.
     room = [*memory] or [inf] * (max(placement) + 1)
-    for stage, (rank, cost) in enumerate(zip(placement, costs, strict=True)):
-        room[rank] -= cost.parameter_bytes + cost.gradient_bytes + (state_bytes[stage] or 0.0)
+    for rank, cost, n_bytes in zip(placement, costs, state_bytes, strict=True):
+        room[rank] -= cost.parameter_bytes + cost.gradient_bytes + (n_bytes or 0.0)
     problem = OrderProblem(
         placement=tuple(placement),
         n_microbatches=n_microbatches,
@@ -252,6 +248,14 @@ def _op_seconds(cost: StageCost, hardware: Hardware, speed: float, n_kinds: int)
     if cost.recomputes:  # the first backward runs the forward again, and all of the backward
         return [forward, forward + backward, 0.0][:n_kinds]
     return [forward, *[backward / (n_kinds - 1)] * (n_kinds - 1)]
+
+
+def _op_workspace(cost: StageCost, n_kinds: int) -> list[float]:
+    """Return the bytes that each op of a stage takes while it runs, by kind."""
+    forward_bytes, backward_bytes = cost.working_bytes
+    if cost.recomputes:
+        backward_bytes += cost.activation_bytes
+    return [forward_bytes, *[backward_bytes] * (n_kinds - 1)]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ class Certificate:
 
     def rate(self, curvature: float) -> float:
         """Return the largest stable learning rate at ``curvature``, the top Hessian eigenvalue."""
-        return self.limit / curvature if curvature > 0 else inf
+        if curvature <= 0:
+            return inf
+        return self.limit / curvature
 
 
 def largest_stable_rate(
@@ -120,44 +122,38 @@ class Recurrence:
     @cached_property
     def noise(self) -> Matrix | None:
         """Covariance of what one draw reads, ``[versions, versions]``; None without draws."""
-        if not isinstance(delay := self.schedule.delay, RandomDelay):
+        delay = self.schedule.delay
+        if not isinstance(delay, RandomDelay):
             return None
-        share_rows, probabilities = (
-            np.stack([self._row(delay_value) for delay_value in delay.values]),
-            np.array(delay.probabilities),
-        )
-        mean = probabilities @ share_rows
-        covariance: Matrix = (share_rows - mean).T @ np.diag(probabilities) @ (share_rows - mean)
-        return covariance / (self.schedule.n_microbatches if delay.per == "microbatch" else 1)
+        share_rows = np.stack([*map(self._row, delay.values)])
+        probabilities = np.array(delay.probabilities)
+        deviations = share_rows - probabilities @ share_rows
+        covariance: Matrix = deviations.T @ np.diag(probabilities) @ deviations
+        if delay.per == "microbatch":  # independent draws, of which a step takes the mean
+            return covariance / self.schedule.n_microbatches
+        return covariance
 
     @cached_property
     def reads(self) -> Matrix:
         """``[stage, version]``: mean share of each version in what a stage reads, newest first."""
-        if isinstance(delay := self.schedule.delay, RandomDelay):
-            terms = zip(delay.values, delay.probabilities, strict=True)
-            mean = sum(
-                (probability * self._row(value) for value, probability in terms),
-                start=self._row(0) * 0,
-            )
+        delay = self.schedule.delay
+        if isinstance(delay, RandomDelay):
+            mean = 0 * self._row(0)
+            for steps, probability in zip(delay.values, delay.probabilities, strict=True):
+                mean = mean + probability * self._row(steps)
             return np.tile(mean, (len(self._modes[0]), 1))
-        rows = [
-            [self._row(stage_delay) for stage_delay in delays] for delays in self.schedule.staleness
-        ]
+        rows = [[*map(self._row, delays)] for delays in self.schedule.staleness]
         return np.mean(rows, axis=1)
 
     def certify(self) -> Certificate:
         """Find the largest stable rate; see :func:`largest_stable_rate`."""
-        max_staleness, extrapolation_factor = (
-            self.schedule.max_staleness,
-            extrapolation(self.schedule),
-        )
-        small_rate = (
-            0.01
-            * (1 - self.momentum)
-            / ((1 + max_staleness) * (1 + extrapolation_factor * max_staleness))
-        )
+        max_staleness = self.schedule.max_staleness
+        slowness = (1 + max_staleness) * (1 + extrapolation(self.schedule) * max_staleness)
+        small_rate = 0.01 * (1 - self.momentum) / slowness
         limit = _first_unstable(lambda rate: self.growth(rate) < 1 + _NEUTRAL, small_rate)
-        kind: Literal["exact", "mean square"] = "exact" if self.noise is None else "mean square"
+        kind: Literal["exact", "mean square"] = "exact"
+        if self.noise is not None:
+            kind = "mean square"
         return Certificate(limit, kind, self.schedule.name, self.momentum, self.nesterov)
 
     def growth(self, rate: float) -> float:
@@ -167,18 +163,30 @@ class Recurrence:
         it is the larger of that of the mean, and of the gain of the noise.
         """
         modes, curvatures = self._modes
-        momentum, momentum_factor = self.momentum, self.momentum if self.nesterov else 1.0
-        state_size, n_modes = self.reads.shape[1] + 1, len(curvatures)
-        shift = np.eye(state_size, k=-1)  # each version becomes a step older
-        shift[0, 0], shift[0, -1], shift[-1, -2:] = (
-            1,
-            -rate * momentum * momentum_factor,
-            (0, momentum),
-        )
-        # The gradient moves the newest version and the momentum.
-        gradient_effect = np.zeros((state_size, 1))
-        gradient_effect[0], gradient_effect[-1] = -rate * (1 + momentum if self.nesterov else 1), 1
+        momentum = self.momentum
+        momentum_factor = gradient_factor = 1.0
+        if self.nesterov:
+            momentum_factor = momentum
+            gradient_factor = 1 + momentum
+        state_size = self.reads.shape[1] + 1
+        n_modes = len(curvatures)
+
+        # 1. What a step does without a gradient, from one state to the next::
+        #
+        #     newest version   | 1 0 .. 0  -rate mu f |    moves by the momentum
+        #     older versions   | 1 0 .. 0   0         |    are what was newer a step before
+        #                      | 0 1 .. 0   0         |
+        #     momentum         | 0 0 .. 0   mu        |
+        shift = np.eye(state_size, k=-1)
+        shift[0, 0] = 1
+        shift[0, -1] = -rate * momentum * momentum_factor
+        shift[-1, -2:] = (0, momentum)
         matrix = np.kron(shift, np.eye(n_modes))
+
+        # 2. The gradient moves the newest version and the momentum.
+        gradient_effect = np.zeros((state_size, 1))
+        gradient_effect[0] = -rate * gradient_factor
+        gradient_effect[-1] = 1
         for version, share in enumerate(self.reads.T):
             version_row = np.eye(1, state_size, version)
             matrix += np.kron(
@@ -210,11 +218,9 @@ class Recurrence:
         """Orthonormal columns U that span the range of H, and its eigenvalues; the largest is 1."""
         n_stages = self.schedule.n_stages
         delay = self.schedule.delay
-        coupling = (
-            np.ones((n_stages, n_stages))
-            if self.coupling is None
-            else np.array(self.coupling, float)
-        )
+        coupling = np.ones((n_stages, n_stages))
+        if self.coupling is not None:
+            coupling = np.array(self.coupling, float)
         if (
             coupling.shape != (n_stages, n_stages)
             or not np.isfinite(coupling).all()
@@ -265,15 +271,18 @@ def _first_unstable(stable: Callable[[float], bool], stable_rate: float) -> floa
         stable_rate /= 10
         if stable_rate < 1e-15:
             return 0.0
-    while stable(unstable_rate := stable_rate * _SCAN):
+    unstable_rate = stable_rate * _SCAN
+    while stable(unstable_rate):
         stable_rate = unstable_rate
         if stable_rate > _MOST:
             return inf
+        unstable_rate = stable_rate * _SCAN
     while unstable_rate > stable_rate * (1 + _PRECISION):
         middle_rate = (stable_rate * unstable_rate) ** 0.5
-        stable_rate, unstable_rate = (
-            (middle_rate, unstable_rate) if stable(middle_rate) else (stable_rate, middle_rate)
-        )
+        if stable(middle_rate):
+            stable_rate = middle_rate
+        else:
+            unstable_rate = middle_rate
     return stable_rate
 
 

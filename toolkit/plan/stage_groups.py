@@ -36,9 +36,9 @@ class StageGroups:
             keys: as of :func:`list_schedule`, for the chains of all stages.
         """
         interval, patience, *chain_keys = keys
-        group_keys = [
-            chain_keys[chain] for group in self.groups for chain in _entries(self.problem, group)
-        ]
+        group_keys: list[float] = []
+        for group in self.groups:
+            group_keys += [chain_keys[chain] for chain in _entries(self.problem, group)]
         return list_schedule(self.merged, [interval, patience, *group_keys])
 
     def split(self, orders: Sequence[RankOrder]) -> list[RankOrder]:
@@ -58,10 +58,9 @@ class StageGroups:
 
 
 def _groups(problem: OrderProblem) -> tuple[tuple[int, ...], ...]:
-    stage_seconds = [
-        sum(problem.seconds[chain] for chain in problem.chains(stage))
-        for stage in range(problem.n_stages)
-    ]
+    stage_seconds = []
+    for stage in range(problem.n_stages):
+        stage_seconds.append(sum(problem.seconds[chain] for chain in problem.chains(stage)))
     groups: dict[tuple[int, int], list[int]] = {}
     runs = groupby(range(problem.n_stages), key=problem.placement.__getitem__)
     for run, (_, stages_of_run) in enumerate(runs):
@@ -85,7 +84,14 @@ def _entries(problem: OrderProblem, group: Sequence[int]) -> list[int]:
 
 def _merged(problem: OrderProblem, groups: Sequence[Sequence[int]]) -> OrderProblem:
     n_kinds = problem.n_kinds
-    group_of_stage = {stage: group for group, stages in enumerate(groups) for stage in stages}
+    group_of_stage: dict[int, int] = {}
+    kept_bytes = []
+    update_seconds = []
+    for group, stages in enumerate(groups):
+        group_of_stage |= dict.fromkeys(stages, group)
+        kept_bytes.append(sum(problem.kept_bytes[stage] for stage in stages))
+        update_seconds.append(max(problem.update_seconds[stage] for stage in stages))
+
     seconds: list[float] = []
     needs: list[tuple[tuple[int, float], ...]] = []
     workspace_bytes: list[float] = []
@@ -111,11 +117,9 @@ def _merged(problem: OrderProblem, groups: Sequence[Sequence[int]]) -> OrderProb
         kinds=problem.kinds,
         seconds=tuple(seconds),
         needs=tuple(needs),
-        kept_bytes=tuple(sum(problem.kept_bytes[stage] for stage in stages) for stages in groups),
+        kept_bytes=tuple(kept_bytes),
         workspace_bytes=tuple(workspace_bytes),
         waiting_bytes=tuple(waiting_bytes),
         room=problem.room,
-        update_seconds=tuple(
-            max(problem.update_seconds[stage] for stage in stages) for stages in groups
-        ),
+        update_seconds=tuple(update_seconds),
     )

@@ -10,7 +10,8 @@ from typing import Any
 from toolkit.cost import Costs, recomputing
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
-from toolkit.plan.candidates import MAX_OPS, Candidate, candidates
+from toolkit.plan.candidates import MAX_OPS, Candidate
+from toolkit.plan.candidates import candidates as candidates_on
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
 from toolkit.plan.search import search
@@ -58,11 +59,9 @@ class CandidateSweep:
         """Return the candidates; workers have fewer stages if the model cannot have so many."""
         max_stages = MAX_OPS
         while True:
-            all_candidates = [
-                candidate
-                for n_ranks in ranks
-                for candidate in candidates(n_ranks, batch, max_stages)
-            ]
+            all_candidates: list[Candidate] = []
+            for n_ranks in ranks:
+                all_candidates += candidates_on(n_ranks, batch, max_stages)
             (costs,) = self.costs_of(all_candidates[:1])
             if not isinstance(costs, UserError):
                 self.costs[_key(all_candidates[0])] = costs
@@ -71,21 +70,16 @@ class CandidateSweep:
                 raise costs
             max_stages = all_candidates[0].spec.stages // 2
 
-    def simulate(self, what: str, tried: Sequence[Candidate], always: Candidate) -> None:
-        """Predict candidates, except those whose lower bound a prediction already dominates."""
-        uncosted = {
-            _key(candidate): candidate for candidate in tried if _key(candidate) not in self.costs
-        }
-        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=_traced), key=_traced)]
-        tasks = [([uncosted[key] for key in keys],) for keys in key_groups]
-        group_costs = self._each("analysing stages", self.costs_of, tasks, len(tasks))
-        for keys, costs_of_group in zip(key_groups, group_costs, strict=True):
-            for key, costs in zip(keys, costs_of_group, strict=True):
-                if isinstance(costs, UserError):
-                    self.left_out[key[0]] = first_line(costs)
-                else:
-                    self.costs[key] = costs
-        costed_candidates = [candidate for candidate in tried if _key(candidate) in self.costs]
+    def simulate(self, activity: str, candidates: Sequence[Candidate], always: Candidate) -> None:
+        """Predict candidates, except those whose lower bound a prediction already dominates.
+
+        Args:
+            activity: for the progress.
+            candidates: those to predict.
+            always: the candidate that is predicted in any case.
+        """
+        self._analyse_stages(candidates)
+        costed_candidates = [candidate for candidate in candidates if _key(candidate) in self.costs]
         groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))]
 
         # The pool takes tasks as workers become free, so each bound is compared with the
@@ -100,8 +94,26 @@ class CandidateSweep:
                 if chosen:
                     yield chosen, [*map(self._costs, chosen)]
 
-        for predictions in self._each(what, self.machines.predict, unbeaten(), len(groups)):
+        for predictions in self._each(activity, self.machines.predict, unbeaten(), len(groups)):
             self._add(predictions)
+
+    def _analyse_stages(self, candidates: Sequence[Candidate]) -> None:
+        """Find the costs of stages that have none yet; a task has those that share a trace."""
+        uncosted = {}
+        for candidate in candidates:
+            if _key(candidate) not in self.costs:
+                uncosted[_key(candidate)] = candidate
+        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=_traced), key=_traced)]
+        tasks = []
+        for keys in key_groups:
+            tasks.append(([uncosted[key] for key in keys],))
+        group_costs = self._each("analysing stages", self.costs_of, tasks, len(tasks))
+        for keys, costs_of_group in zip(key_groups, group_costs, strict=True):
+            for key, costs in zip(keys, costs_of_group, strict=True):
+                if isinstance(costs, UserError):
+                    self.left_out[key[0]] = first_line(costs)
+                else:
+                    self.costs[key] = costs
 
     def find_affordable_delays(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
@@ -115,14 +127,15 @@ class CandidateSweep:
         pipelines = [
             prediction
             for candidate, prediction in self.done.items()
-            if METHODS[candidate.spec.method].kind == "pipeline"
+            if METHODS[candidate.spec.method].kind == "pipeline" and not prediction.staleness
         ]
-        if not (pipelines := [prediction for prediction in pipelines if not prediction.staleness]):
+        if not pipelines:
             return None
         fastest = min(
             pipelines, key=lambda prediction: (not prediction.fits, prediction.seconds)
         ).candidate
-        machines, costs = self.machines, self._costs(fastest)
+        machines = self.machines
+        costs = self._costs(fastest)
         limits = [machines.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
         begin = time.monotonic()
         space = SearchSpace(
@@ -151,15 +164,13 @@ class CandidateSweep:
         confirmed_candidates: set[Candidate] = set()
         while True:
             best_prediction = choose_prediction([*self.done.values()], baseline)
-            shown_predictions = [
-                *front(self.done.values()),
-                *[best_prediction] * bool(best_prediction),
-            ]
-            new_candidates = {
-                prediction.candidate
-                for prediction in shown_predictions
-                if prediction and prediction.staleness
-            } - confirmed_candidates
+            shown_predictions = front(self.done.values())
+            if best_prediction is not None:
+                shown_predictions.append(best_prediction)
+            late_candidates = {
+                prediction.candidate for prediction in shown_predictions if prediction.staleness
+            }
+            new_candidates = late_candidates - confirmed_candidates
             if not new_candidates:
                 return best_prediction
             confirmed_candidates |= new_candidates
@@ -185,15 +196,15 @@ class CandidateSweep:
         self.done |= {prediction.candidate: prediction for prediction in predictions}
 
     def _each(
-        self, what: str, call: Callable[..., Any], tasks: Iterable[tuple], n: int
+        self, activity: str, call: Callable[..., Any], tasks: Iterable[tuple], n_tasks: int
     ) -> Iterator[Any]:
-        """Yield the results of ``call`` on each of at most ``n`` tuples of arguments, in order."""
+        """Yield the results of ``call`` on each of at most ``n_tasks`` tuples of arguments."""
         from joblib import delayed
 
-        self.on_progress(what, 0.0)
+        self.on_progress(activity, 0.0)
         for index, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
             yield result
-            self.on_progress(what, (index + 1) / n)
+            self.on_progress(activity, (index + 1) / n_tasks)
 
 
 def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
@@ -229,23 +240,22 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
 
 def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
     """Return the fastest candidates with late weights that nothing fresher comes near."""
-    late_predictions = [
-        prediction
-        for prediction in predictions
-        if prediction.fits
-        and prediction.schedule.n_stages * prediction.schedule.n_microbatches <= _SEARCHED
-        and options_of(prediction.candidate.spec.method).get("delay") == 1
-        and not any(
-            fresher.fits
-            and fresher.staleness < prediction.staleness
-            and fresher.seconds <= (1 + NEARLY_EQUAL) * prediction.seconds
-            for fresher in predictions
+    late_predictions = []
+    for prediction in predictions:
+        schedule = prediction.schedule
+        is_small = schedule.n_stages * schedule.n_microbatches <= _SEARCHED
+        is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
+        if not prediction.fits or not is_small or not is_late:
+            continue
+        near_seconds = (1 + NEARLY_EQUAL) * prediction.seconds
+        has_fresher_rival = any(
+            rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds
+            for rival in predictions
         )
-    ]
-    return [
-        prediction.candidate
-        for prediction in sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
-    ]
+        if not has_fresher_rival:
+            late_predictions.append(prediction)
+    fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
+    return [prediction.candidate for prediction in fastest]
 
 
 def _traced(key: tuple[int, int, str]) -> tuple[int, str]:
