@@ -148,7 +148,7 @@ def prepare(  # noqa: PLR0913 - options, by keyword
     Raises:
         UserError: a part cannot be built, or does not fit the others.
     """
-    parts = _Parts(
+    arguments = _RunArguments(
         options=options,
         model=model,
         samples=samples,
@@ -159,11 +159,11 @@ def prepare(  # noqa: PLR0913 - options, by keyword
         world=world,
         record=asdict(options) if record is None else record,
     )
-    return _build(parts)
+    return _build(arguments)
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _RunArguments:
     """The arguments of :func:`prepare`, from which a run is built, and built again."""
 
     options: TrainingOptions
@@ -177,10 +177,10 @@ class _Parts:
     record: Mapping[str, Any]
 
 
-def _build(parts: _Parts) -> TrainingRun:
+def _build(arguments: _RunArguments) -> TrainingRun:
     """Build the objects of a run, and check that they fit; errors as :func:`prepare`."""
-    options = parts.options
-    world = parts.world
+    options = arguments.options
+    world = arguments.world
     if options.diagnostics and world:
         raise UserError(
             f"diagnostics={options.diagnostics} takes all micro-batches in one process: use"
@@ -191,47 +191,47 @@ def _build(parts: _Parts) -> TrainingRun:
     # 1. The stages. A copy of a module has its weights; a function draws them from the seed.
     gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
     torch.manual_seed(options.seed)
-    build_model = parts.model
-    if isinstance(parts.model, nn.Module):
-        build_model = partial(deepcopy, parts.model)
+    build_model = arguments.model
+    if isinstance(arguments.model, nn.Module):
+        build_model = partial(deepcopy, arguments.model)
     model = build_model().to(device)
-    stages = _cut(model, parts.schedule.n_stages, parts.samples.form, options)
+    stages = _cut(model, arguments.schedule.n_stages, arguments.samples.form, options)
 
     # 2. The steps of an epoch, in which phases and learning rates are counted.
-    batch_size = options.batch * parts.schedule.n_microbatches
-    steps_per_epoch = _steps_per_epoch(parts.samples, batch_size, options.seed, device)
-    _check_method("lr:", parts.lr, "factor", "lr.Constant")
-    schedule = parts.schedule.in_steps(steps_per_epoch)
-    optimizer_of_one_number = _check_optimizer(parts.optimizer)
+    batch_size = options.batch * arguments.schedule.n_microbatches
+    steps_per_epoch = _steps_per_epoch(arguments.samples, batch_size, options.seed, device)
+    _check_method("lr:", arguments.lr, "factor", "lr.Constant")
+    schedule = arguments.schedule.in_steps(steps_per_epoch)
+    optimizer_of_one_number = _check_optimizer(arguments.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
-        return float(parts.lr.factor(step, steps_per_epoch, options.epochs, batch_size))
+        return float(arguments.lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
     # 3. The runtime.
     step_options = StepOptions(
         **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
     )
-    runtime = _make_runtime(parts, stages, schedule, step_options, factor)
+    runtime = _make_runtime(arguments, stages, schedule, step_options, factor)
     return TrainingRun(
         options=options,
         step_options=step_options,
         schedule=schedule,
-        samples=parts.samples,
+        samples=arguments.samples,
         runtime=runtime,
         switching=_switching(runtime, schedule, options),
         device=device,
         optimizer=optimizer_of_one_number,
         rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
-        lr=parts.lr,
-        record=parts.record,
-        again=lambda schedule: _build(replace(parts, schedule=schedule)),
+        lr=arguments.lr,
+        record=arguments.record,
+        again=lambda schedule: _build(replace(arguments, schedule=schedule)),
     )
 
 
 def _make_runtime(
-    parts: _Parts,
+    arguments: _RunArguments,
     stages: Stages,
     schedule: Schedule,
     step_options: StepOptions,
@@ -240,25 +240,25 @@ def _make_runtime(
     """Set torch's options for the process, and build the runtime.
 
     Args:
-        parts: arguments of the run.
+        arguments: arguments of the run.
         stages: the model.
         schedule: with lengths in training steps.
         step_options: the options that the runtime takes.
         factor: from a training step to what scales the optimizer's learning rate.
     """
-    options = parts.options
+    options = arguments.options
     allow_tf32(step_options.precision == "tf32")
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     # Only some runtimes take these.
     further_options: dict[str, Any] = {}
-    if parts.world:
-        further_options["world"] = parts.world
+    if arguments.world:
+        further_options["world"] = arguments.world
     if options.diagnostics:
         further_options["diagnostics"] = options.diagnostics
-    return parts.runtime(
+    return arguments.runtime(
         stages,
         schedule,
-        optimizer=parts.optimizer,
+        optimizer=arguments.optimizer,
         loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
         lr_scheduler=partial(Rates, factor=factor),
         seed=options.seed,
