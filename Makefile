@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test notebooks docs gpu lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
-	$(BIN)/python experiments/compare.py experiment=digits
+	$(BIN)/cyclic-dp compare experiment=digits
 
 test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and examples
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
@@ -18,7 +18,7 @@ docs: $(READY)  ## the site, with executed notebooks, in outputs/site
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . outputs/site
 
 gpu: $(READY)  ## on a GPU: the next 9 minutes of its benchmarks, tests and trainings (data=FOLDER imagenette=FOLDER)
-	$(BIN)/python experiments/gpu.py --data "$(data)" --imagenette "$(imagenette)"
+	$(BIN)/cyclic-dp gpu --data "$(data)" --imagenette "$(imagenette)"
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Benchmarks, each against what a user would do without the toolkit.
 
-python experiments/bench.py grouped
-python experiments/bench.py grouped device=cuda bench.batch=64
+cyclic-dp bench grouped
+cyclic-dp bench grouped device=cuda bench.batch=64
 """
 
 import sys

@@ -2,8 +2,8 @@
 
 Each number is a formula, a count from programs, and, with measured=true, a measurement.
 
-    python experiments/communication.py workers=8
-    python experiments/communication.py workers=4 measured=true
+    cyclic-dp communication workers=8
+    cyclic-dp communication workers=4 measured=true
 
 Fails if formula, count and measurement differ.
 """

@@ -1,7 +1,7 @@
 """The same training under several rules: accuracy, memory and traffic, side by side.
 
-    python experiments/compare.py experiment=digits
-    python experiments/compare.py experiment=paper/cifar10_resnet18 data.root=/path workers=8
+    cyclic-dp compare experiment=digits
+    cyclic-dp compare experiment=paper/cifar10_resnet18 data.root=/path workers=8
 
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. All rules
 are compared with the first that is left.
@@ -14,12 +14,12 @@ after the last epoch.
 parallel=8 trains up to 8 runs at the same time on the one device, each in a process of its own.
 Only seconds differ from those of parallel=1:
 
-    python experiments/compare.py experiment=cifar10_short data.root=/path device=cuda parallel=8
+    cyclic-dp compare experiment=cifar10_short data.root=/path device=cuda parallel=8
 
 An interrupted comparison continues with the unfinished run and then the others. Seeds and rules can
 be added; all other options stay as before:
 
-    python experiments/compare.py resume=outputs/compare/... seeds=8
+    cyclic-dp compare resume=outputs/compare/... seeds=8
 """
 
 import shlex

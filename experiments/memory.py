@@ -1,8 +1,8 @@
 """Activation memory of N workers, together and shifted uniformly, on a real model.
 
-    python experiments/memory.py model=resnet50 workers=[4,8,32] batch=32
-    python experiments/memory.py model.target=my_package.my_model shape=[3,160,160]
-    python experiments/memory.py model=vit_b_16 extra_time=0.1 stages=24
+    cyclic-dp memory model=resnet50 workers=[4,8,32] batch=32
+    cyclic-dp memory model.target=my_package.my_model shape=[3,160,160]
+    cyclic-dp memory model=vit_b_16 extra_time=0.1 stages=24
 
 Nothing is computed or allocated, except with axis=measured. With extra_time, also the least memory
 of shifted micro-batches some of whose stages compute their forward again, and how to train so.

@@ -1,6 +1,6 @@
 """Which method: every one of the catalogue on the same ranks; a figure of the pipelines.
 
-    python experiments/pipelines.py ranks=8 microbatches=[8,16,32]
+    cyclic-dp pipelines ranks=8 microbatches=[8,16,32]
 
 A backward takes twice as long as its forward; messages and updates take no time. For a model and a
 machine: experiments/simulate.py.

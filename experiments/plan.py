@@ -1,8 +1,8 @@
 """Which schedule for a model, on given machines, within limits of memory, staleness and time.
 
-    python experiments/plan.py model=resnet50 hardware=ethernet_10 ranks=8 batch=1536 memory=32GiB
-    python experiments/plan.py model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
-    python experiments/plan.py model=resnet8 data=digits ranks=4 batch=64 pilot=true
+    cyclic-dp plan model=resnet50 hardware=ethernet_10 ranks=8 batch=1536 memory=32GiB
+    cyclic-dp plan model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
+    cyclic-dp plan model=resnet8 data=digits ranks=4 batch=64 pilot=true
 
 Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The
 machine is a file of conf/hardware. With pilot=true, the best is then measured here beside data

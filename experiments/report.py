@@ -1,8 +1,8 @@
 """Runs side by side in a report that can be passed on: one HTML file, or a page in W&B.
 
-    python experiments/report.py runs=outputs/train
-    python experiments/report.py 'runs=[outputs/compare,experiments/results/digits]' title=Digits
-    python experiments/report.py 'runs=outputs/train/2026-*' publish=wandb entity=me project=cdp
+    cyclic-dp report runs=outputs/train
+    cyclic-dp report 'runs=[outputs/compare,experiments/results/digits]' title=Digits
+    cyclic-dp report 'runs=outputs/train/2026-*' publish=wandb entity=me project=cdp
 
 It covers all runs below these folders, finished or not. Publishing needs a key of W&B (wandb login)
 and pip install 'cyclic-dp[reports]'.

@@ -1,8 +1,8 @@
 """The largest stable learning rate of a schedule, certified; times the curvature of the loss.
 
-    python experiments/stability.py schedule=cdp_v1 workers=8 stages=8
-    python experiments/stability.py model=resnet8 data=digits +schedule@also.cdp_v1=cdp_v1
-    python experiments/stability.py measured=networks
+    cyclic-dp stability schedule=cdp_v1 workers=8 stages=8
+    cyclic-dp stability model=resnet8 data=digits +schedule@also.cdp_v1=cdp_v1
+    cyclic-dp stability measured=networks
 
 With a model and data: the curvature at the first weights, and the largest stable rates. More
 schedules: +schedule@also.NAME=... With measured=quadratic or measured=networks: rates found by

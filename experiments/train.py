@@ -1,9 +1,9 @@
 """Train one model by one schedule.
 
-python experiments/train.py schedule=cdp_v2 data=digits seed=3
-python experiments/train.py -m schedule=dp,cdp_v1,cdp_v2 seed=0,1,2
-python experiments/train.py resume=outputs/train/...
-torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cdp_v2
+cyclic-dp train schedule=cdp_v2 data=digits seed=3
+cyclic-dp train -m schedule=dp,cdp_v1,cdp_v2 seed=0,1,2
+cyclic-dp train resume=outputs/train/...
+torchrun --nproc-per-node 4 -m toolkit train runtime=distributed schedule=cdp_v2
 """
 
 import sys

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXTS = README + (ROOT / "experiments/README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXTS, re.DOTALL)
-EXAMPLE = (ROOT / "experiments/examples/imagenet_cdp.py").read_text()
+EXAMPLES = ROOT / "experiments/examples"
 PAGES = [
     page
     for where in ("*.md", "conf/*.md", "experiments/*.md", "experiments/results/*.md")
@@ -19,15 +19,22 @@ PAGES = [
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_runs(block, capsys):
-    if "prepare(" in block:  # lines of an example that its own test runs
-        example = EXAMPLE.replace('os.getenv("RULE", "cdp_v2")', '"cdp_v2"')
-        code = [line.partition("  #")[0] for line in block.splitlines()]
-        assert all(line in example for line in code)
-        return
     exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     if "grid()" in block:
         assert printed.strip() in README
+
+
+def test_diff_is_that_of_an_example():
+    """Its own test trains by the example, and by the script for DDP."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    ddp = (EXAMPLES / "tutorial_ddp.py").read_text().replace("self.", "")
+    cdp = (EXAMPLES / "tutorial_cdp.py").read_text().replace("self.", "")
+    cdp = cdp.replace('os.getenv("RULE", "cdp_v2")', '"cdp_v2"')
+    for line in filter(None, diff.splitlines()):
+        before, after = (ddp, cdp) if line[0] == "-" else (cdp, ddp)
+        assert f"{line[1:]}\n" in before
+        assert f"{line[1:]}\n" not in after
 
 
 def prose(page):

@@ -128,22 +128,18 @@ def conf() -> Path:
     return folder
 
 
-def started_by(experiment: str, n_ranks: int = 1, nodes: int = 1, folder: Path = Path()) -> str:
+def started_by(experiment: str, n_ranks: int = 1, nodes: int = 1) -> str:
     """Return the words that start an experiment in a shell.
 
     Args:
         experiment: train, compare, ...
         n_ranks: processes of each node; torchrun starts more than one.
         nodes: machines.
-        folder: working directory of the shell.
     """
-    script = Path("experiments", f"{experiment}.py")
-    is_at_hand = (folder / script).resolve() == EXPERIMENTS / script.name
     if n_ranks * nodes == 1:
-        return f"python {script}" if is_at_hand else f"{CONSOLE} {experiment}"
+        return f"{CONSOLE} {experiment}"
     words = ["torchrun"]
     if nodes > 1:
         words.append(f"--nnodes {nodes}")
-    words.append(f"--nproc-per-node {n_ranks}")
-    words.append(str(script) if is_at_hand else f"-m toolkit {experiment}")
+    words.append(f"--nproc-per-node {n_ranks} -m toolkit {experiment}")
     return " ".join(words)

@@ -218,7 +218,7 @@ def test_bug_keeps_its_traceback(monkeypatch, tmp_path):
 def test_help_lists_groups_and_options(name):
     finished = run(name, "--help", "data=imagenet", "seed=7")
     assert finished.status == 0
-    assert f"python experiments/{name}.py" in finished.out
+    assert f"cyclic-dp {name} [OPTION=VALUE ...]" in finished.out
     lines = [line.split()[0] for line in finished.out.splitlines() if re.match(r"  \S", line)]
     assert len(lines) == len(set(lines))
     shown = "schedule@rules.NAME" if name == "compare" else "schedule"

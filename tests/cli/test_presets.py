@@ -39,7 +39,7 @@ def test_every_preset_composes(experiment, preset):
         built = build_schedule(schedule)
         assert (built.n_stages, built.n_microbatches) == (config.stages, config.microbatches)
     text = (CONF / "experiment" / f"{preset}.yaml").read_text()
-    assert f"experiments/compare.py experiment={preset}" in text
+    assert f"cyclic-dp compare experiment={preset}" in text
 
 
 @pytest.mark.parametrize("study", choices([CONF], "study"))

@@ -57,7 +57,7 @@ def test_the_command_of_another_experiment_can_be_pasted(tmp_path):
     write_options(folder, [], "compare")
     with pytest.raises(UserError) as error:
         resume_arguments([f"resume={folder}"], "train")
-    assert shlex.split(str(error.value))[-2:] == ["experiments/compare.py", f"resume={folder}"]
+    assert shlex.split(str(error.value))[-3:] == ["cyclic-dp", "compare", f"resume={folder}"]
 
 
 def test_other_values_are_no_quotes():
@@ -99,7 +99,7 @@ def test_a_folder_may_be_called_anything(folder):
 
 def test_a_folder_of_another_experiment_is_refused(folder):
     write_options(folder, USUAL.split(), "compare")
-    with pytest.raises(UserError, match=re.escape(f"experiments/compare.py resume={folder}")):
+    with pytest.raises(UserError, match=re.escape(f"cyclic-dp compare resume={folder}")):
         resume_arguments([f"resume={folder}"], "train")
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 

@@ -101,7 +101,7 @@ def test_the_summary_names_what_has_not_finished(tmp_path, monkeypatch):
         f"3 runs in {tmp_path}: 1 finished, 1 failed, 1 broken off",
         "  failed: 2 (seed=2): no",
         "  broken off: 10 (seed=10)",
-        f"to continue: python experiments/train.py -m resume={tmp_path}",
+        f"to continue: cyclic-dp train -m resume={tmp_path}",
     ]
 
 
@@ -116,7 +116,7 @@ def test_the_summary_of_finished_runs_has_their_objectives(tmp_path, monkeypatch
     rows = [line.split() for line in text.splitlines()[3:]]
     assert rows[0] == ["run", "seed", "objective"]
     assert rows[2:4] == [["0", "2"], ["1", "3", "0.5"]]
-    assert rows[-1] == ["python", "experiments/report.py", f"runs={tmp_path}"]
+    assert rows[-1] == ["cyclic-dp", "report", f"runs={tmp_path}"]
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "$HOME", "a;b", "x,y", "[1]", "50%&`"])
@@ -165,7 +165,7 @@ def test_one_that_fails_does_not_lose_the_others(swept):
     assert "error: optimizer cannot be made: Invalid learning rate: -1.0" in finished.err
     assert "Traceback" not in finished.err
     assert f"3 runs in {folder}: 2 finished, 1 failed" in finished.out
-    assert f"to continue: python experiments/train.py -m resume={folder}" in finished.out
+    assert f"to continue: cyclic-dp train -m resume={folder}" in finished.out
     states = [read_status(folder / str(k)).state for k in range(3)]
     assert states == ["finished", "failed", "finished"]
     results = [json.loads((folder / k / "result.json").read_text()) for k in "02"]

@@ -51,7 +51,7 @@ def test_resumes_in_the_middle_of_a_run(tmp_path):
     options = "save.steps=2", f"hydra.run.dir={folder}"
     printed = stopped_in_run(1, *options)
     assert "stopped by SIGTERM" in printed
-    assert f"python experiments/compare.py resume={folder}" in printed
+    assert f"cyclic-dp compare resume={folder}" in printed
     (saved,) = folder.glob("under_way/*/checkpoints/*")
     assert saved.name == "step_000000002.ckpt"
     assert [run.state for run in read_runs([folder])] == ["finished", "stopped"]
@@ -236,7 +236,7 @@ def test_a_kept_comparison_grows(tmp_path):
 def test_refuses_to_resume_other_folders(tmp_path):
     write_options(tmp_path, TINY, "train")
     resume = f"resume={tmp_path}"
-    refused("compare", resume, *TINY, match=f"experiments/train.py {resume}")
+    refused("compare", resume, *TINY, match=f"cyclic-dp train {resume}")
     write_options(tmp_path, TINY, "compare")
     (tmp_path / "runs.csv").write_text("rule,seed\ndp")
     refused("compare", resume, *TINY, match="runs.csv .* line 2")

@@ -116,7 +116,9 @@ def test_table_shows_a_measurement_that_differs(results):
 def test_results_have_provenance(name):
     provenance = json.loads((RESULTS / name / "result.json").read_text())["provenance"]
     assert re.fullmatch("[0-9a-f]{40}", provenance["commit"])
-    assert provenance["command"].startswith(("python experiments/", "python -m tests."))
+    assert provenance["command"].startswith(
+        ("cyclic-dp ", "python experiments/", "python -m tests.")
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in NOW_TESTS])

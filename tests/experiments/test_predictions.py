@@ -59,7 +59,7 @@ def test_memory_where_stages_compute_again(tmp_path):
     (row,) = (row for row in found if row["axis"] == "stages")
     assert 0 < row["extra_time"] <= 0.2
     assert row["peak_bytes_shifted"] < 0.75 * row["peak_bytes_together"]
-    (command,) = re.findall(r"experiments/train.py (.*)", out)
+    (command,) = re.findall(r"cyclic-dp train (.*)", out)
     assert f"checkpoint={row['recomputed']}".replace(" ", "") in command
     short = ("data=synthetic", "data.image_size=8", "data.n_train=16", "data.n_test=8", "epochs=1")
     complete("train", tmp_path / "b", *shlex.split(command), "model=resnet8", "batch=4", *short)

@@ -16,7 +16,7 @@ PROVENANCE = {"command", "config", "commit", "versions", "device", "seed", "star
 
 def assert_provenance(found, name, *arguments):
     assert found.keys() == PROVENANCE
-    assert found["command"].startswith(f"python experiments/{name}.py {arguments[0]}")
+    assert found["command"].startswith(f"cyclic-dp {name} {arguments[0]}")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", found["commit"] or "0" * 40)
     assert {"python", "torch", "torchvision", "hydra-core"} <= found["versions"].keys()
     assert found["device"]

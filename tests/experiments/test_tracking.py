@@ -33,7 +33,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     (begun,) = wandb_runs
     assert f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}*\n" in out
     assert begun.config["model"]["name"] == "resnet8"
-    assert begun.config["provenance"]["command"].startswith("python experiments/train.py model=")
+    assert begun.config["provenance"]["command"].startswith("cyclic-dp train model=")
     assert [*begun.points("train/loss")] == [*begun.points("train/lr")] == [2, 4]
     assert begun.points("delay/cosine_stage_3").keys() == {1, 3}
     result = json.loads((tmp_path / "result.json").read_text())

@@ -228,7 +228,7 @@ def test_a_study_is_a_comparison_that_has_ended(name):
 def test_what_is_no_comparison_is_not_trained():
     with pytest.raises(UserError, match=r'settings\("compare"'):
         train_rules(settings("train"), [0])
-    with pytest.raises(UserError, match=r"tune\.rates=\[1\] is for experiments/compare"):
+    with pytest.raises(UserError, match=r"tune\.rates=\[1\] is for cyclic-dp compare"):
         train_rules(settings("compare", "experiment=digits", "tune.rates=[1]"), [0])
     for seeds in (2, []):
         with pytest.raises(UserError, match=r"seeds .*got "):

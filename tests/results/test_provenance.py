@@ -17,18 +17,18 @@ CONFIG = {"seed": 3, "betas": (0.9, 0.999), "save": {"keep": 2}}
 @pytest.mark.parametrize(
     ("folder", "script", "shown"),
     [
-        (ROOT, "experiments/train.py", "experiments/train.py"),
-        (ROOT / "experiments", "train.py", "experiments/train.py"),
-        (ROOT / "notebooks", "../experiments/train.py", "experiments/train.py"),
-        (Path("/"), str(ROOT / "experiments/train.py"), "experiments/train.py"),
-        (Path("/"), "elsewhere/mine.py", "mine.py"),
+        (ROOT, "experiments/train.py", "cyclic-dp train"),
+        (ROOT / "experiments", "train.py", "cyclic-dp train"),
+        (ROOT / "notebooks", "../experiments/train.py", "cyclic-dp train"),
+        (Path("/"), str(ROOT / "experiments/train.py"), "cyclic-dp train"),
+        (Path("/"), "elsewhere/mine.py", "python mine.py"),
     ],
 )
-def test_the_command_is_relative_to_the_project(monkeypatch, folder, script, shown):
+def test_the_command_is_the_same_in_any_folder(monkeypatch, folder, script, shown):
     monkeypatch.chdir(folder if folder.is_dir() else ROOT / "experiments")
     monkeypatch.setattr(sys, "argv", [script, "seed=3", "partition=[a, b]"])
     command = provenance(CONFIG, "a machine", 1.5)["command"]
-    assert command == f"python {shown} seed=3 'partition=[a, b]'"
+    assert command == f"{shown} seed=3 'partition=[a, b]'"
 
 
 def test_what_a_reader_needs():
@@ -62,5 +62,5 @@ def test_the_processor_and_its_threads(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments/train.py")])
     monkeypatch.chdir(ROOT)
-    start = "torchrun --nnodes 2 --nproc-per-node 4 experiments/train.py"
+    start = "torchrun --nnodes 2 --nproc-per-node 4 -m toolkit train"
     assert resume_command(Path("a b")) == f"{start} 'resume=a b'"

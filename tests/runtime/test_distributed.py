@@ -143,7 +143,8 @@ def test_refuses_what_does_not_fit(odd_jobs):
     ("program", "advice"),
     [
         ("ipykernel_launcher", "toolkit.runtime.launch(function, 2)"),
-        ("train.py", "torchrun --nproc-per-node 2 train.py seed=1"),
+        ("mine.py", "torchrun --nproc-per-node 2 mine.py seed=1"),
+        ("experiments/train.py", "torchrun --nproc-per-node 2 -m toolkit train seed=1"),
     ],
 )
 def test_a_rank_must_have_been_started(monkeypatch, program, advice):

@@ -47,7 +47,7 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     """Build the training run that ``config`` describes.
 
     Args:
-        config: options as ``experiments/train.py`` composes them; the sizes of a schedule that
+        config: options as ``cyclic-dp train`` composes them; the sizes of a schedule that
             has its own are written into them.
         samples: samples for training and for the test, if they are loaded already.
 

@@ -98,7 +98,7 @@ def chosen(*groups: str) -> str:
 
 
 def settings(experiment: str, *options: str) -> DictConfig:
-    """Compose the options of ``experiments/<experiment>.py`` as its command line does.
+    """Compose the options of ``cyclic-dp <experiment>`` as its command line does.
 
     Args:
         experiment: train, compare, memory, ...

@@ -70,7 +70,7 @@ def train_rules(
         raise UserError('rules are those of compare: give settings("compare", ...)')
     if config.tune.rates is not None:
         raise UserError(
-            f"tune.rates={config.tune.rates} is for experiments/compare.py, which keeps its trials:"
+            f"tune.rates={config.tune.rates} is for cyclic-dp compare, which keeps its trials:"
             " leave it out, or give rules their rates, as by +own.cdp_v1.optimizer.lr=0.05"
         )
     if seeds is None:
@@ -274,7 +274,7 @@ def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[f
 
 
 def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
-    """Return the table of a comparison of delays from an output folder of experiments/compare.py.
+    """Return the table of a comparison of delays from an output folder of cyclic-dp compare.
 
     Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
     delayed and fresh gradients, the smallest of all stages.
@@ -294,7 +294,7 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     if not rows or not all(needed_columns <= {*row} for row in rows):
         raise UserError(
             f"{folder} has no result of a comparison with test {measure.name}: give a finished"
-            " output folder of experiments/compare.py, such as that of study=delays"
+            " output folder of cyclic-dp compare, such as that of study=delays"
         )
     label_of_rule = labels({row["rule"]: row["schedule"] for row in rows})
     baseline = next(iter(label_of_rule.values()))

@@ -179,7 +179,7 @@ def late_methods() -> list[str]:
 
 
 def data_options(form: InputSpec, *, own: bool = False) -> str:
-    """Return options of ``experiments/train.py`` for samples like ``form``.
+    """Return options of ``cyclic-dp train`` for samples like ``form``.
 
     Args:
         form: shape of the samples.

@@ -31,7 +31,7 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
-        "command": " ".join([_starter(ROOT), shlex.join(_redacted(sys.argv[1:]))]).strip(),
+        "command": " ".join([_starter(), shlex.join(_redacted(sys.argv[1:]))]).strip(),
         "config": _redacted(config),
         "commit": commit(),
         "versions": versions,
@@ -103,16 +103,16 @@ def commit() -> str | None:
     return process.stdout.strip()
 
 
-def _starter(folder: Path) -> str:
-    """Return the words that started this process, as one types them in ``folder``."""
+def _starter() -> str:
+    """Return the words that start this program in a shell."""
     path = Path(sys.argv[0]).resolve()
     if path.parent != EXPERIMENTS:
         return f"python {shlex.quote(path.name)}"
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return started_by(path.stem, local_size, world_size // local_size, folder)
+    return started_by(path.stem, local_size, world_size // local_size)
 
 
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this experiment from ``folder``."""
-    return f"{_starter(Path())} {shlex.quote(f'resume={folder}')}"
+    return f"{_starter()} {shlex.quote(f'resume={folder}')}"

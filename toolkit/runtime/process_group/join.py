@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from toolkit.errors import UserError, check_choice, first_line
+from toolkit.files import EXPERIMENTS, started_by
 from toolkit.runtime.process_group import watch as watching
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.process_group.world import World, backend_timeout
@@ -165,6 +167,9 @@ def _command(n_ranks: int) -> str:
     script, *arguments = sys.argv
     if not script.endswith(".py"):
         return f"toolkit.runtime.launch(function, {n_ranks})"
+    path = Path(script).resolve()
+    if path.parent == EXPERIMENTS:
+        return shlex.join([*started_by(path.stem, n_ranks).split(), *arguments])
     program = shlex.join([os.path.relpath(script), *arguments])
     return f"torchrun --nproc-per-node {n_ranks} {program}"
 
