@@ -140,7 +140,6 @@ class CyclicDataParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        # A state_dict is read between steps: weights of other ranks' stages must be here by then.
         self.register_state_dict_pre_hook(lambda *_: self.synchronize())
         if isinstance(model, list | tuple) and all(
             isinstance(module, nn.Module) for module in model
