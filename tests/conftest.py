@@ -2,12 +2,15 @@
 
 Nothing is tracked unless a test asks for it. Ctrl-C works even where a shell that runs the tests in
 the background has switched it off. What is loaded before the first test stays to the end, and
-garbage is not looked for in it.
+garbage is not looked for in it. Ranks are forked from a process that has imported torch, unless a
+test asks for a new interpreter.
 """
 
 import gc
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +21,10 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        from tests.warm_python import start_ranks_warm
+
+        start_ranks_warm()
     gc.freeze()
     gc.enable()
 
@@ -40,3 +47,11 @@ def wandb_runs(monkeypatch):
     from tests.results.fake_wandb import replace_wandb
 
     return replace_wandb(monkeypatch)
+
+
+@pytest.fixture
+def new_interpreter(monkeypatch):
+    """Ranks start as they do for users."""
+    from toolkit.runtime.process_group import machines
+
+    monkeypatch.setattr(machines, "subprocess", subprocess)

@@ -1,17 +1,15 @@
 """Scripts for DistributedDataParallel become cyclic by three lines, and train by the update rule.
 
-Each pair of scripts is run by torchrun in float64. With rule=dp the weights are those that torch's
-DistributedDataParallel trains; with CDP-v2 they are those of a single process.
+Each pair of scripts is run in float64, on ranks with the variables that torchrun sets. With
+rule=dp the weights are those that torch's DistributedDataParallel trains; with CDP-v2 they are
+those of a single process.
 """
 
 import difflib
 import functools
 import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from tests.ports import free_port
+from tests import warm_python
 from tests.runtime.models import assert_same
 from tests.thorough import more, thorough
 from toolkit.model import partition
@@ -30,7 +28,6 @@ from toolkit.schedule import ScheduleSpec, catalog
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "experiments/examples"
-SEVERAL_SCRIPTS = Path(__file__).with_name("several_scripts.py")
 
 NAMES = ("tutorial", "nanogpt", "imagenet", "huggingface")
 INSTALLED = {
@@ -66,20 +63,13 @@ RESUME = {
 # Scripts as processes.
 
 
-def torchrun(folder, n_ranks, *command, rule="cdp_v2"):
+def on_ranks(folder, n_ranks, script, *options, rule="cdp_v2"):
     """Run a script on ``n_ranks`` processes in ``folder``; return what it prints."""
     folder.mkdir(parents=True, exist_ok=True)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    finished = subprocess.run(
-        [*launcher, "--nproc-per-node", str(n_ranks), *map(str, command)],
-        cwd=folder,
-        env=os.environ | {"RULE": rule, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    if script.name.startswith("huggingface"):
+        warm_python.preload("transformers.models.gpt2.modeling_gpt2")
+    environment = os.environ | {"RULE": rule, "PYTHONPATH": str(ROOT)}
+    return warm_python.run_ranks(n_ranks, [script, *options], cwd=folder, env=environment)
 
 
 def options_of(name, *options):
@@ -89,7 +79,12 @@ def options_of(name, *options):
 def run_cdp(name, folder, n_ranks, *options, rule="cdp_v2"):
     """Run the CDP version of a script; return what it prints."""
     script = EXAMPLES / f"{name}_cdp.py"
-    return torchrun(folder, n_ranks, script, *options_of(name, *options), rule=rule)
+    return on_ranks(folder, n_ranks, script, *options_of(name, *options), rule=rule)
+
+
+def run_ddp(name, folder, n_ranks, *options):
+    """Run the DDP version of a script."""
+    on_ranks(folder, n_ranks, EXAMPLES / f"{name}_ddp.py", *options_of(name, *options))
 
 
 def parameters_of(name, folder):
@@ -128,22 +123,6 @@ def load_example(name):
     return module
 
 
-def ddp_runs(folder, n_ranks, runs):
-    """Run DDP versions one after another in the same processes, since imports take long.
-
-    ``runs``: name of the script, folder, and options of each run. Returns ``folder``.
-    """
-    jobs = []
-    for name, part, *options in runs:
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        script = str(EXAMPLES / f"{name}_ddp.py")
-        jobs.append(
-            [free_port(), script, str(folder / part), *map(str, options_of(name, *options))]
-        )
-    torchrun(folder, n_ranks, SEVERAL_SCRIPTS, json.dumps(jobs))
-    return folder
-
-
 def installed_names():
     return [name for name, param in INSTALLED.items() if not param.marks[0].args[0]]
 
@@ -151,11 +130,13 @@ def installed_names():
 @pytest.fixture(scope="module")
 def ddp_folder(tmp_path_factory):
     """What the DDP versions save on two ranks, with and without an interruption."""
-    runs = [(name, name) for name in installed_names()]
+    folder = tmp_path_factory.mktemp("ddp")
+    for name in installed_names():
+        run_ddp(name, folder / name, 2)
     for name, (option, half, all_) in LENGTH.items():
-        runs.append((name, f"resumed_{name}", option, half))
-        runs.append((name, f"resumed_{name}", option, all_, *RESUME[name]))
-    return ddp_runs(tmp_path_factory.mktemp("ddp"), 2, runs)
+        run_ddp(name, folder / f"resumed_{name}", 2, option, half)
+        run_ddp(name, folder / f"resumed_{name}", 2, option, all_, *RESUME[name])
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -417,13 +398,13 @@ def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
 
 def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
     names = more(["nanogpt"], installed_names())
-    expected = ddp_runs(tmp_path / "ddp", 3, [(name, name) for name in names])
     for name in names:
+        run_ddp(name, tmp_path / "ddp" / name, 3)
         run_cdp(name, tmp_path / name, 3, rule="dp")
         found = parameters_of(name, tmp_path / name)
         # transformers computes its loss in 32 bits, where sums of three parts round otherwise.
         tolerance = 1e-6 if name == "huggingface" else 1e-12
-        assert_equal(found, parameters_of(name, expected / name), tolerance)
+        assert_equal(found, parameters_of(name, tmp_path / "ddp" / name), tolerance)
 
 
 @every_pair

@@ -1,4 +1,4 @@
-"""Ranks that ``launch`` starts. Each costs seconds to come up, so few are."""
+"""Ranks that ``launch`` starts; two tests start them in a new interpreter, as users do."""
 
 import itertools
 import os
@@ -30,6 +30,7 @@ def all_end(pids):
     return all(process.gone for process in processes)
 
 
+@pytest.mark.usefixtures("new_interpreter")
 def test_ranks_meet_report_print_and_return(monkeypatch, capfd):
     added, reports = 10, []
 
