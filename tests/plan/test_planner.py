@@ -8,8 +8,10 @@ from torch import nn
 
 from tests.figures.test_explorer import composed
 from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
+from toolkit.cost.worker_forms import BUCKETS, TIMED_STEPS
 from toolkit.errors import UserError
 from toolkit.model import Images, Sequences, partition
+from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.predictions import Machines, front
@@ -119,13 +121,20 @@ def test_a_choice_weighs_time_staleness_and_memory():
 def test_predictions_are_those_of_the_simulator(found):
     base = found.baseline
     example = IMAGES.example(base.candidate.batch, "meta")
-    stages = partition(net().to("meta"), base.schedule.n_stages, example, base.candidate.partition)
+    stages = Traced.of(net().to("meta"), example).cut_in_buckets()
     costs = profile(stages, example)
     program = base.schedule.lower(steps_to_time(base.schedule)).verify()
     timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
     assert base.seconds == pytest.approx(timeline.step_time, rel=1e-9)
     assert base.memory == max(map(timeline.peak_memory, range(2)))
-    assert base.candidate.spec.method == "dp"
+    assert (base.candidate.spec.method, base.candidate.partition) == ("dp", BUCKETS)
+    best = found.best
+    stages = partition(net().to("meta"), best.schedule.n_stages, example, best.candidate.partition)
+    program = best.schedule.lower(steps_to_time(best.schedule, TIMED_STEPS)).verify()
+    costs = profile(stages, example)
+    timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
+    assert best.seconds == pytest.approx(timeline.step_time, rel=1e-9)
+    assert best.memory == max(map(timeline.peak_memory, range(2)))
 
 
 def test_slow_links_favour_late_weights(found):
@@ -206,7 +215,7 @@ def test_kinds_of_ranks_and_tiers_of_links(found):
     near = replace(SLOW, ranks_per_machine=2, local_bandwidth=1e12)
     equal = plan(net(), IMAGES, near, 2, batch=2, options=PlanOptions(jobs=1))
     assert equal.baseline.seconds < found.baseline.seconds
-    mixed = replace(near, speeds=(1.0, 0.5), memories=(1e9, 300e3))
+    mixed = replace(near, speeds=(1.0, 0.5), memories=(1e9, 290e3))
     slower = plan(net(), IMAGES, mixed, 2, batch=2, options=PlanOptions(jobs=1))
     assert equal.baseline.seconds < slower.baseline.seconds
     fits = {p.candidate: p.fits for p in slower.predictions}

@@ -11,7 +11,11 @@ from toolkit.schedule.steady_state import steps_to_time
 
 
 def simulate_steady_steps(
-    schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+    schedule: Schedule,
+    costs: Costs,
+    hardware: Hardware,
+    optimizer_bytes: Sequence[float] = (),
+    timed_steps: int = 4,
 ) -> Timeline:
     """Return the timeline of verified training steps up to the steady state, and of some in it.
 
@@ -20,6 +24,7 @@ def simulate_steady_steps(
         costs: one entry per stage.
         hardware: seconds of messages, and of kernels that were not measured.
         optimizer_bytes: as in :func:`toolkit.cost.simulate`.
+        timed_steps: steady steps, at least, whose mean is the step time.
     """
-    program = schedule.lower(steps_to_time(schedule)).verify()
+    program = schedule.lower(steps_to_time(schedule, timed_steps)).verify()
     return simulate(program, costs, hardware, optimizer_bytes)

@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, profile, recomputing
+from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.cost.timeline import Timeline
 from toolkit.errors import UserError
 from toolkit.model.partition import Traced
 from toolkit.schedule import CHAINS, FRESHEST, Schedule, catalog
-from toolkit.schedule.steady_state import steps_to_time
 
 BUCKETS = "buckets"
 """The cut of a model into the buckets of DistributedDataParallel."""
@@ -109,7 +108,6 @@ def steady_timeline(
     costs: Costs,
     hardware: Hardware,
     optimizer_words: float = 1.0,
-    timed_steps: int = TIMED_STEPS,
 ) -> Timeline:
     """Simulate a schedule until enough steps are steady.
 
@@ -118,11 +116,9 @@ def steady_timeline(
         costs: one entry per stage.
         hardware: the machines.
         optimizer_words: numbers that the optimizer keeps of each parameter.
-        timed_steps: steady steps whose mean is the step time.
     """
-    program = schedule.lower(steps_to_time(schedule, timed_steps)).verify()
     optimizer_bytes = [optimizer_words * cost.parameter_bytes for cost in costs]
-    return simulate(program, costs, hardware, optimizer_bytes)
+    return simulate_steady_steps(schedule, costs, hardware, optimizer_bytes, TIMED_STEPS)
 
 
 def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedule:

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import product
 from math import isqrt
 
+from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.files import started_by
 from toolkit.format import count
@@ -31,7 +32,8 @@ class Candidate:
     Attributes:
         spec: the method, its sizes and options.
         batch: samples of a micro-batch.
-        partition: measure that the stages share equally.
+        partition: measure that the stages share equally; or ``buckets``, where the schedule is that
+            of torch's DistributedDataParallel.
         checkpoint: ``none`` or ``all``: stages that compute their forward twice.
         within: share of a step that the fresher weights of an affordable delay may cost; None: the
             delay is that of the spec.
@@ -51,11 +53,11 @@ class Candidate:
     @property
     def is_plain(self) -> bool:
         """Whether stages share the arithmetic equally and keep their activations."""
-        return self.partition == MEASURES[0] and self.checkpoint == _CHECKPOINTS[0]
+        return self.partition in (MEASURES[0], BUCKETS) and self.checkpoint == _CHECKPOINTS[0]
 
     @property
-    def label(self) -> str:
-        """The schedule and what differs from plain stages, in words."""
+    def name(self) -> str:
+        """The schedule's name, with its placement unless that is usual."""
         schedule = self.schedule
         method = METHODS.get(self.spec.method)
         name = "searched rank orders"
@@ -67,17 +69,33 @@ class Candidate:
         if method is not None and method.kind != "pipeline":
             placement = f" {schedule.placement}".replace("_", " ")
             name += placement.replace(" per microbatch", "")
-        words = [
-            name,
-            f"{count(schedule.n_stages, 'stage')} by {self.partition}",
-            f"micro-batches of {self.batch}",
-        ]
+        if self.partition == BUCKETS:
+            name = name.replace("DP", "DDP", 1)
+        return name
+
+    @property
+    def stages_in_words(self) -> str:
+        """The number of stages, and what they share equally."""
+        if self.partition == BUCKETS:
+            return "25 MB buckets"
+        return f"{self.schedule.n_stages} by {self.partition}"
+
+    @property
+    def label(self) -> str:
+        """The schedule and what differs from plain stages, in words."""
+        stages = f"{count(self.schedule.n_stages, 'stage')} by {self.partition}"
+        if self.partition == BUCKETS:
+            stages = "buckets of 25 MB"
+        words = [self.name, stages, f"micro-batches of {self.batch}"]
         if self.checkpoint != "none":
             words.append("recomputed")
         return ", ".join(words)
 
     def options(self) -> str:
         """Options of ``experiments/simulate.py`` and ``train.py`` that make it."""
+        if self.partition == BUCKETS:
+            overrides = replace(self.spec, stages=1).overrides()
+            return f"{overrides} batch={self.batch} checkpoint={self.checkpoint}"
         overrides = self.spec.overrides()
         if self.within is not None:
             overrides = replace(self.spec, delay=None).overrides()
@@ -91,21 +109,31 @@ class Candidate:
         """Return a command line that trains so; ``more_options`` are its other options."""
         n_ranks = self.schedule.n_ranks
         runtime_option = "runtime.order=scheduled"
-        if n_ranks > 1:
+        if self.partition == BUCKETS:
+            runtime_option = "runtime=ddp"
+        elif n_ranks > 1:
             runtime_option = "runtime=distributed"
         return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {more_options}"
 
 
-def candidates(n_ranks: int, batch: int, stages: int = MAX_OPS) -> list[Candidate]:
+def candidates(
+    n_ranks: int, batch: int, stages: int = MAX_OPS, buckets: int | None = None
+) -> list[Candidate]:
     """Return all candidates for ``n_ranks``, the plainest data parallelism first.
 
     Args:
         n_ranks: devices; a method that arranges them in a triangle or a square may leave some.
         batch: samples of a training step; candidates have micro-batches of equal size.
         stages: of workers that have the whole model, at most, or twice as many.
+        buckets: of DistributedDataParallel, which then takes the place of data parallelism with a
+            message per stage.
     """
     all_candidates: list[Candidate] = []
-    for spec in _specs(n_ranks, stages):
+    specs = [*_specs(n_ranks, stages)]
+    if buckets is not None and n_ranks > 1:
+        specs = [spec for spec in specs if not _is_ddp(spec)]
+        all_candidates += _ddp_candidates(n_ranks, batch, buckets)
+    for spec in specs:
         microbatches_per_step = spec.microbatches * (spec.accumulate or 1)
         is_small = spec.stages * microbatches_per_step <= max(MAX_OPS, n_ranks**2)
         if is_small and batch % microbatches_per_step == 0 and _exists(spec):
@@ -113,6 +141,26 @@ def candidates(n_ranks: int, batch: int, stages: int = MAX_OPS) -> list[Candidat
             for partition, checkpoint in product(MEASURES, _CHECKPOINTS):
                 all_candidates.append(Candidate(spec, microbatch_size, partition, checkpoint))
     return all_candidates
+
+
+def _is_ddp(spec: ScheduleSpec) -> bool:
+    """Whether a spec is data parallelism with the whole model on each of several ranks."""
+    method = METHODS[spec.method]
+    is_replicated = method.kind == "data_parallel" and "state" not in method.options
+    return is_replicated and takes(method, "placement") and spec.placement is None
+
+
+def _ddp_candidates(n_ranks: int, batch: int, buckets: int) -> list[Candidate]:
+    """Return DistributedDataParallel for each number of accumulated micro-batches."""
+    ddp_candidates = []
+    for n_rounds in _ROUNDS:
+        if batch % (n_rounds * n_ranks) == 0:
+            accumulate = n_rounds if n_rounds > 1 else None
+            spec = ScheduleSpec("dp", buckets, n_ranks, accumulate=accumulate)
+            for checkpoint in _CHECKPOINTS:
+                samples = batch // (n_rounds * n_ranks)
+                ddp_candidates.append(Candidate(spec, samples, BUCKETS, checkpoint))
+    return ddp_candidates
 
 
 def _exists(spec: ScheduleSpec) -> bool:

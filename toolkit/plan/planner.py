@@ -11,18 +11,19 @@ from torch import nn
 
 from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
+from toolkit.cost.worker_forms import BUCKETS, NEAR
 from toolkit.errors import UserError, whole
 from toolkit.format import MB, count, digits, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
-from toolkit.model.partition import MEASURES
+from toolkit.model.partition import MEASURES, Traced
 from toolkit.plan.candidates import Candidate, data_options
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
-from toolkit.plan.sweep import NEAR, SLOW, CandidateSweep
+from toolkit.plan.sweep import SLOW, CandidateSweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +36,9 @@ class Plan:
     Attributes:
         predictions: of every candidate that was simulated.
         front: those within the limits that no other dominates, the fastest first.
-        baseline: data parallelism with a worker for each of the most ranks.
+        baseline: torch's DistributedDataParallel with a worker for each of the most ranks.
+        ddp_alike: DistributedDataParallel on the ranks of the best, with as many micro-batches and
+            the same recomputation, to compare memory with; None if it has no such form.
         best: the verdict; None if nothing keeps the limits.
         limits: of each candidate.
         hardware: the machines.
@@ -56,6 +59,7 @@ class Plan:
     n_candidates: int
     left_out: Mapping[int, str] = field(default_factory=dict)
     searched: SearchResult | None = None
+    ddp_alike: Prediction | None = None
 
     @property
     def verdict(self) -> str:
@@ -81,10 +85,14 @@ class Plan:
         baseline_failure = ""
         if not baseline.fits:
             baseline_failure = f", which takes {baseline_cost} and does not keep the limits"
-        memory_share = best_prediction.memory / baseline.memory
-        memory_words = f"{memory_share:.2f} of its memory"
-        if abs(memory_share - 1) < NEAR:
-            memory_words = "the same memory"
+        memory_words = f"{size(best_prediction.memory)} on the fullest rank"
+        if self.ddp_alike is not None:
+            memory_share = best_prediction.memory / self.ddp_alike.memory
+            memory_words = f"{memory_share:.2f} of its memory"
+            if abs(memory_share - 1) < NEAR:
+                memory_words = "the same memory"
+            if self.ddp_alike != baseline:
+                memory_words += " with the same accumulation and recomputation"
         staleness_words = "no weight late"
         if best_prediction.staleness:
             staleness_words = f"weights {best_prediction.staleness:.2f} steps late on average"
@@ -152,13 +160,14 @@ class Plan:
             memories=[min(limit, memory) for memory in self.hardware.memories],
         )
 
+    def _listed(self) -> list[Prediction]:
+        """Return the front, the best and data parallelism, the fastest first."""
+        named = {prediction for prediction in (self.best, self.baseline) if prediction}
+        return sorted([*self.front, *(named - {*self.front})], key=attrgetter("seconds"))
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
-        listed = [*self.front]
-        for prediction in (self.best, self.baseline):
-            if prediction is not None and prediction not in listed:
-                listed.append(prediction)
-        return [self.row(prediction) for prediction in sorted(listed, key=attrgetter("seconds"))]
+        return [self.row(prediction) for prediction in self._listed()]
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a prediction as plain values."""
@@ -181,8 +190,13 @@ class Plan:
         return plan_figure(self.rows(), other_predictions, vars(self.baseline), memory_limit)
 
     def __str__(self) -> str:
-        rows = [{"": index} | plan_cells(row) for index, row in enumerate(self.rows())]
-        return f"{self.verdict}\n\n{table(rows)}\n\n{self.origin}"
+        rows = []
+        for index, prediction in enumerate(self._listed()):
+            cells = terminal_cells(prediction, self.baseline)
+            if all(listed.fits for listed in self._listed()):
+                cells.pop("fits")
+            rows.append({"": index} | cells)
+        return f"{self.verdict}\n\n{table(rows)}\n\n{LEGEND}\n\n{self.origin}"
 
     @property
     def origin(self) -> str:
@@ -209,6 +223,29 @@ class Plan:
 
         lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         return lines + pd.DataFrame(map(plan_cells, self.rows())).to_html(index=False)
+
+
+def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, Any]:
+    """Return a prediction as the cells of a row that fits 80 columns, by heading."""
+    candidate = prediction.candidate
+    recomputes = candidate.checkpoint != "none"
+    rounds = candidate.schedule.n_microbatches // max(1, candidate.schedule.n_workers)
+    return {
+        "schedule": candidate.name.partition(" accumulate")[0],
+        "stages": candidate.stages_in_words.replace("parameters", "weights"),
+        "batch": f"{candidate.batch} x {rounds}" if rounds > 1 else str(candidate.batch),
+        "again": "yes" if recomputes else "",
+        "by DDP": f"{prediction.seconds / baseline.seconds:.2f}",
+        "memory": size(prediction.memory),
+        "late": f"{prediction.staleness:.2f}",
+        "ranks": prediction.ranks,
+        "fits": "yes" if prediction.fits else "no",
+    }
+
+
+LEGEND = """\
+batch: samples of a micro-batch, times those of a worker in a step; again: forwards are recomputed
+by DDP: step time by DDP's; memory: of the fullest rank; late: mean staleness in steps"""
 
 
 def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,9 +322,11 @@ def plan(
     sizes = [whole(n_ranks, "ranks", 1) for n_ranks in rank_numbers]
     if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
         raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
-    costs_of = partial(stage_costs, meta_copy(model), form, options.precision)
+    meta_model = meta_copy(model)
+    n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
+    costs_of = partial(stage_costs, meta_model, form, options.precision)
     sweep = CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
-    all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch)
+    all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch, n_buckets)
     _simulate_candidates(sweep, all_candidates)
     sweep.find_affordable_delays()
     searched = None
@@ -295,6 +334,9 @@ def plan(
         searched = sweep.search(options.search_seconds)
     baseline = _fastest_plain_cut(sweep, all_candidates[0])
     best_prediction = sweep.confirmed(baseline)
+    ddp_alike = None
+    if best_prediction is not None:
+        ddp_alike = _ddp_alike(sweep, best_prediction, all_candidates)
     default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
     return Plan(
         predictions=tuple(sweep.done.values()),
@@ -307,6 +349,7 @@ def plan(
         n_candidates=len(all_candidates),
         left_out=sweep.left_out,
         searched=searched,
+        ddp_alike=ddp_alike,
     )
 
 
@@ -332,9 +375,28 @@ def _simulate_candidates(sweep: CandidateSweep, all_candidates: Sequence[Candida
     sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
 
 
+def _ddp_alike(
+    sweep: CandidateSweep, best: Prediction, all_candidates: Sequence[Candidate]
+) -> Prediction | None:
+    """Return DDP with the ranks, micro-batches and recomputation of ``best``."""
+    candidate = best.candidate
+    for ddp in all_candidates:
+        if (
+            ddp.partition == BUCKETS
+            and ddp.batch == candidate.batch
+            and ddp.checkpoint == candidate.checkpoint
+            and ddp.schedule.n_ranks == best.ranks
+        ):
+            sweep.simulate("simulating DDP with the same micro-batches", [ddp], ddp)
+            return sweep.done[ddp]
+    return None
+
+
 def _fastest_plain_cut(sweep: CandidateSweep, plainest_candidate: Candidate) -> Prediction:
-    """Return the prediction of plain data parallelism with the cut that makes it fastest."""
-    cuts = [replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES]
+    """Return the prediction of the plainest candidate, with the fastest cut if it has several."""
+    cuts = [plainest_candidate]
+    if plainest_candidate.partition != BUCKETS:
+        cuts = [replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES]
     predictions = [sweep.done[candidate] for candidate in cuts if candidate in sweep.done]
     return min(predictions, key=attrgetter("seconds"))
 

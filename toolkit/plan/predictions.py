@@ -8,6 +8,7 @@ from operator import attrgetter
 from torch import nn
 
 from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
+from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.model import InputSpec
 from toolkit.model.partition import Traced
@@ -189,7 +190,10 @@ def stage_costs(
     costs_or_errors: list[Costs | UserError] = []
     for candidate in candidates:
         try:
-            stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
+            if candidate.partition == BUCKETS:
+                stages = traced.cut_in_buckets()
+            else:
+                stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
             costs_or_errors.append(profile(stages, example, precision=precision))
         except UserError as error:
             costs_or_errors.append(error)

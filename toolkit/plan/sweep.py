@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from toolkit.cost import Costs, recomputing
+from toolkit.cost.worker_forms import BUCKETS, NEAR, NEARLY_EQUAL, TIMED_STEPS, worth
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
 from toolkit.plan.candidates import MAX_OPS, Candidate
@@ -20,15 +21,10 @@ from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.plain_options import options_of
 
-NEAR = 0.03
-"""Share of a step, or of memory, that makes no difference to the verdict."""
-NEARLY_EQUAL = 0.1
-"""Share of a step's time that a step of staleness is worth."""
 _DELAYS_SEARCHED = 2  # schedules whose affordable delay is searched for
 _SEARCHED = 64  # their stages times micro-batches, at most: seconds
 SLOW = 2.0
 """Times the fastest that a schedule may take for other cuts of it to be tried."""
-_LONG = 24  # steady training steps that confirm a prediction: contended links beat
 
 
 CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
@@ -55,20 +51,21 @@ class CandidateSweep:
         self.left_out: dict[int, str] = {}  # by number of stages
         self.done: dict[Candidate, Prediction] = {}
 
-    def possible(self, ranks: Sequence[int], batch: int) -> list[Candidate]:
+    def possible(self, ranks: Sequence[int], batch: int, buckets: int) -> list[Candidate]:
         """Return the candidates; workers have fewer stages if the model cannot have so many."""
         max_stages = MAX_OPS
         while True:
             all_candidates: list[Candidate] = []
             for n_ranks in ranks:
-                all_candidates += candidates_on(n_ranks, batch, max_stages)
-            (costs,) = self.costs_of(all_candidates[:1])
+                all_candidates += candidates_on(n_ranks, batch, max_stages, buckets)
+            first_cut = next(each for each in all_candidates if each.partition != BUCKETS)
+            (costs,) = self.costs_of([first_cut])
             if not isinstance(costs, UserError):
-                self.costs[_key(all_candidates[0])] = costs
+                self.costs[_key(first_cut)] = costs
                 return all_candidates
-            if all_candidates[0].spec.stages == 1:
+            if first_cut.spec.stages == 1:
                 raise costs
-            max_stages = all_candidates[0].spec.stages // 2
+            max_stages = first_cut.spec.stages // 2
 
     def simulate(self, activity: str, candidates: Sequence[Candidate], always: Candidate) -> None:
         """Predict candidates, except those whose lower bound a prediction already dominates.
@@ -174,7 +171,9 @@ class CandidateSweep:
             if not new_candidates:
                 return best_prediction
             confirmed_candidates |= new_candidates
-            tasks = [([candidate], [self._costs(candidate)], _LONG) for candidate in new_candidates]
+            tasks = [
+                ([candidate], [self._costs(candidate)], TIMED_STEPS) for candidate in new_candidates
+            ]
             for predictions in self._each(
                 "confirming the best", self.machines.predict, tasks, len(tasks)
             ):
@@ -220,7 +219,7 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
     fitting = [prediction for prediction in predictions if prediction.fits]
 
     def cost(prediction: Prediction) -> float:
-        return prediction.seconds * (1 + NEARLY_EQUAL * prediction.staleness)
+        return worth(prediction.seconds, prediction.staleness)
 
     if not fitting:
         return None
