@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from toolkit.cost import Hardware, MemoryCurve
 
 
+LEGEND = """\
+together: all workers run the same op at the same moment, as in DP
+shifted uniformly: worker i starts i/N of a step later, as in CDP
+1 - mean/peak: what infinitely many shifted workers save; time axis: how long each op takes"""
+
+AGAIN_LEGEND = """\
+together: as in DP; at once: workers shifted, computing at the same time; op after op: shifted, and
+one op at a time, as runtime.order=scheduled runs them; below: saved of "together"; limit: of
+infinitely many workers"""
+
+
 @entry_point("memory")
 def main(config: DictConfig) -> None:
     import torch
@@ -75,9 +86,11 @@ def main(config: DictConfig) -> None:
     print(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
     print(table([*curve_rows.values()]))
+    print(f"\n{LEGEND}")
     if least_peaks:
         print("\nThe same, where stages also compute their forward again:\n")
         print(table([again_cells(row) for row in least_peaks]))
+        print(f"\n{AGAIN_LEGEND}")
         print("\ntrain so, with data=... and the same model and batch:\n")
         print("\n".join(commands))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")

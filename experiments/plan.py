@@ -68,7 +68,10 @@ def main(config: DictConfig) -> None:
         jobs=config.jobs,
         command_options=options,
     )
-    pilot_options = PilotOptions(compute=config.pilot_compute, budget=config.pilot_seconds)
+    device = pick_device(config.device)
+    # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.
+    compute = config.pilot_compute or ("roofline" if device.type == "cpu" else "measured")
+    pilot_options = PilotOptions(compute=compute, budget=config.pilot_seconds)
     pilot = None
     with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
 
@@ -86,7 +89,6 @@ def main(config: DictConfig) -> None:
             on_progress=show_progress,
         )
         if config.pilot:
-            device = pick_device(config.device)
             pilot = result.pilot(
                 lambda: build_model(config.model, form).to(device),
                 samples,

@@ -19,10 +19,11 @@ CURVES = {"DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]], "CDP-v2": [[0.4, 0.6, 1.0], 
 def test_lines_are_means_and_bands_are_ranges(draw, factor, label):
     (axes,) = draw(CURVES).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", label)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(CURVES)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*CURVES, "all seeds"]
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert axes.get_ylim()[1] <= 101
-    for line, band, runs in zip(axes.lines, axes.collections, CURVES.values(), strict=True):
+    bands = axes.collections[: len(CURVES)]
+    for line, band, runs in zip(axes.lines, bands, CURVES.values(), strict=True):
         np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3])
         np.testing.assert_allclose(line.get_ydata(), factor * np.mean(runs, axis=0))
         corners = band.get_paths()[0].vertices

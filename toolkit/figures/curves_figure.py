@@ -81,6 +81,8 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
             axes.set_ylim(top=min(101, axes.get_ylim()[1]))
         for panel in panels:
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if any(len(values) > 1 for values in masked_runs.values()):
+            axes.fill_between([], [], color="grey", alpha=0.3, linewidth=0, label="all seeds")
         legend_right(axes)
     return figure
 
@@ -126,7 +128,9 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
     with drawing((5.6, 2.6)) as figure:
         axes = figure.subplots()
         edges = curve.edges / period
-        axes.stairs(curve.levels / unit, edges, color=BLACK, label="together", baseline=None)
+        axes.stairs(
+            curve.levels / unit, edges, color=BLACK, label="at the same moment", baseline=None
+        )
         for index, n_workers in enumerate(workers):
             times, total = curve.shifted(n_workers)
             label = f"N = {n_workers}, shifted: {-curve.reduction(n_workers):z.1%}"
@@ -137,7 +141,7 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.05 * curve.peak / unit)
         axes.set_xlabel("time (training steps)")
-        axes.set_ylabel(f"activations a worker ({unit_name})")
+        axes.set_ylabel(f"activations per worker ({unit_name})")
         legend_right(axes)
         axes.set_title(fill(title, 54))
     return figure

@@ -14,6 +14,8 @@ from toolkit.format import count
 Rows = Sequence[Mapping[str, Any]]
 
 _COLUMNS = 3
+_LINE = 0.187  # inches of a line of the legend
+_TITLE_LINES = 3
 
 
 def pipelines(rows: Rows) -> Figure:
@@ -30,7 +32,9 @@ def pipelines(rows: Rows) -> Figure:
     styles = _styles(rows)
     n_columns = min(len(sizes), _COLUMNS)
     n_lines = -(-len(sizes) // _COLUMNS)
-    with drawing((1.8 + 1.9 * n_columns, 0.5 + 2.1 * n_lines)) as figure:
+    legend_height = _LINE * (len(styles) + _TITLE_LINES)
+    height = max(0.5 + 2.1 * n_lines, legend_height)
+    with drawing((1.8 + 1.9 * n_columns, height)) as figure:
         grid = figure.subplots(n_lines, n_columns, squeeze=False, sharex=True, sharey=True)
         panels = list(grid.flat)
         for axes in panels[len(sizes) :]:

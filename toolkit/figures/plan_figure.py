@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from toolkit.figures.style import BLACK, VERMILION, drawing
-from toolkit.format import GIB
+from toolkit.format import GIB, MIB
 
 Row = Mapping[str, Any]
 SLOWEST = 5.0
-_NUMBERED = 12
+_NEAR = 9.0  # points between dots that share a label
 
 
 def plan_figure(
@@ -22,11 +23,12 @@ def plan_figure(
 ) -> Figure:
     """Draw a point a prediction: the nearer to the lower left the better.
 
-    Those that take more than :data:`SLOWEST` times as long as the fastest are left out.
+    Those that take more than :data:`SLOWEST` times as long as the fastest are left out. Numbers are
+    those of the rows of a plan's table.
 
     Args:
         unbeaten: ``seconds``, ``memory`` in bytes, ``ranks`` and mean ``staleness`` of the
-            predictions that no other beats; the first have the numbers of their rows.
+            predictions that no other beats, in the order of the table.
         beaten: those of the other predictions.
         baseline: that of data parallelism.
         limit: bytes of a rank's memory.
@@ -34,11 +36,14 @@ def plan_figure(
     fastest = min(row["seconds"] for row in (*unbeaten, *beaten, baseline))
     unbeaten = [row for row in unbeaten if row["seconds"] <= SLOWEST * fastest]
     beaten = [row for row in beaten if row["seconds"] <= SLOWEST * fastest]
+    most = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
+    unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     with drawing((6.4, 3.6)) as figure:
         axes = figure.subplots()
-        _scatter(axes, beaten, s=6, color="#CCCCCC", label="other schedules")
+        _scatter(axes, unit, beaten, s=6, color="#CCCCCC", label="other schedules")
         dots = _scatter(
             axes,
+            unit,
             unbeaten,
             s=30,
             c=[row["staleness"] for row in unbeaten],
@@ -48,30 +53,56 @@ def plan_figure(
             zorder=3,
             label="none is faster, smaller and fresher",
         )
-        for number, row in enumerate(unbeaten[:_NUMBERED]):
-            side = -1 if number % 2 == 0 else 1  # left and right in turn
-            axes.annotate(
-                str(number),
-                (row["seconds"] * 1e3, row["memory"] / GIB),
-                (7 * side, -2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-            )
         label = f"DDP, {baseline['ranks']} ranks"
-        _scatter(axes, [baseline], s=60, marker="x", color=VERMILION, zorder=4, label=label)
+        _scatter(axes, unit, [baseline], s=60, marker="x", color=VERMILION, zorder=4, label=label)
         axes.set(yscale="log", xlabel="step time (ms)")
-        axes.set_ylabel("memory of the fullest rank (GiB)")
+        axes.set_ylabel(f"memory of the fullest rank ({unit_name})")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        if limit / GIB < axes.get_ylim()[1]:
-            axes.axhline(limit / GIB, color=BLACK, linewidth=0.8, linestyle="--", label="memory")
+        if limit / unit < axes.get_ylim()[1]:
+            axes.axhline(limit / unit, color=BLACK, linewidth=0.8, linestyle="--", label="memory")
         figure.colorbar(dots, label="mean staleness (steps)")
         figure.legend(loc="outside upper left", ncols=4)
+        figure.draw_without_rendering()  # positions in pixels are known from now on
+        _number(axes, dots)
     return figure
 
 
-def _scatter(axes: Axes, rows: Sequence[Row], **style: Any) -> PathCollection:
+def _number(axes: Axes, dots: PathCollection) -> None:
+    """Write the number of each dot's row next to it; dots that nearly coincide share a label."""
+    data_places = np.asarray(dots.get_offsets())
+    places = axes.transData.transform(data_places)
+    groups: list[list[int]] = []
+    for index, place in enumerate(places):
+        for group in groups:
+            if abs(place - places[group[-1]]).max() < _NEAR * axes.figure.dpi / 72:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    for group in groups:
+        rightmost = max(group, key=lambda index: places[index][0])
+        axes.annotate(
+            _ranges(group),
+            tuple(data_places[rightmost]),
+            (5, 3),
+            textcoords="offset points",
+            fontsize=7,
+        )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return rising numbers as text, those that follow one another as a range: 0-2, 5."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(f"{first}-{last[-1]}" if last else str(first) for first, *last in ranges)
+
+
+def _scatter(axes: Axes, unit: float, rows: Sequence[Row], **style: Any) -> PathCollection:
     milliseconds = [row["seconds"] * 1e3 for row in rows]
-    return axes.scatter(milliseconds, [row["memory"] / GIB for row in rows], **style)
+    return axes.scatter(milliseconds, [row["memory"] / unit for row in rows], **style)
