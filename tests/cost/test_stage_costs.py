@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate, unit_costs
+from toolkit.cost import UNIT, Hardware, StageCost, profile, recomputing, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.model.kernel_work import Work
@@ -222,7 +222,7 @@ def test_a_real_device_differs_in_seconds_only(device):
     for name, value in stages.model.state_dict().items():
         assert torch.equal(value, before[name]), f"profiling changed {name}"
     if device == "cpu":
-        timeless = {"forward_seconds": None, "backward_seconds": None}
+        timeless = {"forward_seconds": None, "backward_seconds": None, "weight_share": None}
         assert tuple(replace(cost, **timeless) for cost in real) == meta
     assert [cost.activation_bytes for cost in real] == [cost.activation_bytes for cost in meta]
 
@@ -292,3 +292,24 @@ def test_one_rank_keeps_what_is_saved_and_what_crosses(make, n_stages):
         kept |= saved | {stored(x): x for x in values}
     del kept[stored(values[0])]  # the last stage's output crosses no cut
     assert sum(cost.activation_bytes + cost.extra_input_bytes for cost in costs) == size(kept)
+
+
+def test_gradients_of_weights_take_their_share_of_a_backward():
+    """Of a linear layer half of the arithmetic; of the first, which has no other, all of it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to("meta")
+    example = torch.empty(256, 64, device="meta")
+    first, last = profile(partition(model, 2, example, ["2"], check=False), example)
+    arithmetic = Hardware("arithmetic", flops=1e9, memory_bandwidth=1e30, link_bandwidth=1e9)
+    assert first.weight_seconds(arithmetic) == pytest.approx(first.seconds(arithmetic)[1])
+    forward, backward, of_inputs, of_weights = last.op_seconds(arithmetic)
+    assert of_weights == pytest.approx(backward / 2)
+    assert of_inputs + of_weights == pytest.approx(backward)
+    assert forward == pytest.approx(of_inputs)
+
+
+def test_a_given_share_of_weights_counts():
+    cost = StageCost(1.0, 2.0, forward_seconds=1.0, backward_seconds=2.0, weight_share=0.25)
+    assert cost.op_seconds(UNIT) == [1.0, 2.0, 1.5, 0.5]
+    assert replace(cost, weight_share=None).op_seconds(UNIT) == [1.0, 2.0, 1.0, 1.0]
+    with pytest.raises(UserError, match="weight_share"):
+        replace(cost, weight_share=1.5)

@@ -46,6 +46,9 @@ class StageCost:
         backward_seconds: measured seconds of the backward; None if ``forward_seconds`` is.
         kernels: work of each operation's forward, in order.
         backward_kernels: work of each operation's backward, in forward order.
+        weight_kernels: the part of each backward that makes gradients of weights.
+        weight_share: share of the backward's seconds that gradients of weights take; None: by the
+            roofline of ``weight_kernels``, or half if there are no kernels.
         forward_working_bytes: peak workspace of a forward besides what it keeps.
         backward_working_bytes: peak workspace of a backward, with the gradients it takes and makes.
         recomputes: whether a backward runs the forward again instead of keeping activations.
@@ -64,6 +67,8 @@ class StageCost:
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
     backward_kernels: tuple[Work, ...] = field(default=(), repr=False)
+    weight_kernels: tuple[Work, ...] = field(default=(), repr=False)
+    weight_share: float | None = None
     forward_working_bytes: float = 0.0
     backward_working_bytes: float = 0.0
     recomputes: bool = False
@@ -72,6 +77,8 @@ class StageCost:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
                 raise UserError(f"StageCost.{name} must be finite and at least 0: got {value}")
+        if self.weight_share is not None and self.weight_share > 1:
+            raise UserError(f"StageCost.weight_share is a share, 0 to 1: got {self.weight_share}")
         if (self.forward_seconds is None) != (self.backward_seconds is None):
             raise UserError(
                 "give both forward_seconds and backward_seconds, or neither: got"
@@ -120,12 +127,25 @@ class StageCost:
         )
         return sum(forward), sum(backward)
 
+    def weight_seconds(self, hardware: Hardware) -> float:
+        """Return the seconds of the backward that make gradients of weights."""
+        _, backward = self.seconds(hardware)
+        if self.weight_share is not None:
+            return self.weight_share * backward
+        if not self.backward_kernels:
+            return backward / 2
+        whole_seconds = sum(map(hardware.roofline, self.backward_kernels))
+        weight_seconds = sum(map(hardware.roofline, self.weight_kernels))
+        # Of a backward that is one kernel both parts read the same data: each takes at most all.
+        return backward * min(1.0, weight_seconds / whole_seconds) if whole_seconds else 0.0
+
     def op_seconds(self, hardware: Hardware) -> list[float]:
-        """Return the seconds of each kind of op."""
+        """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
         forward, backward = self.seconds(hardware)
         if self.recomputes:
             return [forward, forward + backward, forward + backward, 0.0]
-        return [forward, backward, backward / 2, backward / 2]
+        weights = self.weight_seconds(hardware)
+        return [forward, backward, backward - weights, weights]
 
 
 Costs = Sequence[StageCost]
@@ -211,8 +231,14 @@ def profile(
             cost, outputs, extra_bytes_of_next = _analyse(stage, shapes, device, precision)
             cost, extra_bytes = replace(cost, extra_input_bytes=extra_bytes), extra_bytes_of_next
             if device.type != "meta":
-                forward, backward, values = _measure(stage, values, repeats, precision)
-                cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
+                timing = _measure(stage, values, repeats, precision)
+                forward, backward, share, values = timing
+                cost = replace(
+                    cost,
+                    forward_seconds=forward,
+                    backward_seconds=backward,
+                    weight_share=share,
+                )
             costs.append(cost)
             shapes = received_inputs(outputs)
     return tuple(costs)
@@ -271,6 +297,7 @@ def _analyse(
         statistics_bytes=sum(2 * mean.nbytes for mean in running_means if mean is not None),
         kernels=tuple(node.forward for node in working_nodes),
         backward_kernels=tuple(node.backward for node in working_nodes),
+        weight_kernels=tuple(node.weight_backward for node in working_nodes),
         forward_working_bytes=forward_working_bytes,
         backward_working_bytes=backward_working_bytes,
     )
@@ -279,20 +306,32 @@ def _analyse(
 
 def _measure(
     stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
-) -> tuple[float, float, Values]:
-    """Return median seconds of a forward and a backward, and the stage's outputs."""
+) -> tuple[float, float, float | None, Values]:
+    """Return median seconds of a forward and a backward, the weights' share, and the outputs.
+
+    The share compares with a backward in which no weight needs a gradient. It is None if no input
+    could have one either, as of token numbers.
+    """
     stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
+    device = inputs[0].device
     seconds = []
     for _ in range(1 + repeats):
         run_inputs = (
             received_inputs(inputs) if any(value.requires_grad for value in inputs) else inputs
         )
-        *run_seconds, outputs = timed(
-            partial(stage_copy, *run_inputs), run_inputs[0].device, precision
-        )
+        *run_seconds, outputs = timed(partial(stage_copy, *run_inputs), device, precision)
         seconds.append(run_seconds)
     forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
-    return median(forwards), median(backwards), received_inputs(outputs)
+    forward, backward = median(forwards), median(backwards)
+    share = None
+    if any(differentiable(value) for value in inputs) and backward:
+        stage_copy.requires_grad_(False)
+        input_backwards = []
+        for _ in range(1 + repeats):
+            run = partial(stage_copy, *received_inputs(inputs))
+            input_backwards.append(timed(run, device, precision)[1])
+        share = max(0.0, 1 - median(input_backwards[1:]) / backward)
+    return forward, backward, share, received_inputs(outputs)
 
 
 def received_inputs(values: Values) -> Values:

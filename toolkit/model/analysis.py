@@ -24,6 +24,7 @@ class NodeCost:
     Attributes:
         forward: work of its forward.
         backward: work of its backward.
+        weight_backward: the part of it that makes gradients of parameters.
         parameters: elements of parameters that no earlier node uses.
         activations: bytes that it is first to save for the backward; no parameters, model inputs.
         changes: nodes whose results, or views of them, it overwrites in place.
@@ -35,6 +36,7 @@ class NodeCost:
 
     forward: Work
     backward: Work
+    weight_backward: Work
     parameters: int
     activations: int
     changes: tuple[str, ...]
@@ -139,6 +141,7 @@ class _Recorder(fx.Interpreter):
         # Storages are identified by address: keep them alive so that none is reused.
         self.saved_tensors: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
         self.seen_storages = {_storage(tensor) for tensor in self.saved_tensors}
+        self.parameter_storages = {_storage(parameter) for parameter in module.parameters()}
         self.saved_bytes = 0
         self.state: dict[str, Tensor] = dict(module.named_parameters())
         for name, buffer in module.named_buffers():
@@ -156,6 +159,10 @@ class _Recorder(fx.Interpreter):
         with counting_work() as forward, hooks:
             output = self._run(n, args, kwargs)
         parameters = parameters_of(self.module, n)
+        # A traced weight comes as an input: its leaf shares the parameter's memory.
+        weights = [leaf for leaf in leaves if _storage(leaf) in self.parameter_storages]
+        with counting_work() as weight_backward:
+            _backward(output, [*weights, *parameters], retain_graph=True)
         with counting_work() as backward:
             _backward(output, [*leaves, *parameters])
         n_new_parameters = 0
@@ -169,6 +176,7 @@ class _Recorder(fx.Interpreter):
         self.costs[n.name] = NodeCost(
             forward=forward.work,
             backward=backward.work,
+            weight_backward=weight_backward.work,
             parameters=n_new_parameters,
             activations=self.saved_bytes - earlier_bytes,
             changes=changes,
@@ -206,13 +214,15 @@ class _Recorder(fx.Interpreter):
         return tensor
 
 
-def _backward(output: Any, leaves: list[Tensor]) -> None:
+def _backward(output: Any, leaves: list[Tensor], *, retain_graph: bool = False) -> None:
     """Run the backward of a node's result to the leaves that need a gradient."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if outputs and trained_leaves:
         gradients = [torch.empty_like(tensor) for tensor in outputs]
-        torch.autograd.grad(outputs, trained_leaves, gradients, allow_unused=True)
+        torch.autograd.grad(
+            outputs, trained_leaves, gradients, retain_graph=retain_graph, allow_unused=True
+        )
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

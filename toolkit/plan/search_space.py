@@ -244,10 +244,12 @@ def order_problem(
 
 def _op_seconds(cost: StageCost, hardware: Hardware, speed: float, n_kinds: int) -> list[float]:
     """Return the seconds of a stage's ops on a rank, by kind."""
-    forward, backward = (duration / speed for duration in cost.seconds(hardware))
-    if cost.recomputes:  # the first backward runs the forward again, and all of the backward
-        return [forward, forward + backward, 0.0][:n_kinds]
-    return [forward, *[backward / (n_kinds - 1)] * (n_kinds - 1)]
+    forward, backward, input_backward, weight_backward = (
+        duration / speed for duration in cost.op_seconds(hardware)
+    )
+    if n_kinds == 2:
+        return [forward, backward]
+    return [forward, input_backward, weight_backward]
 
 
 def _op_workspace(cost: StageCost, n_kinds: int) -> list[float]:

@@ -86,6 +86,9 @@ def running_costs(
     costs = []
     for stage, weights in enumerate(layouts.weights):
         inputs = layouts.activation_gradients[stage].n_bytes
+        backward_parts = [median_seconds.get((stage, letter), 0.0) for letter in "BIW"]
+        backward = sum(backward_parts)
+        splits_backward = (stage, "I") in median_seconds
         cost = StageCost(
             0.0,
             0.0,
@@ -94,7 +97,8 @@ def running_costs(
             parameter_bytes=weights.n_bytes,
             statistics_bytes=max(0, layouts.gradients[stage].n_bytes - weights.n_bytes),
             forward_seconds=median_seconds.get((stage, "F"), 0.0),
-            backward_seconds=sum(median_seconds.get((stage, letter), 0.0) for letter in "BIW"),
+            backward_seconds=backward,
+            weight_share=backward_parts[2] / backward if splits_backward and backward else None,
         )
         costs.append(cost)
     rates = [
