@@ -28,8 +28,8 @@ sent: by a rank in a step on average; in a slot: the most by any rank
 messages: collectives are a ring (all-reduce) or a tree; rounds: of them between two slots
 """
 MEASURED_AND_PREDICTED = """\
-timeline.png: a rank a row, measured on the left; on the right what the simulator makes of the same
-program if each op and message takes its median time. They differ mostly where ranks share cores.
+timeline.png: one rank per row; measured on the left; simulated on the right, where each op and
+message takes its median time. They differ mostly where ranks share cores.
 """
 
 
@@ -65,7 +65,9 @@ def main(config: DictConfig) -> int:
             measured_cells(record) | {"as counted": agreement(record, "_measured")}
             for record in records
         ]
-        print(f"\nmeasured on processes, one a rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}")
+        print(
+            f"\nmeasured on processes, one per rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}"
+        )
         mistakes += differences(measured_rows, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)

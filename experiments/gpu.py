@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from toolkit.files import started_by
 from toolkit.results.run_files import OPTIONS_FILE, TUNING_FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -224,7 +225,7 @@ def main() -> int:
         seconds_left = end - time.monotonic() - _GRACE
         if seconds_left < _LEAST:
             break
-        print(f"\n{shlex.join(job.command)}", flush=True)
+        print(f"\n{_as_typed(job.command)}", flush=True)
         status = run(job, seconds_left)
         if status is None:
             break
@@ -249,7 +250,15 @@ def print_list(all_jobs: list[Job]) -> None:
 
 def _line(job: Job) -> str:
     state = "ended" if _end_mark(job).exists() else "to do"
-    return f"{state}, {job.minutes:g} min, {job.name}: {shlex.join(job.command)}"
+    return f"{state}, {job.minutes:g} min, {job.name}: {_as_typed(job.command)}"
+
+
+def _as_typed(command: Sequence[str]) -> str:
+    """Return the command of a job, an experiment's as one types it in a shell."""
+    program, *options = command
+    if not program.startswith("experiments/"):
+        return shlex.join(command)
+    return f"{started_by(Path(program).stem)} {shlex.join(options)}"
 
 
 def _end_mark(job: Job) -> Path:

@@ -162,7 +162,9 @@ class TrainingOptions(StepSettings):
     diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     guard: str = option("stop", "if the loss diverges: off, stop, or rollback and continue with DP")
-    guard_factor: float = option(10.0, "loss, by that of the first step, that counts as diverged")
+    guard_factor: float = option(
+        10.0, "loss, divided by that of the first step, that counts as diverged"
+    )
     save: SaveOptions = field(default_factory=SaveOptions)
     switch: SwitchOptions = field(default_factory=SwitchOptions)
 

@@ -22,7 +22,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """Return a row for each rule and correction.
 
     *seconds*: of a step in order "grouped", the median; *ratio*: to the rule without a correction,
-    round by round. *weights*: the most that a rank holds, by the program of a worker a rank.
+    round by round. *weights*: the most that a rank holds, by the program of a worker per rank.
     """
     check_counts(config, "image_size", "workers", "stages", "batch", "rounds", of="bench.")
     n, size = config.workers, config.image_size

@@ -63,7 +63,7 @@ COMPUTE = "compute"
 """The same computation without any message: a lower bound, not a method."""
 ALL = (COMPUTE, *METHODS)
 SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2", AFFORDABLE, "groups of 2")
-"""What is compared, unless given, if stages sleep."""
+"""Methods compared by default if stages sleep."""
 AFFORDED = tuple(name for name, method in METHODS.items() if method.delay == AFFORDABLE)
 """Methods whose schedule depends on the link, and on stages that sleep."""
 _BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB

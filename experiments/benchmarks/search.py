@@ -207,7 +207,7 @@ def _unequal(
                 )
                 result = find_order(space, seconds=config.seconds, seed=seed)
             except UserError as error:  # the stages do not fit
-                tqdm.write(f"{stages} stages a rank: {error}")
+                tqdm.write(f"{stages} stages per rank: {error}")
             else:
                 results.append((result.seconds, stages, result.bound))
         if results:

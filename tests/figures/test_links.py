@@ -20,7 +20,7 @@ def rows(relative=True):
 
 
 @pytest.mark.parametrize(
-    ("relative", "label"), [(True, "step time by that of DDP"), (False, "step time (s)")]
+    ("relative", "label"), [(True, "step time divided by that of DDP"), (False, "step time (s)")]
 )
 def test_a_dot_a_method_and_a_panel_a_link(relative, label):
     """DDP stands above, and below what no method can beat; lines are ranges."""

@@ -333,7 +333,7 @@ def test_a_file_that_cannot_be_read(name, content, why, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (catalog.data_parallel(2), "DP has up to 2 ranks a stage"),
+        (catalog.data_parallel(2), "DP has up to 2 ranks per stage"),
         (catalog.cyclic(3, placement="per_stage_and_microbatch"), "CDP-v2 has up to 3 ranks"),
         (catalog.data_parallel(2, "one"), "placement 'one'"),
         (HALF_SLOTS, "halves .* 2 start times in a slot"),

@@ -28,7 +28,7 @@ Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
 
 
 def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
-    """Draw step times by that of DDP, a panel a link, and below them traffic over two steps.
+    """Draw step times divided by that of DDP, a panel per link; below, traffic over two steps.
 
     A dot is the ratio of medians, its line the range of ratios round by round.
 
@@ -58,7 +58,7 @@ def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
 
 
 def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
-    """Draw a panel a link and a row a method; rows of other families are divided by a line."""
+    """Draw a panel per link and a row per method; rows of other families are divided by a line."""
     links = list(dict.fromkeys(row["link"] for row in rows))
     panels = figure.subplots(1, len(links), squeeze=False, sharex=True, sharey=True)[0]
     is_relative = all(row["/ DDP"] is not None for row in rows)
@@ -83,7 +83,9 @@ def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
     panels[0].set_ylim(len(methods) - 0.4, -0.6)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_xlim(0, 1.18 * panels[0].get_xlim()[1])  # with the last value's digits
-    figure.supxlabel("step time by that of DDP" if is_relative else "step time (s)", fontsize=8)
+    figure.supxlabel(
+        "step time divided by that of DDP" if is_relative else "step time (s)", fontsize=8
+    )
 
 
 def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -> None:
@@ -108,7 +110,7 @@ def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -
 
 
 def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: float) -> None:
-    """Draw a column a link and a row a method.
+    """Draw a column per link and a row per method.
 
     All rows of a column have one scale. A horizontal line is the mean.
     """

@@ -107,7 +107,7 @@ def _keys(timelines: "Sequence[Timeline]") -> list[Patch]:
 
 
 def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
-    """Draw a row a rank: ops, updates, and what it sends and receives.
+    """Draw a row per rank: ops, updates, and what it sends and receives.
 
     Time is in ``unit`` seconds.
     """

@@ -35,7 +35,7 @@ class Crossings:
     """Values that cross the cut before each node, and what forbids that cut.
 
     A value without the batch, such as a tied weight or a loss that the model computes, crosses as a
-    tensor ``[1, ...]``: one row a micro-batch.
+    tensor ``[1, ...]``: one row per micro-batch.
     """
 
     def __init__(

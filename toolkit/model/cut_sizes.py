@@ -16,7 +16,7 @@ class CutSizes:
     """Values of a graph that grow with the batch, by the names of nodes.
 
     Attributes:
-        batched: tensors whose first dimension has a row a sample.
+        batched: tensors whose first dimension has a row per sample.
         unbatched: tensors without the batch that can travel: trained ones, and scalars.
         counts: whole numbers that are a multiple of the number of samples, with its factor.
     """

@@ -103,9 +103,10 @@ def partition(
         example: arguments for one micro-batch: a tensor ``[b, ...]``; a tuple of arguments; or a
             dictionary of keyword arguments. Each may be a tuple or dictionary of tensors, or a
             constant. Only shapes, types and constants matter.
-        by: ``"flops"``, ``"parameters"`` or ``"activations"``: minimise the largest stage, keep the
-            smallest at least half of what that allows, then minimise the bytes that cross; or the
-            names of the modules that begin the second and later stages.
+        by: ``"flops"``, ``"parameters"`` or ``"activations"``: first minimise the
+            largest stage; keep the smallest stage at half or more of the best possible; then
+            minimise the bytes that cross. Or the names of the modules that begin the second and
+            later stages.
         check: whether to run 4 samples with values of its own, apart and together, and refuse a
             model that mixes them. It skips models that cannot run so: on the meta device, with
             whole numbers as inputs on a GPU, or of more than 10 GFLOP a sample on a CPU.
@@ -287,7 +288,7 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
 
 
 def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
-    """Return the smallest possible largest stage with these cuts; inf if they are too few."""
+    """Return the load of the largest stage, minimised over these cuts; inf if too few."""
     if not 1 <= n_stages <= len(cuts) + 1:
         return inf
     load_before = [0, *accumulate(loads)]
@@ -297,7 +298,7 @@ def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
 def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
     """Return cuts that minimise the largest stage, then the bytes across, then unevenness.
 
-    The smallest stage has at least half of the best smallest load under that largest one.
+    With that largest stage, the smallest stage has at least half of the best possible load.
 
     Args:
         loads: ``[k]`` non-negative integers between possible cuts.
@@ -344,7 +345,7 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
 
 
 def _smallest_limit(load_before: list[int], n_stages: int) -> int:
-    """Return the smallest possible largest stage, by bisection."""
+    """Return the load of the largest stage, minimised by bisection."""
     low, limit = 0, load_before[-1]
     while low < limit:
         middle = (low + limit) // 2

@@ -54,7 +54,7 @@ def train_rules(
 
     Args:
         config: of ``compare``.
-        seeds: of weights and batches, the same for every rule; those of ``config`` unless given.
+        seeds: of weights and batches, the same for every rule; by default those of ``config``.
         on_epoch: called with the name of the current run and the completed share of all runs.
 
     Raises:

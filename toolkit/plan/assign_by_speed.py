@@ -24,7 +24,7 @@ def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float])
     stages = range(whole(n_stages, "n_stages", 1))
     n_microbatches = whole(n_microbatches, "n_microbatches", 1)
     if not speeds or not min(speeds) > 0:
-        raise UserError(f"speeds: got {[*speeds]}; expected numbers above 0, one a rank")
+        raise UserError(f"speeds: got {[*speeds]}; expected numbers above 0, one per rank")
 
     microbatches_of_rank: list[list[int]] = [[] for _ in speeds]
     for microbatch in range(n_microbatches):

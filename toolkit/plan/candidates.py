@@ -194,7 +194,7 @@ def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
 
 
 def _workers(name: str, method: Method, n_ranks: int, n_stages: int) -> Iterator[ScheduleSpec]:
-    """Yield specs with a worker a rank, with a stage a rank, and with both."""
+    """Yield specs with a worker per rank, with a stage per rank, and with both."""
     groups: list[int | None] = [None]
     if takes(method, "groups"):
         groups += [n_groups for n_groups in range(2, n_ranks) if n_ranks % n_groups == 0]

@@ -38,7 +38,7 @@ class RuleFindings:
         seconds: median time of a training step, all micro-batches in one process.
         ratio: of that time to DP's; its quartiles.
         predicted: time and memory of a training step.
-        speed: predicted time by DP's: smallest, middle and largest, over the slack.
+        speed: predicted time divided by that of DP: smallest, middle and largest, over the slack.
         without_links: predicted seconds if messages took no time.
         cuda_peak: bytes above those held between steps; None on the CPU.
     """
@@ -69,7 +69,7 @@ class TrainingFindings:
         accuracy: by rule, DP first: ``[run]``, a share.
         difference: accuracy of the rule minus that of DP in points, paired by seed. The interval
             covers 95 %; it is at least as wide as the binomial one of ``n_tested`` answers.
-        loss_ratio: the rule's training loss by that of DP at the end, the mean over seeds.
+        loss_ratio: the rule's training loss divided by that of DP at the end, the mean over seeds.
         highest: largest mean loss over a tenth of a run, by the loss of its first step.
         chance: accuracy of a guess: 1 by the number of classes.
         frequent: accuracy of always naming the most frequent class.
@@ -206,9 +206,9 @@ class Pilot:
             "activations of all workers (measured)": size(findings.activations),
             "CUDA peak (measured)": cuda_peak,
             "step in one process (measured)": " ".join(duration(findings.seconds)),
-            "by that of DP": _range(findings.ratio),
+            "divided by that of DP": _range(findings.ratio),
             "step on your machines (predicted)": " ".join(duration(predicted.seconds)),
-            "by that of DP, predicted": _range(findings.speed),
+            "divided by that of DP, predicted": _range(findings.speed),
             "share of messages, predicted": f"{findings.waiting:.0%}",
             "fullest device (predicted)": size(predicted.memory),
             "fits": fits,

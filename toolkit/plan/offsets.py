@@ -22,7 +22,7 @@ class Staggered:
     """Starts of workers, and what they hold.
 
     Attributes:
-        schedule: on one device, one micro-batch a worker.
+        schedule: on one device, one micro-batch per worker.
         offsets: ``[worker]``, slots, ascending.
         peak: the most that all workers keep at once, in the unit of ``activations``.
         bound: the lowest peak of any offsets; equal to ``peak``, unless time ran out.

@@ -49,7 +49,7 @@ class PilotOptions:
     Args:
         batch: images, or sequences, of a micro-batch.
         placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline with
-            one stage a device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
+            one stage per device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
             workers share a device, and the stages have equal activations instead of equal FLOPs.
         optimizer: makes an optimizer from a list of parameters. By default SGD with Nesterov
             momentum 0.9 and a learning rate of 0.05; late weights are then extrapolated where

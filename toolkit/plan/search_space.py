@@ -50,7 +50,7 @@ class SearchSpace:
     Args:
         costs: one entry per stage.
         n_microbatches: of a training step.
-        ranks: devices, by default one a stage.
+        ranks: devices, by default one per stage.
         placement: ``[stage]``, its rank; None: the search chooses it, too.
         hardware: seconds of messages and kernels, and the ranks' speeds and memories.
         memory: bytes of a rank, or ``[rank]``; None: those of the hardware.

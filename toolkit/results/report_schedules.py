@@ -117,7 +117,7 @@ def communication_blocks(tasks: Tasks, schedules: Schedules) -> Iterator[Block]:
                 timelines[0],
                 f"{group.label} as measured in {timelines[0].parent}: what each rank computes,"
                 " updates, sends and receives, over time.",
-                f"Timeline of {group.label}: a row a rank, over what all of them send.",
+                f"Timeline of {group.label}: a row per rank, over what all of them send.",
             )
 
 

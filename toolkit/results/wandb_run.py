@@ -233,7 +233,7 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 
 
 def _activation_rows(steady: "SteadyState") -> list[dict[str, int]]:
-    """Return a row a slot: activations of stages that are alive."""
+    """Return a row per slot: activations of stages that are alive."""
     rows = []
     for slot, (total, ranks) in enumerate(
         zip(steady.total_activations, steady.activations, strict=True)
@@ -243,7 +243,7 @@ def _activation_rows(steady: "SteadyState") -> list[dict[str, int]]:
 
 
 def _traffic_rows(steady: "SteadyState") -> list[dict[str, float]]:
-    """Return a row a slot: messages, and the parameters of stages that they carry."""
+    """Return a row per slot: messages, and the parameters of stages that they carry."""
     rows = []
     for slot, ranks in enumerate(steady.traffic):
         units = [rank.units for rank in ranks]

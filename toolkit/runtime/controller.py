@@ -109,7 +109,7 @@ class Controller(RankPool):
         return self.runtime
 
     def status(self) -> list[dict[str, Any]]:
-        """Return a row a rank: its number, its process, whether that runs, and where it is now."""
+        """Return a row per rank: its number, its process, whether it runs, and where it is now."""
         processes = self.processes.process_ids
         rank_records = {}
         if self.processes.store:

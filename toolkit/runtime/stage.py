@@ -139,7 +139,7 @@ class StageRunner(Updater):
             self._add_statistics()
             for output in results:
                 # Of what has no batch, such as a tied weight, the stage returns one row, and the
-                # next stage takes one a micro-batch. All else has a row or more a micro-batch.
+                # next stage takes one per micro-batch. All else has a row or more per micro-batch.
                 if output.shape[0] == 1 < n_microbatches:
                     outputs.append(output.expand(n_microbatches, *output.shape[1:]))
                 else:

@@ -85,7 +85,7 @@ def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]
     """Add one term to each of several sums, in one operation.
 
     Args:
-        totals: the sums, such as one a stage.
+        totals: the sums, such as one per stage.
         terms: tensors by name to add to each.
     """
     sums: list[Tensor] = []

@@ -2,7 +2,7 @@
 
 Even micro-batches go down the ranks and odd ones go up, so that every stage has two ranks and every
 rank two stages. DualPipeV has one direction, down the ranks and up again; its p ranks are half of
-DualPipe's. Chimera on four ranks, one column a slot::
+DualPipe's. Chimera on four ranks, one column per slot::
 
     rank 0 0F0 0F2 .   3F1 3B1 3F3 3B3 0B0 .   0B2
     rank 1 .   1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2 .
@@ -55,7 +55,7 @@ def dualpipe(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     half = _half(n_stages)
     if n_microbatches % 2 or n_microbatches < 2 * n_stages:
         raise UserError(
-            f"DualPipe takes an even number of micro-batches, two a stage or more: got"
+            f"DualPipe takes an even number of micro-batches, two per stage or more: got"
             f" {n_microbatches} for {n_stages} stages"
         )
     orders = []
@@ -81,7 +81,7 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> list[list[Item]]:
     half = _half(n_stages)
     if n_microbatches < n_stages:
         raise UserError(
-            f"DualPipeV takes a micro-batch a stage or more: got {n_microbatches} for {n_stages}"
+            f"DualPipeV takes a micro-batch per stage or more: got {n_microbatches} for {n_stages}"
             " stages"
         )
     microbatches = (range(n_microbatches), range(n_microbatches))

@@ -41,7 +41,7 @@ def data_parallel(
             ``per_stage_and_microbatch`` (times model parallelism).
         state: ``replicated``, ``sharded`` (ZeRO) or ``circulating``; see :class:`Schedule`.
         delay: as in :class:`Schedule`; other than 0 it studies staleness apart from timing.
-        n_stages: stages of the model, ``n`` unless given.
+        n_stages: stages of the model, by default ``n``.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         correction: what is done about late weights; see :class:`Correction`.
     """
@@ -74,10 +74,10 @@ def cyclic(  # noqa: PLR0913 - options, by keyword
     Args:
         n: workers; micro-batches of a step, M, unless they accumulate.
         delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; as in :class:`Schedule`. If
-            the timing cannot honour it, the error shows the grid with the op in brackets.
+            the timing cannot honour it, the error shows the grid, with brackets around the op.
         placement: any; ``per_stage`` makes it a pipeline.
         state: as in :func:`data_parallel`.
-        n_stages: stages of the model, ``n`` unless given.
+        n_stages: stages of the model, by default ``n``.
         chains: ``in_order``, the paper's, or ``rotated``, often faster where links are slow and
             stages have equal parameters; see :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: as in :func:`data_parallel`.
@@ -142,7 +142,7 @@ def weipipe(
         n: workers; M = k n micro-batches.
         placement: as in :func:`data_parallel`.
         state: as in :class:`Schedule`.
-        n_stages: stages of the model, ``n`` unless given. If fewer, workers meet at a stage, whose
+        n_stages: stages of the model, by default ``n``. If fewer, workers meet at a stage, whose
             owner then sends its weights to all.
         accumulate: micro-batches that each worker runs in a step, k.
     """
@@ -289,7 +289,7 @@ def dualpipe(n_stages: int, n_microbatches: int) -> Schedule:
 
     Args:
         n_stages: stages of the model and ranks, an even number.
-        n_microbatches: micro-batches of a training step, an even number, two a stage or more.
+        n_microbatches: micro-batches of a training step, an even number, two per stage or more.
     """
     return _pipeline("DualPipe", bidirectional.dualpipe, n_stages, n_microbatches)
 
@@ -300,7 +300,7 @@ def dualpipe_v(n_stages: int, n_microbatches: int) -> Schedule:
 
     Args:
         n_stages: stages of the model, 2p for p ranks; rank r has r and 2p-1-r.
-        n_microbatches: micro-batches of a training step, one a stage or more.
+        n_microbatches: micro-batches of a training step, one per stage or more.
     """
     return _pipeline("DualPipeV", bidirectional.dualpipe_v, n_stages, n_microbatches)
 
@@ -332,7 +332,7 @@ def pipedream_2bw(
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:  # two weight versions do not suffice
-        raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
+        raise UserError(f"PipeDream-2BW takes a micro-batch per stage or more: got {m} for {s}")
     name = schedule_name("PipeDream-2BW", correction=correction)
     op_timing = timing.pipelined(s, m)
     return Schedule(name, s, m, op_timing, "per_stage", delay=1, correction=correction)

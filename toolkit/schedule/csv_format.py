@@ -1,7 +1,7 @@
 """Rank orders as the compute format of torch.distributed.pipelining.
 
-A CSV file has a row a rank and a cell a slot, empty where the rank is idle; cells are ops and pairs
-of :mod:`toolkit.schedule.rank_orders`::
+A CSV file has a row per rank and a cell per slot, empty where the rank is idle. Cells are ops and
+pairs of :mod:`toolkit.schedule.rank_orders`::
 
     0F0,0F1,,0B0,,0B1            0F0 period=4,,0F1,0B0,,0B1
     ,1F0,1B0,1F1,1B1,            ,1F0,1B0,1F1,1B1,
@@ -151,12 +151,12 @@ def _content(source: str | Path) -> str:
 def write_csv(name: str, timing: Timing, layout: Placement) -> str:
     """Return one training step as CSV; see :meth:`Schedule.to_csv`."""
     most_ranks = max(len(set(ranks)) for ranks in layout.cycles)
-    # Rank orders may have several ranks a stage: those of two directions.
+    # Rank orders may have several ranks per stage: those of two directions.
     several_ranks = most_ranks > 1 and not isinstance(layout, Assigned)
     if several_ranks or layout.one_device or timing.ticks_per_slot != 1:
         raise UserError(
-            "the CSV format is for pipelines, with one rank a stage and one op a slot and rank:"
-            f" {name} has up to {most_ranks} ranks a stage, placement {layout.name!r}, and"
+            "the CSV format is for pipelines, with one rank per stage and one op per slot and rank:"
+            f" {name} has up to {most_ranks} ranks per stage, placement {layout.name!r}, and"
             f" {timing.ticks_per_slot} start times in a slot; place it per_stage"
         )
     starts = timing.starts

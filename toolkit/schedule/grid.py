@@ -1,4 +1,4 @@
-"""A schedule as text: one row a rank, one column a slot, an op as ``<stage><kind><microbatch>``.
+"""A schedule as text: a row per rank, a column per slot, an op as ``<stage><kind><microbatch>``.
 
 A rank that runs several ops at once (a single device) takes one row for each micro-batch.
 """

@@ -1,6 +1,6 @@
 """Pipelines: the order of each rank's ops, and the earliest start times.
 
-Four stages, four micro-batches, one column a slot (``.`` idle)::
+Four stages, four micro-batches, one column per slot (``.`` idle)::
 
     GPipe                                1F1B
     0F0 0F1 0F2 0F3 .   .   .   .   .    0F0 0F1 0F2 0F3 .   .   .   0B0 .   0B1 ...

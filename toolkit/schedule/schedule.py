@@ -72,7 +72,7 @@ class Schedule:
 
     Raises:
         UserError: the choices contradict each other. If an op is to blame, the message shows the
-            grid with that op in brackets.
+            grid, with brackets around that op.
     """
 
     name: str

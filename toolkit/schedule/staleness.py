@@ -171,7 +171,7 @@ def freshest(
     """Return the least staleness, ``[stage][microbatch]``.
 
     A forward reads the newest version whose update is complete as it starts. One stage, two
-    micro-batches, cyclic timing, one column a slot, ``'`` the next training step::
+    micro-batches, cyclic timing, one column per slot, ``'`` the next training step::
 
         m=0     F  B  F' B'        F' starts before the update: it reads one step late
         m=1        F  B  F' B'     F' reads the update

@@ -1,6 +1,6 @@
 r"""When each op of a training step starts: pure functions from sizes to a :class:`Timing`.
 
-Three stages, three micro-batches; time runs to the right, one column a slot, ``Fj``/``Bj`` the
+Three stages, three micro-batches; time runs to the right, one column per slot, ``Fj``/``Bj`` the
 forward/backward of stage j, ``'`` the next training step::
 
     simultaneous                          cyclic
@@ -120,7 +120,7 @@ def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | Non
     With k micro-batches each, the formula stays, and the period is 2Sk. Source: arXiv 2403.08837,
     section 3, where S = M = N and the stagger is two slots. In g ``groups`` the n/g workers of each
     start together, and groups 2S/g slots after one another: two groups of four workers, two stages,
-    one column a slot::
+    one column per slot::
 
         m=0, m=1  F0 F1 B1 B0
         m=2, m=3        F0 F1 B1 B0
@@ -140,7 +140,7 @@ def interleaved(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
 
     In turn w + r S + j, worker w runs the forward of stage j on its micro-batch r; S turns later it
     begins the backward, which precedes that turn's forward. Period 2(k S + n - 1). Two workers, two
-    stages, k = 2, one column a slot, ``.`` idle, ``'`` the second micro-batch of a worker::
+    stages, k = 2, one column per slot, ``.`` idle, ``'`` the second micro-batch of a worker::
 
         w=0  F0 F1 B1 F0'B0 F1'B1'.  B0'.
         w=1  .  F0 .  F1 B1 F0'B0 F1'B1'B0'
@@ -162,7 +162,7 @@ def interleaved(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
 def pipelined(n_stages: int, n_microbatches: int) -> Timing:
     """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S).
 
-    Two stages, M = 3, one column a slot, ``'`` the next training step::
+    Two stages, M = 3, one column per slot, ``'`` the next training step::
 
         j=0  F0 .  F1 B0 F2 B1 F0'B2 F1'B0'...
         j=1  .  F0 B0 F1 B1 F2 B2 F0'B0'...

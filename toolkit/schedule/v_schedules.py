@@ -1,10 +1,10 @@
 """V-shaped pipelines: a micro-batch goes down the ranks and up again, once or several times.
 
-Two stages a rank and backwards in halves hold a third to all of 1F1B's memory.
+Two stages per rank and backwards in halves hold a third to all of 1F1B's memory.
 
 Rank r of p has stages r and 2p-1-r, so a micro-batch goes down the ranks and up again, forward and
 backward. All micro-batches repeat one building block, six slots apart. That of V-Min on four ranks,
-one column a slot (``.`` free)::
+one column per slot (``.`` free)::
 
     rank 0  F . . . . . . f . . b . . . . . . B
     rank 1  . F . . . . f . . . . b . . . . B .
@@ -210,7 +210,7 @@ def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
 def _whole_backward_block(n_ranks: int) -> dict[Op, int]:
     """Return the slot of each op of a micro-batch: forwards down and up, then backwards.
 
-    Two ranks, one column a slot; a backward takes two::
+    Two ranks, one column per slot; a backward takes two::
 
         rank 0  F . . f b b . . . . . . . B B
         rank 1  . F f . . . . . . b b B B . .

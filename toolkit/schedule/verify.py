@@ -118,7 +118,7 @@ def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError
 
 
 def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
-    """The error, with the grid of ``schedule`` and ``mark`` = (op, step) in brackets."""
+    """The error, with the grid of ``schedule`` with brackets around ``mark`` = (op, step)."""
     steps = mark[1] + 1 if mark else 1
     return UserError(f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}")
 

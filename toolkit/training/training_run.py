@@ -140,7 +140,7 @@ def prepare(  # noqa: PLR0913 - options, by keyword
         samples: samples for training and for the test.
         schedule: schedule of as many stages as the model is cut into.
         optimizer: function from a stage's parameters to its optimizer.
-        lr: learning rate's factor, as of :mod:`toolkit.training.lr`; constant unless given.
+        lr: learning rate's factor, as of :mod:`toolkit.training.lr`; by default constant.
         runtime: class of the runtime, or a function that takes the same arguments.
         world: ranks that this process has joined, for a runtime with a process a rank.
         record: options to record in results and checkpoints; by default ``options``.

@@ -59,7 +59,7 @@ class Baseline(OnRanks):
         if self.world.device.type == "cuda" and self.world.backend == "gloo":
             raise UserError(
                 f"runtime={self.runtime} with backend=gloo runs on the CPU only: use backend=nccl"
-                " with a GPU a rank, or device=cpu"
+                " with a GPU per rank, or device=cpu"
             )
 
     def _settle(self) -> None:
@@ -172,7 +172,7 @@ def check_data_parallel(
     )
     if not is_possible:
         raise UserError(
-            f"runtime={runtime} trains data parallelism, a micro-batch a rank and all weights"
+            f"runtime={runtime} trains data parallelism, a micro-batch per rank and all weights"
             f" {staleness} steps late: schedule={name} with placement=per_microbatch and"
             f" state={' or '.join(states)} (got {describe_ranks(schedule)})"
         )

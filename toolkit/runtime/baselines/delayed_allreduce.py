@@ -34,7 +34,7 @@ class DelayedAllReduce(Baseline):
 
     Args:
         stages, optimizer, loss, lr_scheduler, seed, options, world: as in ``Distributed``.
-        schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
+        schedule: ``catalog.cyclic(n, 1)``, or any other of a rank per micro-batch and delay 1.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:

@@ -257,7 +257,7 @@ def _torch_schedule(schedule: Schedule) -> type:
                 return torch_schedule
     raise UserError(
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
-        " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
+        " one_f_one_b with a micro-batch per stage or more; interleaved_1f1b with several stages a"
         " rank; zero_bubble with a multiple of the ranks as micro-batches"
         f" (got {describe_ranks(schedule)})"
     )

@@ -97,7 +97,7 @@ class Measurements:
         return tuple(map(max, zip(*bounds_of_programs, strict=True)))
 
     def by_rank(self) -> list[dict[str, int | float | None]]:
-        """Return a row a rank: peaks in bytes; messages and bytes sent and received.
+        """Return a row per rank: peaks in bytes; messages and bytes sent and received.
 
         Collectives count as in :meth:`sent`. With ``stage_bytes`` there is also
         :meth:`most_weights`.

@@ -43,13 +43,13 @@ def join(
     ``torch.distributed.init_process_group``, the ranks are the same and have groups of their own.
 
     Args:
-        n_ranks: required number of ranks; any number unless given.
+        n_ranks: required number of ranks; by default any number.
         device: ``auto`` is this rank's GPU if it has one, else the CPU; ``cuda`` or ``cpu``.
         backend: ``auto`` is NCCL if every rank has a GPU of its own, else gloo, whose messages
             go through the CPU's memory.
         timeout: seconds after which a rank that does not answer ends the job.
-        interface: network interface of this machine's messages, such as ``eth1``; as the
-            environment says (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
+        interface: network interface of this machine's messages, such as ``eth1``; by
+            default that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
 
     Returns:
         The ranks of the job, seen from this process.
@@ -222,8 +222,8 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
     if name == "nccl" and n_gpus < len(gpus):
         time.sleep(1)  # all have seen the store before rank 0 leaves
         raise UserError(
-            f"backend=nccl takes a GPU a rank, and {len(gpus)} ranks have {n_gpus}: use"
-            " backend=gloo, or fewer ranks a machine"
+            f"backend=nccl takes a GPU per rank, and {len(gpus)} ranks have {n_gpus}: use"
+            " backend=gloo, or fewer ranks per machine"
         )
     if name != "auto":
         return name

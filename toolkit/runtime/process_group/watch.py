@@ -120,7 +120,7 @@ class Watch:
 
         Args:
             activity: an instruction, or words.
-            step: its training step; the previous one unless given.
+            step: its training step; by default the previous one.
             peers: ranks that it waits for.
         """
         if step is None:
@@ -143,7 +143,7 @@ class Watch:
         Args:
             activity: an instruction, or words.
             peers: the ranks.
-            step: training step; the previous one unless given.
+            step: training step; by default the previous one.
         """
         self.at(activity, step, peers)
         try:
