@@ -1,7 +1,7 @@
 """Time, memory and traffic of a schedule on a model and a machine, predicted.
 
-    python experiments/simulate.py schedule=one_f_one_b model=vit_b_16 stages=4 microbatches=16
-    python experiments/simulate.py schedule.file=my_schedule.csv hardware=ethernet_10
+    cyclic-dp simulate schedule=one_f_one_b model=vit_b_16 stages=4 microbatches=16
+    cyclic-dp simulate schedule.file=my_schedule.csv hardware=ethernet_10
 
 More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """

@@ -1,6 +1,6 @@
 """When CDP helps, and what it costs: memory, devices, step times and staleness next to DP.
 
-    python experiments/situations.py workers=[2,4,8] ratios=[0.5,1,2]
+    cyclic-dp situations workers=[2,4,8] ratios=[0.5,1,2]
 
 In the first table stages are equal, and a backward takes twice its forward. The second has models
 on machines, as experiments/simulate.py has them; +model@models.mine=MODEL and batches.mine=[32]
@@ -19,14 +19,14 @@ from toolkit.cli.check_options import counts
 from toolkit.format import table
 
 LEGEND = """\
-M/C: time in which all parameters cross a link once, by that of a training step of computation
+M/C: time in which all parameters cross a link once, divided by a step's computing time
 activations: of the fullest device; 1 is what one micro-batch keeps over the whole model
-CDP-v1, CDP-v2, affordable: step time by that of DP (mean staleness in steps), with the faster
-chains; in a tenth more time than CDP-v1's no single weight of affordable could be fresher; a
-machine is a group
+CDP-v1, CDP-v2, affordable: step time divided by that of DP (mean staleness in steps), with the
+faster chains; in a tenth more time than CDP-v1's no single weight of affordable could be fresher;
+a machine is a group
 """
 MODEL_LEGEND = """\
-M/C: time in which all parameters cross a link once, by that of a training step of computation
+M/C: time in which all parameters cross a link once, divided by a step's computing time
 DDP: buckets of 25 MB; CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
 """
 

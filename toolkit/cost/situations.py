@@ -188,7 +188,7 @@ def _hardware(situation: Situation) -> Hardware:
 def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of :func:`assess_situation` as the cells of a printed table, by heading.
 
-    Times are by that of DP; in brackets is the mean staleness.
+    Times are divided by that of DP; in brackets is the mean staleness.
     """
     cells = {"situation": row["situation"], "workers": row["workers"], "M/C": f"{row['ratio']:g}"}
     for name in ("devices", "activations"):
