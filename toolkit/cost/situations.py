@@ -16,6 +16,7 @@ from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.cost.worker_forms import BUCKETS, CostsOf, ddp_form, fastest_form
 from toolkit.errors import UserError, whole
+from toolkit.format import digits
 from toolkit.schedule import FRESHEST, catalog
 from toolkit.schedule.steady_state import footprint
 
@@ -167,7 +168,7 @@ def model_cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "model": f"{row['model']}, {row['batch']} {row['samples']}",
         "machine": row["machine"],
         "M/C": f"{row['ratio']:.2g}",
-        "DDP, ms": f"{row['ddp'] * 1e3:.3g}",
+        "DDP, ms": digits(row["ddp"] * 1e3),
         "CDP-v1": f"{row['cdp_v1_time']:.2f}",
         "CDP-v2": f"{row['cdp_v2_time']:.2f}",
     }
