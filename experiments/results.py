@@ -209,6 +209,30 @@ def _situations_short(result: Result) -> Rows:
     return rows
 
 
+def _papers(result: Result) -> Rows:
+    """A row for each paper and quantity: how many values are reproduced."""
+    groups: dict[tuple[str, str], Rows] = {}
+    for row in result["metrics"]:
+        groups.setdefault((row["paper"], row["what"]), []).append(row)
+    rows = []
+    for (paper, quantity), group in groups.items():
+        n_equal = sum(not _differs(row) for row in group)
+        largest = max(abs(row["difference"]) for row in group)
+        row = {"paper": paper, "what": quantity, "values": len(group), "equal": n_equal}
+        rows.append(row | {"largest difference": f"{largest:.4f}"})
+    return rows
+
+
+def _papers_short(result: Result) -> Rows:
+    """The values that differ, and why."""
+    columns = ("paper", "method", "setting", "published", "ours", "note")
+    return [{name: row[name] for name in columns} for row in result["metrics"] if _differs(row)]
+
+
+def _differs(row: Row) -> bool:
+    return abs(row["difference"]) > max(1e-4, 0.005 * abs(row["published"]))
+
+
 def _simulated(result: Result) -> Rows:
     """A row a schedule: its step time, and that time over the first's."""
     first = result["metrics"][0]["ms a step"]
@@ -267,6 +291,8 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("plan", _each(plan_cells)),
     ("pipelines", _each(pipeline_cells)),
+    (f"papers{_SHORT}", _papers_short),
+    ("papers", _papers),
     ("simulated", _simulated),
     (f"situations{_SHORT}", _situations_short),
     ("situations", _each(situation_cells)),

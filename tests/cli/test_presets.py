@@ -17,7 +17,7 @@ PRESETS = choices([CONF], "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
-    if group not in ("experiment", "bench", "study", "sweep", "wandb")
+    if group not in ("experiment", "bench", "study", "sweep", "wandb", "papers")
     for choice in choices([CONF], group)
 ]
 

@@ -50,7 +50,8 @@ def test_check_finds_a_typed_number(results, tmp_path, monkeypatch):
 
 def test_pages_have_every_result_once():
     pages = "".join(page.read_text() for page in ANSWERS)
-    assert sorted(re.findall(r"<!-- result: (\w+) -->", pages)) == KEPT
+    names = re.findall(r"<!-- result: (\w+) -->", pages)
+    assert sorted(name for name in names if not name.endswith("_short")) == KEPT
     figures = {f"{path.parent.name}/{path.name}" for path in RESULTS.glob("*/*.png")}
     assert figures <= set(re.findall(r"\]\((\S+?\.png)\)", pages))
 
@@ -124,8 +125,8 @@ def test_results_have_provenance(name):
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in NOW_TESTS])
 def test_the_command_of_a_result_still_composes(name):
     command = json.loads((RESULTS / name / "result.json").read_text())["provenance"]["command"]
-    python, script, *options = shlex.split(command)
-    assert python == "python"
+    program, script, *options = shlex.split(command)
+    assert program in ("python", "cyclic-dp")
     if script == "-m":
         assert Path(*options[0].split(".")).with_suffix(".py").exists()
         return
