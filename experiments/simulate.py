@@ -3,6 +3,9 @@
     cyclic-dp simulate schedule=one_f_one_b model=vit_b_16 stages=4 microbatches=16
     cyclic-dp simulate schedule.file=my_schedule.csv hardware=ethernet_10
 
+With costs=FILE the stages are your own profile: a CSV file with the columns forward_ms,
+backward_inputs_ms, backward_weights_ms, activation_mb, output_mb and parameter_mb, a row per stage.
+
 More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """
 
@@ -43,7 +46,8 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost import write_chakra
+    from toolkit.cost import recomputing, write_chakra
+    from toolkit.cost.cost_file import read_costs
     from toolkit.cost.worker_forms import ModelCosts
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
@@ -55,20 +59,27 @@ def main(config: DictConfig) -> None:
     check_choice("chains", config.chains, _CHAINS)
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+    given_costs = read_costs(Path(config.costs)) if config.costs else None
     form = analysed_form(config)
     settle_delays(config, lambda: form)
     schedules = build_schedules(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    with torch.device(device):
-        model = build_model(config.model, form)
 
     folder = output_folder()
     predicted: list[Prediction] = []
     n_predictions = 2 * len(schedules) + 1
     with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
         bar.set_description("tracing the model")
-        example = form.example(config.batch, device)
-        costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
+        costs_of: CostsOf
+        if given_costs is not None:
+            check_stages_of(schedules, len(given_costs))
+            file_costs = recomputing(given_costs, config.checkpoint)
+            costs_of = lambda n_stages, cut: file_costs  # noqa: E731
+        else:
+            with torch.device(device):
+                model = build_model(config.model, form)
+            example = form.example(config.batch, device)
+            costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
         comparison = Comparison(config, costs_of, build_hardware(config.hardware))
         for index, (name, schedule) in enumerate(schedules.items()):
             bar.set_description(f"{name}, {seconds_of(schedule)}")
@@ -95,6 +106,8 @@ def main(config: DictConfig) -> None:
     write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
 
     title = f"{model_name(config.model)} in {config.precision}"
+    if given_costs is not None:
+        title = f"costs of {config.costs}"
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
     print(f"\n{title}, micro-batches of {config.batch}, {timed}{comparison.hardware.name}\n")
     print(tables(rows, rank_rows))
@@ -198,6 +211,16 @@ class Comparison:
         row |= summary(form.timeline, prediction.n_samples, self.hardware)
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
         return row | {"form": form.words}
+
+
+def check_stages_of(schedules: "dict[str, Schedule]", n_stages: int) -> None:
+    """Raise UserError if a schedule has another number of stages than a file of costs."""
+    for name, schedule in schedules.items():
+        if schedule.n_stages != n_stages:
+            raise UserError(
+                f"costs= has {n_stages} stages, and {name} has {schedule.n_stages}: give"
+                f" stages={n_stages}"
+            )
 
 
 def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:

@@ -11,6 +11,7 @@ from tests.experiments.command import assert_figures, cases, complete, refused, 
 from toolkit.cli import build_schedule, settings
 from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
+from toolkit.cost.cost_file import COLUMNS
 from toolkit.cost.pipeline_table import PIPELINES
 from toolkit.model import build
 
@@ -218,6 +219,19 @@ def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
     _, affordable, late = found
     assert affordable["ms a step"] <= 1.3 * late["ms a step"]
     assert 0.375 < affordable["mean staleness"] < late["mean staleness"] == 1
+
+
+def test_simulate_takes_costs_from_a_file(tmp_path):
+    """Zero bubbles depend on the time of gradients of weights."""
+    milliseconds = {}
+    for name, parts in (("even", "10,10"), ("uneven", "16,4")):
+        costs = tmp_path / f"{name}.csv"
+        costs.write_text("\n".join([",".join(COLUMNS), *[f"10,{parts},100,1,4"] * 2]))
+        options = "schedule=zero_bubble", "stages=2", "microbatches=4", "hardware=h200_nvlink"
+        rows = complete("simulate", tmp_path / name, f"costs={costs}", *options)["metrics"]
+        milliseconds[name] = rows[-1]["ms a step"]
+    assert milliseconds["even"] < milliseconds["uneven"]
+    refused("simulate", f"costs={costs}", "schedule=zb_v", match="2 stages.* stages=2")
 
 
 def test_plan(tmp_path):

@@ -1,0 +1,45 @@
+"""Costs of stages from a file: what is read, and what is refused."""
+
+import pytest
+import yaml
+
+from toolkit.cost import UNIT
+from toolkit.cost.cost_file import COLUMNS, read_costs
+from toolkit.errors import UserError
+
+ROWS = ("10,8,12,100,5,40", "20,16,4,50,1,80")
+CSV = "\n".join([",".join(COLUMNS), *ROWS])
+YAML = yaml.safe_dump([dict(zip(COLUMNS, map(float, row.split(",")), strict=True)) for row in ROWS])
+
+
+@pytest.mark.parametrize(("name", "text"), [("mine.csv", CSV), ("mine.yaml", YAML)])
+def test_each_row_is_a_stage(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    first, second = read_costs(path)
+    assert first.op_seconds(UNIT) == pytest.approx([0.01, 0.02, 0.008, 0.012])
+    assert second.op_seconds(UNIT) == pytest.approx([0.02, 0.02, 0.016, 0.004])
+    assert (first.activation_bytes, first.output_bytes, first.parameter_bytes) == (1e8, 5e6, 4e7)
+    assert (first.input_bytes, second.input_bytes) == (0, 5e6)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "a row per stage"),
+        ("forward_ms\n1", "columns are"),
+        (CSV.replace("12,100", "fast,100"), "stage 0: backward_weights_ms .* got 'fast'"),
+        (CSV.replace("20,16", "20,-16"), "at least 0"),
+        (CSV + ",7", "columns are"),
+    ],
+)
+def test_other_files_are_refused(text, wrong, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=wrong):
+        read_costs(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"costs=.*none\.csv cannot be read"):
+        read_costs(tmp_path / "none.csv")
