@@ -16,7 +16,7 @@ from toolkit import format as cells
 from toolkit.cost.pipeline_table import pipeline_cells
 from toolkit.cost.situations import model_cells, situation_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.plan.planner import plan_cells
+from toolkit.plan.plan_table import plan_cells
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
 from toolkit.results.tuning import edges

@@ -16,7 +16,7 @@ from tests.schedule.strategies import quick
 from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import MEASURES, build, partition
-from toolkit.model.partition import balanced
+from toolkit.model.balance import balanced
 from toolkit.model.traced_stage import one_by_one
 
 

@@ -14,7 +14,7 @@ from toolkit.cli.help import choices
 from toolkit.errors import UserError
 from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.updater import takes_names
+from toolkit.runtime.make_optimizer import takes_names
 from toolkit.schedule import catalog
 from toolkit.training.optimizers import Muon, orthogonalized
 

@@ -7,9 +7,8 @@ batch, such as a bias of positions or a tied weight, travels once a micro-batch,
 be uneven otherwise; so does a scalar, such as a loss that is summed over the layers.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
@@ -20,6 +19,7 @@ from torch import fx, nn
 
 from toolkit.errors import UserError, whole
 from toolkit.model.analysis import NodeCost, node_costs
+from toolkit.model.balance import balanced, smallest_limit
 from toolkit.model.by_hand import chain_modules
 from toolkit.model.crossings import Boundary, Crossings
 from toolkit.model.cut_sizes import sizes
@@ -292,71 +292,7 @@ def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
     if not 1 <= n_stages <= len(cuts) + 1:
         return inf
     load_before = [0, *accumulate(loads)]
-    return _smallest_limit([load_before[cut] for cut in (0, *cuts, len(loads))], n_stages)
-
-
-def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
-    """Return cuts that minimise the largest stage, then the bytes across, then unevenness.
-
-    With that largest stage, the smallest stage has at least half of the best possible load.
-
-    Args:
-        loads: ``[k]`` non-negative integers between possible cuts.
-        across: ``[k - 1]`` bytes that cross each possible cut.
-        n_stages: 1 to k.
-    """
-    load_before = [0, *accumulate(loads)]
-    limit = _smallest_limit(load_before, n_stages)
-
-    def best(first: Any, min_load: int, cost: Callable[[Any, int, int], Any]) -> Any:
-        """Return the lowest cost of stages with loads of ``min_load`` to ``limit``.
-
-        ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
-        """
-        # By the end of the stages so far, their lowest cost.
-        cost_of_end = {0: first}
-        for _ in range(n_stages):
-            longer_cost_of_end = {}
-            for end, total in enumerate(load_before):
-                first_begin = bisect_left(load_before, total - limit)
-                stop = min(end, bisect_right(load_before, total - min_load))
-                costs = []
-                for begin in range(first_begin, stop):
-                    if begin in cost_of_end:
-                        load = total - load_before[begin]
-                        costs.append(cost(cost_of_end[begin], begin, load))
-                if costs:
-                    longer_cost_of_end[end] = min(costs)
-            cost_of_end = longer_cost_of_end
-        return cost_of_end[len(loads)]
-
-    smallest = -best(-load_before[-1], 0, lambda so_far, _, load: max(so_far, -load))
-    sent = [0, *across]
-    *_, begins = best(
-        (0, 0, ()),  # bytes across, squared loads, begins of the stages
-        (smallest + 1) // 2,
-        lambda so_far, begin, load: (
-            so_far[0] + sent[begin],
-            so_far[1] + load**2,
-            (*so_far[2], begin),
-        ),
-    )
-    return list(begins[1:])
-
-
-def _smallest_limit(load_before: list[int], n_stages: int) -> int:
-    """Return the load of the largest stage, minimised by bisection."""
-    low, limit = 0, load_before[-1]
-    while low < limit:
-        middle = (low + limit) // 2
-        end = 0
-        for _ in range(n_stages):
-            end = bisect_right(load_before, load_before[end] + middle) - 1
-        if load_before[end] == load_before[-1]:
-            limit = middle
-        else:
-            low = middle + 1
-    return limit
+    return smallest_limit([load_before[cut] for cut in (0, *cuts, len(loads))], n_stages)
 
 
 def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[int]:
@@ -400,24 +336,3 @@ def _paths(node: fx.Node) -> list[str]:
     """Return the modules that contain a node, and the weight that it reads."""
     paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
-
-
-def check_checkpoint(checkpoint: str | Sequence[int], n_stages: int | None = None) -> None:
-    """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list of stages."""
-    if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
-        if checkpoint not in ("none", "all"):
-            raise UserError(
-                f"unknown checkpoint {checkpoint!r}: give none, all or a list of stages, such as"
-                " [0,1]"
-            )
-    elif n_stages is not None:
-        for stage in checkpoint:
-            if stage not in range(n_stages):
-                raise UserError(
-                    f"unknown stage {stage!r} in checkpoint: choose from 0 to {n_stages - 1}"
-                )
-
-
-def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:
-    """Return whether ``checkpoint`` names ``stage``."""
-    return checkpoint == "all" if isinstance(checkpoint, str) else stage in checkpoint

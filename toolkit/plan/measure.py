@@ -13,9 +13,9 @@ from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime import SingleProcess
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.step_options import Loss, StepOptions
-from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.training.data import Batch
 from toolkit.training.loop import evaluated_at_once

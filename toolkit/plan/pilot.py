@@ -21,8 +21,8 @@ from toolkit.plan.pilot_bench import PilotBench
 from toolkit.plan.pilot_training import NORM_BATCHES
 from toolkit.plan.stability import largest_stable_rate
 from toolkit.results import describe
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.training.data import Batch

@@ -16,8 +16,8 @@ from toolkit.plan.measure import Data, OnProgress, ratios, step_memory, step_tim
 from toolkit.plan.pilot_training import train_by
 from toolkit.plan.predictions import Limits, Machines, Prediction
 from toolkit.runtime import SingleProcess
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.placement import IN_ORDER
 from toolkit.training.data import Batch

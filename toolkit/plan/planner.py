@@ -13,7 +13,7 @@ from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
 from toolkit.cost.worker_forms import BUCKETS, NEAR
 from toolkit.errors import UserError, whole
-from toolkit.format import MB, count, digits, duration, size, table
+from toolkit.format import count, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES, Traced
@@ -21,6 +21,7 @@ from toolkit.plan.candidates import Candidate, data_options
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
+from toolkit.plan.plan_table import LEGEND, plan_cells, terminal_cells
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
 from toolkit.plan.sweep import SLOW, CandidateSweep
@@ -223,43 +224,6 @@ class Plan:
 
         lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
         return lines + pd.DataFrame(map(plan_cells, self.rows())).to_html(index=False)
-
-
-def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, Any]:
-    """Return a prediction as the cells of a row that fits 80 columns, by heading."""
-    candidate = prediction.candidate
-    recomputes = candidate.checkpoint != "none"
-    rounds = candidate.schedule.n_microbatches // max(1, candidate.schedule.n_workers)
-    return {
-        "schedule": candidate.name.partition(" accumulate")[0],
-        "stages": candidate.stages_in_words.replace("parameters", "weights"),
-        "batch": f"{candidate.batch} x {rounds}" if rounds > 1 else str(candidate.batch),
-        "again": "yes" if recomputes else "",
-        "by DDP": f"{prediction.seconds / baseline.seconds:.2f}",
-        "memory": size(prediction.memory),
-        "late": f"{prediction.staleness:.2f}",
-        "ranks": prediction.ranks,
-        "fits": "yes" if prediction.fits else "no",
-    }
-
-
-LEGEND = """\
-batch: samples of a micro-batch, times those of a worker in a step; again: forwards are recomputed
-by DDP: step time by DDP's; memory: of the fullest rank; late: mean staleness in steps"""
-
-
-def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of :meth:`Plan.rows` as the cells of a printed table, by heading."""
-    return {
-        "schedule": row["schedule"],
-        "by DDP's time": f"{row['ratio']:.2f}",
-        "ms a step": digits(row["seconds"] * 1e3),
-        "fullest rank": size(row["memory"]),
-        "ranks": row["ranks"],
-        "staleness": f"{row['staleness']:.2f}",
-        "MB a step": digits(row["traffic"] / MB),
-        "fits": "yes" if row["fits"] else "no",
-    }
 
 
 @dataclass(frozen=True)

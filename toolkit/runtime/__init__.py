@@ -4,6 +4,7 @@ from toolkit.runtime.controlled import Controlled
 from toolkit.runtime.controller import Controller
 from toolkit.runtime.cyclic_data_parallel import CyclicDataParallel, prepare
 from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.make_optimizer import by_name
 from toolkit.runtime.microbatch_losses import separable
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.join import join, leave
@@ -14,7 +15,6 @@ from toolkit.runtime.process_group.world import World
 from toolkit.runtime.single_process import ORDERS, SingleProcess
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.switching import SwitchDecision, Switching
-from toolkit.runtime.updater import by_name
 
 __all__ = [
     "ORDERS",

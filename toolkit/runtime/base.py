@@ -14,11 +14,12 @@ from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.runtime.losses import checked_loss
+from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import BatchReader, GlobalBatch, StepResult
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
+from toolkit.runtime.updater import Weights
 from toolkit.schedule import Schedule, switched
 
 Steps = Generator[StepResult, None, None]

@@ -27,13 +27,14 @@ from toolkit.runtime import controlled_rank
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.distributed import microbatches_read
 from toolkit.runtime.losses import LossValue
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import BatchReader, Share, step_result
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.rank_pool import RankPool, shared
 from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer, Weights
+from toolkit.runtime.updater import Weights
 from toolkit.schedule import Schedule
 
 _STEPS_AHEAD = 2  # training steps whose data are sent before they can begin

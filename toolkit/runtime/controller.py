@@ -24,11 +24,11 @@ from torch import nn
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.controlled import Controlled
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.microbatches import GlobalBatch, StepResult
 from toolkit.runtime.process_group.shared_status import Process, records
 from toolkit.runtime.rank_pool import RankPool
 from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from toolkit.runtime.loop_arguments import (
 )
 from toolkit.runtime.loop_training import LoopTraining
 from toolkit.runtime.losses import as_count
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.stage_optimizers import StageOptimizers
 from toolkit.runtime.uneven_inputs import UnevenInputs
-from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 _TIMEOUT = 300.0  # seconds; a rank's own code, such as saving a file, may take a while

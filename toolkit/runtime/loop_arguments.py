@@ -18,7 +18,7 @@ from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.model.structure import filled, tensors_of
-from toolkit.runtime.updater import MakeOptimizer, takes_names
+from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
 from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
 _RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]

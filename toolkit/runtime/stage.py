@@ -15,15 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from toolkit.errors import UserError
 from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import in_training, one_by_one
+from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.microbatch_norm import NormGroup, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import (
-    GradientSum,
-    MakeOptimizer,
-    MakeScheduler,
-    Updater,
-    Weights,
-)
+from toolkit.runtime.updater import GradientSum, Updater, Weights
 from toolkit.schedule import Correction
 
 Values = tuple[Tensor, ...]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.runtime.updater import by_name
+from toolkit.runtime.make_optimizer import by_name
 
 GroupOptions = dict[str, Any]
 """The options of a parameter group, without its parameters."""

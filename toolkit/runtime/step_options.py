@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, check_choice
-from toolkit.model.partition import check_checkpoint, recomputes
+from toolkit.model.checkpoints import check_checkpoint, recomputes
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.options import StepSettings
 from toolkit.runtime.fused_norm import can_compile

@@ -3,9 +3,9 @@
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,45 +17,12 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.runtime.future_rates import FutureRates
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
+from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler, takes_names
 from toolkit.runtime.microbatch_norm import advance_running_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
-
-MakeOptimizer = Callable[[list[Any]], Optimizer]
-"""Makes the optimizer of a stage from the list of its parameters or, :func:`by_name`, of pairs."""
-MakeScheduler = Callable[[Optimizer], LRScheduler]
-
-Maker = TypeVar("Maker", bound=Callable[..., Optimizer])
-
-
-def by_name(make: Maker) -> Maker:
-    """Mark an optimizer function that takes pairs of name and parameter.
-
-    Names are those of the whole model, so the function can form parameter groups::
-
-        @by_name
-        def optimizer(parameters):
-            decayed = [p for name, p in parameters if "norm" not in name]
-            others = [p for name, p in parameters if "norm" in name]
-            return AdamW([{"params": decayed}, {"params": others, "weight_decay": 0}])
-
-    Args:
-        make: function from a list of ``(name, parameter)`` to an optimizer.
-
-    Returns:
-        ``make`` itself, marked.
-    """
-    vars(make)["takes_names"] = True
-    return make
-
-
-def takes_names(make: Callable[..., Optimizer]) -> bool:
-    """Whether ``make``, or the function it is a partial of, is marked :func:`by_name`."""
-    while isinstance(make, partial):
-        make = make.func
-    return getattr(make, "takes_names", False)
 
 
 class GradientSum:

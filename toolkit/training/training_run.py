@@ -18,11 +18,11 @@ from toolkit.model import InputSpec, Stages, check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
+from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import StepOptions, allow_tf32
-from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule
 from toolkit.schedule.spec import same_sized
 from toolkit.training import loop

@@ -1,0 +1,70 @@
+"""Divide loads into contiguous parts whose largest one is as small as possible."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+
+def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
+    """Return cuts that minimise the largest stage, then the bytes across, then unevenness.
+
+    With that largest stage, the smallest stage has at least half of the best possible load.
+
+    Args:
+        loads: ``[k]`` non-negative integers between possible cuts.
+        across: ``[k - 1]`` bytes that cross each possible cut.
+        n_stages: 1 to k.
+    """
+    load_before = [0, *accumulate(loads)]
+    limit = smallest_limit(load_before, n_stages)
+
+    def best(first: Any, min_load: int, cost: Callable[[Any, int, int], Any]) -> Any:
+        """Return the lowest cost of stages with loads of ``min_load`` to ``limit``.
+
+        ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
+        """
+        # By the end of the stages so far, their lowest cost.
+        cost_of_end = {0: first}
+        for _ in range(n_stages):
+            longer_cost_of_end = {}
+            for end, total in enumerate(load_before):
+                first_begin = bisect_left(load_before, total - limit)
+                stop = min(end, bisect_right(load_before, total - min_load))
+                costs = []
+                for begin in range(first_begin, stop):
+                    if begin in cost_of_end:
+                        load = total - load_before[begin]
+                        costs.append(cost(cost_of_end[begin], begin, load))
+                if costs:
+                    longer_cost_of_end[end] = min(costs)
+            cost_of_end = longer_cost_of_end
+        return cost_of_end[len(loads)]
+
+    smallest = -best(-load_before[-1], 0, lambda so_far, _, load: max(so_far, -load))
+    sent = [0, *across]
+    *_, begins = best(
+        (0, 0, ()),  # bytes across, squared loads, begins of the stages
+        (smallest + 1) // 2,
+        lambda so_far, begin, load: (
+            so_far[0] + sent[begin],
+            so_far[1] + load**2,
+            (*so_far[2], begin),
+        ),
+    )
+    return list(begins[1:])
+
+
+def smallest_limit(load_before: list[int], n_stages: int) -> int:
+    """Return the load of the largest stage, minimised by bisection."""
+    low, limit = 0, load_before[-1]
+    while low < limit:
+        middle = (low + limit) // 2
+        end = 0
+        for _ in range(n_stages):
+            end = bisect_right(load_before, load_before[end] + middle) - 1
+        if load_before[end] == load_before[-1]:
+            limit = middle
+        else:
+            low = middle + 1
+    return limit
