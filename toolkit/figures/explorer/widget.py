@@ -41,6 +41,7 @@ ANALYSED = ("resnet18", "resnet50", "vit_b_16")  # models on offer
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # images of a micro-batch
+_GIVEN = "given"  # costs that are an argument
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
 
 
@@ -92,32 +93,20 @@ class Explorer(ui.VBox):
             )
         self._costs: dict[str, CostsOf] = {UNIFORM: _of_any_cut(unit_costs)}
         if costs is not None:
-            self._costs["given"] = _of_any_cut(costs)
+            self._costs[_GIVEN] = _of_any_cut(costs)
         self._machines = _machines(hardware)
         self._drawn = ["", ""]  # the last pane of each column that was possible
         self._is_switching = False  # while a column's options change together
         self._results: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
-        self.stages = slider("stages", first.stages, _STAGES)
-        self.microbatches = slider("micro-batches", first.microbatches, _STAGES)
         self.n_steps = slider("steps drawn", n_steps, _MOST_STEPS)
-        tooltip = "uniform: a forward and a whole backward take a slot each; or those of a model"
-        models = [*self._costs, *ANALYSED]
-        self.costs = field(ui.Dropdown, "stage costs", tooltip, options=models)
-        self.costs.value = UNIFORM if costs is None else "given"
-        self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines])
-        self.hardware.value = hardware.name if hardware else "unit"
-        tooltip = "images of a micro-batch, for a model on offer"
-        self.batch = field(ui.Dropdown, "batch", tooltip, options=_BATCHES, value=BATCH)
-        tooltip = "what the stages of a model share equally; the fastest where workers are late"
-        cuts = [FASTEST, *MEASURES]
-        self.partition = field(ui.Dropdown, "cut by", tooltip, options=cuts)
         self.compare = ui.ToggleButton(
             value=compare is not None,
             description="compare",
             icon="columns",
             layout={"width": "auto", "margin": "2px 2px 2px 100px"},
         )
+        self._make_size_and_cost_controls(first, hardware)
         self.columns = [Column(first), Column(second)]
         if isinstance(schedule, Schedule) and "chains" in options_of(first.method):
             self.columns[0].options["chains"].value = schedule.chains
@@ -147,6 +136,22 @@ class Explorer(ui.VBox):
         self.add_class("cdp-explorer")
         self._observe()
         self._redraw()
+
+    def _make_size_and_cost_controls(self, first: ScheduleSpec, hardware: Hardware | None) -> None:
+        """Make the controls of sizes, of the costs of stages, and of the machine."""
+        self.stages = slider("stages", first.stages, _STAGES)
+        self.microbatches = slider("micro-batches", first.microbatches, _STAGES)
+        tooltip = "uniform: a forward and a whole backward take a slot each; or those of a model"
+        models = [*self._costs, *ANALYSED]
+        self.costs = field(ui.Dropdown, "stage costs", tooltip, options=models)
+        self.costs.value = _GIVEN if _GIVEN in self._costs else UNIFORM
+        self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines])
+        self.hardware.value = hardware.name if hardware else "unit"
+        tooltip = "images of a micro-batch, for a model on offer"
+        self.batch = field(ui.Dropdown, "batch", tooltip, options=_BATCHES, value=BATCH)
+        tooltip = "what the stages of a model share equally; the fastest where workers are late"
+        cuts = [FASTEST, *MEASURES]
+        self.partition = field(ui.Dropdown, "cut by", tooltip, options=cuts)
 
     def _observe(self) -> None:
         """Redraw after each change of a control, and export at a click."""
