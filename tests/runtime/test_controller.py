@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, name_of
 from toolkit.errors import UserError
+from toolkit.model.kernel_work import tensors_in
 from toolkit.runtime import Controlled, Controller, JobFailedError, RankError, SingleProcess
 from toolkit.runtime.process_group import processes
 from toolkit.runtime.process_group.machines import this_machine
@@ -106,7 +108,7 @@ def test_a_state_continues_in_the_same_ranks_and_in_new_ones(controller):
                 process.kill()
             while controller.processes.ready():
                 time.sleep(0.02)
-            with pytest.raises(UserError, match="load a state"):
+            with pytest.raises(JobFailedError, match="load a state"):
                 runtime.module()
         runtime.load_state_dict(copy.deepcopy(state))
         list(runtime.run(batches[3:]))
@@ -201,6 +203,34 @@ def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, 
     while controller.processes.ready():
         time.sleep(0.02)
     assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [catalog.cyclic(2, 1), catalog.cyclic(2, state="sharded"), catalog.one_f_one_b(2, 2)],
+    ids=name_of,
+)
+def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(controller, schedule):
+    """At random moments, from before the call until after it; the bits are the same."""
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
+    list(runtime.run(models.make_batches(2, 4)))
+    expected = copy.deepcopy(runtime.state_dict())
+    assert len(tensors_in(expected)) > 10
+    moments = random.Random(0)
+    for n_lost in range(1, 5):
+        victim = processes_of(controller)[n_lost % 2]
+        timer = threading.Timer(moments.uniform(0, 0.03), victim.kill)
+        timer.start()
+        while len(runtime.recoveries) < n_lost:
+            found = runtime.state_dict()
+            assert found["steps_done"] == 4
+            assert all(map(torch.equal, tensors_in(found), tensors_in(expected)))
+        timer.join()
+    assert {lost.restart for lost in runtime.recoveries} == {4}
+    list(runtime.run(models.make_batches(2, 6)[4:]))
+    single = SingleProcess(*arguments(schedule))
+    list(single.run(models.make_batches(2, 6)))
+    assert_same(runtime.module().state_dict(), single.module().state_dict())
 
 
 def test_an_older_state_takes_the_place_of_the_kept_one(controller):

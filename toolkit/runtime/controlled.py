@@ -13,7 +13,7 @@ import contextlib
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -162,15 +162,29 @@ class Controlled(Runtime):
         return is_latest and self._processes.ready() and self._processes.n_starts == self._n_starts
 
     def _ensure_ranks(self) -> None:
-        """Return once the ranks have this training: from the kept state, if they lost it."""
+        """Return once the ranks have this training: from the kept state, if they lost it.
+
+        Raises:
+            JobFailedError: ranks of this training have ended, and its state is not kept.
+            UserError: they train another one, and its state is not kept.
+        """
         if self._ranks_have_training():
             return
-        if self.kept is None or self.kept["steps_done"] != self.steps_done:
+        if not self._keeps_present_state():
+            if self._controller.runtime is self:
+                raise JobFailedError(
+                    "the ranks have ended since the last call: load a state, or train with"
+                    " keep_every="
+                )
             raise UserError(
-                "the ranks no longer have this training, since they ended or train another: load a"
-                " state"
+                "the ranks no longer have this training, since they train another: load a state"
             )
+        assert self.kept is not None
         self._restore(self.kept, "the ranks ended, or trained another")
+
+    def _keeps_present_state(self) -> bool:
+        """Whether the kept state is that of the last training step."""
+        return self.kept is not None and self.kept["steps_done"] == self.steps_done
 
     def _restore(self, state: Mapping[str, Any], reason: str = "") -> None:
         """Have ranks that lack this training continue from ``state``."""
@@ -184,9 +198,44 @@ class Controlled(Runtime):
             self.recoveries.append(Recovery(reason, self.steps_done, restart, seconds))
 
     def _call_on_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's ``Distributed``; return the results, ``[rank]``."""
-        self._ensure_ranks()
-        return self._processes.call(controlled_rank.call_method, method, *args)
+        """Call a method of every rank's ``Distributed``; return the results, ``[rank]``.
+
+        Where a rank is lost meanwhile, the ranks continue from the kept state and are asked again.
+        """
+        reason = ""
+        n_lost = 0
+        while True:
+            try:
+                self._restore_if_lost(reason)
+                self._begin(controlled_rank.call_method, method, *args)
+                for _ in self._processes.reports():
+                    pass  # a method reports nothing
+                return self._processes.results()
+            except JobFailedError as error:
+                n_lost += 1
+                if not self._keeps_present_state() or n_lost == _MAX_ATTEMPTS:
+                    raise
+                reason = str(error)
+
+    def _restore_if_lost(self, reason: str) -> None:
+        """Restore the kept state if a rank was lost for ``reason``, or has ended meanwhile."""
+        if reason:
+            assert self.kept is not None
+            self._restore(self.kept, reason)
+        else:
+            self._ensure_ranks()
+
+    def _begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call on ranks that have this training.
+
+        Raises:
+            JobFailedError: a rank died while it waited.
+        """
+        self._processes.begin(function, *args)
+        # begin() starts new ranks where a rank died while it waited. They do not have this
+        # training, and would wait for it for ever: the caller restores it.
+        if self._processes.n_starts != self._n_starts:
+            raise JobFailedError("a rank died while it waited")
 
     # Training.
 
@@ -200,18 +249,19 @@ class Controlled(Runtime):
         while self.steps_done < end:
             length = min(end - self.steps_done, self._keep_every or end)
             stretch = _Stretch(self.steps_done, length)
-            self._ensure_ranks()
             # A rank that is lost each time fails for a reason that a restart does not cure.
             n_lost = 0
+            reason = ""
             while True:
                 try:
+                    self._restore_if_lost(reason)
                     yield from self._train_stretch(stretch, source)
                     break
                 except JobFailedError as error:
                     n_lost += 1
                     if self.kept is None or n_lost == _MAX_ATTEMPTS:
                         raise
-                    self._restore(self.kept, str(error))
+                    reason = str(error)
             self.schedule = self.schedule_plan.at(self.steps_done)
 
     def _train_stretch(self, stretch: _Stretch, source: BatchReader) -> Steps:
@@ -220,13 +270,7 @@ class Controlled(Runtime):
         Yields a result of each step that has had none, so that a repeated step has one only.
         """
         first_step = stretch.first_step
-        self._processes.begin(
-            controlled_rank.train_steps, stretch.n_steps, self._keep_every is not None
-        )
-        # begin() starts new ranks where a rank died while it waited. They do not have this
-        # training, and would wait for it for ever: the caller restores it.
-        if self._processes.n_starts != self._n_starts:
-            raise JobFailedError("a rank died while it waited")
+        self._begin(controlled_rank.train_steps, stretch.n_steps, self._keep_every is not None)
 
         # Data go out a few steps ahead, so that no rank waits for this process between two steps.
         steps_ahead = self._steps_ahead(first_step, stretch.n_steps)
