@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,16 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
         callback = CheckpointCallback(run, checkpoints, signals, weights)
         if safe_schedule is not None and position.steps_done == 0:
             callback.save(position)  # to go back to, if the loss diverges before the next one
-        train = partial(_train, on_epoch=on_epoch, on_step=on_step)
-        epochs, reason = train(run, position, callback, can_roll_back=safe_schedule is not None)
+        reason = ""
+        try:
+            epochs = run.run(on_epoch, on_step, position, callback)
+        except DivergedError as error:
+            if safe_schedule is None:
+                way_back = ", or take guard=rollback"
+                raise DivergedError(error.reason, error.epochs, way_back) from error
+            # The way back is outside of this handler, whose traceback would keep the memory of
+            # the run that is lost.
+            reason = error.reason
         if reason and safe_schedule is not None:
             notes += callback.notes()
             run = run.again(safe_schedule)
@@ -120,27 +127,6 @@ def _continues(run: TrainingRun, checkpoints: Checkpoints, resume: bool | None) 
             " resume=True"
         )
     return has_checkpoints if resume is None else resume
-
-
-def _train(
-    run: TrainingRun,
-    position: Position,
-    callback: CheckpointCallback,
-    *,
-    on_epoch: Callable[[Epoch], None],
-    on_step: Callable[[Step], None],
-    can_roll_back: bool,
-) -> tuple[list[Epoch], str]:
-    """Train; return the epochs, and why the loss has diverged if the run can be rolled back."""
-    try:
-        return run.run(on_epoch, on_step, position, callback), ""
-    except DivergedError as error:
-        if not can_roll_back:
-            way_back = ", or take guard=rollback"
-            raise DivergedError(error.reason, error.epochs, way_back) from error
-        # The caller goes back outside of this handler, whose traceback would keep the memory of
-        # the run that is lost.
-        return [], error.reason
 
 
 def _rollback_note(reason: str, position: Position, had_delay: bool) -> str:
