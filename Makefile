@@ -18,7 +18,7 @@ docs: $(READY)  ## the site, with executed notebooks, in outputs/site
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs . outputs/site
 
 gpu: $(READY)  ## on a GPU: the next 9 minutes of its benchmarks, tests and trainings (data=FOLDER imagenette=FOLDER)
-	$(BIN)/cyclic-dp gpu --data "$(data)" --imagenette "$(imagenette)"
+	$(BIN)/python experiments/gpu.py --data "$(data)" --imagenette "$(imagenette)"
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
     make gpu                      # the next 9 minutes of the jobs that have not ended
     make gpu data=/data/cifar10 imagenette=/data/imagenette   # with the trainings on these sets
-    cyclic-dp gpu --list
+    python experiments/gpu.py --list
 
 Speed comes first, then the tests, memory and accuracy. A slice stops in time; the next call
 continues. Results are kept as jobs end: the folder of a job in experiments/results gets its

@@ -44,14 +44,14 @@ def main(config: DictConfig) -> None:
     origin = f"cyclic-dp {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_text(folder / "report.html", to_html(report, origin))
     table = frame(runs).astype(object)
-    write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
+    write_csv(folder / "report.csv", table.where(table.notna(), None).to_dict("records"))
     unfinished = [run for run in runs if run.state != "finished"]
     print(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
     for run in unfinished[:_MAX_NAMED]:
         shares_folder = run.kind == "compare" and run.seed is not None
         name = f" ({run.schedule}, seed {run.seed})" if shares_folder else ""
         print(f"  {run.state}: {run.folder}{name}: {run.message}")
-    print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
+    print(f"written to {folder / 'report.html'}, with the runs in report.csv")
     if config.publish == "wandb":
         page, workspace = publish(report, runs, config.entity, config.project)
         print(f"report: {page}\nworkspace: {workspace}")

@@ -18,9 +18,59 @@ def test_it_lists_every_experiment_with_its_question(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cyclic-dp"])
     console.main()
     lines = capsys.readouterr().out.splitlines()
-    scripts = sorted(path.stem for path in ROOT.glob("experiments/*.py"))
+    scripts = sorted({path.stem for path in ROOT.glob("experiments/*.py")} - {"gpu", "results"})
     assert [line.split()[0] for line in lines[2 : 2 + len(scripts)]] == scripts
     assert "  train          Train one model by one schedule." in lines
+
+
+@pytest.mark.parametrize("name", ["gpu", "results"])
+def test_what_rewrites_files_of_the_repository_is_no_command(monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", ["cyclic-dp", name])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    assert ended.value.code == 2
+
+
+def test_a_package_that_is_missing(monkeypatch, capsys):
+    """Also one that an experiment imports before it reads its command line."""
+
+    def run_path(*_, **__):
+        raise ModuleNotFoundError("No module named 'pandas'", name="pandas.core")
+
+    monkeypatch.setattr(console.runpy, "run_path", run_path)
+    monkeypatch.setattr(sys, "argv", ["cyclic-dp", "train"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    assert ended.value.code == 2
+    assert "pip install pandas" in capsys.readouterr().err
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = command.replace("cyclic-dp", f"{sys.executable} -m toolkit")
+    given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(["bash", "-c", command], check=False, timeout=300, **given)
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("set -o pipefail; cyclic-dp --help | head -1", 0),
+        ("set -o pipefail; cyclic-dp train --help | head -1", 0),
+        ("cyclic-dp --help >/dev/full", 0),
+        ("cyclic-dp train --help >/dev/full", 0),
+        ("cyclic-dp train --resolve", 2),
+        ("mkdir gone && cd gone && rmdir ../gone && cyclic-dp train", 2),
+        ("mkdir gone && cd gone && rmdir ../gone && cyclic-dp --help", 0),
+    ],
+)
+def test_odd_surroundings(tmp_path, command, status):
+    ended = shell(command, tmp_path)
+    assert ended.returncode == status, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Error" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == (status != 0)
 
 
 def test_an_unknown_experiment_is_refused_with_the_nearest(monkeypatch, capsys):

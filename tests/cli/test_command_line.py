@@ -52,7 +52,9 @@ partition=[fc] | 4 stages .* got 1
 runtime.order=fast | 'fast'
 optimizer.lr=nan | lr .* got nan
 optimizer=adamw optimizer.betas=[0.9] | optimizer cannot be made
-optimizer.lr=-1 | optimizer.*-1.0
+optimizer.lr=-1 | optimizer.lr$
+optimizer.weight_decay=-1 | -1.0; .* optimizer.weight_decay$
+optimizer=adamw optimizer.betas=[0.9,3] | beta .* optimizer.betas$
 optimizer=muon optimizer.adamw=fc | adamw=fc
 profile=-1 | profile .* got -1
 model.width=0 | width .* got 0

@@ -1,10 +1,9 @@
-"""Signals where no training hears them, and output that cannot be written."""
+"""Signals where no training hears them, and the messages of errors."""
 
 import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,7 +11,7 @@ import pytest
 
 from toolkit.cli import process as process_module
 from toolkit.cli.errors import explain
-from toolkit.cli.process import LossyStream, interruptible, lossy_output
+from toolkit.cli.process import interruptible
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -65,56 +64,6 @@ def test_waiting_for_a_run_ends_after_a_while(monkeypatch, child):
     monkeypatch.setattr(process_module, "_PATIENCE", 0.1)
     with pytest.raises(KeyboardInterrupt), interruptible(lambda: True):
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-FULL = "/dev/full"
-
-
-def test_what_can_be_written_is(capsys):
-    before = sys.stdout, sys.stderr
-    with lossy_output():
-        print("a word")
-        print("another", file=sys.stderr)
-        assert not sys.stdout.isatty()
-    assert (sys.stdout, sys.stderr) == before
-    assert capsys.readouterr() == ("a word\n", "another\n")
-
-
-@pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
-def test_a_full_disk():
-    with open(FULL, "w") as file:
-        stream = LossyStream(file)
-        for _ in range(3):
-            assert stream.write("a word" * 10_000) == 60_000
-            stream.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # so that it can be closed
-
-
-def test_a_reader_that_has_gone():
-    """Nothing is written to it later on, by whomever."""
-    reads, writes = os.pipe()
-    with os.fdopen(writes, "w") as file:
-        stream = LossyStream(file)
-        os.close(reads)
-        for _ in range(3):
-            print("a word", file=stream, flush=True)
-        assert os.write(writes, b"from elsewhere") == 14
-
-
-PROGRAM = """
-import sys
-from toolkit.cli.process import lossy_output
-with lossy_output():
-    print("lost", flush=True), print("lost", file=sys.stderr)
-    assert not sys.stderr.isatty()
-    assert open(sys.executable).fileno() > 2  # no later file takes their place
-sys.exit(7)
-"""
-
-
-def test_closed_streams():
-    command = f"{sys.executable} -c '{PROGRAM}' <&- >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], check=False).returncode == 7
 
 
 def test_torchrun_gets_the_message_for_the_end_of_its_output(tmp_path, monkeypatch, capsys):

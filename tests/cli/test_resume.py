@@ -235,3 +235,14 @@ def test_a_finished_run_is_resumed_and_nothing_else_uses_its_folder(tmp_path, mo
 def test_refuses_a_run_without_checkpoints(tmp_path):
     succeeded("train", tmp_path, *TINY, "save.epochs=null")
     refused("train", f"resume={tmp_path}", match="there is no checkpoint in")
+
+
+@pytest.mark.parametrize("option", ["tracking.entity=them", "tracking.mode=online"])
+def test_whose_account_is_uploaded_to_needs_trust(folder, option):
+    """Unless this command line says the same."""
+    write_options(folder, ["schedule=dp", "tracking.tags=[a]", option])
+    with pytest.raises(UserError, match="trust=true"):
+        resume_arguments([f"resume={folder}"], "train")
+    assert option in resume_arguments([f"resume={folder}", option], "train")
+    write_options(folder, ["schedule=dp", "tracking.tags=[a]", "tracking.mode=offline"])
+    assert "tracking.mode=offline" in resume_arguments([f"resume={folder}"], "train")

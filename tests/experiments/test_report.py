@@ -22,7 +22,7 @@ def test_report_is_written(tmp_path, runs):
     printed = succeeded("report", out, f"runs=[{runs}/a,{runs}/b*]", "title=Digits")
     assert "2 runs, 2 finished" in printed
     assert "<h1>Digits</h1>" in (out / "report.html").read_text()
-    assert [row["schedule"] for row in rows(out / "runs.csv")] == ["DP", "CDP-v2"]
+    assert [row["schedule"] for row in rows(out / "report.csv")] == ["DP", "CDP-v2"]
 
 
 def test_report_is_written_even_if_it_cannot_be_published(tmp_path, runs, monkeypatch):

@@ -187,9 +187,11 @@ def test_batch_norms_are_layers_again():
         (lambda x: x * float(x.max()), r"test_export.py line \d+: .*x.max.*list of modules"),
     ],
 )
-def test_refusals_name_the_line(body, match):
+def test_refusals_name_the_line(body, match, capfd):
+    """Nothing else is printed, such as the graph so far."""
     with pytest.raises(UserError, match=match):
         partition(Net(body), 1, ROWS)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_mixing_is_found_in_exported_graphs():

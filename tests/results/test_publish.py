@@ -1,6 +1,5 @@
 """What W&B would be sent, and what a server at home receives."""
 
-import builtins
 import json
 import re
 import threading
@@ -10,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import wandb
 
+from tests.missing_packages import without_package
 from tests.results import folders
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
@@ -218,13 +218,6 @@ def test_without_a_key_or_network_it_is_refused(monkeypatch, tmp_path, key, why)
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch):
-    genuine = builtins.__import__
-
-    def missing(name, *arguments, **options):
-        if name.startswith("wandb_workspaces"):
-            raise ImportError(f"No module named {name!r}")
-        return genuine(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(UserError, match=r"pip install 'cyclic-dp\[reports\]'"):
+    without_package(monkeypatch, "wandb_workspaces")
+    with pytest.raises(UserError, match=r"pip install wandb-workspaces"):
         publish(Report("T", {}), [], "me", "cdp")

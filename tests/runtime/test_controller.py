@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.missing_packages import without_package
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, name_of
 from toolkit.errors import UserError
@@ -338,6 +339,7 @@ def test_ranks_of_several_machines_act_as_one_job():
 
 
 def test_other_machines_need_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"pip install 'cyclic-dp\[controller\]'"):
-        Controller(2, hosts=["10.0.0.1"]).processes.call(print)
+    """It is refused before any rank starts."""
+    without_package(monkeypatch, "ray")
+    with pytest.raises(UserError, match=r"hosts= .* pip install ray"):
+        Controller(2, hosts=["10.0.0.1"])

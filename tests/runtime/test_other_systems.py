@@ -1,7 +1,6 @@
 """DeepSpeed and Horovod, where they are installed, follow the trajectories of data parallelism."""
 
 import copy
-import sys
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.missing_packages import without_package
 from tests.runtime.models import assert_same, differ
 from tests.runtime.test_baselines import Case, adamw, falling
 from toolkit.errors import UserError
@@ -138,9 +138,11 @@ def test_refuses_other_options(make, options, named):
 
 @pytest.mark.parametrize(
     ("make", "module", "way_out"),
-    [(DeepSpeed, "deepspeed", "pip install"), (Horovod, "horovod.torch", "install_horovod.sh")],
+    [(DeepSpeed, "deepspeed", "pip install"), (Horovod, "horovod", "install_horovod.sh")],
 )
 def test_names_the_command_that_installs_it(make, module, way_out, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=way_out):
-        made(Case(make, DP))
+    """Also before ranks are joined."""
+    without_package(monkeypatch, module)
+    for use in (make.check_installed, lambda: made(Case(make, DP))):
+        with pytest.raises(UserError, match=f"{make.runtime} needs {module}: .*{way_out}"):
+            use()

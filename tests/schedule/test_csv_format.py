@@ -349,3 +349,12 @@ def test_only_pipelines_are_written(schedule, message):
 def test_no_file_is_refused(source):
     with pytest.raises(UserError, match="cannot be read"):
         Schedule.from_csv(source)
+
+
+def test_a_file_too_large_to_be_read(tmp_path):
+    """A sparse one: its size costs nothing."""
+    path = tmp_path / "orders.csv"
+    with path.open("wb") as file:
+        file.truncate(20 * 2**30)
+    with pytest.raises(UserError, match=f"{path} cannot be read .*bytes"):
+        Schedule.from_csv(path)

@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -24,11 +25,20 @@ from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
-from toolkit.cli.hydra_args import flags_first, key_of, parse
-from toolkit.cli.resume import restore, resume_arguments, snapshot
+from toolkit.cli.hydra_args import flags_first, parse
+from toolkit.cli.refused_folders import (
+    EarlierFolder,
+    discard,
+    discard_sweep,
+    restore,
+    snapshot,
+    sweep_refused,
+)
+from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
 from toolkit.files import EXPERIMENTS, conf
+from toolkit.lossy_output import lossy_output
 from toolkit.options import STOPPED
 from toolkit.results.run_files import resumable_in
 from toolkit.torchrun import is_rank_zero, restarted
@@ -139,16 +149,17 @@ class _CommandLine:
         self._function = function
         self._verbose = _VERBOSE in os.environ
         self._status = 0
-        self._before: dict[Path, bytes] = {}
+        self._before = EarlierFolder()
 
     def execute(self) -> None:
         """Run the experiment or print help; exit unless all has succeeded."""
-        with process.lossy_output(), process.interruptible(sweeps.under_way):
+        with lossy_output(), process.interruptible(sweeps.under_way):
             schema.register()
             # Without c10d's warnings and their frames: the watch of a rank says why it ends.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
             Sweep.folder = None
+            Sweep.run_folder = None
             Sweep.options = ()
             try:
                 # 1. Help needs no valid options of a resumed run.
@@ -160,6 +171,7 @@ class _CommandLine:
                     return
 
                 # 2. A wrong option is refused before Hydra composes any configuration.
+                process.check_working_directory()
                 arguments = flags_first(resume_arguments(arguments, self._name))
                 check_given(arguments)
 
@@ -178,10 +190,13 @@ class _CommandLine:
                     print(f"interrupted{sweeps.summary(self._name)[0]}", file=sys.stderr)
                 sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
             except Exception as error:
+                if Sweep.run_folder is not None:
+                    self._clear(error, Sweep.run_folder)
                 self._report(error)
-            lines, complete = sweeps.summary(self._name)
+            lines, complete = sweeps.summary(self._name, resumable=not sweep_refused())
             if lines:
                 print(lines)
+            discard_sweep()
             process.leave_ranks()
             status = self._status
             if not complete:
@@ -197,11 +212,7 @@ class _CommandLine:
             is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
-            # Hydra has replaced the files of the folder. A refused run leaves them as they were.
-            if isinstance(error, ValueError):
-                restore(self._before)
-                if "hydra.run.dir" not in map(key_of, Sweep.options):
-                    sweeps.discard(output_folder())
+            self._clear(error, output_folder())
             self._report(error)
             return None
         finally:
@@ -233,7 +244,7 @@ class _CommandLine:
             sys.argv = command_of_job(self._name)
             try:
                 # Lossy here too: joblib's processes do not pass through execute().
-                with process.lossy_output():
+                with lossy_output():
                     resolve_options(config, options)
                     returned = self._function(config)
             except KeyboardInterrupt:
@@ -285,6 +296,13 @@ class _CommandLine:
         if ended.status == STOPPED:
             raise KeyboardInterrupt  # so that no other run begins
         return ended
+
+    def _clear(self, error: Exception, folder: Path) -> None:
+        """Leave the folder of a refused run as it was before: without the files of Hydra."""
+        if isinstance(error, ValueError | HydraException | ModuleNotFoundError):
+            restore(self._before)
+        if self._before.path is None and explain(error, self._name) is not None:
+            discard(folder)
 
     def _explain(self, error: Exception) -> str | None:
         if self._verbose:

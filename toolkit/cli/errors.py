@@ -1,5 +1,6 @@
 """One clear line for each user's mistake, with the nearest valid choice."""
 
+import errno
 import re
 import sys
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toolkit.cli import schema
 from toolkit.cli.hydra_args import key_of, shell_option, value_of
 from toolkit.errors import UserError, first_line, shortened, suggest
+from toolkit.extras import install_command, missing_message
 
 _PLUGINS = {
     "optuna": "hydra-optuna-sweeper",
@@ -34,6 +36,7 @@ _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 _FLAGS = re.compile(r"The --|Only one of --")  # ValueErrors of Hydra
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
 
 
@@ -70,7 +73,10 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
         return None
     if target_match[1] != "locating" and not _ARGUMENTS.search(str(cause)):
         return None
-    reason = _NO_MODULE.sub(r"pip install \1", str(cause).strip().splitlines()[-1])
+    reason = str(cause).strip().splitlines()[-1]
+    missing = _NO_MODULE.search(reason)
+    if missing:
+        reason = missing_message(missing[1])
     return (
         f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or an"
         f" installed package, or takes other options: {reason}"
@@ -92,6 +98,12 @@ def _of_machine(error: Exception) -> str | None:
             )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{_argument_of(str(error.filename))}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _FULL:  # of a write, which names no file
+        return f"a file cannot be written: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        module = error.name.partition(".")[0]
+        if module != "toolkit":
+            return missing_message(module)
     return None
 
 
@@ -149,7 +161,7 @@ def _missing_choice(error: MissingConfigException) -> str:
     """Return the message for a choice that a group does not have."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice in _PLUGINS:
-        return f"{group}={choice} needs a plugin: pip install {_PLUGINS[choice]}"
+        return f"{group}={choice} needs a plugin: {install_command(_PLUGINS[choice])}"
     if not error.options:
         return first_line(error)
     return f"{group}={choice} is unknown: {suggest(choice, error.options)}"

@@ -1,4 +1,4 @@
-"""The process of a command: its rank, its signals and its output streams."""
+"""The process of a command: its rank and its signals."""
 
 import atexit
 import multiprocessing
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.torchrun import is_rank_zero, report_error
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ def scratch_options() -> list[str]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     dirs = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
     return ["hydra.output_subdir=null", *dirs]
+
+
+def check_working_directory() -> None:
+    """Raise UserError if the working directory has been removed, where results cannot go."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed: cd to another one") from None
 
 
 def exit_with_error(message: str) -> None:
@@ -89,54 +98,3 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
     finally:
         for number, handler in earlier_handlers.items():
             signal.signal(number, handler)
-
-
-class LossyStream:
-    """A text stream that discards what cannot be written, so that the run continues."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write ``text`` if possible; return the characters written or discarded."""
-        with self._discarding():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream; discard what cannot be written."""
-        with self._discarding():
-            self._stream.flush()
-
-    @contextmanager
-    def _discarding(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            # It stays broken: also silence C code and child processes that write to it.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-        except OSError:
-            pass  # a full disk may have room again
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def lossy_output() -> Iterator[None]:
-    """Make standard output and error lossy; closed ones discard everything."""
-    earlier_streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-    for name, stream in earlier_streams.items():
-        setattr(sys, name, LossyStream(stream or open(os.devnull, "w")))  # noqa: SIM115
-    try:
-        yield
-    finally:
-        for name, stream in earlier_streams.items():
-            getattr(sys, name).flush()
-            setattr(sys, name, stream)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of, values_of
-from toolkit.cli.sweeps import STATUS, sweep_options
+from toolkit.cli.sweeps import sweep_options
 from toolkit.cli.trust import check_links, check_options
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by
-from toolkit.torchrun import is_rank_zero
 
 _OWN = ("resume", "trust", "hydra.run.dir")  # options that are set here
 _SAME = {"workers": "microbatches", "microbatches": "workers"}  # the later one counts
@@ -120,26 +119,6 @@ def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
         if Path(script).stem == "compare":
             return "compare", options, []
     return None
-
-
-def snapshot(arguments: Sequence[str]) -> dict[Path, bytes]:
-    """Return the contents of the run's option and status files, by path.
-
-    Hydra replaces these files at its start; :func:`restore` writes them back.
-    """
-    run_folder = values_of(arguments).get("hydra.run.dir")
-    if run_folder is None or not is_rank_zero():
-        return {}
-    folder = Path(unquoted(run_folder))
-    paths = [*folder.glob(".hydra/*.yaml"), *folder.glob(STATUS)]
-    return {path: path.read_bytes() for path in paths}
-
-
-def restore(files: dict[Path, bytes]) -> None:
-    """Write back the files of :func:`snapshot`, after the run was refused."""
-    for path, content in files.items():
-        with suppress(OSError):
-            path.write_bytes(content)
 
 
 def _sweep_resumed(

@@ -8,7 +8,6 @@ import fcntl
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -92,24 +91,27 @@ class Sweep(Callback):
     """Folder of the sweep that this process has launched last."""
     options: ClassVar[Sequence[str]] = ()
     """Options of the command line."""
+    run_folder: ClassVar[Path | None] = None
+    """Folder of the single run that this process has launched last."""
+    is_new: ClassVar[bool] = False
+    """Whether the folder of the sweep was not there before."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Keep the folder of a single run, in which Hydra may fail to write."""
+        Sweep.run_folder = Path(config.hydra.run.dir)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
         if is_rank_zero():
             # On the class: Hydra makes the callback, and nobody else gets the instance.
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
+            Sweep.is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / _NAME, {"options": list(Sweep.options)})
             for option in Sweep.options:
                 values = value_of(option).split(",")
                 if len({*values}) < len(values) and not re.search(r"[\[{(]", option):
                     print(f"warning: {option} runs the same more than once", file=sys.stderr)
-
-
-def discard(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it wrote anything."""
-    if is_rank_zero() and {path.name for path in folder.iterdir()} <= {".hydra", STATUS}:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def under_way() -> bool:
@@ -184,8 +186,13 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     return earlier_status
 
 
-def summary(experiment: str) -> tuple[str, bool]:
-    """Return lines on this process's sweep, if any, and whether all of its runs have finished."""
+def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
+    """Return lines on this process's sweep, if any, and whether all of its runs have finished.
+
+    Args:
+        experiment: train, compare, ...
+        resumable: whether to say how the sweep continues, if not all have finished.
+    """
     runs = _statuses()
     if not runs:
         return "", True
@@ -199,7 +206,8 @@ def summary(experiment: str) -> tuple[str, bool]:
     counts = [
         f"{states.count(state)} {word}" for state, word in word_of_state.items() if state in states
     ]
-    lines = ["", f"{count(len(states), 'run')} in {Sweep.folder}: {', '.join(counts)}"]
+    where = f" in {Sweep.folder}" if resumable else ""
+    lines = ["", f"{count(len(states), 'run')}{where}: {', '.join(counts)}"]
     for path, status in sorted(runs.items(), key=lambda item: len(item[0].name)):
         if status.state != FINISHED:
             line = f"  {word_of_state[status.state]}: {path.name} ({' '.join(status.options)})"
@@ -207,10 +215,10 @@ def summary(experiment: str) -> tuple[str, bool]:
                 line += f": {status.message}"
             lines.append(line)
     complete = all(state == FINISHED for state in states)
-    if not complete:
+    if not complete and resumable:
         command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"
         lines.append(f"to continue: {command}")
-    elif any(status.objective is not None for status in runs.values()):
+    elif complete and any(status.objective is not None for status in runs.values()):
         report = f"{started_by('report')} {shell_option('runs', str(Sweep.folder))}"
         lines += ["", _objectives(runs), "", report]
         if Sweep.folder and any(Sweep.folder.glob("*/wandb/offline-run-*")):

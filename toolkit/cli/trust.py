@@ -24,6 +24,7 @@ _OF_SWEEPS = re.compile(
 )
 _PLACES = ("", "rules", "also", "own")  # of GROUP@PLACE.NAME
 _CALLED = re.compile(r"[+\w.]*\btarget=([\w.]+)|[+\w.]*\b_target_=([\w.]+)")
+_UPLOADS = ("tracking", "tracking.entity", "tracking.project", "tracking.mode")
 _OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")
 
 
@@ -77,6 +78,9 @@ def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path])
     if key.startswith("hydra"):
         return bool(_OF_SWEEPS.fullmatch(option))
     if group.partition(".")[0] not in group_names or package.partition(".")[0] not in _PLACES:
+        return False
+    # These say whose account a key of this machine uploads to.
+    if key in _UPLOADS and value not in ("offline", "disabled"):
         return False
     if "target" in option:
         target_match = _CALLED.fullmatch(option)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, moved_bytes
-from toolkit.errors import UserError
+from toolkit.extras import check_installed
 from toolkit.schedule import Action, Program
 from toolkit.schedule.dependencies import needs
 
@@ -102,11 +102,10 @@ def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str
     Raises:
         UserError: the package of the format is not installed.
     """
-    try:
-        from chakra.schema.protobuf import et_def_pb2 as schema
-        from chakra.src.third_party.utils.protolib import encodeMessage
-    except ImportError as error:
-        raise UserError("Chakra traces need its package: pip install mlc-chakra") from error
+    check_installed("chakra", "chakra=true")
+    from chakra.schema.protobuf import et_def_pb2 as schema
+    from chakra.src.third_party.utils.protolib import encodeMessage
+
     Path(folder).mkdir(parents=True, exist_ok=True)
     value_field_of_type = {bool: "bool_val", int: "int64_val", str: "string_val"}
     for rank in range(len(program.ranks)):

@@ -5,8 +5,12 @@ differ. Batch norms become layers again, which separate micro-batches, and no de
 """
 
 import copy
+import io
+import logging
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ Flat = Callable[..., tuple[Tensor, ...]]
 """A forward of tensors alone, which returns tensors alone."""
 
 _aten = torch.ops.aten
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
 class NormCallError(UserError):
@@ -48,11 +53,33 @@ def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) ->
         several_rows.append(tensor)
     dynamic_rows = ({0: torch.export.Dim.DYNAMIC},) * len(inputs)
     # Strict mode would run Dynamo, which allows less of Python.
-    program = torch.export.export(
-        exported_model, tuple(several_rows), dynamic_shapes=(dynamic_rows,), strict=False
-    )
+    with _without_graphs():
+        program = torch.export.export(
+            exported_model, tuple(several_rows), dynamic_shapes=(dynamic_rows,), strict=False
+        )
     exported = program.module(check_guards=False)
     return _Rewriter(model, exported, names, inputs).run()
+
+
+@contextmanager
+def _without_graphs() -> Iterator[None]:
+    """Discard what torch.export prints of a model that it cannot export: hundreds of lines.
+
+    What the model itself prints in a successful export is printed as usual.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    earlier_levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
+        print(out.getvalue(), end="")
+        print(err.getvalue(), end="", file=sys.stderr)
+    finally:
+        for logger, level in zip(loggers, earlier_levels, strict=True):
+            logger.setLevel(level)
 
 
 class _Rewriter:

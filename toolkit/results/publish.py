@@ -10,6 +10,7 @@ from typing import Any
 from unicodedata import category
 
 from toolkit.errors import UserError, first_line
+from toolkit.extras import check_installed
 from toolkit.format import table
 from toolkit.metric import ACCURACY
 from toolkit.results.report_page import Block, Command, Report, Table, Text
@@ -55,6 +56,7 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
     The project of the user or team ``entity`` is created if it does not exist. UserError says that
     the package, key or network is missing, or that W&B refuses.
     """
+    check_installed("wandb_workspaces", "publish=wandb")
     with environment(**_CLIENT):
         try:
             page, workspace = wandb_report(report, runs, entity, project)
@@ -64,7 +66,7 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
             return str(page.save().url), str(workspace.save().url)
         except Exception as error:  # of the client, its service or the server
             raise UserError(
-                f"publish=wandb failed ({first_line(error)}): pip install 'cyclic-dp[reports]',"
+                f"publish=wandb failed ({first_line(error)}):"
                 f" log in with `wandb login`, and check entity={entity} and project={project}; the"
                 " HTML report needs no network"
             ) from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from toolkit.errors import UserError, first_line
+from toolkit.extras import install_command
 from toolkit.files import write_json
 from toolkit.format import MIB
 from toolkit.options import AROUND, TrackingOptions, without
@@ -124,7 +125,7 @@ def _start(options: TrackingOptions, identity_path: Path, **run_fields: Any) -> 
         write_json(identity_path, identity)
         return Tracker(_init(wandb, options, run_fields), options.every)
     except ImportError:
-        tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
+        tracker.note(f"not tracked: {install_command('wandb')}, or tracking.mode=disabled")
     except Exception as error:
         hint = ""
         if options.mode == "online":

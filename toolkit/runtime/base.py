@@ -91,6 +91,11 @@ class Runtime(ABC):
         return
 
     @classmethod
+    def check_installed(cls) -> None:
+        """Raise UserError if a package that the runtime needs is missing."""
+        return
+
+    @classmethod
     def can_run(cls, schedule: Schedule) -> bool:
         """Whether the runtime can run ``schedule``."""
         try:

@@ -30,6 +30,7 @@ from toolkit.schedule.placement import Assigned, Placement
 from toolkit.schedule.rank_orders import parse_item
 from toolkit.schedule.timing import Timing
 
+_MAX_BYTES = 2**26  # of a file, which is read into memory
 _MESSAGE = re.compile(
     r"(\d{1,9})((?:SEND|RECV)_[FB])(\d{1,9})|(\d{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)"
 )
@@ -142,6 +143,8 @@ def _content(source: str | Path) -> str:
     try:
         if os.path.exists(text) and not (os.path.isfile(text) or os.path.isdir(text)):
             raise OSError(errno.EINVAL, "it is a pipe or a device")  # reading might not end
+        if os.path.isfile(text) and os.path.getsize(text) > _MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES} bytes")
         return Path(source).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"

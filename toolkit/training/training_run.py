@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +30,9 @@ from toolkit.training import loop
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
 from toolkit.training.lr import Constant, Rates
+
+# What torch's errors call the options of its optimizers, where it is not their name.
+_WORDS_OF_TORCH = {"learning rate": "lr", "beta parameter": "betas", "epsilon": "eps"}
 
 
 @dataclass(frozen=True)
@@ -319,6 +323,7 @@ def join_ranks(
 
     ``options`` are those of :func:`toolkit.runtime.join`. A process too many or too few is refused.
     """
+    runtime.check_installed()  # before ranks wait for each other
     if runtime.distributed:
         runtime.check_schedule(schedule)  # before ranks are started
         return join(schedule.n_ranks, device=device, **options)
@@ -337,11 +342,25 @@ def _check_optimizer(make: MakeOptimizer) -> Optimizer:
         parameter = nn.Parameter(torch.zeros(1))
         optimizer = make([("weight", parameter)] if takes_names(make) else [parameter])
     except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"optimizer cannot be made: {first_line(error)}") from error
+        reason = first_line(error)
+        option_name = _option_in(reason, getattr(make, "keywords", {}))
+        hint = f"; it is optimizer.{option_name}" if option_name else ""
+        raise UserError(f"optimizer cannot be made: {reason}{hint}") from error
     learning_rate = optimizer.param_groups[0]["lr"]
     if not (isinstance(learning_rate, int | float) and isfinite(learning_rate)):
         raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
     return optimizer
+
+
+def _option_in(reason: str, options: Mapping[str, Any]) -> str | None:
+    """Return the option of an optimizer that one of torch's messages is about; None if unclear."""
+    for words, name in _WORDS_OF_TORCH.items():
+        if words in reason and name in options:
+            return name
+    for name in sorted(options, key=len, reverse=True):  # momentum_decay before momentum
+        if re.search(rf"\b{re.escape(name)}\b", reason):
+            return name
+    return None
 
 
 def pick_device(name: str) -> torch.device:

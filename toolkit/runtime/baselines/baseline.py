@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -145,15 +144,6 @@ class ReleasedParameters:
         for parameter, shape in self._shapes.items():
             if parameter.shape != shape:
                 parameter.data = parameter.data.new_empty(shape)
-
-
-def import_system(module: str, runtime: str, way_out: str) -> Any:
-    """Return a module of another system; raise UserError with ``way_out`` if it is missing."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise UserError(f"runtime={runtime} needs {name} ({error}): {way_out}") from error
 
 
 def check_data_parallel(

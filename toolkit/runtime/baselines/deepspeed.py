@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from typing import Any, cast
 
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from toolkit.errors import UserError
-from toolkit.runtime.baselines.baseline import ReleasedParameters, import_system
+from toolkit.extras import check_installed
+from toolkit.runtime.baselines.baseline import ReleasedParameters
 from toolkit.runtime.baselines.ddp import Synchronous, WholeModel, check_weights_stay
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
-_INSTALL = "pip install -e '.[deepspeed]'"
 # These update each element by itself: the engine's optimizer has flat pieces of the weights.
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)
 
@@ -59,6 +60,11 @@ class DeepSpeed(Synchronous):
             raise UserError(f"zero is ZeRO's stage, 1, 2 or 3: got {self.zero}")
         super().__post_init__()
 
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise UserError if DeepSpeed is missing."""
+        check_installed("deepspeed", f"runtime={cls.runtime}")
+
     def _check_options(self, schedule: Schedule) -> None:
         super()._check_options(schedule)
         if self.options.autocasts:
@@ -66,10 +72,11 @@ class DeepSpeed(Synchronous):
                 f"runtime=deepspeed takes no precision={self.options.precision}: use fp32 or tf32,"
                 " or runtime=fsdp"
             )
+        self.check_installed()
         # DeepSpeed asks for its device as it is imported.
         devices = {parameter.device.type for parameter in self.stages.model.parameters()}
         os.environ.setdefault("DS_ACCELERATOR", devices.pop())
-        self._deepspeed = import_system("deepspeed", self.runtime, _INSTALL)
+        self._deepspeed = import_module("deepspeed")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
     def _build(self) -> Sequence[Updater]:

@@ -1,18 +1,19 @@
 """Horovod: gradients averaged by a ring of ranks."""
 
 import os
+import shlex
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.errors import check_choice
-from toolkit.runtime.baselines.baseline import import_system
+from toolkit.extras import check_installed
+from toolkit.files import EXPERIMENTS
 from toolkit.runtime.baselines.ddp import Synchronous, WholeModel
 from toolkit.schedule import Schedule
-
-_INSTALL = "sh experiments/install_horovod.sh builds it"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -44,9 +45,16 @@ class Horovod(Synchronous):
         check_choice("compression", self.compression, ("none", "fp16"))
         super().__post_init__()
 
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise UserError if Horovod is missing."""
+        way_out = f"sh {shlex.quote(str(EXPERIMENTS / 'install_horovod.sh'))} builds it"
+        check_installed("horovod", f"runtime={cls.runtime}", way_out)
+
     def _check_options(self, schedule: Schedule) -> None:
         super()._check_options(schedule)
-        self._horovod = import_system("horovod.torch", self.runtime, _INSTALL)
+        self.check_installed()
+        self._horovod = import_module("horovod.torch")
 
     def _wrap(self, model: WholeModel) -> nn.Module:
         with self.world.watch.waiting("connections of Horovod", self._everyone):

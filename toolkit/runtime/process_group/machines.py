@@ -63,15 +63,12 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
         n_ranks: number of ranks on all hosts together.
 
     Raises:
-        UserError: Ray is not installed, no cluster runs here, a host is not in it or does not
+        UserError: no cluster runs here, a host is not in it or does not
             answer, or ranks cannot be divided.
     """
-    try:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-    except ImportError as error:
-        way_out = "pip install 'cyclic-dp[controller]'"
-        raise UserError(f"hosts= starts ranks by Ray, which is missing: {way_out}") from error
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     if n_ranks % len(hosts):
         raise UserError(f"{n_ranks} ranks cannot be divided by {len(hosts)} hosts: use a multiple")
     try:

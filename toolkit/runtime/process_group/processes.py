@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from toolkit.errors import UserError, whole
+from toolkit.extras import check_installed
 from toolkit.model.pickling import dumps
 from toolkit.runtime.process_group.machines import Machine, ray_machines, this_machine
 from toolkit.runtime.process_group.rank_process import DIED, JOB_FAILED, LEAVE, LOST, RAISED
@@ -66,6 +67,7 @@ class Processes:
         self.store: dist.TCPStore | None = None
         self._open_machines = this_machine
         if hosts:
+            check_installed("ray", "hosts=")
             self._open_machines = partial(ray_machines, hosts)
         self._machines: list[Machine] = []
         self.on_other_machines = bool(hosts)

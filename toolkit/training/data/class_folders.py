@@ -114,6 +114,13 @@ def open_split(train: Path, test: Path) -> list[Any]:
 
     splits = []
     for folder in (train, test):
+        if not folder.is_dir():
+            names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+            present = ", ".join(f"{name}/" for name in names[:10]) or "no folder"
+            raise UserError(
+                f"{folder} is missing: expected {train.name}/ for training and {test.name}/ for the"
+                f" test, with one folder of images for each class; {folder.parent} has {present}"
+            )
         try:
             splits.append(ImageFolder(str(folder)))
         except OSError as error:

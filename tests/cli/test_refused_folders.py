@@ -1,0 +1,91 @@
+"""A refused command leaves no folder, and an older folder as it was."""
+
+import json
+
+import pytest
+
+from tests.experiments.command import TINY, cases, refused, run
+from toolkit.cli.refused_folders import discard
+from toolkit.cli.sweeps import alone_in
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
+
+def test_only_unused_folders_are_removed(tmp_path):
+    for name, content in (("refused", "status.json"), ("begun", "epochs.csv")):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / content).touch()
+        discard(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+
+
+def test_a_folder_that_another_process_uses_stays(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with alone_in(folder):
+        discard(folder)
+        assert folder.is_dir()
+    discard(folder)
+    assert not folder.exists()
+
+
+REFUSED = r"""
+train sed=1
+train schedule=cdp_v3
+train optimizer.lr=-1
+train optimizer.lr=fast
+train schedule.delay=0
+train +optimizer.foo=1
+train runtime._target_=nowhere.Here
+train batch=1000000000000
+train data=imagenet
+train 'switch.candidates=[{schedule: dp, nope: 1}]'
+train 'schedule.phases=[{schedule: dp, epochs: 1, nope: 1}]'
+train hydra.run.dir=runs/mine optimizer.lr=-1
+train -m optimizer.lr=-1,-2
+train -m seed=1,abc
+train -m seed=0,1 optimizer.lr=-1 hydra.sweep.dir=sweep
+train -m optimizer.lr=-1,-2 +optimizer.foo=1
+compare seeds=0
+compare rules.dp.placement=foo
+memory shape=[a]
+pipelines ranks=1000000
+report runs=nowhere
+bench bench=peak device=cpu
+"""
+
+
+@pytest.mark.parametrize(("arguments", "_"), cases(REFUSED.strip().replace("\n", " | \n") + " | "))
+def test_a_refused_command_leaves_no_folder(tmp_path, monkeypatch, arguments, _):
+    monkeypatch.chdir(tmp_path)
+    name, *options = arguments
+    given = {option.partition("=")[0] for option in options}
+    if name == "train":
+        options += [option for option in TINY if option.partition("=")[0] not in given]
+    finished = run(name, *options)
+    assert finished.status == 2
+    assert "Traceback" not in finished.err
+    assert "to continue" not in finished.out
+    assert [*tmp_path.rglob("*")] == []
+
+
+def test_an_older_folder_is_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("mine")
+    refused("train", *TINY, "optimizer.lr=-1", f"hydra.run.dir={tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_sweep_with_runs_that_began_keeps_the_others_reasons(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finished = run("train", "-m", *TINY, "schedule=dp", "optimizer.lr=0.1,-1")
+    assert finished.status == 2
+    (reason,) = tmp_path.glob("outputs/train/*/1/status.json")
+    assert "optimizer.lr" in json.loads(reason.read_text())["message"]
+
+
+def test_a_full_disk_while_the_options_are_written(tmp_path):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").symlink_to("/dev/full")
+    message = refused("train", *TINY, f"hydra.run.dir={folder}")
+    assert "No space left on device" in message
