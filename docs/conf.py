@@ -41,6 +41,7 @@ experiments/results/links
 experiments/results/plans
 experiments/results/searched_orders
 experiments/results/pipelines
+experiments/results/papers
 experiments/results/communication
 experiments/results/architectures
 experiments/results/speed

@@ -22,7 +22,7 @@ _MOMENT = 1e-12  # relative rounding of equal sums of seconds
 class Span(NamedTuple):
     """The time for which a rank is busy with an op, an update, or a message.
 
-    Attributes:
+    Args:
         rank: that is busy.
         lane: one of ``LANES``.
         start: seconds.
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 class Change(NamedTuple):
     """A change of the memory of a rank.
 
-    Attributes:
+    Args:
         time: seconds.
         rank: whose memory changes.
         kind: one of ``KINDS``.

@@ -208,8 +208,7 @@ class Controlled(Runtime):
             try:
                 self._restore_if_lost(reason)
                 self._begin(controlled_rank.call_method, method, *args)
-                for _ in self._processes.reports():
-                    pass  # a method reports nothing
+                list(self._processes.reports())  # none
                 return self._processes.results()
             except JobFailedError as error:
                 n_lost += 1
@@ -219,8 +218,7 @@ class Controlled(Runtime):
 
     def _restore_if_lost(self, reason: str) -> None:
         """Restore the kept state if a rank was lost for ``reason``, or has ended meanwhile."""
-        if reason:
-            assert self.kept is not None
+        if self.kept is not None and reason:
             self._restore(self.kept, reason)
         else:
             self._ensure_ranks()
