@@ -1,6 +1,6 @@
 """Put the kept results into their tables.
 
-    cyclic-dp results [--check]
+    python experiments/results.py [--check]
 
 Between ``<!-- result: NAME -->`` and ``<!-- end -->``, README.md and the pages of results show
 the table of experiments/results/NAME/result.json and its origin. --check only compares.
@@ -316,7 +316,7 @@ def main() -> None:
             page.write_text(after)
         elif before != after:
             name = page.relative_to(ROOT)
-            sys.exit(f"{name} differs from experiments/results: run cyclic-dp results")
+            sys.exit(f"{name} differs from experiments/results: run python experiments/results.py")
 
 
 if __name__ == "__main__":
