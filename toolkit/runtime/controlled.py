@@ -172,10 +172,7 @@ class Controlled(Runtime):
             return
         if not self._keeps_present_state():
             if self._controller.runtime is self:
-                raise JobFailedError(
-                    "the ranks have ended since the last call: load a state, or train with"
-                    " keep_every="
-                )
+                raise JobFailedError("the ranks have ended: load a state, or give keep_every=")
             raise UserError(
                 "the ranks no longer have this training, since they train another: load a state"
             )
