@@ -20,11 +20,20 @@ from toolkit.format import table
 LEGEND = """\
 activations, weights: the most that a rank holds (all ranks together), all versions
 A, P: the activations of one micro-batch, and the parameters, of the whole model
-idle: the share of a rank's time in the steady state
-staleness: steps by which weights are late; flush: each step ends before the next begins
-sent: parameters and gradients that a rank sends in a step, and their messages, on average
-boundaries: messages of outputs of stages and their gradients, likewise
+idle: the share of a rank's time in the steady state; late: mean staleness (largest)
+flush: each step ends before the next begins; what is sent is in pipelines.csv
 """
+_OTHER_HEADINGS = {"micro-batches": "m", "mean staleness (largest)": "late"}
+_LEFT_OUT = ("sent (messages)", "boundaries")  # of 80 columns
+
+
+def terminal_cells(cells: dict[str, Any]) -> dict[str, Any]:
+    """Return the cells of a row that fit 80 columns."""
+    return {
+        _OTHER_HEADINGS.get(heading, heading): cell
+        for heading, cell in cells.items()
+        if heading not in _LEFT_OUT
+    }
 
 
 @entry_point("pipelines")
@@ -65,7 +74,7 @@ def main(config: DictConfig) -> None:
     figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
-    print(f"\n{table([pipeline_cells(row) for row in records])}\n\n{LEGEND}")
+    print(f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}")
     for missing in left_out:
         print("{microbatches} micro-batches, without {method}: {why}".format(**missing))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")
