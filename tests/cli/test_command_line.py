@@ -278,7 +278,7 @@ def test_own_choices(own, tmp_path):
 
 OWN_REFUSES = r"""
 optimizer=mien | optimizer=mien .* mine\? .* adamw, broken, lamb
-optimizer=nowhere | nowhere.SGD .*: pip install nowhere
+optimizer=nowhere | nowhere.SGD .*module 'nowhere'
 optimizer=nothing | optimizer has no _target_
 optimizer=rate optimizer.bta=3 | option optimizer.bta
 optimizer=broken | optimizer/broken.yaml line 2

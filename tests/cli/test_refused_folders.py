@@ -1,10 +1,11 @@
 """A refused command leaves no folder, and an older folder as it was."""
 
 import json
+import shlex
 
 import pytest
 
-from tests.experiments.command import TINY, cases, refused, run
+from tests.experiments.command import TINY, refused, run
 from toolkit.cli.refused_folders import discard
 from toolkit.cli.sweeps import alone_in
 
@@ -55,10 +56,10 @@ bench bench=peak device=cpu
 """
 
 
-@pytest.mark.parametrize(("arguments", "_"), cases(REFUSED.strip().replace("\n", " | \n") + " | "))
-def test_a_refused_command_leaves_no_folder(tmp_path, monkeypatch, arguments, _):
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_a_refused_command_leaves_no_folder(tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
-    name, *options = arguments
+    name, *options = shlex.split(line)
     given = {option.partition("=")[0] for option in options}
     if name == "train":
         options += [option for option in TINY if option.partition("=")[0] not in given]

@@ -66,6 +66,10 @@ def _message(error: Exception, experiment: str) -> str | None:
     return _of_machine(error) or _of_values(error) or _of_composition(error, experiment)
 
 
+# A mistyped name is nobody's package, or somebody's trap: pip install is advised for these only.
+_INSTALLABLE = ("timm", "torchvision", "transformers")
+
+
 def _of_target(error: InstantiationException, cause: Exception) -> str | None:
     """Return the message for a ``_target_`` that is not there, or that takes other options."""
     target_match = _TARGET.match(str(error))
@@ -75,7 +79,7 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
         return None
     reason = str(cause).strip().splitlines()[-1]
     missing = _NO_MODULE.search(reason)
-    if missing:
+    if missing and missing[1] in _INSTALLABLE:
         reason = missing_message(missing[1])
     return (
         f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or an"
