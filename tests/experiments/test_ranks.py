@@ -112,7 +112,8 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("runtime", SCHEDULES)
-def test_refuses_to_run_alone(runtime):
+def test_refuses_to_run_alone(monkeypatch, runtime):
+    monkeypatch.setattr("toolkit.extras.find_spec", lambda module: module)  # all are installed
     options = f"schedule={SCHEDULES[runtime]}", f"runtime={runtime}", "workers=3"
     message = refused("train", *TINY, *options, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
     assert message.count("torchrun --nproc-per-node ") == 1

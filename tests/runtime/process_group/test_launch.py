@@ -120,12 +120,17 @@ def test_another_exception_comes_with_its_traceback():
         (UserError, "cannot pickle", (print, 2, threading.Lock()), {}),
         (UserError, "timeout.* got 0", (print, 2), {"timeout": 0}),
         (JobFailedError, "rank 0 .* 3 ", (lambda: os._exit(3), 1), {}),
-        (JobFailedError, "rank 0, 1 .* 0.01 s", (print, 2), {"timeout": 0.01}),
     ],
 )
 def test_what_cannot_be_launched_is_named(error, match, arguments, options):
     with pytest.raises(error, match=match):
         launch(*arguments, **options)
+
+
+def test_ranks_that_do_not_start_are_named(monkeypatch):
+    monkeypatch.setattr("toolkit.runtime.process_group.processes._POLL", 0.0)
+    with pytest.raises(JobFailedError, match=r"rank 0, 1 .* 1e-06 s"):
+        launch(print, 2, timeout=1e-6)
 
 
 @pytest.mark.parametrize(
