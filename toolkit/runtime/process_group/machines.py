@@ -1,14 +1,19 @@
 """The machines of ranks: a fork server on each, and the connection to it."""
 
+import contextlib
 import multiprocessing
 import os
+import queue
 import secrets
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from socket import create_server
 from typing import Any
 
 from toolkit.errors import UserError
@@ -16,6 +21,7 @@ from toolkit.runtime.process_group.fork_server import BOOT
 
 _LAST_WAIT = 10.0  # most seconds to wait for the end of a fork server
 _ARRIVAL = 60.0  # most seconds to wait for its start on another machine
+_POLL = 0.05  # most seconds between looks at the time
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,7 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
     key = secrets.token_bytes(32)  # which Ray hands to the hosts: nobody else can connect
     ranks_per_host = n_ranks // len(hosts)
     machines = []
-    with create_server((own_address, 0)) as listening:
-        listening.settimeout(_ARRIVAL)
+    with socket.create_server((own_address, 0)) as listening:
         address = listening.getsockname()
         for index, host in enumerate(hosts):
             on_host = NodeAffinitySchedulingStrategy(nodes[host], soft=False)
@@ -93,15 +98,63 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
             )
             task.remote(address, key, ranks_per_host, sys.path)
             try:
-                connection = Connection(listening.accept()[0].detach())
+                connection = accept_host(listening, key, _ARRIVAL)
             except TimeoutError as error:
                 raise UserError(f"hosts: {host} did not answer within {_ARRIVAL:g} s") from error
-            # As multiprocessing's Listener does, which has no time-out.
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
             ranks = range(index * ranks_per_host, (index + 1) * ranks_per_host)
             machines.append(Machine(connection, ranks, own_address, lambda: None))
     return machines
+
+
+def accept_host(listening: socket.socket, key: bytes, seconds: float) -> Connection:
+    """Return a connection to the first caller that proves that it knows ``key``.
+
+    Others are dropped. multiprocessing's Listener has no time-out, and a stranger that says nothing
+    would block it. So each caller is authenticated in a thread of its own.
+
+    Args:
+        listening: socket to which the host connects.
+        key: secret of both sides.
+        seconds: how long to wait.
+
+    Raises:
+        TimeoutError: no caller knows the key.
+    """
+    authenticated: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    callers: list[socket.socket] = []
+    end = time.monotonic() + seconds
+    listening.settimeout(_POLL)
+    try:
+        while time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                host = authenticated.get_nowait()
+                callers.remove(host)
+                return Connection(host.detach())
+            with contextlib.suppress(OSError):  # nobody within _POLL, or one who has left again
+                caller, _ = listening.accept()
+                callers.append(caller)
+                arguments = (caller, key, authenticated)
+                threading.Thread(target=_authenticate, args=arguments, daemon=True).start()
+        raise TimeoutError
+    finally:
+        for stranger in callers:
+            with contextlib.suppress(OSError):  # it has left
+                stranger.shutdown(socket.SHUT_RDWR)  # which ends the wait of its thread
+            stranger.close()
+
+
+def _authenticate(
+    caller: socket.socket, key: bytes, authenticated: queue.SimpleQueue[socket.socket]
+) -> None:
+    """Put ``caller`` among the ``authenticated`` if it knows ``key``; hang up if it does not."""
+    try:
+        with Connection(caller.dup().detach()) as connection:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        authenticated.put(caller)
+    except (AuthenticationError, EOFError, OSError, ValueError):
+        with contextlib.suppress(OSError):
+            caller.shutdown(socket.SHUT_RDWR)
 
 
 def _serve_there(address: tuple[str, int], key: bytes, n_ranks: int, path: list[str]) -> None:
