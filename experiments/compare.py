@@ -44,9 +44,9 @@ from toolkit.cli import (
     output_folder,
     settle_delays,
 )
-from toolkit.cli.build import RuleBuilder, check_parallel, join_world, rule_config
-from toolkit.cli.build_groups import plain
 from toolkit.cli.check_options import check_counts, check_own
+from toolkit.cli.instantiate import plain
+from toolkit.cli.runs import RuleBuilder, check_parallel, join_world, rule_config
 from toolkit.errors import UserError
 from toolkit.files import note_write_errors
 from toolkit.format import count, metric_cells, peak_cells, rate_cells, staleness_cells, table

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS
 from toolkit.cli import build_schedule, schema
-from toolkit.cli.build import rule_config
 from toolkit.cli.help import choices, groups
+from toolkit.cli.runs import rule_config
 from toolkit.errors import UserError
 from toolkit.schedule import Correction, RandomDelay, after, catalog
 

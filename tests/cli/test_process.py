@@ -68,7 +68,7 @@ def test_waiting_for_a_run_ends_after_a_while(monkeypatch, child):
 
 def test_torchrun_gets_the_message_for_the_end_of_its_output(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    process_module.exit_with_error("stages is 1 or more: got 0")
+    process_module.report_mistake("stages is 1 or more: got 0")
     assert capsys.readouterr().err == "error: stages is 1 or more: got 0\n"
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == "stages is 1 or more: got 0"

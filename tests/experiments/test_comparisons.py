@@ -12,7 +12,8 @@ import pytest
 
 from tests.cli.test_resume import write_options
 from tests.experiments.command import TINY, complete, refused, rows, run
-from toolkit.cli import build, settings
+from toolkit.cli import runs, settings
+from toolkit.cli.instantiate import plain
 from toolkit.results import comparison
 from toolkit.results.comparison import RuleRun, keep_options, keep_runs
 from toolkit.results.runs import read_runs
@@ -141,7 +142,7 @@ def kept(tmp_path):
         RuleRun(rule, seed, [asdict(Epoch(0, 1.0, 1.0, seed / 10, 0.9, 0.1, 1.0))], [])
         for rule, seed in keys
     ]
-    keep_options(tmp_path, build.plain(settings("compare", *KEPT)))
+    keep_options(tmp_path, plain(settings("compare", *KEPT)))
     keep_runs(tmp_path, runs)
     write_options(tmp_path, KEPT, "compare")
     return tmp_path
@@ -149,7 +150,7 @@ def kept(tmp_path):
 
 def test_models_of_earlier_runs_are_freed(tmp_path, monkeypatch):
     """They are in reference cycles, and the garbage collector does not see a GPU's memory."""
-    seen, alive, build_run = [], [], build.build_run
+    seen, alive, build_run = [], [], runs.build_run
 
     def counted(*arguments):
         prepared = build_run(*arguments)
@@ -157,7 +158,7 @@ def test_models_of_earlier_runs_are_freed(tmp_path, monkeypatch):
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr(build, "build_run", counted)
+    monkeypatch.setattr(runs, "build_run", counted)
     complete("compare", tmp_path, *TINY, "data.n_train=16", "seeds=1", "~rules.cdp_v1")
     assert len(seen) > 4
     assert alive == [0] * 4  # two that are only checked, and two that are trained
@@ -191,7 +192,7 @@ def test_tests_equivalence_at_a_margin(kept):
     """Differences of CDP-v1 are -10, 0 and 1 points: mean -3, standard deviation sqrt(37)."""
     changed = [
         run if run.rule == "dp" else replace(run, epochs=[run.epochs[0] | {"top1": top1}])
-        for run in comparison.ended_before(kept, build.plain(settings("compare", *KEPT)))
+        for run in comparison.ended_before(kept, plain(settings("compare", *KEPT)))
         for top1 in [{0: -0.1, 1: 0.1, 2: 0.21}[run.seed]]
     ]
     keep_runs(kept, changed)

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.cli.test_presets import composed
-from toolkit.cli.build import rule_config
+from toolkit.cli.runs import rule_config
 
 PATH = Path(__file__).parents[2] / "experiments" / "gpu.py"
 

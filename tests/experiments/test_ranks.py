@@ -14,7 +14,7 @@ from hydra.errors import MissingConfigException
 from tests.experiments.command import EXPERIMENTS, TINY, cases, refused, run
 from tests.thorough import thorough
 from toolkit.cli.errors import explain
-from toolkit.cli.process import exit_with_error
+from toolkit.cli.process import report_mistake
 from toolkit.runtime import launch
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED
@@ -149,7 +149,7 @@ def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, pri
     world = SimpleNamespace(watch=SimpleNamespace(fail=given_up.append))
     monkeypatch.setenv("RANK", number)
     monkeypatch.setattr("toolkit.runtime.process_group.join.current_world", lambda: world)
-    exit_with_error("a mistake")
+    report_mistake("a mistake")
     assert given_up == ["a mistake"]
     assert capsys.readouterr().err == printed
 

@@ -14,8 +14,8 @@ from toolkit.model import Images, Sequences, partition
 from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
+from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
 from toolkit.plan.predictions import Machines, front
-from toolkit.plan.sweep import choose_prediction, worth_a_fresher_delay
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.steady_state import steps_to_time

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.cli import build, settings
+from toolkit.cli import build_run, settings
 from toolkit.errors import UserError
 from toolkit.format import GIB
 from toolkit.model.live_memory import LiveMemory
@@ -22,7 +22,7 @@ def test_prediction_is_not_below_what_a_run_holds(order, schedule):
     """And at most twice that, of activations mostly."""
     options = ("model=resnet8", f"schedule={schedule}", f"runtime.order={order}", "ema=0.9")
     with LiveMemory() as live:
-        run = build.build_run(settings("train", *SMALL, *options, "device=cpu"))
+        run = build_run(settings("train", *SMALL, *options, "device=cpu"))
         gc.collect()
         live.most = live.bytes
         run.run()
@@ -73,5 +73,5 @@ def test_a_model_that_cannot_be_analysed_is_noted(monkeypatch, on_a_gpu):
 
 def test_memory_of_the_cpu_is_not_checked():
     memory = MemoryCheck(1000)
-    memory.add(build.build_run(settings("train", *SMALL, "model=resnet8", "device=cpu")))
+    memory.add(build_run(settings("train", *SMALL, "model=resnet8", "device=cpu")))
     assert memory.notes() == []

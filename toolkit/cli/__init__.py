@@ -1,16 +1,10 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
-from toolkit.cli.build import build_run, settle_delays
-from toolkit.cli.build_groups import (
-    analysed_form,
-    build_hardware,
-    build_model,
-    build_schedule,
-    build_schedules,
-    load_samples,
-    model_name,
-)
 from toolkit.cli.command import Ended, chosen, entry_point, output_folder, settings
+from toolkit.cli.instantiate import build_hardware, load_samples
+from toolkit.cli.models import analysed_form, build_model, model_name
+from toolkit.cli.runs import build_run, settle_delays
+from toolkit.cli.schedules import build_schedule, build_schedules
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero
 

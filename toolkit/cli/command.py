@@ -141,6 +141,11 @@ def command_of_job(name: str) -> list[str]:
     return [str(EXPERIMENTS / f"{name}.py"), *HydraConfig.get().overrides.task]
 
 
+def _let_hydra_raise() -> None:
+    """Let Hydra raise errors, which it otherwise prints before it ends the process."""
+    os.environ[_VERBOSE] = "1"
+
+
 class _CommandLine:
     """The command line of this process, and its exit status so far."""
 
@@ -157,10 +162,8 @@ class _CommandLine:
             schema.register()
             # Without c10d's warnings and their frames: the watch of a rank says why it ends.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
-            Sweep.folder = None
-            Sweep.run_folder = None
-            Sweep.options = ()
+            _let_hydra_raise()
+            Sweep.begin([])
             try:
                 # 1. Help needs no valid options of a resumed run.
                 arguments = flags_first(sys.argv[1:])
@@ -179,8 +182,9 @@ class _CommandLine:
                 options = sweeps.with_defaults(arguments)
                 if not is_rank_zero():
                     options += process.scratch_options()
-                sys.argv[1:] = Sweep.options = options
-                self._before = snapshot(Sweep.options)
+                Sweep.begin(options)
+                sys.argv[1:] = options
+                self._before = snapshot(options)
                 folder = str(conf())
                 hydra.main(version_base="1.3", config_path=folder, config_name=self._name)(
                     self._job
@@ -208,7 +212,7 @@ class _CommandLine:
         """Execute one run; return its objective."""
         try:
             if not self._verbose:
-                os.environ.pop(_VERBOSE, None)  # child processes must not inherit it
+                os.environ.pop(_VERBOSE, None)  # child processes get what the user has set
             is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
@@ -216,7 +220,7 @@ class _CommandLine:
             self._report(error)
             return None
         finally:
-            os.environ[_VERBOSE] = "1"
+            _let_hydra_raise()
         self._status = max(self._status, ended.status)
         return ended.objective
 
@@ -283,7 +287,7 @@ class _CommandLine:
         except Exception as error:
             message = self._explain(error)
             if message is not None:
-                process.exit_with_error(message)
+                process.report_mistake(message)
                 return Ended(USAGE)
             if is_rank_zero():
                 (folder / "error.txt").write_text(traceback.format_exc())
@@ -299,6 +303,8 @@ class _CommandLine:
 
     def _clear(self, error: Exception, folder: Path) -> None:
         """Leave the folder of a refused run as it was before: without the files of Hydra."""
+        # What a user can mend: a UserError is a ValueError, and so are the mistakes that torch and
+        # OmegaConf find.
         if isinstance(error, ValueError | HydraException | ModuleNotFoundError):
             restore(self._before)
         if self._before.path is None and explain(error, self._name) is not None:
@@ -314,5 +320,5 @@ class _CommandLine:
         message = self._explain(error)
         if message is None:
             raise error
-        process.exit_with_error(message)
+        process.report_mistake(message)
         self._status = max(self._status, USAGE)

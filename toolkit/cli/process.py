@@ -39,7 +39,7 @@ def check_working_directory() -> None:
         raise UserError("the working directory has been removed: cd to another one") from None
 
 
-def exit_with_error(message: str) -> None:
+def report_mistake(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
     # The watch ends all ranks with this message. One that left alone would keep the others waiting.
     world = _world()

@@ -85,7 +85,11 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 class Sweep(Callback):
-    """Hydra callback that writes a sweep's command line to its folder."""
+    """Hydra callback that writes a sweep's command line to its folder.
+
+    Its state is on the class, and of the command that this process executes: Hydra makes the
+    callback by its name, and nobody else gets the instance.
+    """
 
     folder: ClassVar[Path | None] = None
     """Folder of the sweep that this process has launched last."""
@@ -96,6 +100,14 @@ class Sweep(Callback):
     is_new: ClassVar[bool] = False
     """Whether the folder of the sweep was not there before."""
 
+    @classmethod
+    def begin(cls, options: Sequence[str]) -> None:
+        """Forget an earlier command of this process; keep the options of the next."""
+        cls.folder = None
+        cls.run_folder = None
+        cls.is_new = False
+        cls.options = options
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep the folder of a single run, in which Hydra may fail to write."""
         Sweep.run_folder = Path(config.hydra.run.dir)
@@ -103,7 +115,6 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
         if is_rank_zero():
-            # On the class: Hydra makes the callback, and nobody else gets the instance.
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
             Sweep.is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,9 @@ TIMED_STEPS = 16
 Cut = str | Sequence[str]
 """A measure, :data:`BUCKETS`, or the names of the modules that begin the later stages."""
 _ALIKE = 4  # steps without late weights do not overlap: each is like the one before
-NEARLY_EQUAL = 0.1
+STALENESS_PRICE = 0.1
 """Share of a step's time that a step of staleness is worth."""
-NEAR = 0.03
+NEGLIGIBLE = 0.03
 """Share of a step, or of memory, that makes no difference to a choice."""
 CostsOf = Callable[[int, Cut], Costs]
 """Returns the costs of a number of stages of a cut; for :data:`BUCKETS` the number is ignored."""
@@ -207,9 +207,9 @@ def _candidates(
             yield other_schedule, partition
 
 
-def worth(seconds: float, staleness: float) -> float:
+def priced_seconds(seconds: float, staleness: float) -> float:
     """Return the seconds of a step, and those that its mean staleness counts as."""
-    return seconds * (1 + NEARLY_EQUAL * staleness)
+    return seconds * (1 + STALENESS_PRICE * staleness)
 
 
 def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate: int = 1) -> Form:
@@ -226,7 +226,7 @@ def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate:
     for delay in (1, FRESHEST):
         schedules.append(catalog.cyclic(n_workers, delay, accumulate=accumulate))
     forms = [fastest_form(schedule, costs_of, hardware) for schedule in schedules]
-    values = [worth(form.seconds, form.schedule.mean_staleness) for form in forms]
-    if values[0] <= (1 + NEAR) * min(values):
+    values = [priced_seconds(form.seconds, form.schedule.mean_staleness) for form in forms]
+    if values[0] <= (1 + NEGLIGIBLE) * min(values):
         return forms[0]
     return forms[values.index(min(values))]

@@ -135,7 +135,7 @@ def beside_prediction(measurements: "Measurements", config: Any) -> tuple["Timel
         config: options, from which the stages are built again, without ranks.
     """
     from toolkit.cli import build_model, load_samples
-    from toolkit.cli.build import training_options
+    from toolkit.cli.runs import training_options
     from toolkit.training.profiling import beside_prediction
 
     form = load_samples(config.data).form

@@ -62,7 +62,7 @@ def train_rules(
             no seeds.
     """
     from toolkit.cli import build_run, build_schedule, load_samples, settle_delays
-    from toolkit.cli.build import rule_config
+    from toolkit.cli.runs import rule_config
     from toolkit.results.comparison import seeds_of
     from toolkit.results.record import per_cent
 

@@ -11,12 +11,13 @@ from torch import nn
 
 from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
-from toolkit.cost.worker_forms import BUCKETS, NEAR
+from toolkit.cost.worker_forms import BUCKETS, NEGLIGIBLE
 from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES, Traced
+from toolkit.plan.candidate_sweep import SLOW, CandidateSweep
 from toolkit.plan.candidates import Candidate, data_options
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
@@ -24,7 +25,6 @@ from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
 from toolkit.plan.plan_table import LEGEND, plan_cells, terminal_cells
 from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
 from toolkit.plan.search_space import SearchResult
-from toolkit.plan.sweep import SLOW, CandidateSweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ class Plan:
         if best_prediction == baseline:
             return (
                 f"Stay with {baseline_name} ({baseline_cost}): nothing within the limits is more"
-                f" than {NEAR:.0%} faster.\n{try_command}"
+                f" than {NEGLIGIBLE:.0%} faster.\n{try_command}"
             )
 
         baseline_failure = ""
@@ -90,7 +90,7 @@ class Plan:
         if self.ddp_alike is not None:
             memory_share = best_prediction.memory / self.ddp_alike.memory
             memory_words = f"{memory_share:.2f} of its memory"
-            if abs(memory_share - 1) < NEAR:
+            if abs(memory_share - 1) < NEGLIGIBLE:
                 memory_words = "the same memory"
             if self.ddp_alike != baseline:
                 memory_words += " with the same accumulation and recomputation"
@@ -290,14 +290,14 @@ def plan(
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
     costs_of = partial(stage_costs, meta_model, form, options.precision)
     sweep = CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
-    all_candidates = sweep.possible(sorted(set(sizes), reverse=True), batch, n_buckets)
+    all_candidates = sweep.find_candidates(sorted(set(sizes), reverse=True), batch, n_buckets)
     _simulate_candidates(sweep, all_candidates)
     sweep.find_affordable_delays()
     searched = None
     if options.search_seconds > 0:
-        searched = sweep.search(options.search_seconds)
+        searched = sweep.search_rank_orders(options.search_seconds)
     baseline = _fastest_plain_cut(sweep, all_candidates[0])
-    best_prediction = sweep.confirmed(baseline)
+    best_prediction = sweep.confirm_choice(baseline)
     ddp_alike = None
     if best_prediction is not None:
         ddp_alike = _ddp_alike(sweep, best_prediction, all_candidates)

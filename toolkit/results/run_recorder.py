@@ -30,8 +30,9 @@ from toolkit.training.stop_signals import Signals
 class RunRecorder:
     """Train a run, and record it in its folder and in W&B, while the context lasts.
 
-    A resumed run continues its tables. ``result.json`` is written once, at the end of the context,
-    when W&B's run is closed: its notes say whether that failed.
+    Every rank of a run has a recorder, and only rank 0 writes, tracks and concludes. A resumed run
+    continues its tables. ``result.json`` is written once, at the end of the context, when W&B's run
+    is closed: its notes say whether that failed.
 
     Args:
         run: an untrained run.
@@ -179,6 +180,8 @@ class RunRecorder:
     def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> PlainRow:
         """Write the tables and figures of a run that has ended, and return its result.
 
+        Only rank 0 calls it.
+
         Args:
             outcome: how it has ended.
             measured: measurements of all ranks, if any.
@@ -190,12 +193,15 @@ class RunRecorder:
         epochs = [as_row(epoch) for epoch in outcome.epochs]
         delays = self.delays.rows()
         with note_write_errors(notes, folder):
+            # Again, as a whole: during the training each row was written for whoever watches, and
+            # what failed then may succeed now.
             write_csv(folder / "epochs.csv", epochs)
             if delays:
                 write_csv(folder / "delays.csv", delays)
         ranks: list[PlainRow] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
         if measured:
-            ranks = _write_measured(measured, run, notes, folder, self.tracker)
+            ranks, measured_notes = _write_measured(measured, run, folder, self.tracker)
+            notes += measured_notes
         if run.switching is not None:
             notes += _write_switching(run.switching, folder, self.tracker)
 
@@ -279,11 +285,12 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
 
 
 def _write_measured(
-    measured: Measurements, run: TrainingRun, notes: list[str], folder: Path, tracker: Tracker
-) -> list[PlainRow]:
-    """Write what was measured, and what is predicted; return a row per rank."""
+    measured: Measurements, run: TrainingRun, folder: Path, tracker: Tracker
+) -> tuple[list[PlainRow], list[str]]:
+    """Write what was measured, and what is predicted; return a row per rank, and notes."""
     from toolkit.figures import save, timelines
 
+    notes: list[str] = []
     rows: list[PlainRow] = [*measured.by_rank()]
     predicted: Timeline | None = None
     try:
@@ -307,4 +314,4 @@ def _write_measured(
         timeline.to_chrome_trace(folder / "trace.json")
         timeline.to_frame().to_csv(folder / "spans.csv", index=False)
         track_measured(tracker, figure, rows, timeline, predicted)
-    return rows
+    return rows, notes

@@ -25,6 +25,7 @@ def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
         # One waiter for each sender, buffer and stage waits for its messages in order.
         return ("receive", *i.peers, i.buffer, i.stage)
     if i.action == Action.SEND or not i.action.communicates:
+        # Sends have no queue here: the executor's Turns decide which message to a rank goes first.
         return None
     # All ranks must begin collectives in one order.
     return ("collective",)
@@ -47,10 +48,19 @@ class Dataflow:
         closed --open()--> open --needs have ended, first of its queue--> admitted
                                                             admitted --within the limits--> ready
 
-    ``ordered``: all messages to a rank are one queue. With a ``limit`` only what follows from
-    training steps up to it can begin, see :func:`last_step`, and messages of earlier steps do not
-    queue behind those of later ones. With an ``update_limit`` only updates of training steps up to
-    it can begin.
+    Two things hold back what has all that it needs. *Opening* bounds how early it begins: a receive
+    takes memory from its begin on, so positions open in the order of the program, a little before
+    the op that uses them. A *limit* bounds the training step: beyond it the caller may still end
+    the program, or its optimizer may not have the next learning rate yet.
+
+    Args:
+        instructions: the rank's program.
+        rank: the rank.
+        ordered: all messages to a rank are one queue.
+        limit: training step; only what follows from steps up to it can begin, see
+            :func:`last_step`, and messages of earlier steps do not queue behind those of later
+            ones.
+        update_limit: training step; only updates of steps up to it can begin.
 
     Attributes:
         needs: for each position, the positions that have to end before.
@@ -97,12 +107,18 @@ class Dataflow:
                 queues[name].append(position)
 
     def raise_limit(self, step: float) -> None:
-        """Allow what follows from training steps up to ``step`` to begin."""
+        """Allow what follows from training steps up to ``step`` to begin.
+
+        What the former limit held back is ready now. A lower ``step`` changes nothing.
+        """
         self._limit = max(self._limit, step)
         self._admit_until(self._limit, self._beyond_limit)
 
     def raise_update_limit(self, step: float) -> None:
-        """Allow the updates of training steps up to ``step`` to begin."""
+        """Allow the updates of training steps up to ``step`` to begin.
+
+        Those that the former limit held back are ready now, if ``limit`` lets them.
+        """
         self._update_limit = max(self._update_limit, step)
         self._admit_until(self._update_limit, self._updates_beyond_limit)
 
@@ -136,7 +152,11 @@ class Dataflow:
         return last_step(self.instructions[position])
 
     def open(self, end: int) -> None:
-        """Allow instructions in the background before position ``end`` to begin."""
+        """Allow instructions in the background before position ``end`` to begin.
+
+        Those that lack nothing and are first of their queue are ready now; the others will be when
+        that has come true.
+        """
         newly_open = range(self._n_opened, end)
         self._n_opened = max(self._n_opened, end)
         for position in newly_open:
@@ -145,6 +165,7 @@ class Dataflow:
     def open_sums(self, step: int) -> None:
         """:meth:`open` all that the updates up to ``step`` wait for, on any rank, and these.
 
+        The caller waits for the updates and computes nothing meanwhile, so no op would open them.
         That includes weights that this rank hands on to ranks whose ``step`` ends later.
         """
         end = self._n_opened
@@ -156,7 +177,10 @@ class Dataflow:
         self.open(end)
 
     def open_until(self, tick: int) -> None:
-        """:meth:`open` what starts at ``tick`` or before."""
+        """:meth:`open` what starts at ``tick`` or before.
+
+        Ticks ascend over the program, so this is a prefix of it.
+        """
         end = self._n_opened
         while end < len(self.instructions) and self.instructions[end].tick <= tick:
             end += 1

@@ -3,7 +3,8 @@
 ::
 
     main thread     computes ops in the order of the program; waits only for what the next op uses
-    second thread   begins messages and makes updates, each as soon as its inputs are there
+    second thread   begins messages, makes updates and frees weights, each as soon as its inputs
+                    are there
     waiters         one a peer, stage and kind; each waits for its messages to end, in order
 
 A receive begins early, so that its message need not wait for this rank. Of the messages to a rank
@@ -82,8 +83,8 @@ class Executor:
             # Without overlap the main thread makes updates before it returns to the caller.
             update_limit=update_limit if overlap else inf,
         )
-        # All threads share _dataflow, _unsent, _turns, _waiters and _failure: each reads and
-        # changes them with this condition held, and notifies the others of a change.
+        # All threads share _dataflow, _unsent, _turns, _waiters, _received and _failure: each
+        # reads and changes them with this condition held, and notifies the others of a change.
         self._changed = threading.Condition()
         self._unsent: set[int] = set()  # positions of sends that have begun and not ended
         self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
@@ -178,7 +179,7 @@ class Executor:
             return
         self._await_inputs(position)
         self._watch.at(i, i.step)
-        self._measured(i, self._compute)
+        self._measured(i, self._execute)
         # The op is only queued on the device. The mark lets other streams wait for its end.
         end = mark(self._device)
         if end is not None:
@@ -238,7 +239,8 @@ class Executor:
             self._watch.fail(error)
         raise error
 
-    def _compute(self, i: Instruction) -> int:
+    def _execute(self, i: Instruction) -> int:
+        """Carry out an op, an update or a release; return the bytes that it sends: none."""
         self._rank.execute(i)
         return 0
 
@@ -255,7 +257,7 @@ class Executor:
                 # Free weights at once, before the second thread has time for it: the next version
                 # may arrive. On a GPU that thread first waits until the device is done with them.
                 while (release := self._dataflow.next_release()) is not None:
-                    self._measured(self._instructions[release], self._compute)
+                    self._measured(self._instructions[release], self._execute)
                     self._dataflow.end(release)
             self._changed.notify_all()
 
@@ -291,8 +293,9 @@ class Executor:
     def _begin(self, position: int) -> None:
         i = self._instructions[position]
         key = (i.stage, i.step)
-        # Keep inputs alive until the device is done with them: after() ends before this returns.
-        kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
+        # Keep inputs alive until the device is done with them, when after_marks() ends.
+        with self._changed:
+            kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
         with after_marks(
             self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]
@@ -311,13 +314,15 @@ class Executor:
                 self._put(position, self._messages.collective(i, contribution))
                 return
             else:
-                self._measured(i, self._compute)
+                self._measured(i, self._execute)
         self._end(position)
 
     def _add_received(self, i: Instruction) -> None:
         """Add the parts that have come to the sum that ``i`` uses."""
+        with self._changed:
+            parts = self._received.pop((i.stage, i.step), [])
         # In the order of the program: messages arrive in any, and floating-point sums depend on it.
-        for position, gradient_sum in sorted(self._received.pop((i.stage, i.step), ())):
+        for position, gradient_sum in sorted(parts):
             self._rank.take(self._instructions[position], gradient_sum)
 
     def _send(self, position: int, payload: Payload) -> int:
@@ -388,7 +393,8 @@ class Executor:
         """Take over what has been received; part of a sum waits until the sum is used."""
         i = self._instructions[position]
         if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
-            self._received[i.stage, i.step].append((position, payload))
+            with self._changed:
+                self._received[i.stage, i.step].append((position, payload))
             return
         if isinstance(payload, tuple) and self._op_stream is not None:
             # The ops' stream reads memory that this stream allocated. The allocator must know, or

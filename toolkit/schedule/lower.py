@@ -107,10 +107,13 @@ class _Lowering:
         self._compute()
         self._predict()
         for stage in range(self.schedule.n_stages):
-            # Versions from before the program lie on their first holders.
+            # Versions that the program begins with lie on their first holders, as if these had
+            # just updated. The newest of them comes below: the first step reads it, too.
             update = Update(0, self.schedule.first_holders(stage))
-            for version in self.schedule.versions(stage, self.steps.start)[:-1]:
+            first_versions = self.schedule.versions(stage, self.steps.start)
+            for version in first_versions[:-1]:
                 self.handover.supply(stage, version, update, None)
+            # Version ``step`` is there from the update of the step before until the next one.
             for step in self.steps:
                 next_update = self._reduce_and_update(stage, step)
                 self.handover.supply(stage, step, update, next_update)
@@ -151,12 +154,13 @@ class _Lowering:
                 else:
                     reads[stage, version].append(read)
                 if buffer == COMPENSATED:
+                    # A second read: of the newest weights, which correct the gradient.
                     reads[stage, step].append(read)
 
                 # 2. The op.
                 action = action_of_kind[kind]
-                op = (start, action, stage, microbatch, step, version, buffer, ())
-                by_turn[rank][OPS].append(make_instruction(op))
+                op_fields = (start, action, stage, microbatch, step, version, buffer, ())
+                by_turn[rank][OPS].append(make_instruction(op_fields))
 
                 # 3. What it sends to the next stage, or to the one before.
                 if kind == Kind.FORWARD:
@@ -173,8 +177,8 @@ class _Lowering:
 
                 # 4. The end of its activations.
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    free = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
-                    by_turn[rank][FREES].append(make_instruction(free))
+                    free_fields = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
+                    by_turn[rank][FREES].append(make_instruction(free_fields))
                     self.shares[stage, step].append((rank, end))  # ends ascend
 
     def _extend_prediction(self, key: tuple[int, int, int], read: Read) -> None:
@@ -197,7 +201,8 @@ class _Lowering:
     def _reduce_and_update(self, stage: int, step: int) -> Update:
         """Sum the gradient of a stage and step over its ranks, and update."""
         shares = self.shares[stage, step]
-        ready_ticks = dict(shares)  # the tick at which each rank has summed its micro-batches
+        # The tick at which each rank has summed its micro-batches: its last end, since ends ascend.
+        ready_ticks = dict(shares)
         owner = self.owners[stage]
         ready = max(ready_ticks.values())
         updaters: tuple[int, ...] = (owner,)
@@ -215,11 +220,11 @@ class _Lowering:
                 self.lists.by_turn[rank][REDUCTIONS].append(reduction)
         else:
             partial_sum = (stage, None, step, None, GRADIENT)
-            summed = 0
+            summed_tick = 0  # when the sum so far is complete
             for (source, end), (target, _) in pairwise(self._chain(stage, shares)):
-                summed = max(summed, end)
+                summed_tick = max(summed_tick, end)
                 if source != target:
-                    self.lists.add_message(REDUCTIONS, source, target, summed, partial_sum)
+                    self.lists.add_message(REDUCTIONS, source, target, summed_tick, partial_sum)
         update = Instruction(ready, UPDATE, stage, step=step, version=step + 1)
         for rank in updaters:
             self.lists.by_turn[rank][UPDATES].append(update)
@@ -235,6 +240,7 @@ class _Lowering:
         if self.schedule.state != "circulating":
             # A rank adds to its share until its last micro-batch, and then hands it on once.
             shares = sorted(ready_ticks.items(), key=itemgetter(1, 0))
-        links = [(rank, end) for rank, end in shares if rank != owner]
-        links.append((owner, ready_ticks.get(owner, 0)))
-        return links
+        hops = [(rank, end) for rank, end in shares if rank != owner]
+        # The owner may have no micro-batch of the stage: then it only receives the sum.
+        hops.append((owner, ready_ticks.get(owner, 0)))
+        return hops

@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli.build_groups import (
-    build_hardware,
-    build_model,
-    build_schedule,
-    load_samples,
-    make,
-    plain,
-)
 from toolkit.cli.check_options import check_counts, check_own
+from toolkit.cli.instantiate import build_hardware, load_samples, make, plain
+from toolkit.cli.models import build_model
+from toolkit.cli.schedules import build_schedule
 from toolkit.errors import UserError
 from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
 from toolkit.schedule import Schedule

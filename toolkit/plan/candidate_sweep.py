@@ -1,28 +1,26 @@
-"""Predictions of all candidates of a plan, in several processes, and the choice among them."""
+"""Predictions of all candidates of a plan, made in several processes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.cost import Costs, recomputing
-from toolkit.cost.worker_forms import BUCKETS, NEAR, NEARLY_EQUAL, TIMED_STEPS, worth
+from toolkit.cost.worker_forms import BUCKETS, STALENESS_PRICE, TIMED_STEPS
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
 from toolkit.plan.candidates import MAX_OPS, Candidate
 from toolkit.plan.candidates import candidates as candidates_on
+from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Machines, Prediction, front
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
-from toolkit.schedule.plain_options import options_of
 
-_DELAYS_SEARCHED = 2  # schedules whose affordable delay is searched for
-_SEARCHED = 64  # their stages times micro-batches, at most: seconds
 SLOW = 2.0
 """Times the fastest that a schedule may take for other cuts of it to be tried."""
 
@@ -31,8 +29,32 @@ CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
 """Returns the costs of each candidate's stages, or why it has none."""
 
 
+class StagesKey(NamedTuple):
+    """What the costs of a candidate's stages depend on; recomputation is added to them later."""
+
+    n_stages: int
+    batch: int
+    partition: str
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> "StagesKey":
+        """Return the key of a candidate's stages."""
+        return cls(candidate.schedule.n_stages, candidate.batch, candidate.partition)
+
+    @property
+    def traced(self) -> tuple[int, str]:
+        """What stages share that are cut from one trace: enough groups for several processes."""
+        return self.batch, self.partition
+
+
 class CandidateSweep:
-    """Predictions so far, and processes that make more."""
+    """Predictions so far, and processes that make more.
+
+    Attributes:
+        costs: of the stages of candidates, without recomputation.
+        left_out: by number of stages, why the model cannot be cut into so many.
+        done: the latest prediction of each candidate.
+    """
 
     def __init__(
         self,
@@ -47,12 +69,23 @@ class CandidateSweep:
         self.costs_of = costs_of
         self.on_progress = on_progress
         self.pool = Parallel(jobs, return_as="generator")
-        self.costs: dict[tuple[int, int, str], Costs] = {}
-        self.left_out: dict[int, str] = {}  # by number of stages
+        self.costs: dict[StagesKey, Costs] = {}
+        self.left_out: dict[int, str] = {}
         self.done: dict[Candidate, Prediction] = {}
 
-    def possible(self, ranks: Sequence[int], batch: int, buckets: int) -> list[Candidate]:
-        """Return the candidates; workers have fewer stages if the model cannot have so many."""
+    def find_candidates(self, ranks: Sequence[int], batch: int, buckets: int) -> list[Candidate]:
+        """Return the candidates that the model can have, and keep the costs found on the way.
+
+        Args:
+            ranks: numbers of ranks.
+            batch: samples of a training step.
+            buckets: number of the buckets of DistributedDataParallel.
+
+        Raises:
+            UserError: the model cannot be analysed even as one stage.
+        """
+        # A model may have too few modules for as many stages as ranks. Its first candidate shows
+        # that. Workers then take half as many stages, until the model can be cut.
         max_stages = MAX_OPS
         while True:
             all_candidates: list[Candidate] = []
@@ -61,7 +94,7 @@ class CandidateSweep:
             first_cut = next(each for each in all_candidates if each.partition != BUCKETS)
             (costs,) = self.costs_of([first_cut])
             if not isinstance(costs, UserError):
-                self.costs[_key(first_cut)] = costs
+                self.costs[StagesKey.of(first_cut)] = costs
                 return all_candidates
             if first_cut.spec.stages == 1:
                 raise costs
@@ -76,7 +109,9 @@ class CandidateSweep:
             always: the candidate that is predicted in any case.
         """
         self._analyse_stages(candidates)
-        costed_candidates = [candidate for candidate in candidates if _key(candidate) in self.costs]
+        costed_candidates = [
+            candidate for candidate in candidates if StagesKey.of(candidate) in self.costs
+        ]
         groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))]
 
         # The pool takes tasks as workers become free, so each bound is compared with the
@@ -98,9 +133,11 @@ class CandidateSweep:
         """Find the costs of stages that have none yet; a task has those that share a trace."""
         uncosted = {}
         for candidate in candidates:
-            if _key(candidate) not in self.costs:
-                uncosted[_key(candidate)] = candidate
-        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=_traced), key=_traced)]
+            key = StagesKey.of(candidate)
+            if key not in self.costs:
+                uncosted[key] = candidate
+        traced = attrgetter("traced")
+        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=traced), key=traced)]
         tasks = []
         for keys in key_groups:
             tasks.append(([uncosted[key] for key in keys],))
@@ -108,18 +145,20 @@ class CandidateSweep:
         for keys, costs_of_group in zip(key_groups, group_costs, strict=True):
             for key, costs in zip(keys, costs_of_group, strict=True):
                 if isinstance(costs, UserError):
-                    self.left_out[key[0]] = first_line(costs)
+                    self.left_out[key.n_stages] = first_line(costs)
                 else:
                     self.costs[key] = costs
 
     def find_affordable_delays(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
         late_candidates = worth_a_fresher_delay([*self.done.values()])
-        tasks = [(candidate, self._costs(candidate), NEARLY_EQUAL) for candidate in late_candidates]
+        tasks = [
+            (candidate, self._costs(candidate), STALENESS_PRICE) for candidate in late_candidates
+        ]
         activity = "searching for affordable delays"
         self._add(self._each(activity, self.machines.find_affordable_delay, tasks, len(tasks)))
 
-    def search(self, seconds: float) -> SearchResult | None:
+    def search_rank_orders(self, seconds: float) -> SearchResult | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
         pipelines = [
             prediction
@@ -156,8 +195,14 @@ class CandidateSweep:
         self._add(machines.predict([searched_candidate], [costs]))
         return search_result
 
-    def confirmed(self, baseline: Prediction) -> Prediction | None:
-        """Simulate the best schedules with late weights for longer; return the choice of them."""
+    def confirm_choice(self, baseline: Prediction) -> Prediction | None:
+        """Simulate the best schedules with late weights for longer; return the choice of them.
+
+        Args:
+            baseline: data parallelism.
+        """
+        # A longer simulation may change which schedules are the best. So it is repeated for those
+        # that have become so, until all of the best have been simulated for longer.
         confirmed_candidates: set[Candidate] = set()
         while True:
             best_prediction = choose_prediction([*self.done.values()], baseline)
@@ -189,7 +234,7 @@ class CandidateSweep:
         )
 
     def _costs(self, candidate: Candidate) -> Costs:
-        return recomputing(self.costs[_key(candidate)], candidate.checkpoint)
+        return recomputing(self.costs[StagesKey.of(candidate)], candidate.checkpoint)
 
     def _add(self, predictions: Iterable[Prediction]) -> None:
         self.done |= {prediction.candidate: prediction for prediction in predictions}
@@ -204,64 +249,3 @@ class CandidateSweep:
         for index, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
             yield result
             self.on_progress(activity, (index + 1) / n_tasks)
-
-
-def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
-    """Return the best of some predictions; data parallelism if it is nearly as good.
-
-    A step of staleness counts as much as a share :data:`NEARLY_EQUAL` of the step time. Of those
-    that are nearly equal by that, the one with the least memory, without recomputation if possible.
-
-    Args:
-        predictions: predictions; those within the limits count.
-        baseline: data parallelism.
-    """
-    fitting = [prediction for prediction in predictions if prediction.fits]
-
-    def cost(prediction: Prediction) -> float:
-        return worth(prediction.seconds, prediction.staleness)
-
-    if not fitting:
-        return None
-    cost_limit = (1 + NEAR) * min(map(cost, fitting))
-    if baseline.fits and cost(baseline) <= cost_limit:
-        return baseline
-    near_predictions = [prediction for prediction in fitting if cost(prediction) <= cost_limit]
-    return min(
-        near_predictions,
-        key=lambda prediction: (
-            prediction.candidate.checkpoint != "none",
-            prediction.memory,
-            prediction.staleness,
-        ),
-    )
-
-
-def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
-    """Return the fastest candidates with late weights that nothing fresher comes near."""
-    late_predictions = []
-    for prediction in predictions:
-        schedule = prediction.schedule
-        is_small = schedule.n_stages * schedule.n_microbatches <= _SEARCHED
-        is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
-        if not prediction.fits or not is_small or not is_late:
-            continue
-        near_seconds = (1 + NEARLY_EQUAL) * prediction.seconds
-        has_fresher_rival = any(
-            rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds
-            for rival in predictions
-        )
-        if not has_fresher_rival:
-            late_predictions.append(prediction)
-    fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
-    return [prediction.candidate for prediction in fastest]
-
-
-def _traced(key: tuple[int, int, str]) -> tuple[int, str]:
-    """Return the key of candidates that share a trace: enough groups for several processes."""
-    return key[1], key[2]
-
-
-def _key(candidate: Candidate) -> tuple[int, int, str]:
-    """Return what the costs of a candidate's stages depend on."""
-    return candidate.schedule.n_stages, candidate.batch, candidate.partition

@@ -1,0 +1,119 @@
+"""Build a model from options of the group ``model``, and the form of its samples."""
+
+from collections.abc import Sequence
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import get_method
+from omegaconf import DictConfig
+
+from toolkit.cli.check_options import check_counts
+from toolkit.cli.instantiate import import_from_here, make
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from toolkit.model import InputSpec
+
+
+def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
+    """Build the model of a group's options: a named one, or the user's.
+
+    Args:
+        config: options of the group ``model``.
+        form: shape of the samples and of the answers.
+
+    Raises:
+        UserError: there is no such model, it takes other samples, or it cannot be built.
+    """
+    from torch import nn
+
+    target = config.get("target")
+    if target is None:
+        options = _named(config, form)
+        form_arguments = form.arguments
+    else:
+        options = {"_target_": target, **config.arguments}
+        form_arguments = {}
+    model = make(options, "model", "toolkit.model.build", **form_arguments)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{options['_target_']} gives a {type(model).__name__}: expected a torch.nn.Module, or"
+            " a function that returns one"
+        )
+    return model
+
+
+def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:
+    """Return the options of a catalogue model; raise UserError if it does not take ``form``."""
+    excluded_options = {"target", "arguments"}
+    parameters = _parameters(config)
+    if parameters is not None:
+        excluded_options |= {"name"} - parameters
+        missing_arguments = sorted(form.arguments.keys() - parameters)
+        if missing_arguments:
+            example = {"images": "resnet18"}.get(form.samples, "gpt")
+            raise UserError(
+                f"model={model_name(config)} takes no {form.samples}, since {config._target_} has"
+                f" no {', '.join(missing_arguments)}: choose other data (or shape), or another"
+                f" model, such as {example}; in a file of your own, write target instead of"
+                " _target_"
+            )
+    return {str(name): config[name] for name in config if name not in excluded_options}
+
+
+def model_name(config: DictConfig) -> str:
+    """Return the name of a model: the user's ``target``, or the name in the catalogue.
+
+    Args:
+        config: options of the group ``model``.
+    """
+    return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
+
+
+def _parameters(config: DictConfig) -> set[str] | None:
+    """Return the parameters of the function that builds a model; None if it takes any."""
+    import_from_here()
+    function = get_method(config._target_)
+    try:
+        parameters = signature(function).parameters
+    except ValueError:  # of some functions of C
+        return None
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return {*parameters}
+
+
+def analysed_form(config: DictConfig) -> "InputSpec":
+    """Return the form of the samples for which a model is analysed.
+
+    Args:
+        config: options of experiments/memory.py or simulate.py: ``model``, ``shape``, ``classes``.
+
+    Raises:
+        UserError: an impossible shape or number of classes.
+    """
+    from toolkit.model import Images, Sequences
+
+    is_user_model = config.model.get("target") is not None
+    is_language_model = not is_user_model and "length" in (_parameters(config.model) or ())
+    shape = config.shape
+    if shape is None and is_language_model:
+        shape = [1024]
+    elif shape is None:
+        shape = [3, 224, 224]
+    are_positive = isinstance(shape, Sequence) and all(
+        type(size) is int and size > 0 for size in shape
+    )
+    if not are_positive or len(shape) not in (1, 3):
+        raise UserError(
+            "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
+            f" sequence, such as [1024]: got {shape}"
+        )
+    if config.classes is not None:
+        check_counts(config, "classes")
+    if len(shape) == 1:
+        return Sequences(shape[0], config.classes or 50257)
+    channels, height, width = shape
+    return Images(channels, height, width, config.classes or 1000)

@@ -1,0 +1,63 @@
+"""The choice among predictions: the best of them, and those that deserve another search."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from toolkit.cost.worker_forms import NEGLIGIBLE, STALENESS_PRICE, priced_seconds
+from toolkit.plan.candidates import Candidate
+from toolkit.plan.predictions import Prediction
+from toolkit.schedule.plain_options import options_of
+
+_DELAYS_SEARCHED = 2  # schedules whose affordable delay is searched for
+_SEARCHED = 64  # their stages times micro-batches, at most: seconds
+
+
+def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
+    """Return the best of some predictions; data parallelism if it is nearly as good.
+
+    A step of staleness counts as much as a share :data:`STALENESS_PRICE` of the step time. Of those
+    that are nearly equal by that, the one with the least memory, without recomputation if possible.
+
+    Args:
+        predictions: predictions; those within the limits count.
+        baseline: data parallelism.
+    """
+    fitting = [prediction for prediction in predictions if prediction.fits]
+
+    def cost(prediction: Prediction) -> float:
+        return priced_seconds(prediction.seconds, prediction.staleness)
+
+    if not fitting:
+        return None
+    cost_limit = (1 + NEGLIGIBLE) * min(map(cost, fitting))
+    if baseline.fits and cost(baseline) <= cost_limit:
+        return baseline
+    near_predictions = [prediction for prediction in fitting if cost(prediction) <= cost_limit]
+    return min(
+        near_predictions,
+        key=lambda prediction: (
+            prediction.candidate.checkpoint != "none",
+            prediction.memory,
+            prediction.staleness,
+        ),
+    )
+
+
+def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
+    """Return the fastest candidates with late weights that nothing fresher comes near."""
+    late_predictions = []
+    for prediction in predictions:
+        schedule = prediction.schedule
+        is_small = schedule.n_stages * schedule.n_microbatches <= _SEARCHED
+        is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
+        if not prediction.fits or not is_small or not is_late:
+            continue
+        near_seconds = (1 + STALENESS_PRICE) * prediction.seconds
+        has_fresher_rival = any(
+            rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds
+            for rival in predictions
+        )
+        if not has_fresher_rival:
+            late_predictions.append(prediction)
+    fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
+    return [prediction.candidate for prediction in fastest]
