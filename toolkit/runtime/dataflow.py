@@ -39,6 +39,14 @@ def last_step(i: Instruction) -> int:
     return i.version - 1
 
 
+def next_op(instructions: Sequence[Instruction], position: int) -> Instruction:
+    """Return the op after ``position``, or the last instruction."""
+    for i in instructions[position + 1 :]:
+        if i.action.computes:
+            return i
+    return instructions[-1]
+
+
 class Dataflow:
     """The instructions of a rank, by their positions in its program.
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import torch
 
-from toolkit.runtime.dataflow import Dataflow, in_background, last_step, queue_of
+from toolkit.runtime.dataflow import Dataflow, in_background, last_step, next_op, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
@@ -147,7 +147,7 @@ class Executor:
                     if self._stepwise:
                         # The caller may work for long before the next op. What that op needs must
                         # travel meanwhile, so the background continues without this thread.
-                        self._open_until(self._next_op(position).tick)
+                        self._open_until(next_op(self._instructions, position).tick)
                     yield i
             self._finish()
         finally:
@@ -193,13 +193,6 @@ class Executor:
                 # Look ahead only as far as needed: a receive begun early takes memory.
                 self._dataflow.open_until(tick + self._lookahead)
                 self._changed.notify_all()
-
-    def _next_op(self, position: int) -> Instruction:
-        """Return the op after ``position``, or the last instruction."""
-        for later_position in range(position + 1, len(self._instructions)):
-            if self._instructions[later_position].action.computes:
-                return self._instructions[later_position]
-        return self._instructions[-1]
 
     def _finish(self) -> None:
         """Wait until everything has been done, received and sent."""
