@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from numbers import Integral
+from math import inf
+from numbers import Integral, Real
+from typing import TypeGuard
 
 
 class UserError(ValueError):
@@ -48,6 +50,17 @@ def whole(value: object, name: str, minimum: int | None = None) -> int:
             return number
     bound = "" if minimum is None else f", {minimum} or more"
     raise UserError(f"{name} is a whole number{bound}: got {value!r}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise UserError unless ``value``, called ``name``, is a finite number of seconds above 0."""
+    if not (is_number(value) and 0 < value < inf):
+        raise UserError(f"{name} is a number of seconds above 0: got {value!r}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number of any library, infinite or finite; not nan."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:

@@ -27,7 +27,16 @@ def test_a_rank_gets_micro_batches_by_its_speed(m, speeds, expected):
     assert found == pytest.approx(9 * max(n / v for n, v in zip(expected, speeds, strict=True)))
 
 
-@pytest.mark.parametrize(("m", "speeds", "named"), [(3, (1, 0.1), "rank 1"), (2, (1, 0), "speeds")])
+@pytest.mark.parametrize(
+    ("m", "speeds", "named"),
+    [
+        (3, (1, 0.1), "rank 1"),
+        (2, (1, 0), "speeds"),
+        (2, (1, float("nan")), "speeds"),
+        (2, ("1", 1), "speeds"),
+        (10**7, (1, 1), "40000000 ops"),
+    ],
+)
 def test_refuses(m, speeds, named):
     with pytest.raises(UserError, match=named):
         assign_by_speed(2, m, speeds)

@@ -1,5 +1,6 @@
 """Searched orders: known schedules again, better ones for unequal stages, and the limits kept."""
 
+import time
 from dataclasses import replace
 from itertools import pairwise, permutations, product
 from random import Random
@@ -15,6 +16,7 @@ from toolkit.plan.order_bound import step_bound
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchSpace, order_problem
 from toolkit.plan.stage_groups import StageGroups
+from toolkit.plan.steady_search import search_steady
 from toolkit.schedule import Schedule, catalog
 
 V_OF_3 = (0, 1, 2, 2, 1, 0)
@@ -334,6 +336,55 @@ def test_mistakes():
         SearchSpace(costs, 2, ranks=3)
     with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 1"):
         SearchSpace(costs, 2, memory=[1.0])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("space", "options", "match"),
+    [
+        ({"memory": NAN}, {}, "memory is .* got nan"),
+        ({"memory": [1.0, NAN]}, {}, "memory is .* got nan"),
+        ({"memory": "80GB"}, {}, "memory .* got '80GB'"),
+        ({"memory": [1.0, -1]}, {}, "memory is .* got -1"),
+        ({"optimizer_bytes": [1]}, {}, "optimizer_bytes has .* 2 stages: got 1"),
+        ({"optimizer_bytes": [1, NAN]}, {}, "optimizer_bytes is .* got nan"),
+        ({"optimizer_bytes": 4}, {}, "optimizer_bytes .* 2 stages: got 4"),
+        ({"placement": ["a", "b"]}, {}, "placement: .* 'a'"),
+        ({"placement": [0, NAN]}, {}, "placement: .* nan"),
+        ({"hardware": "a100_nvlink"}, {}, "hardware is a Hardware"),
+        ({"costs": stages(0.0, 0.0)}, {}, "0 seconds"),
+        ({}, {"seconds": NAN}, "seconds is .* got nan"),
+        ({}, {"seconds": 0}, "seconds is .* got 0"),
+        ({}, {"seconds": float("inf")}, "seconds is .* got inf"),
+        ({}, {"seconds": "2"}, "seconds is .* got '2'"),
+        ({}, {"step_seconds": NAN}, "step_seconds is .* got nan"),
+        ({"n_microbatches": 3000}, {"seconds": 2}, "18000 ops .* 37 or more"),
+    ],
+)
+@pytest.mark.parametrize("find", [search, search_steady], ids=["search", "search_steady"])
+def test_invalid_limits_and_seconds_are_refused_at_once(find, space, options, match):
+    if find is search_steady and "step_seconds" in options:
+        pytest.skip("search has it")
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=match):
+        find(SearchSpace(**{"costs": stages(1.0, 1.0), "n_microbatches": 2} | space), **options)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "n_microbatches", "options"),
+    [(4, 40, {}), (4, 40, {"memory": 2}), (32, 4, {"ranks": 8}), (1, 160, {})],
+    ids=str,
+)
+def test_a_search_ends_in_twice_its_seconds_at_the_largest_sizes(n_stages, n_microbatches, options):
+    costs = stages(*(1.0 + stage % 3 for stage in range(n_stages)))
+    begin = time.monotonic()
+    search(SearchSpace(costs, n_microbatches, **options), seconds=1)
+    assert time.monotonic() - begin < 2
+    with pytest.raises(UserError, match="1 seconds are too few"):
+        search(SearchSpace(costs, 2 * n_microbatches, **options), seconds=1)
 
 
 def test_the_fewest_limits_that_cannot_be_met_together():

@@ -62,7 +62,7 @@ def test_mistakes():
     ):
         search_steady(space(stages(1.0, 1.0), 2, memory=0.5))
     with pytest.raises(UserError, match="no pipeline with delay 1 was found in a memory of"):
-        search_steady(space(stages(*[1.0] * 12), 12, memory=1), seconds=0.5)
+        search_steady(space(stages(*[1.0] * 12), 12, memory=1), seconds=1)
     with pytest.raises(UserError, match="each of 3 ranks runs a stage: got 2"):
         space(stages(1.0, 1.0), 2, ranks=3)
     with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 3"):

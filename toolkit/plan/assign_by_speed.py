@@ -1,9 +1,13 @@
 """Data parallelism in which faster ranks run more micro-batches."""
 
+import heapq
 from collections.abc import Sequence
+from math import inf
 
-from toolkit.errors import UserError, whole
+from toolkit.errors import UserError, is_number, whole
 from toolkit.schedule import Schedule
+
+_MAX_OPS = 1_000_000  # of a training step, as on the command line
 
 
 def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float]) -> Schedule:
@@ -19,20 +23,29 @@ def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float])
         speeds: ``[rank]``, such as the measured ones of :meth:`toolkit.runtime.Runtime.costs`.
 
     Raises:
-        UserError: a speed is not above 0, or a rank would get no micro-batch.
+        UserError: a speed is not above 0, a rank would get no micro-batch, or there are more than
+            a million ops.
     """
     stages = range(whole(n_stages, "n_stages", 1))
     n_microbatches = whole(n_microbatches, "n_microbatches", 1)
-    if not speeds or not min(speeds) > 0:
+    if not speeds or not all(is_number(speed) and 0 < speed < inf for speed in speeds):
         raise UserError(f"speeds: got {[*speeds]}; expected numbers above 0, one per rank")
+    n_ops = 2 * len(stages) * n_microbatches
+    if n_ops > _MAX_OPS:
+        raise UserError(
+            f"{n_stages} stages and {n_microbatches} micro-batches are {n_ops} ops a training step:"
+            f" use {_MAX_OPS} at most"
+        )
 
     microbatches_of_rank: list[list[int]] = [[] for _ in speeds]
+    # When each rank would end one more micro-batch; of equal ends, that of the first rank.
+    ends = [(1 / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(ends)
     for microbatch in range(n_microbatches):
-        ends = [
-            (len(microbatches) + 1) / speed
-            for microbatches, speed in zip(microbatches_of_rank, speeds, strict=True)
-        ]
-        microbatches_of_rank[ends.index(min(ends))].append(microbatch)
+        _, rank = ends[0]
+        microbatches_of_rank[rank].append(microbatch)
+        next_end = (len(microbatches_of_rank[rank]) + 1) / speeds[rank]
+        heapq.heapreplace(ends, (next_end, rank))
     if [] in microbatches_of_rank:
         raise UserError(
             f"rank {microbatches_of_rank.index([])} would get none of {n_microbatches}"

@@ -5,6 +5,7 @@ rounded down to ticks, so that the bound holds; there is no rounding if all are 
 """
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,9 @@ from toolkit.plan.order_bound import step_bound
 from toolkit.plan.order_problem import OrderProblem, RankOrder
 from toolkit.plan.search_space import OnSearch
 
+_MAX_WORKERS = 8  # threads of the solver
 _SMALL = 1000  # ops of a training step
+_LEAST_SECONDS = 0.1  # of the solver, though none are left
 _LEVELS = 10**6  # of a rank's room, where bytes are rounded
 
 
@@ -52,13 +55,14 @@ def solve(
     Raises:
         UserError: OR-tools is not installed.
     """
+    end = time.monotonic() + seconds
     model = _Model(problem)
     model.cp.minimize(model.period)
     first_seconds = problem.period(orders)
     for chain_starts, variables in zip(problem.starts(orders), model.starts, strict=True):
         for start, variable in zip(chain_starts, variables, strict=True):
             model.cp.add_hint(variable, floor(start / problem.tick))
-    solver = _solver(seconds)
+    solver = _solver(end)
     if report:
         solver.best_bound_callback = lambda bound: report(
             "proving", first_seconds, bound * problem.tick
@@ -104,9 +108,10 @@ def _is_impossible(
     relaxed_problem = replace(problem, room=tuple(room))
     if step_bound(relaxed_problem) > step_seconds * (1 + 1e-9):
         return True
+    end = time.monotonic() + seconds
     model = _Model(relaxed_problem)
     model.cp.add(model.period <= floor(step_seconds / relaxed_problem.tick + 1e-6))
-    solver = _solver(max(0.1, seconds))
+    solver = _solver(end)
     return bool(solver.status_name(solver.solve(model.cp)) == "INFEASIBLE")
 
 
@@ -121,10 +126,12 @@ def cp_model() -> Any:
     return cp_model
 
 
-def _solver(seconds: float) -> Any:
+def _solver(end: float) -> Any:
+    """Return a solver that stops at ``end``, by :func:`time.monotonic`."""
     solver = cp_model().CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = 8
+    solver.parameters.max_time_in_seconds = max(_LEAST_SECONDS, end - time.monotonic())
+    # Of more threads than cores some would exceed the limit by seconds, since they look rarely.
+    solver.parameters.num_workers = min(_MAX_WORKERS, os.cpu_count() or 1)
     return solver
 
 

@@ -6,7 +6,7 @@ moves many ops at once. Then single ops change their places in the orders.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import exp, inf
 from typing import TypeVar
@@ -80,8 +80,12 @@ class OrderAnnealing:
             UserError: on each placement a rank has no room for one micro-batch.
         """
         begin = time.monotonic()
-        seconds_left = end - time.monotonic()
-        block, candidates = self._first_block(placements, catalogue)
+        seconds_left = end - begin
+        problems = self._problems(placements)
+        candidates = []
+        if catalogue:
+            candidates = _catalogue_orders(problems, begin + 0.25 * seconds_left)
+        block = self._first_block(problems, begin + 0.3 * seconds_left)
         bound = 0.0
         if not self._space.placement_is_free:
             bound = step_bound(self._groups_of(block[0]).problem)
@@ -115,24 +119,32 @@ class OrderAnnealing:
             bound = max(bound, proven_bound)
         return problem, orders, bound
 
-    def _first_block(
-        self, placements: Sequence[Places], catalogue: bool
-    ) -> tuple[_Block, list[tuple[OrderProblem, list[RankOrder]]]]:
-        """Return the fastest block of simple keys, and the catalogue's orders."""
-        blocks: list[_Block] = []
-        catalogue_orders = []
+    def _problems(self, placements: Sequence[Places]) -> dict[Places, OrderProblem]:
+        """Return the problem of each placement on which ranks have room for a micro-batch."""
+        problems = {}
         for placement in placements:
             try:
-                problem = self._groups_of(placement).problem
+                problems[placement] = self._groups_of(placement).problem
             except UserError as error:  # a rank has no room
                 room_error = error
-                continue
-            blocks += [(placement, keys) for keys in simple_keys(problem)]
-            if catalogue:
-                catalogue_orders += [(problem, orders) for orders in _catalogue_orders(problem)]
-        if not blocks:
+        if not problems:
             raise room_error
-        return min(blocks, key=self._block_seconds), catalogue_orders
+        return problems
+
+    def _first_block(self, problems: Mapping[Places, OrderProblem], end: float) -> _Block:
+        """Return the fastest block of simple keys, of those that can be timed until ``end``."""
+        best_block: _Block | None = None
+        least_seconds = inf
+        for placement, problem in problems.items():
+            for keys in simple_keys(problem):
+                if best_block is not None and time.monotonic() > end:
+                    return best_block
+                block_seconds = self._block_seconds((placement, keys))
+                if best_block is None or block_seconds < least_seconds:
+                    best_block = (placement, keys)
+                    least_seconds = block_seconds
+        assert best_block is not None
+        return best_block
 
     def _block_seconds(self, block: _Block) -> float:
         """Return the seconds of a training step; infinite if a rank has no room."""
@@ -152,7 +164,7 @@ class OrderAnnealing:
         self, problem: OrderProblem, orders: list[RankOrder], end: float
     ) -> tuple[list[RankOrder], float]:
         """Return ``orders`` or better ones, and a bound, by OR-tools."""
-        seconds = max(1.0, end - time.monotonic())
+        seconds = end - time.monotonic()
         exact_orders, bound = exact_solver.solve(problem, orders, seconds, self._report)
         is_better = _fits(problem, exact_orders) or not _fits(problem, orders)
         if is_better:
@@ -276,22 +288,34 @@ def _fits(problem: OrderProblem, orders: list[RankOrder]) -> bool:
     return all(peak <= room * (1 + TIE) for peak, room in zip(peaks, problem.room, strict=True))
 
 
-def _catalogue_orders(problem: OrderProblem) -> Iterator[list[RankOrder]]:
-    """Yield the catalogue's orders that have this placement and fit into the room."""
+def _catalogue_orders(
+    problems: Mapping[Places, OrderProblem], end: float
+) -> list[tuple[OrderProblem, list[RankOrder]]]:
+    """Return the catalogue's orders that fit into the room of one of the ``problems``.
+
+    No further method is looked at after ``end``.
+    """
+    candidates = []
+    any_problem = next(iter(problems.values()))
     for method in catalog.METHODS.values():
+        if time.monotonic() > end:
+            break
         if method.kind != "pipeline":
             continue
         options = {}
         if "n_ranks" in method.options:
-            options = {"n_ranks": problem.n_ranks}
+            options = {"n_ranks": any_problem.n_ranks}
         try:
-            schedule = method(problem.n_stages, problem.n_microbatches, **options)
+            schedule = method(any_problem.n_stages, any_problem.n_microbatches, **options)
         except UserError:  # these sizes do not suit it
             continue
         placements = {*zip(*schedule.layout.cycles, strict=True)}  # of each micro-batch
         kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
-        if schedule.max_staleness or placements != {problem.placement} or kinds != {*problem.kinds}:
+        if schedule.max_staleness or len(placements) != 1 or kinds != {*any_problem.kinds}:
             continue
-        orders = problem.orders_of(schedule)
-        if all(map(problem.fits, range(problem.n_ranks), orders)):
-            yield orders
+        problem = problems.get(placements.pop())
+        if problem is not None:
+            orders = problem.orders_of(schedule)
+            if all(map(problem.fits, range(problem.n_ranks), orders)):
+                candidates.append((problem, orders))
+    return candidates

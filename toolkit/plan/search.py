@@ -10,7 +10,7 @@ import random
 import time
 
 from toolkit.cost import Timeline
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_seconds
 from toolkit.plan import exact as exact_solver
 from toolkit.plan.order_annealing import TIE, OrderAnnealing
 from toolkit.plan.search_space import OnSearch, SearchResult, SearchSpace
@@ -33,22 +33,28 @@ def search(
 
     Args:
         space: stages, ranks and limits.
-        step_seconds: longest training step that will do.
+        step_seconds: longest training step that will do. To prove that none is so short may take
+            half as long again as the search.
         exact: whether to ask OR-tools; None: for few ops, if it is installed.
         catalogue: whether to begin with the catalogue's orders, besides its own.
-        seconds: that the search takes, or less if it meets the bound.
+        seconds: that the search takes, or less if it meets the bound. Orders that the simulator
+            finds to take too much memory are searched again, for half as long together.
         seed: of the random changes.
         progress: called about once a second.
 
     Raises:
-        UserError: a rank has no room for one micro-batch, ``exact`` without OR-tools, or no step is
-            as short as ``step_seconds``. If that is proven, the message names the fewest limits
-            that cannot be met together.
+        UserError: a rank has no room for one micro-batch, ``exact`` without OR-tools, ``seconds``
+            are too few for so many ops, or no step is as short as ``step_seconds``. If that is
+            proven, the message names the fewest limits that cannot be met together.
     """
+    if step_seconds is not None:
+        check_seconds("step_seconds", step_seconds)
+    # The result is simulated after the search, within the seconds.
+    search_seconds = seconds - space.least_seconds(seconds) / 2
+    end = time.monotonic() + search_seconds
     placements = space.first_placements()
     room = [*space.limits]
     n_tried = 0
-    end = time.monotonic() + seconds
     for attempt in range(_ATTEMPTS):
         annealing = OrderAnnealing(space, room, random.Random(seed), progress)
         problem, orders, orders_bound = annealing.best(placements, end, exact, catalogue)
@@ -65,7 +71,7 @@ def search(
         for rank, excess in enumerate(excess_bytes):
             room[rank] -= excess * 2**attempt
         placements = [problem.placement]
-        end = time.monotonic() + seconds / 4
+        end = time.monotonic() + search_seconds / (2 * _ATTEMPTS)
     else:
         memory = [*space.limits]
         raise UserError(
@@ -110,7 +116,7 @@ def _too_slow(
     fastest = f"the fastest orders that were found take {result.seconds:.4g} s"
     ranks = None
     if not space.placement_is_free:
-        ranks = _ranks_in_conflict(space, result.placement, step_seconds, seconds)
+        ranks = _ranks_in_conflict(space, result.placement, step_seconds, seconds / 2)
     if ranks is None:
         return (
             f"no orders of {step_seconds:.4g} s a step: {fastest}, and none less than {bound:.4g} s"

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 
 from toolkit.cost import UNIT, Costs, Hardware, StageCost, Timeline
+from toolkit.cost.hardware import check_hardware
 from toolkit.cost.steady_steps import simulate_steady_steps
-from toolkit.errors import UserError, whole
+from toolkit.errors import UserError, check_seconds, is_number, whole
 from toolkit.plan.order_problem import OrderProblem
 from toolkit.plan.stage_placement import Places, load_bound, usual_placements
 from toolkit.schedule import Kind, Schedule
@@ -16,6 +17,8 @@ OnSearch = Callable[[str, float, float], object]
 
 _WHOLE_BACKWARDS = (Kind.FORWARD, Kind.BACKWARD)
 _SPLIT_BACKWARDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_OPS_PER_SECOND = 500  # of a training step: so many are ordered, simulated and verified in time
+_MANY_RANKS = 500  # on which an op takes twice as long, since list scheduling compares all ranks
 _ROUNDING = 1e-3  # relative difference to a bound in ticks that counts as none
 
 
@@ -80,20 +83,26 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         n_microbatches = whole(self.n_microbatches, "the number of micro-batches", 1)
+        check_hardware(self.hardware)
         n_ranks = self._check_ranks()
-        limits = self.memory
+        limits: object = self.memory
         if limits is None:
             limits = [self.hardware.memory_of(rank) for rank in range(n_ranks)]
-        elif isinstance(limits, int | float):
+        elif is_number(limits):
             limits = [limits] * n_ranks
-        if len(limits) != n_ranks:
-            raise UserError(f"memory has an entry for each of {n_ranks} ranks: got {len(limits)}")
+        limits = _checked_bytes("memory", limits, n_ranks, "ranks")
+        has_no_state = isinstance(self.optimizer_bytes, Sequence) and not self.optimizer_bytes
+        if not has_no_state:
+            _checked_bytes("optimizer_bytes", self.optimizer_bytes, len(self.costs), "stages")
+        stage_seconds = tuple(sum(cost.seconds(self.hardware)) for cost in self.costs)
+        if not any(stage_seconds):
+            raise UserError("all stages take 0 seconds: give costs with flops or seconds")
 
         derived = {
             "n_microbatches": n_microbatches,
-            "stage_seconds": tuple(sum(cost.seconds(self.hardware)) for cost in self.costs),
+            "stage_seconds": stage_seconds,
             "speeds": tuple(map(self.hardware.speed, range(n_ranks))),
-            "limits": tuple(limits),
+            "limits": limits,
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -104,6 +113,8 @@ class SearchSpace:
         ranks = n_stages if self.ranks is None else self.ranks
         n_ranks = whole(ranks, "the number of ranks", 1)
         if self.placement is not None:
+            for rank in self.placement:
+                whole(rank, "placement: a rank", 0)
             n_ranks = max(self.placement, default=0) + 1
             if len(self.placement) != n_stages or {*self.placement} != {*range(n_ranks)}:
                 raise UserError(
@@ -113,6 +124,23 @@ class SearchSpace:
         if n_ranks > n_stages:
             raise UserError(f"each of {n_ranks} ranks runs a stage: got {n_stages} stages")
         return n_ranks
+
+    def least_seconds(self, seconds: float) -> float:
+        """Return seconds that listing and simulating orders may take, in a search of ``seconds``.
+
+        Raises:
+            UserError: the seconds are too few for so many ops, or not a number above 0.
+        """
+        check_seconds("seconds", seconds)
+        n_kinds = len(_SPLIT_BACKWARDS if self.split_backward else _WHOLE_BACKWARDS)
+        n_ops = n_kinds * len(self.costs) * self.n_microbatches
+        least_seconds = n_ops / _OPS_PER_SECOND * (1 + self.n_ranks / _MANY_RANKS)
+        if seconds < least_seconds:
+            raise UserError(
+                f"{seconds:g} seconds are too few to search orders of {n_ops} ops in a training"
+                f" step: give {ceil(least_seconds)} or more, or fewer micro-batches or stages"
+            )
+        return least_seconds
 
     @property
     def n_ranks(self) -> int:
@@ -177,6 +205,20 @@ class SearchSpace:
             placement=placement,
             n_tried=n_tried,
         )
+
+
+def _checked_bytes(name: str, entries: object, n_expected: int, unit: str) -> tuple[float, ...]:
+    """Return ``entries``; raise UserError unless they are so many numbers of bytes."""
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise UserError(
+            f"{name} is a number of bytes for each of {n_expected} {unit}: got {entries!r}"
+        )
+    if len(entries) != n_expected:
+        raise UserError(f"{name} has an entry for each of {n_expected} {unit}: got {len(entries)}")
+    for n_bytes in entries:
+        if not (is_number(n_bytes) and n_bytes >= 0):
+            raise UserError(f"{name} is a number of bytes, 0 or more: got {n_bytes!r}")
+    return tuple(entries)
 
 
 def order_problem(

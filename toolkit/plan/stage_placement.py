@@ -4,6 +4,8 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 
+_MAX_LOOKS = 400_000  # at stages, of all random moves together
+
 Places = tuple[int, ...]
 """``[stage]``, its rank."""
 
@@ -77,8 +79,10 @@ def _balanced(
         return tuple(rank_row[bisect_right(cuts, stage)] for stage in range(n_stages))
 
     best_cuts = [segment * n_stages // len(rank_row) for segment in range(1, len(rank_row))]
+    if not best_cuts:
+        return places(best_cuts)
     best_loads = loads(places(best_cuts), stage_seconds, speeds)
-    for _ in range(100 * len(rank_row)):
+    for _ in range(min(100 * len(rank_row), _MAX_LOOKS // n_stages)):
         new_cuts = [*best_cuts]
         for _ in range(draw.choice((1, 1, 2, 3))):
             new_cuts[draw.randrange(len(new_cuts))] += draw.choice((-1, 1))
@@ -109,7 +113,7 @@ def levelled(
     best_placement = placement
     least_loads = loads(placement, stage_seconds, speeds)
     n_stages = len(placement)
-    for _ in range(200 * n_stages):
+    for _ in range(min(200 * n_stages, _MAX_LOOKS // n_stages)):
         stage = draw.randrange(n_stages)
         other_stage = draw.randrange(n_stages)
         source = draw.choice((stage, other_stage))  # both stages on one rank, or exchanged

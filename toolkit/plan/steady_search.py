@@ -42,8 +42,11 @@ def search_steady(
         progress: called before each interval and placement.
 
     Raises:
-        UserError: a rank has no room for one micro-batch, or no block fits into the memory.
+        UserError: a rank has no room for one micro-batch, no block fits into the memory, or
+            ``seconds`` are too few for so many ops.
     """
+    space.least_seconds(seconds)
+    end = time.monotonic() + seconds
     draw = random.Random(seed)
     problems = _problems(space, draw)
     bound = space.n_microbatches * problems[0].busiest_seconds
@@ -53,7 +56,6 @@ def search_steady(
         product(_LONGER, problems), key=lambda pair: pair[0] * pair[1].busiest_seconds
     )
     n_tried = 0
-    end = time.monotonic() + seconds
     for index, (stretch, problem) in enumerate(attempts):
         if progress:
             progress("packing", stretch * space.n_microbatches * problem.busiest_seconds, bound)
