@@ -105,6 +105,8 @@ SCHEDULES = {
     "ddp": "dp",
     "fsdp": "dp",
     "delayed_allreduce": "cdp_v1",
+    "diloco": "dp",
+    "local_sgd": "dp",
     "torch_pipelining": "gpipe",
     "deepspeed": "zero_dp",
     "horovod": "dp",

@@ -108,7 +108,8 @@ def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
-        weights that are still read; ``stages``, the state of each one's updater.
+        weights that are still read; ``stages``, the state of each one's updater; and ``ranks``,
+        what single ranks have, by rank, where any does.
     """
     state = reduce(merged, local_states)
     steps_done = state["steps_done"]
@@ -117,7 +118,10 @@ def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     model = dict(state["fixed"])
     for stage_versions in versions:
         model |= stage_versions[steps_done]
-    return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
+    joined = {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
+    if "ranks" in state:
+        joined["ranks"] = state["ranks"]
+    return joined
 
 
 def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -7,8 +7,10 @@ _MODULES = {
     "DDP": "ddp",
     "DeepSpeed": "deepspeed",
     "DelayedAllReduce": "delayed_allreduce",
+    "DiLoCo": "local_steps",
     "FSDP": "fsdp",
     "Horovod": "horovod",
+    "LocalSGD": "local_steps",
     "TorchPipelining": "torch_pipelining",
 }
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.runtime.base import Steps
 from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.losses import LossValue
@@ -81,7 +81,7 @@ class Baseline(OnRanks):
         if is_rank_zero or self._all_save:
             saved_stages = self.updated_stages
         versions = {stage: self._versions_read(stage) for stage in saved_stages}
-        return local_state_of(
+        state = local_state_of(
             self.steps_done,
             self.stages,
             self._updaters,
@@ -89,6 +89,17 @@ class Baseline(OnRanks):
             saved_stages,
             is_rank_zero=is_rank_zero,
         )
+        rank_state = self._rank_state()
+        if rank_state is not None:
+            state["ranks"] = {self.rank: rank_state}
+        return state
+
+    def _rank_state(self) -> dict[str, Any] | None:
+        """Return what only this rank has and its next steps depend on. Every rank calls it."""
+        return None
+
+    def _load_rank_state(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the :meth:`_rank_state` of this rank; None: another runtime saved none."""
 
     def _versions_read(self, stage: int) -> dict[int, Weights]:
         """Return the weight versions of ``stage`` that later steps read."""
@@ -99,6 +110,15 @@ class Baseline(OnRanks):
         load_model(state, self.stages, self._updaters, self.updated_stages)
         for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
             updater.load(stage_state)
+        try:
+            self._load_rank_state(state.get("ranks", {}).get(self.rank))
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"the state of rank {self.rank} is not of this run: {first_line(error)}; give the"
+                " runtime and options with which it was taken"
+            ) from error
 
     def _reads(self, step: int) -> Sequence[int]:
         return [self.rank]

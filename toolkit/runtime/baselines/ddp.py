@@ -3,26 +3,28 @@
 import copy
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
+from toolkit.runtime.baselines.ddp_hooks import CompressionOptions, Compressor
 from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values, channels_last
+from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
@@ -31,12 +33,6 @@ _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = next(
     name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _DDP_ARGUMENTS
 )
-
-_HOOKS = {
-    "none": None,
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-}
 
 
 class WholeModel(nn.Module):
@@ -179,7 +175,10 @@ class DDP(Synchronous):
         stages, optimizer, loss, lr_scheduler, seed, world: as in ``Distributed``.
         schedule: ``catalog.data_parallel(n)``.
         options: only precision and memory format may be set.
-        compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
+        compression: of the gradients' messages: ``none``, ``fp16``, ``bf16``, ``int8`` or
+            ``powersgd``; see :mod:`toolkit.runtime.baselines.ddp_hooks` for equations and sources.
+        low_rank, warm_start: of ``powersgd``; see ``CompressionOptions``.
+        compression_start, error_feedback: of ``powersgd`` and ``int8``.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
 
@@ -191,28 +190,63 @@ class DDP(Synchronous):
     states = ("replicated",)
 
     compression: str = "none"
+    low_rank: int = 2
+    compression_start: int = 2
+    warm_start: bool = True
+    error_feedback: bool = True
     bucket_mb: float = 25.0
     bucket_view: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("compression", self.compression, _HOOKS)
+        self._compression = CompressionOptions(
+            self.compression,
+            self.low_rank,
+            self.compression_start,
+            warm_start=self.warm_start,
+            error_feedback=self.error_feedback,
+        )
         if not self.bucket_mb > 0:
             raise UserError(f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25")
+        if self.compression == "powersgd" and self.options.channels_last:
+            raise UserError(
+                "compression=powersgd takes no channels_last=True: leave it out, or use int8"
+            )
         super().__post_init__()
 
     def _wrap(self, model: WholeModel) -> nn.Module:
-        if self.options.channels_last:
-            model.to(memory_format=torch.channels_last)
-        group = self.world.group
-        wrapped = DistributedDataParallel(
+        wrapped = ddp_wrapped(
             model,
-            process_group=group,
-            bucket_cap_mb=self.bucket_mb,
-            gradient_as_bucket_view=self.bucket_view,
-            # Or buffers would change in place between forward and backward.
-            **cast(Any, {_SYNC_BUFFERS: False}),
+            self.world.group,
+            self.options,
+            bucket_mb=self.bucket_mb,
+            bucket_view=self.bucket_view,
         )
-        hook = _HOOKS[self.compression]
-        if hook is not None:
-            wrapped.register_comm_hook(group, hook)
+        self._compressor = Compressor(wrapped, self._compression)
         return wrapped
+
+    def _rank_state(self) -> dict[str, Any] | None:
+        return self._compressor.state()
+
+    def _load_rank_state(self, state: Mapping[str, Any] | None) -> None:
+        self._compressor.load(state)
+
+
+def ddp_wrapped(
+    model: WholeModel,
+    group: dist.ProcessGroup | None,
+    options: StepOptions,
+    *,
+    bucket_mb: float,
+    bucket_view: bool,
+) -> DistributedDataParallel:
+    """Return ``model`` as torch's DistributedDataParallel over the ranks of ``group``."""
+    if options.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=bucket_view,
+        # Or buffers would change in place between forward and backward.
+        **cast(Any, {_SYNC_BUFFERS: False}),
+    )
