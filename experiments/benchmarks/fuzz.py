@@ -3,7 +3,7 @@
 Hypothesis draws them and, where one fails, finds its shortest reproduction. A forked process runs
 each of them. Its time and memory are bounded:
 
-refused  one sentence of at most 3 lines, status 2
+refused  one sentence of at most 3 lines, status 2, and no folder
 ran      status 0
 long     it trains at the time limit, and has shown its progress
 
@@ -214,9 +214,11 @@ _VALUES = st.one_of(
     st.sampled_from(["", "a", "ü", "\udc80", "'", "x" * 3000, "${seed}", "${nope}"]),
     st.sampled_from(["../x", "/dev/zero", "/dev/null"]),
     st.sampled_from(["[", "[1]", "[1,2]", "[null]", "[[]]", "[1,[2]]", "[a,b]", "{}", "{a:1}"]),
+    st.sampled_from(["[dp,{schedule: dp, nope: 1}]", "[{schedule: dp, epochs: 1, nope: 1}]"]),
 )
-_ODD_OPTIONS = st.sampled_from(
-    ["", "--foo", "-m", "=", "+", "~epochs", "++", "[", "a=b=c", "--cfg", "+a.b=1", "-h=1"]
+_ODD_OPTIONS = st.one_of(
+    st.sampled_from(["", "=", "+", "~epochs", "++", "[", "a=b=c", "+a.b=1", "-h=1"]),
+    st.sampled_from(["--foo", "-m", "--cfg", "--cfg=job", "--resolve", "--info", "-c", "-p=a"]),
 )
 _SLOW_CHOICES = ("resnet50", "resnet18", "vit_b_16", "gpt2", "gpt2_xl", "gpt3")
 _NOT_TRIED = ("_target_", "resume", "runtime.interface", "jobs")
@@ -263,4 +265,7 @@ def run_line(line: list[str]) -> str:
     experiment, *options = line
     with tempfile.TemporaryDirectory() as scratch:
         places = [f"hydra.run.dir={scratch}/out", f"hydra.sweep.dir={scratch}/sweep"]
-        return judge(*run_command(Path(scratch), experiment, *options, *places))
+        outcome = judge(*run_command(Path(scratch), experiment, *options, *places))
+        paths = [path.name for path in Path(scratch).iterdir() if path.name != "log.txt"]
+        assert outcome != "refused" or not paths, f"a refused line left {paths}"
+        return outcome

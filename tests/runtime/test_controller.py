@@ -19,9 +19,16 @@ from torch.nn import functional as F
 from tests.missing_packages import without_package
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, name_of
+from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model.kernel_work import tensors_in
-from toolkit.runtime import Controlled, Controller, JobFailedError, RankError, SingleProcess
+from toolkit.runtime import (
+    Controlled,
+    Controller,
+    JobFailedError,
+    RankError,
+    SingleProcess,
+)
 from toolkit.runtime.process_group import processes
 from toolkit.runtime.process_group.machines import this_machine
 from toolkit.runtime.process_group.shared_status import Process
@@ -34,6 +41,11 @@ SCHEDULES = [
     catalog.cyclic(2, 1, correction="extrapolate"),
     catalog.one_f_one_b(2, 4),
     conform.CHANGING,
+]
+KEPT_SCHEDULES = [
+    catalog.cyclic(2, 1),
+    catalog.cyclic(2, state="sharded"),
+    catalog.one_f_one_b(2, 2),
 ]
 
 
@@ -178,11 +190,7 @@ def test_a_killed_rank_is_named(controller):
     assert await_end(processes)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [catalog.cyclic(2, 1), catalog.cyclic(2, state="sharded"), catalog.one_f_one_b(2, 2)],
-    ids=name_of,
-)
+@pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
 def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, schedule):
     batches = iter(models.make_batches(2, 12))  # each is read once
     runtime = Controlled(*arguments(schedule), controller=controller, keep_every=5)
@@ -206,11 +214,7 @@ def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, 
     assert_same(runtime.module().state_dict(), expected.module().state_dict())
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [catalog.cyclic(2, 1), catalog.cyclic(2, state="sharded"), catalog.one_f_one_b(2, 2)],
-    ids=name_of,
-)
+@pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
 def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(controller, schedule):
     """At random moments, from before the call until after it; the bits are the same."""
     runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
@@ -232,6 +236,92 @@ def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(controller, 
     single = SingleProcess(*arguments(schedule))
     list(single.run(models.make_batches(2, 6)))
     assert_same(runtime.module().state_dict(), single.module().state_dict())
+
+
+@pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
+def test_kills_at_random_moments_are_healed_to_the_same_bits(controller, schedule):
+    """Of stretches of training and of gathers of state; one kill in each of them.
+
+    ``KILLS=40 pytest -k random_moments`` raises their number, for each of the schedules.
+    """
+    n_kills = int(os.environ.get("KILLS", more(2, 14)))
+    batches = models.make_batches(2, 4 * n_kills)
+
+    def train(runtime, index):
+        """Train four steps; return losses and all state."""
+        results = list(runtime.run(batches[4 * index : 4 * index + 4]))
+        return results, copy.deepcopy(runtime.state_dict()), runtime.module().state_dict()
+
+    undisturbed = Controlled(*arguments(schedule), controller=controller, keep_every=2)
+    expected, seconds = [], []
+    for index in range(n_kills):
+        begin = time.monotonic()
+        expected.append(copy.deepcopy(train(undisturbed, index)))
+        seconds.append(time.monotonic() - begin)
+
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
+    moments = random.Random(len(schedule.name))
+    for index in range(n_kills):
+        n_recoveries = len(runtime.recoveries)
+        victim = moments.choice(processes_of(controller))
+        timer = threading.Timer(moments.uniform(0, min(seconds)), victim.kill)
+        timer.start()
+        results, state, weights = train(runtime, index)
+        timer.join()
+        of_expected, expected_state, expected_weights = expected[index]
+        for result, other in zip(results, of_expected, strict=True):
+            assert result.step == other.step
+            assert torch.equal(result.losses, other.losses)
+        for found, wanted in ((state, expected_state), (weights, expected_weights)):
+            assert len(tensors_in(found)) == len(tensors_in(wanted)) > 0
+            assert all(map(torch.equal, tensors_in(found), tensors_in(wanted)))
+        # A kill after the last answer is healed by the next call.
+        while len(runtime.recoveries) == n_recoveries:
+            runtime.state_dict()
+    assert len(runtime.recoveries) == n_kills
+    single = SingleProcess(*arguments(schedule))
+    list(single.run(batches))
+    assert_same(runtime.module().state_dict(), single.module().state_dict())
+
+
+def test_a_rank_that_is_lost_before_the_first_step_is_replaced(controller, tmp_path):
+    """As it is made, and before its state is kept: it begins with the stages' weights."""
+    schedule = catalog.cyclic(2, 1)
+    expected = SingleProcess(*arguments(schedule))
+    list(expected.run(models.make_batches(2, 4)))
+    was_lost = tmp_path / "was_lost"
+
+    def optimizer(parameters):
+        if os.environ.get("RANK") == "1" and not was_lost.exists():
+            was_lost.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return conform.sgd(parameters)
+
+    stages, *_, loss = arguments(schedule)
+    options = {"controller": controller, "keep_every": 2}
+    runtime = Controlled(stages, schedule, optimizer, loss, **options)
+    assert [lost.restart for lost in runtime.recoveries] == [0]
+    processes_of(controller)[0].kill()
+    list(runtime.run(models.make_batches(2, 4)))
+    assert len(runtime.recoveries) == 2
+    assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
+def test_a_loaded_state_takes_the_place_of_the_kept_one_of_its_step(controller):
+    """Also where both are of the same step, and a rank is lost before the next."""
+    schedule = catalog.cyclic(2, 1)
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
+    list(runtime.run(models.make_batches(2, 2)))
+    loaded = copy.deepcopy(runtime.state_dict())
+    for tensor in loaded["model"].values():
+        if tensor.is_floating_point():
+            tensor.zero_()
+    runtime.load_state_dict(loaded)
+    expected = copy.deepcopy(runtime.module().state_dict())
+    assert not any(tensor.any() for tensor in expected.values() if tensor.is_floating_point())
+    processes_of(controller)[1].kill()
+    assert all(map(torch.equal, tensors_in(runtime.module().state_dict()), tensors_in(expected)))
+    assert len(runtime.recoveries) <= 1
 
 
 def test_an_older_state_takes_the_place_of_the_kept_one(controller):

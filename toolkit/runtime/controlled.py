@@ -10,16 +10,17 @@ between the ranks::
 """
 
 import contextlib
+import copy
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
@@ -29,9 +30,10 @@ from toolkit.runtime.distributed import microbatches_read
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.microbatches import BatchReader, Share, step_result
+from toolkit.runtime.microbatches import BatchReader, Share, packed, step_result
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.rank_pool import RankPool, shared
+from toolkit.runtime.recovery import Recovery
 from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
@@ -39,23 +41,6 @@ from toolkit.schedule import Schedule
 
 _STEPS_AHEAD = 2  # training steps whose data are sent before they can begin
 _MAX_ATTEMPTS = 3  # of one stretch of training, each of which loses a rank
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """A lost rank, and what it cost.
-
-    Attributes:
-        message: which rank was lost, and where.
-        step: training steps that were done.
-        restart: step from which training continued.
-        seconds: from the failure's report until all ranks had the state again.
-    """
-
-    message: str
-    step: int
-    restart: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -142,7 +127,12 @@ class Controlled(Runtime):
             self._keep_every = whole(keep_every, "keep_every", 1)
         self.kept: dict[str, Any] | None = None
         self.recoveries: list[Recovery] = []
-        self._build_on_ranks()
+        try:
+            self._build_on_ranks()
+        except JobFailedError as error:
+            if self._keep_every is None:
+                raise
+            self._restore(None, str(error))
 
     # The ranks.
 
@@ -176,20 +166,23 @@ class Controlled(Runtime):
             raise UserError(
                 "the ranks no longer have this training, since they train another: load a state"
             )
-        assert self.kept is not None
         self._restore(self.kept, "the ranks ended, or trained another")
 
     def _keeps_present_state(self) -> bool:
         """Whether the kept state is that of the last training step."""
-        return self.kept is not None and self.kept["steps_done"] == self.steps_done
+        if self.kept is None:  # the ranks begin with the weights of the stages here
+            return self._keep_every is not None and self.steps_done == 0
+        return bool(self.kept["steps_done"] == self.steps_done)
 
-    def _restore(self, state: Mapping[str, Any], reason: str = "") -> None:
-        """Have ranks that lack this training continue from ``state``."""
+    def _restore(self, state: Mapping[str, Any] | None, reason: str = "") -> None:
+        """Have ranks that lack this training continue from ``state``; None: from the beginning."""
         start = time.perf_counter()
         self._build_on_ranks()
-        self._processes.call(controlled_rank.call_method, "load_state_dict", state)
-        if reason:
+        restart = 0
+        if state is not None:
             restart = state["steps_done"]
+            self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+        if reason:
             print(f"{reason}; training continues from step {restart}", file=sys.stderr)
             seconds = time.perf_counter() - start
             self.recoveries.append(Recovery(reason, self.steps_done, restart, seconds))
@@ -215,7 +208,7 @@ class Controlled(Runtime):
 
     def _restore_if_lost(self, reason: str) -> None:
         """Restore the kept state if a rank was lost for ``reason``, or has ended meanwhile."""
-        if self.kept is not None and reason:
+        if reason:
             self._restore(self.kept, reason)
         else:
             self._ensure_ranks()
@@ -239,7 +232,7 @@ class Controlled(Runtime):
         assert source.n_steps is not None  # known, since steps overlap
         end = self.steps_done + source.n_steps
         # The first stretch, too, needs a state to repeat it from.
-        if self._keep_every and (self.kept is None or self.kept["steps_done"] != self.steps_done):
+        if self._keep_every and (self.kept is None or not self._keeps_present_state()):
             self.kept = self._joined_state()
         while self.steps_done < end:
             length = min(end - self.steps_done, self._keep_every or end)
@@ -322,7 +315,7 @@ class Controlled(Runtime):
             receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(rank)
         for microbatches, ranks in receivers.items():
             if microbatches:
-                *rank_inputs, rank_targets = (_packed(chunks, microbatches) for chunks in chunked)
+                *rank_inputs, rank_targets = (packed(chunks, microbatches) for chunks in chunked)
                 self._processes.send((tuple(rank_inputs), rank_targets), ranks)
 
     def set_schedule(self, schedule_plan: Schedule) -> None:
@@ -367,12 +360,20 @@ class Controlled(Runtime):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
-        if self._ranks_have_training():
-            self._processes.call(controlled_rank.call_method, "load_state_dict", state)
-        else:
-            self._restore(state)
         self._unfinished = None
         self.steps_done = state["steps_done"]
+        self.kept = None
+        if self._keep_every is not None:
+            self.kept = copy.deepcopy(dict(state))
+        try:
+            if self._ranks_have_training():
+                self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+            else:
+                self._restore(state)
+        except JobFailedError as error:
+            if self.kept is None:
+                raise
+            self._restore(self.kept, str(error))
         self.schedule = self.schedule_plan.at(self.steps_done)
 
     @property
@@ -384,15 +385,3 @@ class Controlled(Runtime):
         """Return what all ranks measured in the recorded steps."""
         self._check_ended()
         return self._call_on_ranks("measurements")[0]
-
-
-def _packed(chunks: Sequence[Tensor], microbatches: Sequence[int]) -> Any:
-    """Join the chunks of ``microbatches`` into one array.
-
-    Arrays pickle faster than tensors, and a view would pickle its whole.
-    """
-    tensor = torch.cat([chunks[microbatch].cpu() for microbatch in microbatches])
-    try:
-        return tensor.numpy()
-    except TypeError:  # a type that numpy lacks
-        return tensor

@@ -329,3 +329,19 @@ def step_result(step: int, losses: Mapping[int, LossValue], outputs: Tensor) -> 
     if counts:
         stacked_counts = torch.stack(counts)
     return StepResult(step, order, means, outputs, counts=stacked_counts)
+
+
+def packed(chunks: Sequence[Tensor], microbatches: Sequence[int]) -> Any:
+    """Join the chunks of ``microbatches`` into one array, to send it.
+
+    Arrays pickle faster than tensors, and a view would pickle its whole.
+
+    Args:
+        chunks: ``[microbatch]``, parts of a global batch.
+        microbatches: numbers of those to join.
+    """
+    tensor = torch.cat([chunks[microbatch].cpu() for microbatch in microbatches])
+    try:
+        return tensor.numpy()
+    except TypeError:  # a type that numpy lacks
+        return tensor

@@ -15,6 +15,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.runtime.process_group import join as world
 from toolkit.runtime.process_group.launch import launch
+from toolkit.runtime.process_group.processes import Processes
 from toolkit.runtime.process_group.rank_process import RankError, report
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.runtime.process_group.watch import JobFailedError
@@ -160,6 +161,22 @@ def test_ranks_that_exchange_different_things_say_so():
         return here.gather(here.rank, "states")
 
     assert launch(function, 2) == [[0, 1]] * 2
+
+
+def test_a_fork_server_that_died_while_idle_is_replaced_as_ranks_are():
+    def pids():
+        return os.getpid(), os.getppid()
+
+    with Processes(1) as made:
+        ((rank, server),) = made.call(pids)
+        os.kill(server, signal.SIGKILL)
+        assert all_end([rank, server])
+        ((new_rank, new_server),) = made.call(pids)
+        assert {new_rank, new_server}.isdisjoint((rank, server))
+        os.kill(new_rank, signal.SIGKILL)
+        assert all_end([new_rank])
+        assert made.call(pids)[0][1] == new_server
+        assert made.n_starts == 3
 
 
 def test_an_interrupt_leaves_no_process():

@@ -166,7 +166,8 @@ class Processes:
         """Return whether all ranks wait for a call. If only some do, end them."""
         if self._pending:  # by a call that nobody waited for
             self.kill()
-        self._take_all_messages(0.0)
+        with contextlib.suppress(JobFailedError):  # the process that starts ranks has died, too
+            self._take_all_messages(0.0)
         # The others would wait for a rank that has ended.
         if 0 < len(self.alive) < self.n_ranks:
             self.kill()
