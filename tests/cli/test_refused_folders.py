@@ -48,6 +48,7 @@ train -m seed=1,abc
 train -m seed=0,1 optimizer.lr=-1 hydra.sweep.dir=sweep
 train -m optimizer.lr=-1,-2 +optimizer.foo=1
 compare seeds=0
+compare precision=0
 compare rules.dp.placement=foo
 memory shape=[a]
 pipelines ranks=1000000

@@ -40,6 +40,23 @@ def test_other_files_are_refused(text, wrong, tmp_path):
         read_costs(path)
 
 
+@pytest.mark.parametrize("name", ["mine.csv", "mine.yaml"])
+def test_files_that_are_no_tables_are_refused(name, tmp_path):
+    path = tmp_path / name
+    for content in (b"\xff\xfe\x00", b"\x00", b"[{a: 1", b"[1, 2]"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            read_costs(path)
+    with path.open("wb") as file:
+        file.truncate(20 * 2**30)  # which takes no room on the disk
+    with pytest.raises(UserError, match=f"{20 * 2**30} bytes"):
+        read_costs(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_costs(path)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"costs=.*none\.csv cannot be read"):
         read_costs(tmp_path / "none.csv")

@@ -14,10 +14,10 @@ from toolkit.cli.hydra_args import unquoted, values_of
 from toolkit.cli.sweeps import Sweep, alone_in
 from toolkit.errors import UserError
 from toolkit.files import check_regular
-from toolkit.results.run_files import STATUS
+from toolkit.results.run_files import OPTIONS_FILE, STATUS
 from toolkit.torchrun import is_rank_zero
 
-_FILES_OF_HYDRA = {".hydra", STATUS}
+_FILES_OF_OPTIONS = {".hydra", STATUS, OPTIONS_FILE}  # and a comparison's options
 _FILES_OF_SWEEPS = {"sweep.json", "multirun.yaml", "optimization_results.yaml"}
 
 
@@ -101,7 +101,7 @@ def _option_files(folder: Path) -> list[Path]:
 def _is_unused(folder: Path) -> bool:
     if not is_rank_zero() or not folder.is_dir():
         return False
-    return {path.name for path in folder.iterdir()} <= _FILES_OF_HYDRA
+    return {path.name for path in folder.iterdir()} <= _FILES_OF_OPTIONS
 
 
 def _remove_empty(folder: Path) -> None:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.cost.stage_costs import StageCost
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
+from toolkit.files import check_regular, read_plain
 
 COLUMNS: Mapping[str, str] = {
     "forward_ms": "milliseconds of a forward",
@@ -33,13 +32,15 @@ def read_costs(path: Path) -> tuple[StageCost, ...]:
         UserError: it cannot be read, a column is missing or unknown, or a value is no number.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        check_regular(path)
+        if path.suffix == ".csv":
+            rows: Any = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
+        else:
+            rows = read_plain(path)
     except OSError as error:
         raise UserError(f"costs={path} cannot be read: {error.strerror}") from error
-    if path.suffix == ".csv":
-        rows: Any = [*csv.DictReader(text.splitlines())]
-    else:
-        rows = yaml.safe_load(text)
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"costs={path} cannot be read: {first_line(error)}") from error
     if not isinstance(rows, list) or not rows:
         raise UserError(f"costs={path} has a row per stage: got none; columns {', '.join(COLUMNS)}")
     costs = []

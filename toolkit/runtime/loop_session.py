@@ -15,6 +15,7 @@ from toolkit.runtime.loop_settings import LoopSettings
 from toolkit.runtime.losses import SUM_SCALE, LossValue
 from toolkit.runtime.pass_order import PassOrder
 from toolkit.runtime.process_group.peer_requests import PeerRequests
+from toolkit.runtime.process_group.watch import SCRIPT_END
 from toolkit.runtime.stage import Values
 from toolkit.runtime.stage_optimizers import StageOptimizers, on_cpu
 from toolkit.runtime.state import join_states
@@ -203,6 +204,7 @@ class LoopSession:
         """Give other ranks what they still wait for, as this one's script ends."""
         if self._passes.between_steps and dist.is_initialized():
             self.end_messages()
+            self.world.watch.at(SCRIPT_END)
             self._requests.leave()
         else:
             self._requests.leave(waits=False)

@@ -15,7 +15,13 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from tests.thorough import more, thorough
 from toolkit.runtime.process_group.shared_status import Process, RankStatus, Record, SharedStatus
-from toolkit.runtime.process_group.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
+from toolkit.runtime.process_group.watch import (
+    _GRACE,
+    EXIT_FAILED,
+    SCRIPT_END,
+    JobFailedError,
+    Watch,
+)
 from toolkit.schedule import Action, Buffer, Instruction
 
 RING = Path(__file__).with_name("ring.py")
@@ -212,6 +218,23 @@ def test_a_wait_keeps_the_step_and_ends():
     raised = pytest.raises(JobFailedError, match="a sum: reset")
     with raised, here.waiting("a sum", [1]):
         raise RuntimeError("[/gloo/pair.cc:5] reset")
+
+
+def test_a_rank_that_leaves_is_at_the_end_of_its_script():
+    here = watch()
+    places = []
+
+    def complete_messages():
+        places.append(here.record.activity)
+        here.at(RECEIVE, 8)
+
+    here.at(RECEIVE, 7, (0,))
+    here.exit_hooks.append(complete_messages)
+    here.start()
+    here.stop()
+    assert places == [SCRIPT_END]
+    assert here.record[:3] == (SCRIPT_END, 8, ())
+    assert here.record.status == RankStatus.ENDED
 
 
 def test_other_errors_are_the_users():

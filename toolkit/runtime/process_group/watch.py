@@ -43,6 +43,8 @@ from toolkit.torchrun import report_error
 
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
+SCRIPT_END = "the end of its script"
+"""Activity of a rank that leaves: it may still give others what they wait for."""
 
 _HURRY = 0.05  # seconds between looks once something is wrong
 _GRACE = 0.3  # seconds in which a failure is looked for that explains a signal
@@ -196,6 +198,8 @@ class Watch:
         if not self._running:
             return
         has_crashed = hasattr(sys, "last_value")
+        if not has_crashed:
+            self.at(SCRIPT_END)
         # First, while the watch still sees to it that the hooks' waits end. The latest comes first.
         while self.exit_hooks and not has_crashed:
             self.exit_hooks.pop()()
@@ -203,6 +207,7 @@ class Watch:
         self._wake()
         self._thread.join()
         if not has_crashed:
+            self.at(SCRIPT_END)  # the hooks have left other places
             self._write(status=RankStatus.ENDED)  # otherwise the others see a dead rank
         _give_signals_back()
         self._peers.stop(_LINGER)
