@@ -276,6 +276,7 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.results import delay_means, describe, write_result
+    from toolkit.results.wandb_run import track_differences
     from toolkit.training import pick_device
 
     folder = output_folder()
@@ -328,7 +329,17 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
         print(f"note: {note}")
     if not unwritten:
         print(f"written to {folder}: {measure.name}.png, schedules.png, result.json, ...")
-    print_tracked([run.where for run in runs if run.where], folder)
+    places = [run.where for run in runs if run.where]
+    if places:
+        track_differences(
+            plain(config),
+            folder,
+            device=device,
+            rows=rows,
+            labels=comparison.labels,
+            metric=measure,
+        )
+    print_tracked(places, folder)
     return not unwritten
 
 

@@ -37,8 +37,10 @@ def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     assert [*begun.points("train/loss")] == [*begun.points("train/lr")] == [2, 4]
     assert begun.points("delay/cosine_stage_3").keys() == {1, 3}
     result = json.loads((tmp_path / "result.json").read_text())
-    assert begun.points("epoch/top1") == {4: result["metrics"]["top1"]}
-    assert begun.summary["final/top1"] == result["metrics"]["top1"]
+    assert begun.tags == [result["schedule"], "resnet8", "synthetic"]
+    assert begun.points("epoch/top1") == {4: 100 * result["metrics"]["top1"]}
+    assert begun.points("epoch") == {4: 1}
+    assert begun.summary["final/top1"] == 100 * result["metrics"]["top1"]
     assert begun.summary["state"] == "finished"
     assert {*begun.artifacts} == {"model.pt", "best.ckpt", "step_000000004.ckpt"}
     assert begun.media.keys() == {
@@ -112,7 +114,20 @@ def test_comparison_tracks_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
     finished = run("compare", *arguments)
     assert finished.status == 0, finished.err
+    *wandb_runs, differences = wandb_runs
+    assert (differences.name, differences.group) == ("differences", tmp_path.name)
+    expected = {
+        f"accuracy/{row['schedule']}": row["accuracy"]
+        for row in json.loads((tmp_path / "result.json").read_text())["metrics"]
+    }
+    expected |= {"difference/CDP-v1": expected["accuracy/CDP-v1"] - expected["accuracy/DP"]}
+    found_differences = {name: differences.summary.get(name) for name in expected}
+    assert found_differences == pytest.approx(expected)
     assert {run.name for run in wandb_runs} == {"DP, seed 0", "CDP-v1, seed 0"}
+    assert {tuple(run.tags) for run in wandb_runs} == {
+        ("dp", "resnet8", "synthetic"),
+        ("cdp_v1", "resnet8", "synthetic"),
+    }
     found = {tuple(run.config[key] for key in _NAMED) for run in wandb_runs}
     assert found == {("dp", "DP", "data_parallel"), ("cdp_v1", "CDP-v1", "cyclic")}
     assert {run.summary["schedule/peak_activations"] for run in wandb_runs} == {2.5, 4}

@@ -8,7 +8,7 @@ import pytest
 from tests.results import folders
 from toolkit.results import paired_difference
 from toolkit.results.report import build_report
-from toolkit.results.report_page import Command, Figure, Table, Text
+from toolkit.results.report_page import Command, Figure, Table, Text, to_html
 from toolkit.results.runs import read_runs
 
 FOLDER = {"_target_": "toolkit.training.data.image_folder"}
@@ -75,7 +75,7 @@ def test_summary_names_unfinished_runs(report, sweep):
     assert (row["microbatches"], row["optimizer.lr"], row["seeds"]) == ("4", "0.1", "0, 1, 2, 3")
     failed, damaged = table(report, "Summary", "reason")
     assert failed == {
-        "folder": str(sweep / "9"),
+        "folder": f"{sweep.name}/9",
         "experiment": "train",
         "state": "failed",
         "reason": "the loss is NaN",
@@ -116,7 +116,7 @@ def test_measurements_are_shown(report, sweep):
     assert (first["rank"], second["rank"]) == ("0", "1")
     assert (first["peak activations (MB)"], first["messages sent"]) == ("2.000", "2000000")
     (figure,) = blocks(report, "Communication", Figure)
-    assert str(sweep / "6") in figure.caption
+    assert f" {sweep.name}/6:" in figure.caption
     assert figure.alt.startswith("Timeline of CDP-v2")
     assert figure.source.startswith("data:image/png;base64,")
 
@@ -125,7 +125,7 @@ def test_commands_are_shown_once(report, sweep):
     (command,) = blocks(report, "Reproduce", Command)
     assert command.command == "python experiments/train.py -m seed=0,1,2"
     assert command.note == (
-        f"9 runs in {sweep / '0'} and 8 more; commit 0123456789+, python 3.11.7, torch 2.15.0,"
+        f"9 runs in {sweep.name}/0 and 8 more; commit 0123456789+, python 3.11.7, torch 2.15.0,"
         " a processor, 2 threads"
     )
 
@@ -189,7 +189,7 @@ def test_diverged_runs_are_counted_and_notes_shown_once(tmp_path):
         ("1 (1 diverged)", "95.00"),
     ]
     rows = table(report, "Summary", "note")
-    assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
+    assert rows == [{"folder": "a", "note": "steps differ"}]
 
 
 @pytest.mark.parametrize(("stated", "given"), [(0.6, None), (None, 0.6), (5.0, 0.6)])
@@ -338,7 +338,27 @@ def test_runs_that_do_not_count_are_named(tmp_path):
     report = built(tmp_path)
     rows = table(report, "Summary", "reason")
     assert [(row["folder"], row["state"]) for row in rows] == [
-        (str(tmp_path / "a"), "damaged"),
-        (str(tmp_path / "b"), "finished"),
+        (f"{tmp_path.name}/a", "damaged"),
+        (f"{tmp_path.name}/b", "finished"),
     ]
     assert not blocks(report, "Accuracy", Table)
+
+
+def test_a_report_can_be_passed_on(tmp_path):
+    """It names what it compares, no folder of this machine, and which speeds mean nothing."""
+    for rule in ("dp", "cdp_v1"):
+        folders.train(
+            tmp_path / "runs" / rule,
+            rule,
+            command=f"cyclic-dp train data.root={tmp_path}/images",
+        )
+    report = build_report(read_runs([str(tmp_path)]))
+    assert report.title == "DP and CDP-v1: resnet8 on digits"
+    page = to_html(report)
+    assert str(tmp_path) not in page
+    assert "2 runs in runs/cdp_v1 and 1 more" in page
+    assert "data.root=images" in page
+    (accuracies,) = [
+        block for block in blocks(report, "Accuracy", Table) if "samples/s" in block.rows[0]
+    ]
+    assert "runtime=single_process" in accuracies.caption

@@ -28,15 +28,9 @@ def fresh(monkeypatch, tmp_path):
 def begin(folder, *, resume=False, own=None, **options):
     tracking = {"mode": "offline", **options}
     config = {"seed": 3, "model": {"name": "resnet8"}, "resume": None, "tracking": tracking}
-    return track(
-        config,
-        folder,
-        device="a machine",
-        name="a run",
-        resume=resume,
-        run_folder=own,
-        group="many",
-    )
+    job_type = "compare" if own else "train"
+    run_labels = wandb_run.RunLabels("a run", "many", ("b", "", "c" * 70), job_type)
+    return track(config, folder, run_labels, device="a machine", resume=resume, run_folder=own)
 
 
 def log_everything(folder):
@@ -55,7 +49,7 @@ def test_everything_logged_arrives(tmp_path, wandb_runs):
     log_everything(tmp_path)
     (run,) = wandb_runs
     assert (run.project, run.name, run.group, run.job_type) == ("p", "a run", "many", "train")
-    assert (run.mode, run.tags) == ("offline", ["a", "b"])
+    assert (run.mode, run.tags) == ("offline", ["a", "b", "c" * 64])
     source = run.config.pop("provenance")
     assert run.config == {"seed": 3, "model": {"name": "resnet8"}}
     assert source["device"] == "a machine"
@@ -212,5 +206,5 @@ def test_an_epoch_is_logged_at_its_last_step(tmp_path, wandb_runs):
         tracker.step(Step(4, 4, result, 0.1, 4))
         tracker.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
     (point,) = wandb_runs[0].history
-    assert (point["epoch"], point["step"], point["epoch/top1"]) == (2, 12, 0.5)
+    assert (point["epoch"], point["step"], point["epoch/top1"]) == (3, 12, 50)
     assert "epoch/ema_top1" not in point

@@ -14,13 +14,14 @@ from toolkit.results.statistics import (
     paired_difference,
 )
 from toolkit.results.tracker import Tracker
-from toolkit.results.wandb_run import track, track_measured, track_schedule
+from toolkit.results.wandb_run import RunLabels, track, track_measured, track_schedule
 
 __all__ = [
     "Equivalence",
     "Estimate",
     "Ledger",
     "Progress",
+    "RunLabels",
     "Tracker",
     "binomial_half_width",
     "collect",

@@ -186,7 +186,7 @@ def train_one(
     notes: list[str] = []
     run_folder = under_way(folder, rule, seed)
     with RunRecorder(
-        run, run_folder, resume=True, group=group_of(folder), comparison=folder
+        run, run_folder, resume=True, group=group_of(folder), comparison=folder, rule=rule
     ) as recorder:
         tracker = recorder.tracker
         tracker.config({"rule": rule})
@@ -200,7 +200,7 @@ def train_one(
         else:
             epochs = outcome.epochs
             score = epochs[-1].text(run.samples.form.metric)
-            recorder.track_last_epoch(epochs[-1])
+            tracker.last_epoch(epochs[-1])
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")

@@ -1,8 +1,10 @@
 """A report on runs: summary, accuracy, memory, communication and commands."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, isnan, nan
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -17,7 +19,7 @@ from toolkit.results.collect import (
     group_runs,
 )
 from toolkit.results.provenance import strip_folders
-from toolkit.results.report_page import Block, Command, Figure, Report, Table, Text
+from toolkit.results.report_page import Block, Command, Figure, Report, Table, Text, map_texts
 from toolkit.results.report_schedules import communication_blocks, memory_blocks, rebuild_all
 from toolkit.results.runs import MESSAGES, Run
 from toolkit.results.statistics import check_margin, delay_means, in_a_sentence, over_seeds
@@ -29,14 +31,22 @@ _EQUIVALENCE = (
     " At a margin: whether the difference is shown to be smaller than that, by two one-sided paired"
     " t-tests at 5 %, whose larger p-value is p."
 )
+_EMULATED = (
+    " One process emulates all workers (runtime=single_process): its samples/s say nothing about a"
+    " rule's speed on many devices."
+)
 
 
-def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -> Report:
+def build_report(
+    runs: Sequence[Run], title: str | None = None, margin: float | None = None
+) -> Report:
     """Return the report on ``runs``; what cannot be shown is named and left out.
+
+    It can be passed on: its folders are relative to this one, or to the folder of all runs.
 
     Args:
         runs: as :func:`toolkit.results.runs.read_runs` returns them.
-        title: title of the report.
+        title: title of the report; by default it names the rules, models and data.
         margin: largest difference that does not matter, in points or nats; by default the margin
             of the comparisons, if they state one.
 
@@ -46,8 +56,8 @@ def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -
     check_margin(margin)
     tasks = group_runs(runs)
     schedules, left_out = rebuild_all(tasks)
-    return Report(
-        title,
+    report = Report(
+        title or _title(tasks),
         {
             "Summary": [*_conclusions(tasks, margin), *_summary(runs, tasks)],
             "Accuracy": [*_accuracy(tasks, margin)],
@@ -56,6 +66,41 @@ def build_report(runs: Sequence[Run], title: str, margin: float | None = None) -
             "Reproduce": [*_commands(runs)],
         },
     )
+    prefixes = _machine_prefixes(runs)
+
+    def without_machine(text: str) -> str:
+        for prefix, replacement in prefixes.items():
+            text = text.replace(prefix, replacement)
+        return text
+
+    return map_texts(report, without_machine)
+
+
+def _title(tasks: Tasks) -> str:
+    """Return a title that names the rules, and the models with their data."""
+    if not tasks:
+        return "Runs compared"
+    rules = dict.fromkeys(group.runs[0].schedule or group.label for _, group in each_group(tasks))
+    return f"{_list([*rules])}: {_list([*tasks])}"
+
+
+def _list(words: Sequence[str]) -> str:
+    """Return the words as a list in a sentence; of many only the first."""
+    if len(words) > _MOST_VALUES:
+        words = [*words[: _MOST_VALUES - 1], f"{len(words) - _MOST_VALUES + 1} more"]
+    *first_words, last_word = words
+    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
+
+
+def _machine_prefixes(runs: Sequence[Run]) -> dict[str, str]:
+    """Return what replaces the folders of this machine in texts: its own folders first."""
+    replacements = {Path.cwd(): ""}
+    if runs:
+        folders = [run.folder.absolute() for run in runs]
+        replacements[Path(os.path.commonpath(folders)).parent] = ""
+    replacements[Path.home()] = "~/"
+    replacements.pop(Path("/"), None)
+    return {f"{folder}/": replacement for folder, replacement in replacements.items()}
 
 
 def _conclusions(tasks: Tasks, margin: float | None) -> Iterator[Text]:
@@ -207,6 +252,10 @@ def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) 
     equivalence = ""
     if margin is not None:
         equivalence = _EQUIVALENCE
+    emulated = ""
+    runtimes = {flat_options(group.runs[0].config).get("runtime") for group in groups}
+    if "SingleProcess" in runtimes:
+        emulated = _EMULATED
     rows = []
     for group, baseline in zip(groups, baselines, strict=True):
         difference = _difference(group, baseline, metric, margin)
@@ -223,7 +272,7 @@ def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) 
         f"{task}: test {metric.name} after the last epoch, mean ± standard deviation over seeds,"
         f" and the difference from {first}, paired by seed, in {metric.unit_of_differences}, ± its"
         " 95 % interval. A single seed has neither: a difference may be chance. A seed that ran"
-        f" twice counts as it ran last.{equivalence}",
+        f" twice counts as it ran last.{equivalence}{emulated}",
     )
 
 

@@ -2,8 +2,8 @@
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -106,6 +106,27 @@ class Report:
 
     title: str
     sections: Mapping[str, Sequence[Block]]
+
+
+def map_texts(report: Report, change: Callable[[str], str]) -> Report:
+    """Return the report with ``change`` applied to all of its text."""
+    sections = {}
+    for title, blocks in report.sections.items():
+        sections[title] = [_map_block(block, change) for block in blocks]
+    return Report(change(report.title), sections)
+
+
+def _map_block(block: Block, change: Callable[[str], str]) -> Block:
+    if isinstance(block, Text):
+        return Text(change(block.text))
+    if isinstance(block, Command):
+        return Command(change(block.command), change(block.note))
+    if isinstance(block, Figure):
+        return Figure(block.figure, change(block.caption), change(block.alt))
+    rows = []
+    for row in block.rows:
+        rows.append({heading: change(cell) for heading, cell in row.items()})
+    return replace(block, rows=rows, caption=change(block.caption))
 
 
 def to_html(report: Report, footer: str = "") -> str:

@@ -12,12 +12,13 @@ from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS, Timeline
 from toolkit.errors import UserError, first_line
 from toolkit.files import note_write_errors, write_csv, write_json
 from toolkit.options import STOPPED
+from toolkit.results.collect import flat_options
 from toolkit.results.progress import RunProgress
 from toolkit.results.provenance import describe, provenance
 from toolkit.results.record import RESULT, SCHEMA, Ledger, PlainRow
 from toolkit.results.statistics import delay_means
 from toolkit.results.tracker import Tracker
-from toolkit.results.wandb_run import track, track_measured, track_schedule
+from toolkit.results.wandb_run import RunLabels, track, track_measured, track_schedule
 from toolkit.runtime import SwitchDecision, Switching
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.schedule.spec_phases import in_order
@@ -41,6 +42,7 @@ class RunRecorder:
         group: group of the run in W&B, unless the options have one.
         comparison: folder of the comparison that the run belongs to, which gets the W&B files. The
             comparison keeps the run's epochs, and this run has no result of its own.
+        rule: name of the run's rule in the comparison.
 
     Attributes:
         tracker: the run in W&B, from the begin of the context.
@@ -58,6 +60,7 @@ class RunRecorder:
         resume: bool,
         group: str | None = None,
         comparison: Path | None = None,
+        rule: str | None = None,
     ) -> None:
         is_writer = is_rank_zero()
         self.run = run
@@ -77,9 +80,8 @@ class RunRecorder:
         self._tracking = track(
             run.record,
             comparison or folder,
+            RunLabels(self._name, group, _tags(run, rule), "compare" if comparison else "train"),
             device=describe(run.device),
-            name=self._name,
-            group=group,
             resume=resume,
             run_folder=folder if comparison else None,
         )
@@ -173,10 +175,6 @@ class RunRecorder:
             paths = [*latest, checkpoints / "best.ckpt", self.folder / "model.pt"]
             self.tracker.files("weights", [path for path in paths if path.exists()])
 
-    def track_last_epoch(self, epoch: Epoch) -> None:
-        """Set the metrics of the last epoch in the summary of W&B's run."""
-        self.tracker.summary({f"final/{name}": value for name, value in as_row(epoch).items()})
-
     def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> PlainRow:
         """Write the tables and figures of a run that has ended, and return its result.
 
@@ -208,7 +206,7 @@ class RunRecorder:
         # 2. W&B. Uploads count as time of the experiment.
         self.upload_weights()
         seconds = time.perf_counter() - start
-        self.track_last_epoch(outcome.epochs[-1])
+        self.tracker.last_epoch(outcome.epochs[-1])
         self.tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
 
         # 3. The result. It is written when W&B's run is closed, with notes on what failed there.
@@ -229,6 +227,12 @@ class RunRecorder:
         notes = [*result["notes"], *self.tracker.notes]
         with note_write_errors(self.unwritten, self.folder):
             write_json(self.folder / RESULT, result | {"notes": notes})
+
+
+def _tags(run: TrainingRun, rule: str | None) -> list[str]:
+    """Return what a run is found by in W&B: its rule or schedule, its model and its data."""
+    options = flat_options(run.record)
+    return [rule or run.schedule.name, *(str(options.get(name, "")) for name in ("model", "data"))]
 
 
 def as_row(epoch: Epoch) -> PlainRow:

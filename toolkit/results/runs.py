@@ -33,7 +33,7 @@ MESSAGES = {
 }
 """The states of runs, and the usual message of each."""
 
-_SCRIPT = re.compile(r"(?:^|[\s/])(\w+)\.py\b")
+_SCRIPT = re.compile(r"(?:^|[\s/])(?:(\w+)\.py\b|(?:cyclic-dp|-m toolkit) (\w+))")
 _INTERPOLATION = re.compile(r'"\$\{(\w+)\}"')
 _LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
 _MOST_SEEDS = 10_000  # of a comparison
@@ -141,7 +141,7 @@ def _runs_of(folder: Path) -> list[Run]:
             origin = result["provenance"]
             script = _SCRIPT.search(str(origin.get("command")))
             if run.kind == "unknown" and script:
-                run = replace(run, kind=script[1])
+                run = replace(run, kind=script[1] or script[2])
             run = _described(run, origin.get("config") or run.config)
             metric = record.METRICS.get(result["judged_by"], run.judged_by)
             run = replace(run, judged_by=metric, provenance=origin, notes=result["notes"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from toolkit.errors import first_line
+from toolkit.results.record import per_cent
 
 if TYPE_CHECKING:
     from toolkit.training import Epoch, Step
@@ -88,11 +89,15 @@ class Tracker:
 
     def epoch(self, epoch: "Epoch") -> None:
         """Log an epoch's metrics."""
-        values: dict[str, Any] = {"epoch": epoch.epoch}
-        for name, value in asdict(epoch).items():
-            if name != "epoch" and value is not None:
-                values[f"epoch/{name}"] = value
+        metrics = tracked_metrics(epoch)
+        values: dict[str, Any] = {"epoch": metrics.pop("epoch")}
+        for name, value in metrics.items():
+            values[f"epoch/{name}"] = value
         self.log(values, self._steps_done)
+
+    def last_epoch(self, epoch: "Epoch") -> None:
+        """Set the metrics of the last epoch in the summary."""
+        self.summary({f"final/{name}": value for name, value in tracked_metrics(epoch).items()})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set results of the whole run."""
@@ -161,6 +166,12 @@ class Tracker:
         if self.on:
             self.on = False
             self.note(f"not tracked to the end: W&B has failed ({reason})")
+
+
+def tracked_metrics(epoch: "Epoch") -> dict[str, float]:
+    """Return an epoch's metrics as people read them: epochs from 1, accuracies in per cent."""
+    known = {name: value for name, value in asdict(epoch).items() if value is not None}
+    return per_cent(known) | {"epoch": epoch.epoch + 1}
 
 
 def _logged(value: Any) -> Any:

@@ -8,8 +8,10 @@ Experiments write their own results; nothing depends on W&B.
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from toolkit.errors import UserError, first_line
 from toolkit.extras import install_command
 from toolkit.files import write_json
 from toolkit.format import MIB
+from toolkit.metric import Metric
 from toolkit.options import AROUND, TrackingOptions, without
 from toolkit.results.provenance import provenance
 from toolkit.results.record import DamagedError, read_json
@@ -35,6 +38,7 @@ WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
 _MESSAGE_COLUMNS = ("rank", "start", "end", "bytes", "slot")
+_LONGEST_TAG = 64  # characters that W&B takes
 _MOST_OPS = 1024  # micro-batches x stages of a schedule that is tracked
 _SETTINGS: dict[str, Any] = {
     "silent": True,
@@ -50,14 +54,30 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class RunLabels:
+    """What a run is found by in W&B.
+
+    Attributes:
+        name: name of the run, unless the options have one.
+        group: group of the run, unless the options have one.
+        tags: tags of the run, after those of the options.
+        job_type: what the run does: train, compare (as one of a comparison), or differences.
+    """
+
+    name: str
+    group: str | None = None
+    tags: Sequence[str] = ()
+    job_type: str = "train"
+
+
 @contextmanager
 def track(
     config: Mapping[str, Any],
     folder: Path,
+    run_labels: RunLabels,
     *,
     device: str,
-    name: str,
-    group: str | None = None,
     resume: bool = False,
     run_folder: Path | None = None,
 ) -> Iterator[Tracker]:
@@ -66,9 +86,8 @@ def track(
     Args:
         config: the run's options; their ``tracking`` are those of TrackingOptions.
         folder: folder of its results; W&B's files go to ``folder/wandb``.
+        run_labels: what the run is found by.
         device: the device in words.
-        name: name of the run, unless the options have one.
-        group: group of the run, unless the options have one.
         resume: continue the run that was tracked before in this folder, if there is one.
         run_folder: the run's own folder, if it is one of a comparison in ``folder``.
 
@@ -85,7 +104,9 @@ def track(
     saved_identity = read_identity(identity_path) if resume else {}
     # An agent of a W&B sweep names its runs.
     run_id = saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
-    identity = {"id": run_id, "group": options.group or saved_identity.get("group") or group}
+    group = options.group or saved_identity.get("group") or run_labels.group
+    identity = {"id": run_id, "group": group}
+    new_tags = [tag[:_LONGEST_TAG] for tag in run_labels.tags if tag]
 
     # 2. Its options, without those around a run, and where they come from.
     origin = provenance(config, device, 0)
@@ -103,8 +124,9 @@ def track(
             identity_path,
             **identity,
             dir=str(folder),
-            name=options.name or name,
-            job_type="compare" if run_folder else "train",
+            name=options.name or run_labels.name,
+            job_type=run_labels.job_type,
+            tags=[*dict.fromkeys([*options.tags, *new_tags])],
             config=run_options | {"provenance": origin},
         )
         try:
@@ -142,7 +164,6 @@ def _init(wandb: Any, options: TrackingOptions, run_fields: Mapping[str, Any]) -
         mode=options.mode,
         project=options.project,
         entity=options.entity,
-        tags=list(options.tags),
         resume="allow",
         settings=wandb.Settings(**{name: _SETTINGS[name] for name in known_settings}),
         **run_fields,
@@ -154,6 +175,51 @@ def _init(wandb: Any, options: TrackingOptions, run_fields: Mapping[str, Any]) -
     run.define_metric("epoch/top1", step_metric="epoch", summary="max,last")
     run.define_metric("epoch/test_loss", step_metric="epoch", summary="min,last")
     return run
+
+
+def track_differences(
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    device: str,
+    rows: Sequence[Mapping[str, Any]],
+    labels: Mapping[str, str],
+    metric: Metric,
+) -> None:
+    """Track what a comparison has found, if anything, as a run of its group.
+
+    Its summary has each rule's mean and its difference from the first rule with half of the
+    95 % interval, in the metric's units.
+
+    Args:
+        config: options of the comparison.
+        folder: folder of the comparison.
+        device: the device in words.
+        rows: a row per rule, as :func:`toolkit.results.over_seeds` makes them.
+        labels: the name of each rule in tables.
+        metric: by which the rules are compared.
+    """
+    found: dict[str, float] = {}
+    for row in rows:
+        label = labels[row["rule"]]
+        mean_name, _, difference_name, interval_name = metric.columns
+        values = {
+            f"{metric.name}/{label}": row[mean_name],
+            f"difference/{label}": row[difference_name],
+            f"difference_95/{label}": row[interval_name],
+        }
+        found |= {name: value for name, value in values.items() if isfinite(value)}
+    if not found:
+        return
+    with track(
+        config,
+        folder,
+        RunLabels("differences", group_of(folder), job_type="differences"),
+        device=device,
+        resume=bool(config.get("resume")),
+    ) as tracker:
+        tracker.summary(found)
+        tracker.log({"comparison": [dict(row) for row in rows]})
 
 
 def group_of(folder: Path) -> str:
