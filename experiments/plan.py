@@ -29,7 +29,7 @@ def main(config: DictConfig) -> None:
         build_hardware,
         build_model,
         chosen,
-        load_samples,
+        described_samples,
         model_name,
     )
     from toolkit.figures import save
@@ -46,11 +46,10 @@ def main(config: DictConfig) -> None:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     if config.pilot and not config.data:
         raise UserError("pilot=true trains for a short time: choose samples, such as data=digits")
-    samples, groups = None, ["model", "hardware"]
-    if config.data:
-        if (config.shape, config.classes) != (None, None):
-            raise UserError("shape and classes are those of data=...: leave them out")
-        samples, groups = load_samples(config.data), [*groups, "data"]
+    groups = ["model", "hardware"]
+    samples = described_samples(config)
+    if samples:
+        groups.append("data")
     form = samples.form if samples else analysed_form(config)
     limits = {name: config[name] for name in ("staleness", "seconds") if config[name] is not None}
     if config.memory is not None:

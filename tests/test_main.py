@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_it_lists_every_experiment_with_its_question(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cyclic-dp"])
+    monkeypatch.setenv("COLUMNS", "200")
     console.main()
     lines = capsys.readouterr().out.splitlines()
     scripts = sorted({path.stem for path in ROOT.glob("experiments/*.py")} - {"gpu", "results"})

@@ -15,6 +15,7 @@ from toolkit.errors import suggest
 from toolkit.extras import missing_message
 from toolkit.files import CONSOLE, EXPERIMENTS
 from toolkit.lossy_output import lossy_output
+from toolkit.terminal import wrapped_lines
 
 _OF_REPOSITORY = ("gpu", "results")  # they rewrite files of the repository: run them by python
 
@@ -55,7 +56,7 @@ def _print_help(scripts: Mapping[str, Path]) -> None:
     print(f"usage: {CONSOLE} EXPERIMENT [OPTION=VALUE ...]\n")
     width = max(map(len, scripts))
     for name, path in scripts.items():
-        print(f"  {name:{width}}  {_first_line(path)}")
+        print(*wrapped_lines(f"  {name:{width}}  {_first_line(path)}"), sep="\n")
     print(f"\n{CONSOLE} EXPERIMENT --help lists its options; results go to outputs/ here.")
 
 

@@ -21,6 +21,14 @@ def anything(**options):
     return model
 
 
+def test_the_samples_of_an_analysis_may_be_those_of_data():
+    data = {"_target_": "toolkit.training.data.digits"}
+    options = {"model": NAMED, "shape": None, "classes": None, "data": data}
+    assert analysed_form(OmegaConf.create(options)) == Images(1, 8, 8, 10)
+    with pytest.raises(UserError, match="shape and classes"):
+        analysed_form(OmegaConf.create(options | {"classes": 10}))
+
+
 def analysed(model, shape=None, classes=None):
     return analysed_form(OmegaConf.create({"model": model, "shape": shape, "classes": classes}))
 

@@ -132,7 +132,7 @@ def test_impossible_delay_shows_the_grid(tmp_path):
 OTHERS_REFUSE = r"""
 compare sed=1 | sed: .* seed
 memory length=10 | length
-simulate data.image_size=8 | option data.image_size
+pipelines data.image_size=8 | option data.image_size
 compare schedule=dp | option schedule:
 compare rules.dpp.delay=1 | rules.dpp.delay
 compare schedule@rules.mine=dp | \+schedule@rules.mine=
@@ -228,7 +228,19 @@ def test_help_lists_groups_and_options(name):
     assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
 
 
-def test_help_explains_options_of_groups():
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_help_breaks_between_words(monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = run(name, "--help").out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run(name, "--help").out
+    assert max(map(len, wide.splitlines())) > 120
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == wide.split()
+
+
+def test_help_explains_options_of_groups(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     shown = run("train", "--help", "optimizer=muon", "save.keep=3").out
     assert re.search(r"optimizer.ns_steps=5 +of Newton and Schulz", shown)
     assert re.search(r"save.keep=3 +number of latest", shown)
@@ -273,7 +285,7 @@ def test_own_choices(own, tmp_path):
     shown = run("train", *own.split("="), "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
     choices = "adamw, broken, lamb, lars, listed, mine, muon, nadam, nesterov, nothing"
-    assert f"{choices}, nowhere, rate, sgd" in shown
+    assert f"{choices}, nowhere, rate, sgd" in " ".join(shown.split())
 
 
 OWN_REFUSES = r"""

@@ -2,7 +2,7 @@
 
 from toolkit.cli.command import Ended, chosen, entry_point, output_folder, settings
 from toolkit.cli.instantiate import build_hardware, load_samples
-from toolkit.cli.models import analysed_form, build_model, model_name
+from toolkit.cli.models import analysed_form, build_model, described_samples, model_name
 from toolkit.cli.runs import build_run, settle_delays
 from toolkit.cli.schedules import build_schedule, build_schedules
 from toolkit.options import STOPPED
@@ -18,6 +18,7 @@ __all__ = [
     "build_schedule",
     "build_schedules",
     "chosen",
+    "described_samples",
     "entry_point",
     "is_rank_zero",
     "load_samples",

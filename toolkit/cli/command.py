@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
-from toolkit.cli.help import help_text
+from toolkit.cli.help import description, help_text
 from toolkit.cli.hydra_args import flags_first, parse
 from toolkit.cli.refused_folders import (
     EarlierFolder,
@@ -169,7 +169,7 @@ class _CommandLine:
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
                     check_given(arguments)
-                    print(sys.modules[self._function.__module__].__doc__)
+                    print(description(sys.modules[self._function.__module__].__doc__ or ""))
                     print(help_text(self._name, arguments))
                     return
 

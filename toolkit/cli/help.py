@@ -10,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from toolkit.cli import schema
 from toolkit.cli.hydra_args import parse
-from toolkit.files import conf, started_by
+from toolkit.files import CONSOLE, conf, started_by
 from toolkit.options import flat
+from toolkit.terminal import wrapped_lines
 
 
 def help_text(name: str, arguments: Sequence[str]) -> str:
@@ -34,7 +35,21 @@ def help_text(name: str, arguments: Sequence[str]) -> str:
         "--config-dir FOLDER adds choices of your own, such as FOLDER/optimizer/mine.yaml;",
         "--cfg job prints the configuration; --hydra-help lists Hydra's flags.",
     ]
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in wrapped_lines(line))
+
+
+def description(text: str) -> str:
+    """Return a script's docstring in lines of the terminal's width.
+
+    Paragraphs are filled; commands, which are indented or alone, stay lines of their own.
+    """
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.splitlines()
+        if not paragraph.startswith((" ", CONSOLE)):
+            lines = [" ".join(lines)]
+        paragraphs.append("\n".join(part for line in lines for part in wrapped_lines(line)))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def folders(arguments: Sequence[str]) -> list[Path]:

@@ -8,13 +8,14 @@ from hydra.utils import get_method
 from omegaconf import DictConfig
 
 from toolkit.cli.check_options import check_counts
-from toolkit.cli.instantiate import import_from_here, make
+from toolkit.cli.instantiate import import_from_here, load_samples, make
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from toolkit.model import InputSpec
+    from toolkit.training.data import SampleSet
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
@@ -85,17 +86,34 @@ def _parameters(config: DictConfig) -> set[str] | None:
     return {*parameters}
 
 
+def described_samples(config: DictConfig) -> "SampleSet | None":
+    """Return the samples of ``data=...``, for which a model is analysed; None without them.
+
+    Raises:
+        UserError: ``shape`` or ``classes`` is given, too.
+    """
+    if not config.get("data"):
+        return None
+    if (config.shape, config.classes) != (None, None):
+        raise UserError("shape and classes are those of data=...: leave them out")
+    return load_samples(config.data)
+
+
 def analysed_form(config: DictConfig) -> "InputSpec":
     """Return the form of the samples for which a model is analysed.
 
     Args:
-        config: options of experiments/memory.py or simulate.py: ``model``, ``shape``, ``classes``.
+        config: options of experiments/memory.py or simulate.py: ``model``, ``shape``, ``classes``,
+            and perhaps ``data``.
 
     Raises:
-        UserError: an impossible shape or number of classes.
+        UserError: an impossible shape or number of classes, or both these and data.
     """
     from toolkit.model import Images, Sequences
 
+    samples = described_samples(config)
+    if samples is not None:
+        return samples.form
     is_user_model = config.model.get("target") is not None
     is_language_model = not is_user_model and "length" in (_parameters(config.model) or ())
     shape = config.shape
