@@ -92,6 +92,7 @@ include_patterns = [
 exclude_patterns = ["**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_copy_source = False
+html_favicon = "favicon.svg"
 autodoc_typehints = "none"  # the signatures have them
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
