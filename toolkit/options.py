@@ -46,7 +46,7 @@ INDIFFERENT = AROUND | {
 """Options, or groups of them, that do not change a training's trajectory."""
 
 
-READOUTS = ("newest", "extrapolated")
+READOUTS = ("newest", "extrapolated", "as_published")
 
 
 def option(default: Any, description: str) -> Any:
@@ -156,7 +156,9 @@ class TrainingOptions(StepSettings):
     )
     cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
     readout: str = option(
-        "newest", "weights to test and keep: newest, or extrapolated where late ones are read"
+        "newest",
+        "weights to test and keep: newest, or extrapolated where late ones are read; as_published"
+        " keeps the newest, and tests those of micro-batch 0 as well",
     )
     label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
     diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")

@@ -199,6 +199,7 @@ def odd_jobs() -> dict[str, Any]:
     first = _trained(world, catalog.cyclic(2, 1, state="sharded"), batches[:3])
     found["state"] = copy.deepcopy(first.state_dict())
     found["extrapolated"] = first.extrapolated()
+    found["late"] = first.late_weights()
     resumed = _runtime(world, catalog.cyclic(2, 1, "per_stage"))  # of the same trajectory
     resumed.load_state_dict(found["state"])
     list(resumed.run(batches[3:]))

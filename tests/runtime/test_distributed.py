@@ -109,10 +109,11 @@ def test_a_state_moves_between_runtimes(odd_jobs):
     assert_same(odd_jobs[1]["resumed"], whole.module().state_dict())
 
 
-def test_weights_are_extrapolated_on_every_rank(odd_jobs):
+def test_weights_are_extrapolated_and_late_on_every_rank(odd_jobs):
     runtime = in_one_process(catalog.cyclic(2, 1), 3)
     for found in odd_jobs:
         assert_same(found["extrapolated"], runtime.extrapolated())
+        assert_same(found["late"], runtime.late_weights())
 
 
 def test_ranks_of_stages_and_their_updates_change_with_the_schedule(odd_jobs):

@@ -210,6 +210,24 @@ def test_stages_without_late_weights_are_not_extrapolated(model, order):
     assert runtime.extrapolated().keys() == late
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_late_weights_are_those_that_the_next_step_reads(model, order):
+    runtime = runtime_for(model, catalog.cyclic(3, 1), order)
+    assert runtime.late_weights() == {}
+    batches = make_batches(3)
+    list(runtime.run(batches[:1]))
+    before = copy.deepcopy(runtime.module().state_dict())
+    list(runtime.run(batches[1:2]))
+    late = runtime.late_weights()
+    assert late.keys() == {name for name, _ in model.named_parameters()}
+    for name, tensor in late.items():
+        assert torch.equal(tensor, before[name])
+        assert not torch.equal(tensor, runtime.module().state_dict()[name])
+    fresh = runtime_for(model, catalog.data_parallel(3), order)
+    list(fresh.run(batches))
+    assert fresh.late_weights() == {}
+
+
 def test_a_wrong_rule_differs(model):
     """The comparison above can fail: the reference of each rule differs from each other rule's."""
     rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]

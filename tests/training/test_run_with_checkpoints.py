@@ -103,6 +103,20 @@ def test_extrapolated_weights_are_tested_and_kept(tmp_path):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.parametrize("rule", ["dp", "cdp_v1"])
+def test_late_weights_are_tested_beside_the_newest(tmp_path, rule):
+    run = built("epochs=1", f"schedule={rule}", "readout=as_published")
+    outcome = run_with_checkpoints(run, tmp_path)
+    runtime = outcome.run.runtime
+    losses = [
+        loop.evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
+        for read in (runtime.late_weights() or None, None)
+    ]
+    (epoch,) = outcome.epochs
+    assert [epoch.published_loss, epoch.test_loss] == pytest.approx(losses)
+    assert (epoch.published_loss == epoch.test_loss) == (rule == "dp")
+
+
 @pytest.mark.parametrize(
     ("rule", "order", "step"),
     more(

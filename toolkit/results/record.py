@@ -32,7 +32,7 @@ METRICS = {metric.name: metric for metric in (ACCURACY, LOSS)}
 PlainRow = dict[str, Any]
 Numbers = dict[str, float]
 
-_SHARES = {"top1", "top5", "ema_top1"}
+_SHARES = {"top1", "top5", "ema_top1", "published_top1"}
 
 
 class DamagedError(UserError):

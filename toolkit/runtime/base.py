@@ -279,6 +279,25 @@ class Runtime(ABC):
                 for name, newest in versions[self.steps_done].items():
                     # At 2.0: previous + 2 (newest - previous).
                     weights[name] = torch.lerp(previous[name], newest, 2.0)
+        return self._gathered(weights)
+
+    @torch.no_grad()
+    def late_weights(self) -> Weights:
+        """Return the late weights that micro-batch 0 reads in the next training step, by name.
+
+        Without those of stages on which it reads the newest. Every rank calls it.
+        """
+        schedule = self.schedule.at(self.steps_done)
+        weights: Weights = {}
+        for stage, versions in self.local_state()["versions"].items():
+            version = schedule.version(stage, 0, self.steps_done)
+            if version < self.steps_done and version in versions:
+                for name, tensor in versions[version].items():
+                    weights[name] = tensor.clone()
+        return self._gathered(weights)
+
+    def _gathered(self, weights: Weights) -> Weights:
+        """Return the weights of all ranks, on this one's device. Every rank calls it."""
         if self.world:
             on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
             for rank_weights in self.world.gather(on_cpu, "weights"):

@@ -54,6 +54,8 @@ class Epoch:
         learning_rate: learning rate of the epoch's first update.
         samples_per_second: training samples per second.
         ema_loss, ema_top1: with the averaged weights; None if the run keeps no average.
+        published_loss, published_top1: with the late weights of micro-batch 0, as the published
+            code of CDP evaluates; None unless the run asks for that.
     """
 
     epoch: int
@@ -65,6 +67,8 @@ class Epoch:
     samples_per_second: float
     ema_loss: float | None = None
     ema_top1: float | None = None
+    published_loss: float | None = None
+    published_top1: float | None = None
 
     def text(self, by: Metric) -> str:
         """Return the metric ``by`` as short text."""
@@ -181,6 +185,14 @@ def fit(
         ema_test = None
         if average_weights:
             ema_test = evaluate(model, share, runtime.total, average_weights, run.step_options)
+        published_test = None
+        if run.options.readout == "as_published":
+            published_test = test
+            late_weights = runtime.late_weights()
+            if late_weights:
+                published_test = evaluate(
+                    model, share, runtime.total, late_weights, run.step_options
+                )
 
         # 3. Record the epoch, and pause as the next one begins.
         metrics = Epoch(
@@ -193,6 +205,8 @@ def fit(
             samples_per_second=(len(batches) - first_step) * run.batch_size / seconds,
             ema_loss=ema_test.loss if ema_test else None,
             ema_top1=ema_test.top1 if ema_test else None,
+            published_loss=published_test.loss if published_test else None,
+            published_top1=published_test.top1 if published_test else None,
         )
         position.history = [*position.history, metrics]
         position.epoch = epoch + 1
