@@ -54,6 +54,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import TrackingOptions, TuneOptions
 from toolkit.results.run_files import TUNING_FOLDER
 from toolkit.schedule import Schedule, labels
+from toolkit.terminal import show_activity
 
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
@@ -72,6 +73,7 @@ class Trained:
 
 @entry_point("compare")
 def main(config: DictConfig) -> Ended:
+    show_activity("importing torch")
     from toolkit.results.provenance import resume_command
     from toolkit.results.statistics import check_margin
     from toolkit.results.tuning import trials, tried, with_best
@@ -86,6 +88,7 @@ def main(config: DictConfig) -> Ended:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start = time.perf_counter()
     folder = output_folder()
+    show_activity("reading the data")
     load = cache(partial(load_samples, config.data))
     settle_delays(config, lambda: load().form)
     schedules = {rule: build_schedule(options) for rule, options in config.rules.items()}

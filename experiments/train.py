@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from toolkit.cli import STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import rank_cells, table
+from toolkit.terminal import show_activity
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 @entry_point("train")
 def main(config: DictConfig) -> Ended:
+    show_activity("importing torch")
     from toolkit.plan.rate_check import check_rate
     from toolkit.results import Progress
     from toolkit.results.provenance import resume_command
@@ -39,14 +41,17 @@ def main(config: DictConfig) -> Ended:
 
     start = time.perf_counter()
     check_profile(config.profile)
-    run = build_run(config)
+    run = build_run(config, on_activity=show_activity)
     rollback_schedule(run)
     folder, hydra = output_folder(), HydraConfig.get()
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
     resumed = bool(config.resume) or restarted()
-    if config.stability and not resumed and is_rank_zero() and (warning := check_rate(run)):
-        print(f"warning: {warning}", file=sys.stderr)
+    if config.stability and not resumed and is_rank_zero():
+        show_activity("checking the learning rate")
+        warning = check_rate(run)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
 
     group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
     with RunRecorder(run, folder, resume=resumed, group=group) as recorder:

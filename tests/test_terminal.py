@@ -1,8 +1,10 @@
 """Lines that are broken at the width of a terminal."""
 
+import sys
+
 import pytest
 
-from toolkit.terminal import wrapped_lines
+from toolkit.terminal import show_activity, wrapped_lines
 
 
 @pytest.mark.parametrize(
@@ -20,3 +22,13 @@ from toolkit.terminal import wrapped_lines
 def test_lines_end_between_words(monkeypatch, line, expected):
     monkeypatch.setenv("COLUMNS", "20")
     assert wrapped_lines(line) == expected
+
+
+def test_activities_are_shown_on_a_terminal_by_the_first_rank(monkeypatch, capsys):
+    show_activity("hidden in a file")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    show_activity("reading")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    show_activity("hidden on another rank")
+    assert capsys.readouterr() == ("", "reading ...\n")

@@ -1,8 +1,20 @@
-"""Text in the columns of a terminal, broken between words."""
+"""Text for a terminal: lines that are broken between words, and what is being done."""
 
 import re
 import shutil
+import sys
 import textwrap
+
+from toolkit.torchrun import is_rank_zero
+
+
+def show_activity(text: str) -> None:
+    """Print what begins, such as ``reading the data``, on a terminal; elsewhere nothing.
+
+    It goes to the standard error of rank 0, on a line of its own: a warning may follow.
+    """
+    if is_rank_zero() and sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def wrapped_lines(line: str) -> list[str]:

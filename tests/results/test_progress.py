@@ -1,5 +1,6 @@
 """The bar counts training steps, shows the speed and the loss, and rarely waits for a device."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,26 @@ def reads(monkeypatch):
 
 def last_line(capsys):
     return capsys.readouterr().err.split("\r")[-1]
+
+
+@pytest.mark.parametrize("note", ["test 97.25%", "last: CDP-v1 97.25%"])
+def test_a_terminal_of_80_columns_shows_all_of_a_run(capsys, clock, monkeypatch, note):
+    """Accuracy, loss and speed, however many epochs there are."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress(180) as bar:
+        bar._bar.ncols = 79  # as tqdm reads from a terminal
+        bar.ended(123)
+        bar.run("CDP-v1, seed 0")
+        for k, loss in enumerate([2.0, 1.0, 0.5, 0.1]):
+            train(bar, [k], loss=loss, clock=clock, seconds=0.001)
+        bar.note(note)
+    last = last_line(capsys).rstrip()
+    assert len(last) < 80
+    assert last.startswith("CDP-v1, seed 0: 124.0/180 epochs |")
+    assert "loss 0.900" in last
+    assert "8.00k/s" in last
+    assert last.endswith(" 97.25%")
 
 
 def test_what_it_shows(capsys, clock):

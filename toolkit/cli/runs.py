@@ -38,13 +38,18 @@ def training_options(config: DictConfig) -> TrainingOptions:
     )
 
 
-def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "TrainingRun":
+def build_run(
+    config: DictConfig,
+    samples: "SampleSet | None" = None,
+    on_activity: Callable[[str], object] = lambda text: None,
+) -> "TrainingRun":
     """Build the training run that ``config`` describes.
 
     Args:
         config: options as ``cyclic-dp train`` composes them; the sizes of a schedule that
             has its own are written into them.
         samples: samples for training and for the test, if they are loaded already.
+        on_activity: function that is called with what begins next, which may take seconds.
 
     Raises:
         UserError: a part cannot be built, or does not fit the others; or the runtime takes many
@@ -52,6 +57,7 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     """
     from toolkit.training import prepare
 
+    on_activity("reading the data")
     check_counts(config, "stages", "microbatches")
     options = training_options(config)
     load = cache(lambda: samples or load_samples(config.data))
@@ -73,6 +79,7 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     if world is not None:  # which has the options of join() already
         for name in _JOIN:
             runtime.pop(name, None)
+    on_activity("tracing the model")
     return prepare(
         options,
         model=partial(build_model, config.model, samples.form),

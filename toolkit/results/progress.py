@@ -1,5 +1,6 @@
 """A bar that shows how far training is, how fast, and its mean loss of the epoch so far."""
 
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Protocol, Self
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.training import Step
+
+
+_FULL_WIDTH = 120  # columns that a bar with all its figures takes, about
+_FULL = "{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
+_NARROW = "{desc}: {n:.1f}/{total} epochs |{bar}| <{remaining}{postfix}"
 
 
 class RunProgress(Protocol):
@@ -32,10 +38,11 @@ class _EpochBar:
     """A bar over epochs, closed at the end of its context."""
 
     def __init__(self, n_epochs: int, *, shown: bool, interval: float) -> None:
+        self._is_narrow = _terminal_is_narrow()
         self._bar = tqdm(
             total=n_epochs,
             disable=not shown,
-            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
+            bar_format=_NARROW if self._is_narrow else _FULL,
             mininterval=interval,
         )
 
@@ -97,17 +104,27 @@ class Progress(_EpochBar):
         is_due = now >= self._refreshed + self._interval
         # The end of an epoch reads its losses anyway.
         if is_due or step.step == step.n_steps:
-            figures = []
-            if self._losses:
-                figures.append(f"train loss {_mean(self._losses):.3f}")
-            figures.append(f"lr {step.learning_rate:.3g}")
-            if self._samples:
-                figures.append(f"{self._samples / (now - self._since):.0f} samples/s")
-            self._figures = ", ".join(figures)
+            self._figures = self._figures_of(step.learning_rate, now)
             self.note(self._note)
         if is_due:
             self._refreshed = now
             self._bar.refresh()
+
+    def _figures_of(self, learning_rate: float, now: float) -> str:
+        """Return the loss, the learning rate and the speed; short ones on a narrow terminal."""
+        figures = []
+        if self._losses:
+            label = "loss" if self._is_narrow else "train loss"
+            figures.append(f"{label} {_mean(self._losses):.3f}")
+        if not self._is_narrow:
+            figures.append(f"lr {learning_rate:.3g}")
+        if self._samples:
+            rate = self._samples / (now - self._since)
+            speed = f"{rate:.0f} samples/s"
+            if self._is_narrow:
+                speed = f"{tqdm.format_sizeof(rate)}/s"
+            figures.append(speed)
+        return ", ".join(figures)
 
     def ended(self, n_epochs: int) -> None:
         """End a run of ``n_epochs``; those that it did not train took no time."""
@@ -121,9 +138,12 @@ class Progress(_EpochBar):
         self._bar.write(text, file=sys.stderr)
 
     def note(self, text: str) -> None:
-        """Show a short text in the bar, before the figures, which a narrow terminal cuts."""
+        """Show a short text in the bar: before the figures, or last on a narrow terminal."""
         self._note = text
-        self._bar.set_postfix_str(", ".join(filter(None, [text, self._figures])), refresh=False)
+        texts = [text, self._figures]
+        if self._is_narrow:
+            texts = [self._figures, text.removeprefix("last: ")]
+        self._bar.set_postfix_str(", ".join(filter(None, texts)), refresh=False)
 
 
 class ParallelProgress(_EpochBar):
@@ -154,6 +174,11 @@ class ParallelProgress(_EpochBar):
         self._bar.set_description_str(f"{self._runs_done}/{self._n_runs} runs", refresh=False)
         self._bar.set_postfix_str(note, refresh=False)
         self.trained(run, n_epochs)
+
+
+def _terminal_is_narrow() -> bool:
+    """Whether a terminal would cut the last figures; a file of output has long lines."""
+    return sys.stderr.isatty() and shutil.get_terminal_size().columns < _FULL_WIDTH
 
 
 def _interval() -> float:
