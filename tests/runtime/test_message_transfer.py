@@ -94,7 +94,12 @@ def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
 
     monkeypatch.setattr("toolkit.runtime.message_transfer.finish_stream", finish_stream)
     monkeypatch.setattr("torch.distributed.isend", isend)
-    world = SimpleNamespace(rank=0, message_device=flat.device, channel=lambda *ranks: None)
+    world = SimpleNamespace(
+        rank=0,
+        message_device=flat.device,
+        channel=lambda *ranks: None,
+        process=lambda rank: rank,
+    )
     packing = SimpleNamespace(pack=lambda i, payload, device: flat)
     with Messages(world, packing, 2, paced=True) as messages:
         messages.send(message(Action.SEND, 0, Buffer.WEIGHTS, 1), {})

@@ -26,10 +26,11 @@ from tests.runtime.models import (
 from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime.gradient_norms import gradient_norms
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.stage import StageRunner, leaves
-from toolkit.runtime.updater import GradientSum, Updater, gradient_norms
+from toolkit.runtime.updater import GradientSum, Updater
 from toolkit.schedule import Correction, Schedule, catalog
 
 SCHEDULES = [

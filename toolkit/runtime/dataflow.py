@@ -15,8 +15,10 @@ def in_background(i: Instruction) -> bool:
     return i.action.communicates or i.action == Action.UPDATE or frees_weights
 
 
-def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
+def queue_of(i: Instruction, *, ordered: bool, ordered_updates: bool = False) -> tuple | None:
     """Return the queue of an instruction, whose members begin in order."""
+    if ordered_updates and i.action == Action.UPDATE:
+        return ("update",)
     if i.action == Action.SEND and ordered:
         return ("send", *i.peers)
     if i.action == Action.RECV and ordered:
@@ -69,6 +71,8 @@ class Dataflow:
             :func:`last_step`, and messages of earlier steps do not queue behind those of later
             ones.
         update_limit: training step; only updates of steps up to it can begin.
+        ordered_updates: updates begin in the order of the program, since the devices of a rank
+            exchange within them.
 
     Attributes:
         needs: for each position, the positions that have to end before.
@@ -84,6 +88,7 @@ class Dataflow:
         ordered: bool,
         limit: float = inf,
         update_limit: float = inf,
+        ordered_updates: bool = False,
     ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
@@ -109,7 +114,9 @@ class Dataflow:
         if limit < inf:
             positions = sorted(positions, key=self._step)
         for position in positions:
-            name = queue_of(instructions[position], ordered=ordered)
+            name = queue_of(
+                instructions[position], ordered=ordered, ordered_updates=ordered_updates
+            )
             if name is not None:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)

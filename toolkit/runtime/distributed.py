@@ -1,6 +1,6 @@
 """One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import meta_copy
 from toolkit.model.generators import kept_generators
 from toolkit.runtime.base import Steps
+from toolkit.runtime.device_rows import DeviceRow, check_rows
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
@@ -22,7 +24,11 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
+from toolkit.runtime.process_group.columns import column as column_of
+from toolkit.runtime.process_group.columns import width_of
 from toolkit.runtime.rank import MicrobatchSource, Rank
+from toolkit.runtime.row_executor import RowExecutor
+from toolkit.runtime.sharded_stage import Parallelize, ShardedStage, Sharding
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
@@ -58,6 +64,14 @@ class Distributed(OnRanks):
             those between machines; 0: the backend's own all-reduce.
         pacing: whether each rank spreads what it sends over the training step, in chunks: the
             smaller they are, the more even the load.
+        width: number of devices of a rank, each a process of its own: process ``rank * width + t``
+            is device t. Or a ``DeviceMesh`` of all processes with dimensions ``("schedule",
+            "tensor")``. With more than one, weights of ``stages.model`` are local shards during
+            training, and :meth:`module` and states have whole tensors.
+        parallelize: function of a stage and a mesh of the devices of a rank, which shards the
+            stage's modules, as ``torch.distributed.tensor.parallel.parallelize_module`` does by a
+            plan. Parameters have their names in the whole model. It is called with copies of the
+            stage on the meta device.
 
     Attributes:
         n_recorded: training steps that have been measured.
@@ -72,6 +86,8 @@ class Distributed(OnRanks):
     compression: str = "none"
     per_machine: int = 0
     pacing: bool = False
+    width: int | DeviceMesh = 1
+    parallelize: Parallelize | None = None
 
     knows_costs = True
     _overlaps = _same_sized = True
@@ -82,10 +98,18 @@ class Distributed(OnRanks):
         whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
             raise UserError(f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4")
+        self._row: DeviceRow | None = None
+        self._check_width()
         super().__post_init__()
+        if self._devices_per_rank() > 1:
+            self._join_row()
         self._updaters = self._runners = self._make_runners()
-        self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
+        if self._row is None:
+            self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
+        else:
+            self._skeletons = [stage.skeleton.module for stage in self._row.stages]
         self._layouts: dict[Shape, Layouts] = {}
+        self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}  # if ranks have devices
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
         self._stage_bytes = [_n_bytes(runner.masters) for runner in self._runners]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
@@ -94,6 +118,35 @@ class Distributed(OnRanks):
         if self.record:
             self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
         self.n_recorded = 0
+
+    # The devices of a rank.
+
+    def _devices_per_rank(self) -> int:
+        return width_of(self.width)
+
+    def _check_width(self) -> None:
+        n_devices = width_of(self.width)
+        if n_devices == 1:
+            return
+        if self.parallelize is None:
+            raise UserError(
+                f"width={n_devices} needs to know how devices share a stage: give"
+                " parallelize=lambda stage, mesh: parallelize_module(stage, mesh, plan)"
+            )
+        if self.options.compile != "none":
+            raise UserError(f"width={n_devices} takes no compile={self.options.compile}: leave it")
+
+    def _join_row(self) -> None:
+        """Take the place of this process in its column and row, and shard the stages."""
+        assert self.parallelize is not None
+        self.world = column = column_of(self.world, self.width)
+        check_rows(column, self.schedule, self.seed, self.options, self.stages)
+        self._row = DeviceRow(column, self.stages, self.parallelize)
+
+    def _sharded_stage(self, index: int) -> ShardedStage | None:
+        if self._row is None:
+            return None
+        return self._row.stages[index]
 
     # Training.
 
@@ -122,7 +175,8 @@ class Distributed(OnRanks):
             rank.watching = meter.activations.watch
             meter.begin(rank)
             meter.stopwatch = self._stopwatch
-        executor = Executor(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
+        make = Executor if self._row is None else RowExecutor
+        executor = make(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
         for i in executor.run(executor.ends):
             yield microbatches.result(cast(int, i.step))
         if meter is not None:
@@ -158,6 +212,9 @@ class Distributed(OnRanks):
 
     def _go_over(self, schedule: Schedule) -> None:
         # Only what a rank lacks travels, not the whole state as between other runtimes.
+        if self._row is not None:
+            super()._go_over(schedule)
+            return
         local_state = self._local_state_of(self.updated_stages)
         state = self._weight_store.handed_over(self.schedule_plan, local_state)
         self._adopt(schedule)
@@ -176,12 +233,17 @@ class Distributed(OnRanks):
         """Return the whole model, which takes memory until the next :meth:`run`."""
         self._check_ended()
         self._weight_store.collect()
+        if self._row is not None:
+            return self._row.fill(self._runners)
         return self.stages.model
 
     def averages(self) -> Weights:
         """Return the averages of all stages; see :meth:`Runtime.averages`."""
         self._check_ended()
-        return self._weight_store.averages()
+        averages = self._weight_store.averages()
+        if self._row is not None:
+            return self._row.whole_averages(averages)
+        return averages
 
     @property
     def updated_stages(self) -> list[int]:
@@ -193,7 +255,10 @@ class Distributed(OnRanks):
         return [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
 
     def _local_state(self) -> dict[str, Any]:
-        return self._local_state_of(self._owned_stages())
+        local_state = self._local_state_of(self._owned_stages())
+        if self._row is not None:
+            return self._row.whole_state(local_state)
+        return local_state
 
     def _local_state_of(self, stages: Collection[int]) -> dict[str, Any]:
         return local_state_of(
@@ -211,6 +276,8 @@ class Distributed(OnRanks):
         super().load_state_dict(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if self._row is not None:
+            state = self._row.local_state(state, self._runners, self.updated_stages)
         self._weight_store.load(state)
         for stage in self.updated_stages:
             self._runners[stage].load(state["stages"][stage])
@@ -240,6 +307,8 @@ class Distributed(OnRanks):
     def costs(self) -> tuple[Costs, Hardware]:
         """Return costs just measured; see :meth:`Runtime.costs`."""
         self._check_ended()
+        if self._row is not None:
+            raise UserError("costs of ranks of several devices are not measured: use width=1")
         op_seconds = self._stopwatch.medians() if self._stopwatch else {}
         op_seconds_of_ranks = self.world.gather(op_seconds, "times of ops")
         if not all(op_seconds_of_ranks):
@@ -262,12 +331,20 @@ class Distributed(OnRanks):
         shapes = self.world.gather(shape, "shapes of inputs")
         input_shape = next(shape for shape in shapes if shape is not None)
         if input_shape in self._layouts:
+            if self._row is not None:
+                self._row.use_shardings(self._shardings[input_shape])
             return self._layouts[input_shape]
 
         inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape)
         device = self.world.device
         with self.options.autocast(device):
-            layouts = find_layouts(self._skeletons, inputs, COMPRESSIONS[self.compression], device)
+            layouts = find_layouts(
+                self._skeletons,
+                inputs,
+                COMPRESSIONS[self.compression],
+                device,
+                self._row.stages if self._row is not None else (),
+            )
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
             computed_stages = [
@@ -279,6 +356,8 @@ class Distributed(OnRanks):
         if source is not None and self._is_counted(layouts, source):
             layouts = layouts.with_counts()
         self._layouts[input_shape] = layouts
+        if self._row is not None:
+            self._shardings[input_shape] = self._row.shardings()
         return layouts
 
     def _is_counted(self, layouts: Layouts, source: BatchReader) -> bool:

@@ -82,6 +82,7 @@ class Executor:
             limit=program.first_step - 1 if stepwise else inf,
             # Without overlap the main thread makes updates before it returns to the caller.
             update_limit=update_limit if overlap else inf,
+            ordered_updates=self._world.shares_ranks,
         )
         # All threads share _dataflow, _unsent, _turns, _waiters, _received and _failure: each
         # reads and changes them with this condition held, and notifies the others of a change.
@@ -227,13 +228,13 @@ class Executor:
             return
         position, error = self._failure
         i = self._instructions[position]
-        if i.action.communicates and is_backend_error(error):
+        if (i.action.communicates or self._world.shares_ranks) and is_backend_error(error):
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error
 
     def _execute(self, i: Instruction) -> int:
-        """Carry out an op, an update or a release; return the bytes that it sends: none."""
+        """Carry out an op, update or release; return the bytes sent to other ranks: none."""
         self._rank.execute(i)
         return 0
 
@@ -337,7 +338,8 @@ class Executor:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._instructions[position]
         # One waiter per peer, stage and kind: a late message must not hold up the others.
-        queue_name = queue_of(i, ordered=False) or ("send", *i.peers, i.buffer, i.stage)
+        queue_name = queue_of(i, ordered=False, ordered_updates=self._world.shares_ranks)
+        queue_name = queue_name or ("send", *i.peers, i.buffer, i.stage)
         # Both the second thread and waiters, which begin the next send, may create a waiter.
         with self._changed:
             if queue_name not in self._waiters:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolkit.runtime.delay_effect import compare_gradients
+from toolkit.runtime.gradient_norms import gradient_norms
 from toolkit.runtime.losses import COUNT, LossValue, loss_factor
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
@@ -28,7 +29,6 @@ from toolkit.runtime.updater import (
     Weights,
     add_to_sums,
     advance_statistics,
-    gradient_norms,
     renew,
 )
 from toolkit.schedule import Schedule

@@ -15,6 +15,7 @@ from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
+from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import check_state, form_of, join_states
 from toolkit.runtime.updater import Updater, Weights
@@ -34,10 +35,23 @@ class LocalRuntime(Runtime):
         self._updaters: Sequence[Updater] = ()  # of each stage
 
     def _make_runners(self) -> list[StageRunner]:
-        return [
-            StageRunner(stage, index, self.optimizer, self.lr_scheduler, self.seed, self.options)
-            for index, stage in enumerate(self.stages)
-        ]
+        runners = []
+        for index, stage in enumerate(self.stages):
+            runner = StageRunner(
+                stage,
+                index,
+                self.optimizer,
+                self.lr_scheduler,
+                self.seed,
+                self.options,
+                self._sharded_stage(index),
+            )
+            runners.append(runner)
+        return runners
+
+    def _sharded_stage(self, index: int) -> ShardedStage | None:
+        """Return a stage on the devices of a rank; None where a rank is one device."""
+        return None
 
     # Training.
 
@@ -167,17 +181,24 @@ class OnRanks(LocalRuntime):
 
     distributed = True
 
+    def _devices_per_rank(self) -> int:
+        return 1
+
     def __post_init__(self) -> None:
         super().__post_init__()
         devices = {tensor.device for tensor in self.stages.model.parameters()}
         n_ranks = self.schedule.n_ranks
+        n_processes = n_ranks * self._devices_per_rank()
         if self.world is None:
             on_cpu = all(device.type == "cpu" for device in devices)
-            self.world = join(n_ranks, device="cpu" if on_cpu else "auto")
-        if self.world.size != n_ranks:
+            self.world = join(n_processes, device="cpu" if on_cpu else "auto")
+        if self.world.size != n_processes:
+            of_devices = ""
+            if n_processes > n_ranks:
+                of_devices = f" of {n_processes // n_ranks} devices"
             raise UserError(
-                f"the schedule has {n_ranks} ranks and the world {self.world.size}: give"
-                f" world.part({n_ranks}), or a schedule for {self.world.size}"
+                f"the schedule has {n_ranks} ranks{of_devices} and the world {self.world.size}:"
+                f" give world.part({n_processes}), or a schedule for {self.world.size}"
             )
         if other_devices := sorted(str(device) for device in devices - {self.world.device}):
             raise UserError(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from toolkit.model.analysis import differentiable
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
+from toolkit.runtime.sharded_stage import ShardedStage, local_tensors_of, pass_shardings_on
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
@@ -212,6 +212,7 @@ def find_layouts(
     inputs: Values,
     wire: torch.dtype | None = None,
     device: torch.device = _CPU,
+    sharded: Sequence[ShardedStage] = (),
 ) -> Layouts:
     """Find the layouts of all messages, by a run of the stages without memory or values.
 
@@ -220,20 +221,27 @@ def find_layouts(
         inputs: of a micro-batch, on the meta device.
         wire: as in :meth:`Layout.of`.
         device: where the stages compute; autocast chooses types by it.
+        sharded: the stages on a row of devices, if ranks have several. Each stage learns how its
+            inputs lie; ``skeletons`` are their skeletons' modules.
     """
     activations = []
     activation_gradients = []
     gradients = []
     versions = []
+    local_tensors = [local_tensors_of(stage) for stage in skeletons]
     with FakeTensorMode():
         # 1. Forwards, one stage after another: a stage's outputs are the next one's inputs.
         inputs = tuple(_fake(tensor, device) for tensor in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
-        for stage in skeletons:
+        for index, stage in enumerate(skeletons):
             tensors = {}
-            for name, tensor in chain(stage.named_parameters(), stage.named_buffers()):
+            for name, tensor in local_tensors[index].items():
                 tensors[name] = _fake(tensor, device).requires_grad_(tensor.requires_grad)
-            outputs: Values = torch.func.functional_call(stage, tensors, inputs)
+            if sharded:
+                outputs: Values = sharded[index].skeleton(tensors, inputs)
+                pass_shardings_on(sharded, index)
+            else:
+                outputs = torch.func.functional_call(stage, tensors, inputs)
             runs.append((tensors, inputs, outputs))
             activations.append(Layout.of(dict(enumerate(outputs))))
             inputs = tuple(

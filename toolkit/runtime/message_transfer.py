@@ -150,8 +150,9 @@ class Messages:
         flat = self._pack(i, payload)
         peer = i.peers[0]
         group = self.world.channel(self.world.rank, peer)
+        process = self.world.process(peer)
         chunks = self._chunks(flat)
-        starts = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
+        starts = [partial(dist.isend, chunk, process, group=group, tag=tag) for chunk in chunks]
         if self.pacer is not None:
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
@@ -169,7 +170,8 @@ class Messages:
         flat = self._pack(i, None)
         peer = i.peers[0]
         group = self.world.channel(peer, self.world.rank)
-        works = [dist.irecv(chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)]
+        process = self.world.process(peer)
+        works = [dist.irecv(chunk, process, group=group, tag=tag) for chunk in self._chunks(flat)]
         return Transfer(flat, lambda: works)
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
@@ -192,7 +194,7 @@ class Messages:
                 if name == ALL:
                     root = i.peers[0]
                 group = self.world.group_of((name, members))
-                phases.append(partial(_each, collective, pieces, root, group))
+                phases.append(partial(_each, collective, pieces, self.world.process(root), group))
         # The first phase begins now. A waiter begins each later one when the one before has ended.
         first_phase, *later_phases = phases
         works = first_phase()

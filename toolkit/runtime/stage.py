@@ -17,6 +17,7 @@ from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import in_training, one_by_one
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.microbatch_norm import NormGroup, replace_norms, take_statistics
+from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import GradientSum, Updater, Weights
 from toolkit.schedule import Correction
@@ -42,8 +43,9 @@ class StageRunner(Updater):
         make_scheduler: MakeScheduler | None = None,
         seed: int = 0,
         options: StepOptions = PLAIN,
+        sharded: ShardedStage | None = None,
     ) -> None:
-        super().__init__(stage, make_optimizer, make_scheduler, options)
+        super().__init__(stage, make_optimizer, make_scheduler, options, sharded)
         self.index = index
         self.seed = seed
         if options.channels_last:
@@ -53,7 +55,10 @@ class StageRunner(Updater):
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
         tensors = chain(stage.parameters(), stage.buffers())
         stage_tensors = {id(tensor): tensor for tensor in tensors}
-        self.compute = in_training(copy.deepcopy(stage, stage_tensors))
+        if sharded is None:
+            self.compute = in_training(copy.deepcopy(stage, stage_tensors))
+        else:
+            self.compute = sharded.compute.module
         nodes = cast(fx.GraphModule, stage).graph.nodes
         self.names = [node.name for node in nodes if node.op == "placeholder"]
         self.norms = replace_norms(self.compute, self.group)
@@ -68,9 +73,10 @@ class StageRunner(Updater):
         # To look for tied weights in each call takes a tenth of a small model's time.
         n_names = len(list(self.compute.named_parameters(remove_duplicate=False)))
         has_tied = len(list(self.compute.parameters())) < n_names
-        self._call: Callable[..., Values] = partial(
-            torch.func.functional_call, self.compute, tie_weights=has_tied
-        )
+        call: Callable[..., Any] = partial(torch.func.functional_call, self.compute)
+        if sharded is not None:
+            call = sharded.compute
+        self._call: Callable[..., Values] = partial(call, tie_weights=has_tied)
         if options.compile != "none":
             self._call = compiled(self._call, options.compile)
 

@@ -262,8 +262,8 @@ def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[st
     if updater.options.ema is None:
         form["average"] = average  # this run keeps no average, so any will do
     elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
-        form["average"] = {"weights": updater.averaged(), "n_updates": 0}
-    versions = dict.fromkeys(state["versions"][stage], updater.newest())
+        form["average"] = {"weights": updater.whole_forms(updater.averaged()), "n_updates": 0}
+    versions = dict.fromkeys(state["versions"][stage], updater.whole_forms(updater.newest()))
     return {"versions": versions, "stage": form}
 
 

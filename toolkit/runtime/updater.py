@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.runtime.future_rates import FutureRates
+from toolkit.runtime.gradient_norms import GradientNorm, gradient_norms
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler, takes_names
 from toolkit.runtime.microbatch_norm import advance_running_statistics
+from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import PLAIN, StepOptions
 
 Weights = dict[str, Tensor]
@@ -66,13 +68,6 @@ def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]
         torch._foreach_add_(sums, addends)
 
 
-class GradientNorm(NamedTuple):
-    """Squared norm of a gradient, shape ``[]``, and whether the gradient is finite."""
-
-    squared: Tensor
-    is_finite: bool
-
-
 class Updater:
     """The trained parameters of a stage, their optimizer and its learning-rate schedule.
 
@@ -85,8 +80,10 @@ class Updater:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         options: StepOptions = PLAIN,
+        sharded: ShardedStage | None = None,
     ) -> None:
         self.stage = stage
+        self.sharded = sharded
         self.options = options
         self.make_optimizer = make_optimizer
         self.make_scheduler = make_scheduler
@@ -104,18 +101,25 @@ class Updater:
         # otherwise take the weights that another one has put there.
         self._exchanging_weights = threading.Lock()
         self._spare: list[Weights] = []  # memory of versions that nothing reads any more
-        optimizer, scheduler = self._make(self.masters)
+        # What the optimizer has: the masters, or DTensors of which the masters are local shards.
+        self._optimized = self._optimized_of(self.masters)
+        optimizer, scheduler = self._make(self._optimized)
         self.optimizer = optimizer
         self.scheduler = scheduler
 
+    def _optimized_of(self, masters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        if self.sharded is None:
+            return masters
+        return self.sharded.handles(masters)
+
     def _make(
-        self, masters: Mapping[str, nn.Parameter]
+        self, optimized: Mapping[str, nn.Parameter]
     ) -> tuple[Optimizer | None, LRScheduler | None]:
-        if not masters:
+        if not optimized:
             return None, None
-        parameters: list[Any] = [*masters.values()]
+        parameters: list[Any] = [*optimized.values()]
         if takes_names(self.make_optimizer):
-            parameters = [*masters.items()]
+            parameters = [*optimized.items()]
         optimizer = self.make_optimizer(parameters)
         _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
         if self.make_scheduler is None:
@@ -161,23 +165,23 @@ class Updater:
         ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
         twin = copy.copy(self)
-        masters = self._zeros()
-        optimizer, scheduler = self._make(masters)
+        optimized = self._optimized_of(self._zeros())
+        optimizer, scheduler = self._make(optimized)
         twin.optimizer = optimizer
         twin.scheduler = scheduler
         if updated and twin.optimizer:
-            for name in masters.keys() - unused:
-                masters[name].grad = torch.zeros_like(masters[name])
+            for name in optimized.keys() - unused:
+                optimized[name].grad = torch.zeros_like(optimized[name])
             twin.optimizer.step()
         return twin.state()
 
     def rates(self, update: int) -> dict[str, tuple[float, float]]:
         """Return the learning rate and the decoupled weight decay of each weight at an update."""
         if self._future_rates is None:
-            masters = self._zeros()
-            optimizer, scheduler = self._make(masters)
+            optimized = self._optimized_of(self._zeros())
+            optimizer, scheduler = self._make(optimized)
             assert optimizer is not None  # since a weight is predicted
-            self._future_rates = FutureRates(masters, optimizer, scheduler)
+            self._future_rates = FutureRates(optimized, optimizer, scheduler)
         return self._future_rates.at(update)
 
     def _zeros(self) -> dict[str, nn.Parameter]:
@@ -218,12 +222,26 @@ class Updater:
             norm = norm or gradient_norms([self], [total])[0]
             if norm is not None and not norm.is_finite:
                 self.n_skipped += 1
-                self.optimizer.zero_grad(set_to_none=True)  # weights without gradient stay
+                for master in self.masters.values():
+                    master.grad = None  # weights without gradient stay
             elif norm is not None:
                 self._scale_gradient(norm)
         self.apply()
         advance_statistics([self], [total], n_microbatches)
         self._update_average()
+
+    def release(self) -> None:
+        """Free the weights' memory."""
+        for master in self.masters.values():
+            master.data = master.data.new_empty(0)
+        if self.sharded is not None:
+            self.sharded.give_to_optimizer(self.masters, self._optimized)
+
+    def whole_forms(self, weights: Weights) -> Weights:
+        """Return tensors of the names, types and whole shapes of ``weights`` of this stage."""
+        if self.sharded is None:
+            return weights
+        return self.sharded.forms(weights)
 
     def optimizer_averages(self, newest: Weights) -> Weights:
         """Return the weights with which the optimizer would evaluate; by default none.
@@ -298,6 +316,8 @@ class Updater:
         """Make one optimizer step with the gradients that the parameters have."""
         self.unused = [name for name in self.unused if self.masters[name].grad is None]
         if self.optimizer is not None:
+            if self.sharded is not None:
+                self.sharded.give_to_optimizer(self.masters, self._optimized)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -311,39 +331,6 @@ class Updater:
         if self.options.clip is not None:
             factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
-
-
-def gradient_norms(
-    updaters: Sequence[Updater], totals: Sequence[GradientSum]
-) -> list[GradientNorm | None]:
-    """Return the norm of each stage's gradient: that of the whole model with ``clip_by=model``.
-
-    None where the stage has no gradient, or its options need no norm.
-
-    Args:
-        updaters: those of all stages.
-        totals: for each stage, gradients summed over all micro-batches, times the loss's scale.
-    """
-    options = updaters[0].options
-    squares: dict[int, Tensor] = {}  # by stage
-    for stage, (updater, total) in enumerate(zip(updaters, totals, strict=True)):
-        total.divide_by_count(updater.masters)
-        gradients = [total.tensors[name] for name in updater.masters if name in total.tensors]
-        if gradients and options.needs_norm:
-            squared = torch.stack(torch._foreach_norm(gradients)).square().sum()
-            squares[stage] = squared / options.scale**2
-    norms: list[GradientNorm | None] = [None] * len(updaters)
-    if not squares:
-        return norms
-    if options.clip is not None and options.clip_by == "model":
-        squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
-    are_finite = [True] * len(squares)
-    if options.scale != 1:
-        # One question for all norms, once all are computed: reading a value waits for the device.
-        are_finite = torch.stack([*squares.values()]).isfinite().tolist()
-    for (stage, squared), is_finite in zip(squares.items(), are_finite, strict=True):
-        norms[stage] = GradientNorm(squared, is_finite)
-    return norms
 
 
 @torch.no_grad()

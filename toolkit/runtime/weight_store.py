@@ -69,8 +69,7 @@ class WeightStore:
         """Free the memory of stages that this rank does not update."""
         for stage, runner in enumerate(self.runners):
             if stage not in self.versions:
-                for master in runner.masters.values():
-                    master.data = master.data.new_empty(0)
+                runner.release()
 
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
         """Return the weights with which a program begins at ``step``, by (stage, version).
@@ -219,7 +218,7 @@ class WeightStore:
         else:
             flat = torch.empty(layout.n_bytes, dtype=torch.uint8, device=device)
         with self.world.watch.waiting(f"weights of rank {root}", [root]):
-            dist.broadcast(flat, root, group=self.world.group)
+            dist.broadcast(flat, self.world.process(root), group=self.world.group)
         received = layout.unpack(flat.to(self.world.device))
         return {name: tensor.clone() for name, tensor in received.items()}
 

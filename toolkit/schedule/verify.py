@@ -1,6 +1,13 @@
 """Prove that a program is complete, consistent and free of deadlock, by replaying it once.
 
 Linear in the number of instructions.
+
+A rank may be several devices, each a process that carries out the rank's instructions. The proof
+holds for these, too. Devices with the same number form a column, and send messages within it alone:
+so each column is a run of the program that is proven here. Devices of one rank exchange only within
+an op or an update. All of them carry out ops in the order of the program, and updates in that
+order, so each begins the same exchanges in the same order. An exchange then adds no wait but that
+for the same op or update of another column, whose inputs are proven to arrive.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    ranks: Mapping[int, Record], me: int, timeout: float, patience: float
+    ranks: Mapping[int, Record], me: int, timeout: float, patience: float, width: int = 1
 ) -> Diagnosis | None:
     """Find the rank that keeps rank ``me`` waiting; None while there is no reason to end.
 
@@ -26,6 +26,7 @@ def diagnose(
         me: the rank that looks.
         timeout: seconds after which a rank that does not move has stalled.
         patience: seconds left in which a better reason than a lost connection may appear.
+        width: devices of a rank, each of them one of ``ranks``.
     """
     is_late = ranks[me].seconds >= timeout
     is_lost = bool(ranks[me].error) and not patience
@@ -48,16 +49,16 @@ def diagnose(
     for status, candidates, fault in faults:
         for rank in candidates:
             if ranks[rank].status == status:
-                return _blame(rank, fault, ranks, chain)
+                return _blame(rank, fault, ranks, chain, width)
 
     if is_lost:
-        return _lost_connection(ranks, me)
+        return _lost_connection(ranks, me, width)
     jammed = all(ranks[r].peers and ranks[r].seconds >= timeout for r in chain)
     # At one place they wait for a sum of all, or compute meanwhile, as torch's wrappers do.
     places_differ = len({(str(ranks[r].activity), ranks[r].step) for r in chain}) > 1
     if not jammed or not places_differ:
         return None
-    positions = "; ".join(f"rank {r} {ranks[r].position}" for r in sorted(chain))
+    positions = "; ".join(f"{_name(r, width)} {ranks[r].position}" for r in sorted(chain))
     return Diagnosis(
         None,
         f"for {timeout:g} s these ranks have waited for each other: {positions}. Make the same"
@@ -74,7 +75,17 @@ def _waiting_chain(ranks: Mapping[int, Record], me: int) -> list[int]:
     return chain
 
 
-def _blame(blamed: int, fault: str, ranks: Mapping[int, Record], chain: Sequence[int]) -> Diagnosis:
+def _name(process: int, width: int) -> str:
+    """Return the name of a process: its rank and, if a rank has several, its device."""
+    if width == 1:
+        return f"rank {process}"
+    rank, device = divmod(process, width)
+    return f"rank {rank}, device {device}"
+
+
+def _blame(
+    blamed: int, fault: str, ranks: Mapping[int, Record], chain: Sequence[int], width: int
+) -> Diagnosis:
     """Return the diagnosis of a rank's ``fault``, with the first of ``chain`` that waits for it."""
     waiter = next((rank for rank in chain if blamed in ranks[rank].peers), chain[0])
     waits = "was"
@@ -85,12 +96,12 @@ def _blame(blamed: int, fault: str, ranks: Mapping[int, Record], chain: Sequence
         on_host = f" (on {ranks[blamed].host})"
     return Diagnosis(
         blamed,
-        f"rank {blamed}{on_host} {fault}, {ranks[blamed].position}; rank {waiter} {waits}"
-        f" {ranks[waiter].position}",
+        f"{_name(blamed, width)}{on_host} {fault}, {ranks[blamed].position};"
+        f" {_name(waiter, width)} {waits} {ranks[waiter].position}",
     )
 
 
-def _lost_connection(ranks: Mapping[int, Record], me: int) -> Diagnosis:
+def _lost_connection(ranks: Mapping[int, Record], me: int, width: int) -> Diagnosis:
     """Return the diagnosis of a lost connection of ``me`` that no rank's end explains."""
     own_record = ranks[me]
     peers = [rank for rank in own_record.peers if rank != me and rank in ranks]
@@ -98,12 +109,15 @@ def _lost_connection(ranks: Mapping[int, Record], me: int) -> Diagnosis:
     ends = [rank for rank in peers if ranks[rank].error and me in ranks[rank].peers] or peers
     if not ends:
         return Diagnosis(
-            None, f"rank {me} cannot continue, {own_record.position}: {own_record.error}"
+            None,
+            f"{_name(me, width)} cannot continue, {own_record.position}: {own_record.error}",
         )
-    subject = "rank " if len(ends) == 1 else "one of ranks "
-    places = "".join(f"; rank {rank} was {ranks[rank].position}" for rank in ends)
+    names = "; or ".join(_name(rank, width) for rank in ends)
+    if width == 1 and len(ends) > 1:
+        names = f"one of ranks {', '.join(map(str, ends))}"
+    places = "".join(f"; {_name(rank, width)} was {ranks[rank].position}" for rank in ends)
     return Diagnosis(
         None,
-        f"the connection between rank {me} and {subject}{', '.join(map(str, ends))} is lost:"
-        f" rank {me} was {own_record.position}{places} ({own_record.error})",
+        f"the connection between {_name(me, width)} and {names} is lost:"
+        f" {_name(me, width)} was {own_record.position}{places} ({own_record.error})",
     )

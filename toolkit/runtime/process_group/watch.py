@@ -90,6 +90,7 @@ class Watch:
         on_failure: function that the watch's thread calls with the reason, as far as this rank
             knows it, before the process ends. It has 0.3 s.
         exit_hooks: functions that complete what others wait for, before this rank leaves.
+        width: devices of a rank of the schedule, by which messages name processes.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -99,6 +100,7 @@ class Watch:
         self.timeout = timeout
         self.on_failure: Callable[[str], None] = lambda message: None
         self.exit_hooks: list[Callable[[], None]] = []
+        self.width = 1
         self.record = Record()
         self._shared = SharedStatus()
         # The main thread and the watch's both change the record, and each has to keep what the
@@ -284,7 +286,7 @@ class Watch:
                 ranks[rank] = record._replace(status=RankStatus.SILENT)
         ranks[self.rank] = self.record._replace(status=RankStatus.RUNNING)
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
-        diagnosis = diagnose(ranks, self.rank, self.timeout, patience)
+        diagnosis = diagnose(ranks, self.rank, self.timeout, patience, self.width)
         if diagnosis is not None:
             self._end(diagnosis)
 

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -37,6 +38,7 @@ class World:
         group: process group; None for that of all processes.
         object_group: process group of Python objects: one of gloo, so that they take no GPU memory.
         script_made_group: whether the script had made torch's process group before.
+        columns: by width, the column of this process in a job whose ranks are several devices.
     """
 
     rank: int
@@ -50,13 +52,29 @@ class World:
     script_made_group: bool = False
     _name: str = "world"
     _is_part: bool = False  # of a job
+    columns: dict[int, "World"] = field(default_factory=dict, init=False)
     _n_names: int = field(default=0, init=False)
     _groups: dict[RankGroup, dist.ProcessGroup] = field(default_factory=dict, init=False)
     _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
     _user: Any = field(default=None, init=False)  # whose messages may be under way
     _end_use: Callable[[], None] | None = field(default=None, init=False)
 
+    # The devices of a rank: here it has one. See ``columns`` for several.
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether each rank is several processes, which exchange within ops and updates."""
+        return False
+
+    def within_op(self, activity: object, step: int | None) -> AbstractContextManager[None]:
+        """Return the context of an op or update; an error of the row within ends the job."""
+        return nullcontext()
+
     # Process groups.
+
+    def process(self, rank: int) -> int:
+        """Return the number of the process of ``rank``, by which torch's messages name it."""
+        return rank
 
     @property
     def message_device(self) -> torch.device:
@@ -115,9 +133,9 @@ class World:
                 channel = self.channel(sender, receiver)
                 with self.watch.waiting("a first message", (sender, receiver)):
                     if self.rank == sender:
-                        dist.send(number, receiver, group=channel)
+                        dist.send(number, self.process(receiver), group=channel)
                     else:
-                        dist.recv(number, sender, group=channel)
+                        dist.recv(number, self.process(sender), group=channel)
                     self.finish_computing()
 
     def group_of(self, group: RankGroup) -> dist.ProcessGroup | None:
@@ -280,9 +298,10 @@ class World:
 
         def hand_on(chunk: Tensor) -> None:
             if not is_first:
-                dist.recv(chunk, ranks[index - 1], group=self.object_group)
+                dist.recv(chunk, self.process(ranks[index - 1]), group=self.object_group)
             if not is_last:
-                send = dist.isend(chunk, ranks[index + 1], group=self.object_group)
+                receiver = self.process(ranks[index + 1])
+                send = dist.isend(chunk, receiver, group=self.object_group)
                 sends.append(cast(dist.Work, send))
 
         with self.watch.waiting("state of stages", ranks):

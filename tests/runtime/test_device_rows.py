@@ -1,0 +1,138 @@
+"""Ranks of several devices follow the single process, for every kind of schedule."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.runtime import device_rows
+from tests.runtime.models import assert_same
+from tests.thorough import more, thorough
+from toolkit.runtime import JobFailedError, StepOptions, launch
+from toolkit.schedule import catalog
+
+CASES = {name: case for name, *case in device_rows.cases()}
+NAMES = more(["CDP-v2", "ZB-V", "2BW"], [*CASES])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Every case on 2 ranks of 2 devices; processes start once."""
+    return launch(device_rows.train_all, 4, NAMES)
+
+
+@pytest.fixture(scope="module")
+def odd_jobs():
+    return launch(device_rows.odd_jobs, 4)
+
+
+def in_one_process(schedule, optimizer, options, steps=device_rows.STEPS, **others):
+    runtime = device_rows.single(schedule, optimizer, options, **others)
+    losses = [
+        result.losses
+        for result in runtime.run(device_rows.batches(schedule.n_microbatches)[:steps])
+    ]
+    return runtime, losses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_follows_the_single_process(trained, name):
+    """Weights, averages and losses, on every process."""
+    schedule, optimizer, options, _ = CASES[name]
+    runtime, losses = in_one_process(schedule, optimizer, options)
+    of_processes = [found[name] for found in trained]
+    for found in of_processes:
+        assert_same(found["state"], runtime.module().state_dict())
+        assert_same(found["averages"], runtime.averages())
+    for device in range(2):
+        for step, expected in enumerate(losses):
+            in_column = [found["losses"][step] for found in of_processes[device::2]]
+            merged = torch.cat([loss for loss in in_column if len(loss)]).sort().values
+            torch.testing.assert_close(merged, expected.sort().values, rtol=0, atol=1e-10)
+
+
+@thorough
+@pytest.mark.parametrize("name", ["CDP-v2", "1F1B"])
+def test_on_eight_processes(name):
+    """Ranks of 4 devices: also devices that have nothing of a weight of 6 rows."""
+    for found in launch(device_rows.of_four_devices, 8, name):
+        schedule, optimizer, options, _ = CASES[name]
+        runtime, _ = in_one_process(schedule, optimizer, options)
+        assert_same(found, runtime.module().state_dict())
+
+
+def test_replicated_activations_draw_alike(odd_jobs):
+    case = catalog.cyclic(2), device_rows.sgd, StepOptions()
+    runtime, _ = in_one_process(*case, model=device_rows.blocks(0.3), seed=5)
+    for found in odd_jobs:
+        assert_same(found["dropout"], runtime.module().state_dict())
+
+
+def test_shards_of_activations_draw_differently(odd_jobs):
+    """Equal tokens differ after dropout, also where they are on different devices."""
+    outputs = odd_jobs[-1]["draws of shards"]
+    assert len(outputs) == 4
+    assert not torch.equal(outputs[:, :2], outputs[:, 2:])
+
+
+def test_a_state_moves_between_widths(odd_jobs):
+    """From one device a rank to two, bit by bit, and back."""
+    for found in odd_jobs:
+        state, taken_over, later = found["resumed"]
+        assert_identical(taken_over, state)
+        runtime = device_rows.single(*device_rows.ADAMW_1F1B)
+        runtime.load_state_dict(later)
+        assert_identical(runtime.state_dict(), later)
+        list(runtime.run(device_rows.batches(4)[3:]))
+        expected, _ = in_one_process(*device_rows.ADAMW_1F1B)
+        assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
+def assert_identical(state, expected):
+    assert state.keys() == expected.keys()
+    torch.testing.assert_close(state, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_schedules_change_on_devices(odd_jobs):
+    runtime = device_rows.single(catalog.cyclic(2, n_stages=2), device_rows.adamw, StepOptions())
+    list(runtime.run(device_rows.batches(2)[:2]))
+    runtime.switch(catalog.gpipe(2, 2))
+    list(runtime.run(device_rows.batches(2)[2:]))
+    for found in odd_jobs:
+        assert_same(found["switched"], runtime.module().state_dict())
+
+
+def test_takes_a_mesh(odd_jobs):
+    runtime, _ = in_one_process(catalog.gpipe(2, 4), device_rows.sgd, device_rows.CLIPPED)
+    for found in odd_jobs:
+        assert_same(found["mesh"], runtime.module().state_dict())
+
+
+def test_devices_share_the_weights(odd_jobs):
+    """The two layers of a block are halved; norms and the second layer's bias are on both."""
+    stages = device_rows.cut(copy.deepcopy(device_rows.blocks()), catalog.gpipe(2, 4))
+    expected = []
+    for stage in stages:
+        n_elements = 0
+        for name, parameter in stage.named_parameters():
+            is_halved = ".up." in name or name.endswith("down.weight")
+            if parameter.requires_grad:
+                n_elements += parameter.numel() // (2 if is_halved else 1)
+        expected.append(8 * n_elements)
+    for found in odd_jobs:
+        # A pipeline of one update a step: the version before the update, and the one after it.
+        assert all(
+            peak in (size, 2 * size) for peak, size in zip(found["peaks"], expected, strict=True)
+        )
+
+
+def test_refuses_what_does_not_fit(odd_jobs):
+    expected = ("rank 1, device 1", "parallelize", "of 3 devices", "('data', 'tensor')", "0", "co")
+    for found in odd_jobs:
+        for message, words in zip(found["refused"], expected, strict=True):
+            assert words in message
+
+
+def test_names_the_device_that_died():
+    with pytest.raises(JobFailedError, match=r"rank 1, device 1.*has died"):
+        launch(device_rows.killed, 4)

@@ -1,0 +1,161 @@
+"""A model's stages on the devices of a rank: one program, first weights, and whole states."""
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from toolkit.errors import UserError
+from toolkit.model import Stages
+from toolkit.runtime.process_group.columns import Column
+from toolkit.runtime.sharded_stage import Parallelize, ShardedStage, Sharding
+from toolkit.runtime.step_options import StepOptions
+from toolkit.runtime.updater import Updater, Weights
+from toolkit.schedule import Schedule
+
+
+class DeviceRow:
+    """All stages on the row of this process.
+
+    The stages' weights become local shards here, after all have those of the first process.
+
+    Args:
+        column: this device of every rank.
+        stages: the model, partitioned, with whole weights.
+        parallelize: shards a stage.
+
+    Attributes:
+        stages: each stage on the row.
+        model: the whole model, apart from ``stages.model``, whose weights are local shards. Its
+            trained weights are empty until :meth:`fill`.
+    """
+
+    def __init__(self, column: Column, stages: Stages, parallelize: Parallelize) -> None:
+        self.column = column
+        self.row = column.row
+        if column.rank == 0:
+            self._start_alike(stages)
+        self.model = _without_weights(stages.model)
+        last = len(stages) - 1
+        self.stages = [
+            ShardedStage(stage, self.row, parallelize, is_last=index == last)
+            for index, stage in enumerate(stages)
+        ]
+
+    def shardings(self) -> list[Sequence[Sharding | None]]:
+        """Return how the inputs of each stage lie."""
+        return [stage.compute.inputs for stage in self.stages]
+
+    def use_shardings(self, shardings: Sequence[Sequence[Sharding | None]]) -> None:
+        """Let the inputs of each stage lie as :meth:`shardings` has returned."""
+        for stage, inputs in zip(self.stages, shardings, strict=True):
+            stage.compute.inputs = inputs
+
+    def _start_alike(self, stages: Stages) -> None:
+        """Give the first row the weights of its first device; columns pass them on."""
+        source = self.column.process(0) - self.row.device_index
+        tensors = [*stages.model.parameters(), *stages.model.buffers()]
+        with self.column.within_op("first weights", None):
+            for tensor in tensors:
+                received = tensor.detach().cpu().contiguous()
+                dist.broadcast(received, source, group=self.row.group)
+                tensor.data.copy_(received)
+
+    @torch.no_grad()
+    def fill(self, updaters: Sequence[Updater]) -> nn.Module:
+        """Return the whole model with the weights of ``updaters``. Every process calls it."""
+        parameters = dict(self.model.named_parameters())
+        with self.column.within_op("whole weights", None):
+            for stage, updater in zip(self.stages, updaters, strict=True):
+                for name, whole in stage.whole(updater.newest()).items():
+                    parameters[name].data = whole
+        return self.model
+
+    def whole_averages(self, averages: Mapping[str, Tensor]) -> Weights:
+        """Return whole averages from local shards. Every process calls it."""
+        whole = dict(averages)
+        with self.column.within_op("averages", None):
+            for stage in self.stages:
+                names = [name for name in averages if name in stage.shardings]
+                whole |= stage.whole({name: averages[name] for name in names})
+        return whole
+
+    def whole_state(self, local_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a rank's :meth:`Runtime.local_state` with whole tensors, on the CPU.
+
+        Every device of the row calls it.
+        """
+        state = {**local_state, "versions": {}, "stages": {}, "fixed": {}}
+        with self.column.within_op("states of stages", None):
+            for index, versions in local_state["versions"].items():
+                stage = self.stages[index]
+                state["versions"][index] = {
+                    version: stage.whole(weights) for version, weights in versions.items()
+                }
+                state["stages"][index] = stage.whole_state(local_state["stages"][index])
+        state["fixed"] = local_state["fixed"]
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+    def local_state(
+        self, state: Mapping[str, Any], updaters: Sequence[Updater], updated: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the state of a run with local shards of the ``updated`` stages."""
+        local = dict(state)
+        local["model"] = dict(state["model"])
+        local["versions"] = list(state["versions"])
+        local["stages"] = list(state["stages"])
+        for index in updated:
+            stage = self.stages[index]
+            names = [name for name in stage.shardings if name in state["model"]]
+            local["model"] |= stage.local({name: state["model"][name] for name in names})
+            local["versions"][index] = {
+                version: stage.local(weights)
+                for version, weights in state["versions"][index].items()
+            }
+            of_stage = state["stages"][index]
+            has_steps = bool(of_stage["optimizer"] and of_stage["optimizer"]["state"])
+            form = updaters[index].form(updated=has_steps, unused=of_stage["unused"])
+            local["stages"][index] = stage.local_state(of_stage, form)
+        return local
+
+
+def check_rows(
+    column: Column, schedule: Schedule, seed: int, options: StepOptions, stages: Stages
+) -> None:
+    """Raise UserError on every process if devices of a rank disagree about what they carry out.
+
+    Otherwise one would wait within an op for a collective of another op.
+    """
+    parts = {
+        "schedule": repr(schedule.lower(2).ranks),
+        "seed": repr(seed),
+        "options": repr(options),
+        "model": repr([[*stage.state_dict()] for stage in stages]),
+    }
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
+    width = column.row.width
+    everyone = column.everyone.gather(digests, "programs of devices")
+    for process, other in enumerate(everyone):
+        first = everyone[process - process % width]
+        differing = [name for name in digests if other[name] != first[name]]
+        if differing:
+            raise UserError(
+                f"rank {process // width}, device {process % width}: got another {differing[0]}"
+                " than device 0; expected the same on each device of a rank. Make Distributed with"
+                " the same arguments on every process"
+            )
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` with empty trained weights, which shares all other tensors."""
+    tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        tensors[id(parameter)] = parameter
+        if parameter.requires_grad:
+            tensors[id(parameter)] = nn.Parameter(parameter.data.new_empty(0))
+    return copy.deepcopy(model, tensors)
