@@ -70,7 +70,6 @@ def main(config: DictConfig) -> None:
     curve = curves[config.axis]
     name = f"{model_name(config.model)} in {config.precision}"
     title = f"{name}, batch {config.batch}, time axis: {curve_rows[config.axis]['time axis']}"
-    figures = save(memory_curves(curve, workers, title), folder / "memory")
     device_name = describe(device) if measured else "meta tensors"
     least_peaks: list[dict[str, Any]] = []
     if config.extra_time is not None:
@@ -81,6 +80,8 @@ def main(config: DictConfig) -> None:
         records += [{"axis": "stages", **row} for row in least_peaks]
         columns = dict.fromkeys(column for record in records for column in record)
         records = [columns | record for record in records]
+    # Only now, since the options of stages may be refused above.
+    figures = save(memory_curves(curve, workers, title), folder / "memory")
     write_result(folder, "memory", records, config, device_name, time.perf_counter() - start)
 
     print(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_seconds
 from toolkit.format import bytes_in
 
 
@@ -42,10 +42,16 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "batch")
+    if config.jobs is not None:
+        check_counts(config, "jobs")
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
-    if config.pilot and not config.data:
-        raise UserError("pilot=true trains for a short time: choose samples, such as data=digits")
+    if config.search:
+        check_seconds("search_seconds", config.search_seconds)
+    if config.pilot:
+        check_seconds("pilot_seconds", config.pilot_seconds)
+        if not config.data:
+            raise UserError("pilot=true trains for a while: choose samples, such as data=digits")
     groups = ["model", "hardware"]
     samples = described_samples(config)
     if samples:

@@ -78,3 +78,9 @@ def test_refuses_a_target_without_sample_sizes():
     options = OmegaConf.create({"_target_": f"{HERE}.plain", "width": 16, "n_classes": 10})
     with pytest.raises(UserError, match=rf"{HERE}.plain has no image_size, in_channels.* target "):
         build_model(options, Images(3, 8, 8, 10))
+
+
+def test_refuses_arguments_of_a_target_that_is_not_given():
+    options = OmegaConf.create(NAMED | {"arguments": {"depth": 3}})
+    with pytest.raises(UserError, match=r"model.target: got depth for the model resnet8"):
+        build_model(options, Images(3, 8, 8, 10))

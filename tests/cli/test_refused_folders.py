@@ -51,6 +51,11 @@ compare seeds=0
 compare precision=0
 compare rules.dp.placement=foo
 memory shape=[a]
+memory extra_time=-1 model=resnet8 shape=[3,8,8] workers=[2]
+memory extra_time=0.1 stages=500 model=resnet8 shape=[3,8,8] workers=[2]
+plan search=true search_seconds=nan
+plan jobs=0
+plan pilot=true pilot_seconds=-1 data=digits
 pipelines ranks=1000000
 report runs=nowhere
 bench bench=peak device=cpu

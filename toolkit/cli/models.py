@@ -32,6 +32,12 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
 
     target = config.get("target")
     if target is None:
+        if config.get("arguments"):
+            names = ", ".join(map(str, config.arguments))
+            raise UserError(
+                f"model.arguments are those of model.target: got {names} for the model"
+                f" {model_name(config)}, whose options are model.OPTION; leave them out"
+            )
         options = _named(config, form)
         form_arguments = form.arguments
     else:
