@@ -43,9 +43,11 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     workers = counts(config, "workers")
+    # Refuses wrong numbers before the models, which take minutes.
+    table_situations = situations(workers, [*config.ratios])
     model_rows = [*assess_models(config, max(workers))]
     rows = []
-    bar = tqdm(situations(workers, [*config.ratios]))
+    bar = tqdm(table_situations)
     for situation in bar:
         bar.set_description(f"{situation.name}, {situation.workers} workers")
         rows.append(assess_situation(situation))
@@ -72,7 +74,13 @@ def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]
     all_hardware = [Hardware.preset(name) for name in config.machines]
     for name in config.batches:
         check_choice("batches", name, [*config.models])
-    bar = tqdm([(name, batch) for name in config.models for batch in counts(config.batches, name)])
+    bar = tqdm(
+        [
+            (name, batch)
+            for name in config.models
+            for batch in counts(config.batches, name, "batches.")
+        ]
+    )
     for name, batch in bar:
         bar.set_description(f"{name}, micro-batches of {batch}")
         form = analysed_form(

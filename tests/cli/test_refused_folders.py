@@ -57,6 +57,8 @@ plan search=true search_seconds=nan
 plan jobs=0
 plan pilot=true pilot_seconds=-1 data=digits
 pipelines ranks=1000000
+situations ratios=[-1]
+situations workers=[1]
 report runs=nowhere
 bench bench=peak device=cpu
 """
