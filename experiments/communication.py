@@ -50,10 +50,7 @@ def main(config: DictConfig) -> int:
         for name, value in asdict(row.counted).items():
             record[name] = float(value)
         records.append(record)
-    counted_rows = [
-        counted_cells(record) | {"as by formula": agreement(record, "_formula")}
-        for record in records
-    ]
+    counted_rows = [counted_cells(record) for record in records]
     print(f"\nN = {config.workers}\n\n{table(counted_rows)}\n\n{LEGEND}")
     mistakes = differences(rows, "by its formula", "as counted")
     if config.measured:

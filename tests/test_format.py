@@ -43,13 +43,20 @@ def test_table_fits_into_a_line():
         "------  --------  ---------",
         "dp           0.5         12",
     ]
-    assert [line.split() for line in table(rows, width=25).splitlines()] == [
-        ["rule", "dp"],
-        ["------------------", "----"],
-        ["train_loss", "0.5"],
-        ["samples", "per", "second", "12"],
+    many_columns = [{f"column{n}": n for n in range(9)}]
+    assert [line.split() for line in table(many_columns, width=20).splitlines()] == [
+        ["column0", "0"],
+        ["---------", "---"],
+        *([f"column{n}", str(n)] for n in range(1, 9)),
     ]
     assert table(rows, "github", 10) == table(rows, "github")
+    rows = [{"setting": "with model parallelism", "ranks": 16, "sent": None}]
+    assert [line.split() for line in table(rows, width=28).splitlines()] == [
+        ["setting", "ranks", "sent"],
+        ["--------------", "-----", "----"],
+        ["with", "model", "16"],
+        ["parallelism"],
+    ]
 
 
 @pytest.mark.parametrize(

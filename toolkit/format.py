@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
 from math import isnan
+from textwrap import wrap
 from typing import Any
 
 from tabulate import tabulate
@@ -24,6 +25,8 @@ Unit = tuple[float, str]
 TIMES: Sequence[Unit] = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES: Sequence[Unit] = ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 RATES: Sequence[Unit] = ((1e9, "GB/s"), (MB, "MB/s"), (1e3, "kB/s"))
+
+_GAP = "  "  # between columns of text
 
 Row = Mapping[str, Any]
 Cells = dict[str, Any]
@@ -77,8 +80,8 @@ def count(n: int, thing: str) -> str:
 def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -> str:
     """Return rows, at least one, as aligned text or, by ``github``, as Markdown.
 
-    Text that is too wide gets headers of several lines. If that is not enough, a row becomes a
-    column.
+    A table that is too wide gets headers of several lines, then cells of several lines. If that is
+    not enough, a row becomes a column.
 
     Args:
         rows: cells by header.
@@ -96,9 +99,12 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
     narrow = _aligned(split_headers, cells, form)
     if _width_of(narrow) <= width:
         return narrow
+    wrapped = _wrapped(split_headers, cells, width)
+    if _width_of(wrapped) <= width:
+        return wrapped
     first_column, *other_columns = zip_longest(headers, *cells)
     upright = _aligned(first_column, other_columns, form)
-    return min(upright, narrow, key=_width_of)
+    return min(upright, wrapped, key=_width_of)
 
 
 def _general(value: object) -> object:
@@ -108,16 +114,58 @@ def _general(value: object) -> object:
 
 def _aligned(headers: Sequence[object], cells: Sequence[Sequence[object]], form: str) -> str:
     """Return a table whose columns of numbers are aligned to the right."""
-    alignments = []
-    for column in zip_longest(*cells, fillvalue=""):
-        alignments.append("right" if all(map(_is_number, column)) else "left")
     return tabulate(
         cells,
         headers=headers,
         tablefmt=form,
         disable_numparse=True,  # keep formatted cells unchanged
-        colalign=alignments,
+        colalign=_alignments(cells),
     )
+
+
+def _alignments(cells: Sequence[Sequence[object]]) -> list[str]:
+    """Return for each column on which side its cells are aligned."""
+    alignments = []
+    for column in zip_longest(*cells, fillvalue=""):
+        alignments.append("right" if all(map(_is_number, column)) else "left")
+    return alignments
+
+
+def _wrapped(headers: Sequence[str], cells: Sequence[Sequence[object]], width: int) -> str:
+    """Return a table whose widest texts are broken between words until it fits, if it can."""
+    texts = [["" if cell is None else str(cell) for cell in row] for row in cells]
+    limits: list[int] = []  # characters of a line in each column
+    least: list[int] = []  # what the heading and the longest word take
+    for header, *column in zip(headers, *texts, strict=True):
+        heading = max(map(len, header.splitlines()))
+        words = [len(word) for text in column for word in text.split()]
+        least.append(max([heading, *words]))
+        limits.append(max([heading, *map(len, column)]))
+    too_long = sum(limits) + len(_GAP) * (len(limits) - 1) - width
+    for _ in range(too_long):
+        breakable = [n for n, limit in enumerate(limits) if limit > least[n]]
+        if not breakable:
+            break
+        longest = max(breakable, key=limits.__getitem__)
+        limits[longest] -= 1
+    rows = [[*headers]]
+    for row in texts:
+        broken_row = []
+        for text, limit in zip(row, limits, strict=True):
+            lines = wrap(text, limit, break_long_words=False, break_on_hyphens=False)
+            broken_row.append("\n".join(lines))
+        rows.append(broken_row)
+    # Headings are a row: as headings they would get two more characters each.
+    aligned = tabulate(
+        rows,
+        tablefmt="plain",
+        disable_numparse=True,
+        colalign=_alignments(cells),
+    )
+    lines = aligned.splitlines()
+    n_heading_lines = max(len(header.splitlines()) for header in headers)
+    lines.insert(n_heading_lines, _GAP.join("-" * limit for limit in limits))
+    return "\n".join(lines)
 
 
 def _width_of(text: str) -> int:
