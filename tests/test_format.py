@@ -53,7 +53,7 @@ def test_table_fits_into_a_line():
     rows = [{"setting": "with model parallelism", "ranks": 16, "sent": None}]
     assert [line.split() for line in table(rows, width=28).splitlines()] == [
         ["setting", "ranks", "sent"],
-        ["--------------", "-----", "----"],
+        ["---------------", "-----", "----"],
         ["with", "model", "16"],
         ["parallelism"],
     ]
