@@ -14,7 +14,7 @@ from tests.stages import cut
 from tests.thorough import THOROUGH
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
 from toolkit.runtime import join, launch
-from toolkit.training import StoppedError, run_with_checkpoints
+from toolkit.training import Listeners, StoppedError, run_with_checkpoints
 
 RUNTIMES = {
     "distributed": ("schedule=cdp_v2",),
@@ -58,7 +58,7 @@ def on_rank(folder, name):
             time.sleep(0.5)  # the watch leaves it to the training
 
     try:
-        run_with_checkpoints(run, mine / "again", on_step=on_step)
+        run_with_checkpoints(run, mine / "again", listeners=Listeners(on_step=on_step))
     except StoppedError as stopped:
         error = str(stopped)
     again = run_with_checkpoints(built(*options), mine / "again", resume=True)

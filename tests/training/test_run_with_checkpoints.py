@@ -23,7 +23,7 @@ from toolkit.cli import build_run, schema
 from toolkit.errors import UserError
 from toolkit.options import TrainingOptions
 from toolkit.schedule import catalog
-from toolkit.training import DivergedError, StoppedError, loop, run_with_checkpoints
+from toolkit.training import DivergedError, Listeners, StoppedError, loop, run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.loop import Position
 from toolkit.training.option_changes import changed_options
@@ -71,7 +71,9 @@ def stop_at(step, number=signal.SIGTERM):
 
 def stopped(folder, step, *options, **more):
     with pytest.raises(StoppedError) as error:
-        run_with_checkpoints(built(*options), folder, on_step=stop_at(step), **more)
+        run_with_checkpoints(
+            built(*options), folder, listeners=Listeners(on_step=stop_at(step)), **more
+        )
     return error.value
 
 
@@ -220,7 +222,9 @@ def test_other_options_of_a_finished_run_are_refused(tmp_path):
 
 def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
     with pytest.raises(StoppedError, match="SIGINT"):
-        run_with_checkpoints(built(), tmp_path, on_step=stop_at(3, signal.SIGINT))
+        run_with_checkpoints(
+            built(), tmp_path, listeners=Listeners(on_step=stop_at(3, signal.SIGINT))
+        )
 
     def twice(step):
         os.kill(os.getpid(), signal.SIGINT)
@@ -229,10 +233,10 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="resume="):
         run_with_checkpoints(built(), tmp_path)
     with pytest.raises(StoppedError, match="SIGINT"):  # one signal, which torchrun sent on
-        run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
+        run_with_checkpoints(built(), tmp_path, resume=True, listeners=Listeners(on_step=twice))
     monkeypatch.setattr(sys.modules[Signals.__module__], "ECHO", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
+        run_with_checkpoints(built(), tmp_path, resume=True, listeners=Listeners(on_step=twice))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
@@ -268,7 +272,9 @@ def test_a_divergence_is_rolled_back(tmp_path):
     config = configured(*options, "guard=rollback")
     heard = []
     outcome = run_with_checkpoints(
-        planted(build_run(config), at=40), tmp_path / "wild", on_note=heard.append
+        planted(build_run(config), at=40),
+        tmp_path / "wild",
+        listeners=Listeners(on_note=heard.append),
     )
     (note,) = outcome.notes
     assert heard == outcome.notes
@@ -353,7 +359,11 @@ def test_a_second_divergence_ends_the_run(tmp_path, monkeypatch, saved):
 
     monkeypatch.setattr(TrainingRun, "run", run)
     with pytest.raises(DivergedError, match=r"optimizer\.lr"):
-        run_with_checkpoints(built("guard=rollback", "schedule=dp"), tmp_path, on_note=notes.append)
+        run_with_checkpoints(
+            built("guard=rollback", "schedule=dp"),
+            tmp_path,
+            listeners=Listeners(on_note=notes.append),
+        )
     assert starts == [0, saved[-1]]
     assert notes == ["the loss is nan: rolled back to epoch 0, step 0, and continued"]
 
@@ -426,7 +436,7 @@ def test_a_full_disk(disk, capsys, sharded):
             except OSError:
                 pass
 
-    outcome = run_with_checkpoints(built(*options), folder, on_step=fill)
+    outcome = run_with_checkpoints(built(*options), folder, listeners=Listeners(on_step=fill))
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
     assert note.startswith("not written (")
@@ -448,7 +458,7 @@ def test_a_folder_that_vanishes_stays_so(tmp_path, sharded):
         shutil.rmtree(folder, ignore_errors=True)
 
     options = ("save.steps=4", f"save.sharded={sharded}")
-    outcome = run_with_checkpoints(built(*options), folder, on_step=remove)
+    outcome = run_with_checkpoints(built(*options), folder, listeners=Listeners(on_step=remove))
     (note,) = outcome.notes
     assert note.startswith("not written (")
     assert outcome.weights_lost

@@ -9,7 +9,7 @@ from tests.training.test_run_with_checkpoints import assert_identical, built, we
 from toolkit.errors import UserError
 from toolkit.runtime import SwitchDecision, Switching
 from toolkit.schedule.spec_phases import in_order
-from toolkit.training import StoppedError, run_with_checkpoints
+from toolkit.training import Listeners, StoppedError, run_with_checkpoints
 from toolkit.training.stop_signals import Signals
 
 OPTIONS = ("schedule=cdp_v1", "epochs=2", "data.n_train=32", "save.steps=1", "save.keep=99")
@@ -67,7 +67,7 @@ def stopped_at(run, folder, at):
         if step.result.step + 1 == at:
             signals.number = 15
 
-    run_with_checkpoints(run, folder, on_step=on_step, signals=signals)
+    run_with_checkpoints(run, folder, listeners=Listeners(on_step=on_step), signals=signals)
 
 
 def test_resuming_without_the_candidates_is_refused(tmp_path):

@@ -23,7 +23,15 @@ from toolkit.runtime import SwitchDecision, Switching
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.schedule.spec_phases import in_order
 from toolkit.torchrun import is_rank_zero
-from toolkit.training import Epoch, Outcome, Step, StoppedError, TrainingRun, run_with_checkpoints
+from toolkit.training import (
+    Epoch,
+    Listeners,
+    Outcome,
+    Step,
+    StoppedError,
+    TrainingRun,
+    run_with_checkpoints,
+)
 from toolkit.training.profiling import Profile, beside_prediction
 from toolkit.training.stop_signals import Signals
 
@@ -146,9 +154,7 @@ class RunRecorder:
                     self.folder,
                     resume=resume,
                     weights=weights,
-                    on_epoch=on_epoch,
-                    on_step=on_step,
-                    on_note=on_note,
+                    listeners=Listeners(on_epoch, on_step, on_note),
                     signals=signals,
                 )
         except StoppedError as stopped:

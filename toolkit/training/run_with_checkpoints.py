@@ -41,15 +41,28 @@ class Outcome:
     weights_lost: bool = False
 
 
-def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
+@dataclass(frozen=True)
+class Listeners:
+    """What is called as a run trains.
+
+    Attributes:
+        on_epoch: called with each epoch's metrics.
+        on_step: called after each step.
+        on_note: called with each note.
+    """
+
+    on_epoch: Callable[[Epoch], None] = lambda epoch: None
+    on_step: Callable[[Step], None] = lambda step: None
+    on_note: Callable[[str], None] = lambda note: None
+
+
+def run_with_checkpoints(
     run: TrainingRun,
     folder: Path,
     *,
     resume: bool | None = False,
     weights: bool = True,
-    on_epoch: Callable[[Epoch], None] = lambda epoch: None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_note: Callable[[str], None] = lambda note: None,
+    listeners: Listeners = Listeners(),
     signals: Signals | None = None,
 ) -> Outcome:
     """Train ``run``, with checkpoints in ``folder`` as ``run.options.save`` says.
@@ -59,9 +72,7 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
         folder: folder of the run, with its ``checkpoints``; rank 0's counts.
         resume: continue from the latest intact checkpoint; None: if there is one.
         weights: also keep the best checkpoint and the final weights.
-        on_epoch: called with each epoch's metrics.
-        on_step: called after each step.
-        on_note: called with each note.
+        listeners: what is called as it trains.
         signals: signals that end it; by default SIGTERM and SIGINT of this process.
 
     Raises:
@@ -77,7 +88,7 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
 
     def note(text: str) -> None:
         notes.append(text)
-        on_note(text)
+        listeners.on_note(text)
 
     position = Position()
     if _continues(run, checkpoints, resume):
@@ -89,7 +100,7 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
             callback.save(position)  # to go back to, if the loss diverges before the next one
         reason = ""
         try:
-            epochs = run.run(on_epoch, on_step, position, callback)
+            epochs = run.run(listeners.on_epoch, listeners.on_step, position, callback)
         except DivergedError as error:
             if safe_schedule is None:
                 way_back = ", or take guard=rollback"
@@ -103,7 +114,7 @@ def run_with_checkpoints(  # noqa: PLR0913 - options, by keyword
             position = _rolled_back(run, checkpoints, note)
             note(_rollback_note(reason, position, has_delay))
             callback = CheckpointCallback(run, checkpoints, signals, weights)
-            epochs = run.run(on_epoch, on_step, position, callback)
+            epochs = run.run(listeners.on_epoch, listeners.on_step, position, callback)
         written = callback.write_model()
     notes += [*callback.notes(), *run.skipped_updates()]
     return Outcome(epochs, notes, run, resumed_at, weights_lost=not written)
