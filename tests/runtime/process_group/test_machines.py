@@ -1,18 +1,52 @@
 """Hosts join though strangers call at the same port."""
 
+import os
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from toolkit.runtime.process_group import processes
 from toolkit.runtime.process_group.machines import accept_host
 
 KEY = b"k" * 32
+HOST = "127.0.0.1"
+
+
+class FakeRay(ModuleType):
+    """As much of Ray as starts a task on a host: here in a thread, after strangers have called."""
+
+    def __init__(self):
+        super().__init__("ray")
+        self.util = SimpleNamespace(get_node_ip_address=lambda: HOST)
+        self.threads = []
+        self.strangers = []
+
+    def init(self, *_, **options):
+        pass
+
+    def nodes(self):
+        return [{"NodeManagerAddress": HOST, "NodeID": "here", "Alive": True}]
+
+    def remote(self, function):
+        def call_and_serve(address, *arguments):
+            for call in STRANGERS.values():
+                self.strangers.append(call(address))
+            offer_wrong_key(address)
+            function(address, *arguments)
+
+        def start(*arguments):
+            self.threads.append(threading.Thread(target=call_and_serve, args=arguments))
+            self.threads[-1].start()
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
 
 
 def connect(address, first_bytes=b""):
@@ -77,6 +111,23 @@ def test_hosts_join_after_strangers_of_every_kind():
                     assert connection.recv() == "late"
             assert time.monotonic() - start < 10
     assert threads_end()
+
+
+def test_ranks_of_ray_start_though_strangers_call(monkeypatch):
+    ray = FakeRay()
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **options: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", ray.util)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    monkeypatch.setattr(processes, "check_installed", lambda *_: None)
+    with ExitStack() as strangers, processes.Processes(2, hosts=[HOST, HOST]) as ranks:
+        assert ranks.call(lambda: os.environ["RANK"]) == ["0", "1"]
+        assert len(ray.strangers) == 2 * len(STRANGERS)
+        for stranger in ray.strangers:
+            strangers.enter_context(stranger)
+    for thread in ray.threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("kind", [*STRANGERS, "wrong key"])
