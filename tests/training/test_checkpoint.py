@@ -39,6 +39,7 @@ class Saved:
 
     steps_done: int = 0
     rank = 0
+    writes = True
     world = None
     updated_stages: tuple = (0, 1)
     stages: dict = field(default_factory=dict)

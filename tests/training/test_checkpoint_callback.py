@@ -46,7 +46,7 @@ def clock(monkeypatch):
 def make(clock, tmp_path):
     def make(often=None, signals=None, measure=ACCURACY, epochs=1000):
         run = SimpleNamespace(
-            runtime=SimpleNamespace(rank=0, total=lambda values: values),
+            runtime=SimpleNamespace(rank=0, writes=True, total=lambda values: values),
             options=TrainingOptions(epochs=epochs, save=often or SaveOptions()),
             samples=SimpleNamespace(form=SimpleNamespace(metric=measure)),
             record={},

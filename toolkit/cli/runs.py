@@ -104,7 +104,7 @@ def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
             f"runtime: {config.runtime._target_} is not a runtime; expected a class such as"
             " toolkit.runtime.SingleProcess"
         )
-    reach = {name: config.runtime[name] for name in _JOIN if name in config.runtime}
+    reach = {name: config.runtime[name] for name in (*_JOIN, "width") if name in config.runtime}
     return join_ranks(runtime, schedule, device=config.device, **reach)
 
 

@@ -101,6 +101,11 @@ class _Block(nn.Module):
         return attended.transpose(1, 2).flatten(2)
 
 
+def is_block(module: nn.Module) -> bool:
+    """Return whether ``module`` is a block of a decoder of :func:`gpt`."""
+    return isinstance(module, _Block)
+
+
 _ONTO_THE_RESIDUAL = ("gather.weight", "narrow.weight")
 
 

@@ -304,6 +304,8 @@ def _write_measured(
     rows: list[PlainRow] = [*measured.by_rank()]
     predicted: Timeline | None = None
     try:
+        if getattr(run.runtime, "width", 1) != 1:
+            raise UserError("costs are those of ranks of one device")
         model, form = run.build_model(), run.samples.form
         timeline, predicted = beside_prediction(measured, model, form, run.options)
     except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed

@@ -135,6 +135,11 @@ class Runtime(ABC):
         return self.world.size
 
     @property
+    def writes(self) -> bool:
+        """Whether this process writes files for all: the first rank's first device."""
+        return self.rank == 0
+
+    @property
     def updated_stages(self) -> Collection[int]:
         """The stages that this rank updates; by default all of them."""
         return range(len(self.stages))

@@ -47,6 +47,13 @@ class DeviceRow:
             for index, stage in enumerate(stages)
         ]
 
+        if not any(stage.compute.weights for stage in self.stages):
+            names = [name for name, _ in stages.model.named_parameters()]
+            raise UserError(
+                "parallelize: got stages without a sharded weight; expected some. Modules of a"
+                f" stage have their names in the whole model, such as those of {names[:2]}"
+            )
+
     def shardings(self) -> list[Sequence[Sharding | None]]:
         """Return how the inputs of each stage lie."""
         return [stage.compute.inputs for stage in self.stages]

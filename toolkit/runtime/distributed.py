@@ -141,7 +141,14 @@ class Distributed(OnRanks):
         assert self.parallelize is not None
         self.world = column = column_of(self.world, self.width)
         check_rows(column, self.schedule, self.seed, self.options, self.stages)
+        self.knows_costs = False
         self._row = DeviceRow(column, self.stages, self.parallelize)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes files for all; see :meth:`Runtime.writes`."""
+        is_first_device = self._row is None or self._row.row.device_index == 0
+        return self.rank == 0 and is_first_device
 
     def _sharded_stage(self, index: int) -> ShardedStage | None:
         if self._row is None:

@@ -179,7 +179,7 @@ def _raise_on_every_rank(world: World | None) -> Iterator[None]:
 
 def from_rank_0(runtime: Runtime, value: Any) -> Any:
     """Return rank 0's ``value``, on every rank."""
-    return value if runtime.world is None else runtime.world.gather(value)[0]
+    return value if runtime.world is None else runtime.world.first(value)
 
 
 @dataclass
@@ -207,7 +207,7 @@ class Checkpoints:
         If it cannot be written, rank 0 at least raises OSError, and the earlier ones stay.
         """
         path = self.folder / f"step_{step:09d}.ckpt"
-        is_rank_0 = runtime.rank == 0
+        is_rank_0 = runtime.writes
         if self.sharded:
             rank_state = {"runtime": runtime.local_state(), **(values if is_rank_0 else {})}
             write_sharded(path, rank_state, runtime.world)

@@ -117,7 +117,7 @@ class CheckpointCallback(LoopCallback):
             weights = {**weights, **self.runtime.extrapolated()}
         path = self.checkpoints.folder.parent / "model.pt"
         try:
-            if self.runtime.rank == 0:
+            if self.runtime.writes:
                 state = tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(weights))
                 write(path, state, plain=True)
         except OSError as error:
@@ -135,7 +135,7 @@ class CheckpointCallback(LoopCallback):
     def _not_written(self, content: str, error: OSError) -> None:
         """Note a failed write, and print the first one on rank 0."""
         text = f"{content}: {error.filename or self.checkpoints.folder}: {error.strerror}"
-        if self.runtime.rank == 0 and not self.unwritten:
+        if self.runtime.writes and not self.unwritten:
             print(f"warning: not written: {text}; training continues", file=sys.stderr)
         self.unwritten.append(text)
 

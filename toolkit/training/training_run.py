@@ -21,6 +21,7 @@ from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
 from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.process_group.columns import width_of
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
 from toolkit.runtime.step_options import StepOptions, allow_tf32
@@ -28,6 +29,7 @@ from toolkit.schedule import Schedule
 from toolkit.schedule.spec import same_sized
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
+from toolkit.training.devices import options_of_width
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
 from toolkit.training.lr import Constant, Rates
 
@@ -259,6 +261,7 @@ def _make_runtime(
         further_options["world"] = arguments.world
     if options.diagnostics:
         further_options["diagnostics"] = options.diagnostics
+    further_options |= options_of_width(arguments.runtime, stages.model, options.save)
     return arguments.runtime(
         stages,
         schedule,
@@ -317,16 +320,22 @@ def _switching(runtime: Runtime, schedule: Schedule, options: TrainingOptions) -
 
 
 def join_ranks(
-    runtime: type[Runtime], schedule: Schedule, *, device: str = "auto", **options: Any
+    runtime: type[Runtime],
+    schedule: Schedule,
+    *,
+    device: str = "auto",
+    width: int = 1,
+    **options: Any,
 ) -> World | None:
     """Join the other ranks, if ``runtime`` takes a process for each; else return None.
 
-    ``options`` are those of :func:`toolkit.runtime.join`. A process too many or too few is refused.
+    ``options`` are those of :func:`toolkit.runtime.join`, and ``width`` is the number of processes
+    of a rank. A process too many or too few is refused.
     """
     runtime.check_installed()  # before ranks wait for each other
     if runtime.distributed:
         runtime.check_schedule(schedule)  # before ranks are started
-        return join(schedule.n_ranks, device=device, **options)
+        return join(schedule.n_ranks * width_of(width), device=device, **options)
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
     if n_processes > 1:
         raise UserError(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 # Registers the backend "fake", whose collectives return at once.
 import torch.testing._internal.distributed.fake_pg  # noqa: F401
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.errors import UserError, whole
@@ -87,6 +88,21 @@ class Column(World):
     def use(self, user: Any, end: Callable[[], None]) -> None:
         """Let ``user`` send messages; see :meth:`World.use`."""
         self.everyone.use(user, end)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks, the same on every process; see :meth:`World.total`.
+
+        Devices of a rank may differ in what only the processor knows, such as a signal: theirs is
+        the mean.
+        """
+        total = self.everyone.total(values)
+        if values.is_floating_point():
+            return total / self.row.width
+        return total // self.row.width
+
+    def first(self, value: Any) -> Any:
+        """Return the value of the job's first process; see :meth:`World.first`."""
+        return self.everyone.first(value)
 
     def agree(self, check: Callable[[], None]) -> None:
         """Check something on every process of the job; see :meth:`World.agree`."""

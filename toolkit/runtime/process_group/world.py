@@ -259,6 +259,14 @@ class World:
                 )
         return [rank_value for _, rank_value in gathered]
 
+    def first(self, value: Any) -> Any:
+        """Return the first process's ``value``, on every process. Every one of them calls it.
+
+        Args:
+            value: an object that can be pickled.
+        """
+        return self.gather(value)[0]
+
     def agree(self, check: Callable[[], None]) -> None:
         """Check something on every rank, and raise on all if one raises. Every rank calls it.
 
