@@ -21,6 +21,7 @@ CONTENTS = """
 :hidden:
 docs/from_scratch
 docs/explorer
+docs/three_d_parallelism
 experiments/README
 conf/README
 ```
@@ -87,6 +88,7 @@ include_patterns = [
     "notebooks/*",
     "docs/explorer.md",
     "docs/from_scratch.md",
+    "docs/three_d_parallelism.md",
     "docs/python/*",
 ]
 exclude_patterns = ["**/.ipynb_checkpoints"]

@@ -17,6 +17,7 @@ SHOWN = [
     "index.html",
     "docs/explorer.html",
     "docs/from_scratch.html",
+    "docs/three_d_parallelism.html",
     "experiments/README.html",
     *(f"experiments/results/{page.stem}.html" for page in RESULTS),
     "conf/README.html",

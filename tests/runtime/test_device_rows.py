@@ -52,9 +52,9 @@ def test_follows_the_single_process(trained, name):
 
 
 @thorough
-@pytest.mark.parametrize("name", ["CDP-v2", "1F1B"])
+@pytest.mark.parametrize("name", ["ZeRO-CDP", "2BW"])
 def test_on_eight_processes(name):
-    """Ranks of 4 devices: also devices that have nothing of a weight of 6 rows."""
+    """Ranks of 4 devices, which have 3, 3, 3 and 1 of 10 hidden units."""
     for found in launch(device_rows.of_four_devices, 8, name):
         schedule, optimizer, options, _ = CASES[name]
         runtime, _ = in_one_process(schedule, optimizer, options)
