@@ -4,9 +4,8 @@ Rates are max-min fair: all grow alike until a port is full; those through it st
 on (Bertsekas and Gallager, Data Networks, section 6.5.2).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from math import inf
 
 Ports = Sequence[int]
@@ -20,9 +19,13 @@ class SharedPorts:
         self._left: dict[int, float] = {}  # seconds that each would take alone
         self._ports: dict[int, Ports] = {}
         self._ends: dict[int, float] = {}
+        self._has_changed = False  # whether messages have begun or ended since rates were found
 
     def next_end(self) -> float:
         """Return the earliest end; infinity without messages."""
+        # Messages often end and begin at one time: their rates are found once.
+        if self._has_changed:
+            self._share()
         return min(self._ends.values(), default=inf)
 
     def begin(self, now: float, seconds: Mapping[int, tuple[float, Ports]]) -> None:
@@ -31,7 +34,7 @@ class SharedPorts:
         for number, (seconds_alone, ports) in seconds.items():
             self._left[number] = seconds_alone
             self._ports[number] = ports
-        self._share()
+        self._has_changed = True
 
     def end(self, now: float) -> list[int]:
         """Remove and return the messages that end by ``now``, which is at most the next end."""
@@ -41,7 +44,7 @@ class SharedPorts:
             del self._left[number]
             del self._ports[number]
             del self._ends[number]
-        self._share()
+        self._has_changed = True
         return ended
 
     def _advance(self, now: float) -> None:
@@ -58,6 +61,7 @@ class SharedPorts:
         """Set the end of each message by its fair rate."""
         for number, rate in fair_rates(self._ports).items():
             self._ends[number] = self._now + self._left[number] / rate
+        self._has_changed = False
 
 
 def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
@@ -68,21 +72,34 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
         port 0   a b        Port 1 is full first: b, c and d get 1/3 each.
         port 1     b c d    Then a takes what is left of port 0: 2/3.
     """
+    users: defaultdict[int, list[int]] = defaultdict(list)  # messages through each port
+    for number, ports_of_message in ports.items():
+        for port in ports_of_message:
+            users[port].append(number)
+    free_share = dict.fromkeys(users, 1.0)
+    n_unassigned = {port: len(numbers) for port, numbers in users.items()}
     rates: dict[int, float] = {}
-    free_share = dict.fromkeys(chain.from_iterable(ports.values()), 1.0)
-    unassigned = dict(ports)
-    while unassigned:
-        # 1. The port that fills up first while all rates grow alike.
-        n_users = Counter(chain.from_iterable(unassigned.values()))
-        rate, full_port = min(
-            (free_share[port] / n_messages, port) for port, n_messages in n_users.items()
-        )
 
-        # 2. Its messages stay at this rate. They take their share of their other ports, too.
-        for number, ports_of_message in [*unassigned.items()]:
-            if full_port in ports_of_message:
-                rates[number] = rate
-                del unassigned[number]
-                for port in ports_of_message:
-                    free_share[port] -= rate
+    def assign(number: int, rate: float) -> None:
+        """Let a message stay at this rate, of which it takes its share of all of its ports."""
+        rates[number] = rate
+        for port in ports[number]:
+            free_share[port] -= rate
+            n_unassigned[port] -= 1
+            if not n_unassigned[port]:
+                del n_unassigned[port]
+
+    # 1. Messages that meet no other, which are most.
+    for number, ports_of_message in ports.items():
+        if all(len(users[port]) == 1 for port in ports_of_message):
+            assign(number, 1.0)
+
+    # 2. Of the others, those through the port that fills up first while all rates grow alike.
+    while n_unassigned:
+        rate, full_port = min(
+            (free_share[port] / n_messages, port) for port, n_messages in n_unassigned.items()
+        )
+        for number in users[full_port]:
+            if number not in rates:
+                assign(number, rate)
     return rates

@@ -16,12 +16,13 @@ Cost: one event per instruction, in order of time: see :mod:`toolkit.cost.event_
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 
 from toolkit.cost.event_queue import EventQueue, Ports
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.memory_changes import MemoryChanges
+from toolkit.cost.program_links import ProgramLinks
 from toolkit.cost.stage_costs import Costs, moved_bytes
 from toolkit.cost.timeline import ACTIVATIONS, COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 from toolkit.errors import UserError
@@ -54,11 +55,44 @@ def simulate(
     Raises:
         UserError: wrong types, or entries that do not match the program's stages and ranks.
     """
-    _check(program, costs, hardware, optimizer_bytes)
-    with collector_paused():
-        simulation = _Simulation(program, costs, hardware, optimizer_bytes)
-        simulation.run()
-    return simulation.timeline()
+    return Simulator(program).timeline(costs, hardware, optimizer_bytes)
+
+
+class Simulator:
+    """Predicts timelines of one program on several costs or machines.
+
+    What instructions wait for is found once.
+
+    Args:
+        program: a verified program.
+
+    Raises:
+        UserError: it is no program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        if not isinstance(program, Program):
+            raise UserError(
+                f"simulate takes a Program: got a {type(program).__name__}; lower the schedule with"
+                " schedule.lower(n_steps).verify()"
+            )
+        self._program = program
+
+    @cached_property
+    def _links(self) -> ProgramLinks:
+        with collector_paused():
+            return ProgramLinks(self._program)
+
+    def timeline(
+        self, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+    ) -> Timeline:
+        """Return the predicted timeline; see :func:`simulate`."""
+        _check(self._program, costs, hardware, optimizer_bytes)
+        links = self._links
+        with collector_paused():
+            simulation = _Simulation(links, costs, hardware, optimizer_bytes)
+            simulation.run()
+        return simulation.timeline()
 
 
 _new = tuple.__new__  # of many named tuples: their own constructors take twice as long
@@ -68,11 +102,6 @@ _FROM_OUTPUT = (BACKWARD, BACKWARD_INPUT)  # start from the output's gradient
 def _check(
     program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
 ) -> None:
-    if not isinstance(program, Program):
-        raise UserError(
-            f"simulate takes a Program: got a {type(program).__name__}; lower the schedule with"
-            " schedule.lower(n_steps).verify()"
-        )
     check_hardware(hardware)
     n_stages = program.schedule.n_stages
     n_ranks = len(program.ranks)
@@ -96,21 +125,27 @@ class _Simulation:
     """
 
     def __init__(
-        self, program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
+        self,
+        links: ProgramLinks,
+        costs: Costs,
+        hardware: Hardware,
+        optimizer_bytes: Sequence[float],
     ) -> None:
+        program = links.program
         schedule = program.schedule
         n_ranks = len(program.ranks)
         self.program = program
         self.costs = costs
         self.hardware = hardware
-        self.events = EventQueue(program, shared=hardware.shared_ports)
+        self.links = links
+        self.events = EventQueue(links, shared=hardware.shared_ports)
         self.memory = MemoryChanges(program, costs, optimizer_bytes)
         self.spans: list[Span] = []
         self.step_ends: dict[int, float] = {}
         self.slot = schedule.timing.ticks_per_slot
 
         # What is looked up for each instruction.
-        self.has_pairs = bool(self.events.pairs)
+        self.has_pairs = bool(links.pairs)
         self.op_seconds = [cost.op_seconds(hardware) for cost in costs]
         self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
         self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
@@ -241,13 +276,13 @@ class _Simulation:
             ends of both ops                       |      results of both are there
         """
         factor = self.hardware.overlap_time
-        if number in self.events.pairs:
-            backward = self.events.instruction(number + 1)
+        if number in self.links.pairs:
+            backward = self.links.instructions[number + 1]
             backward_seconds = self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
             end = start + factor * (seconds + backward_seconds)
             self.pair_under_way[rank] = start + factor * seconds, end
             return start, start + factor * seconds, end
-        if number - 1 in self.events.pairs:
+        if number - 1 in self.links.pairs:
             start, end = self.pair_under_way[rank]
             return start, end, end
         return start, start + seconds, start + seconds
@@ -325,9 +360,11 @@ class _Simulation:
         end: float,
     ) -> None:
         """Deliver a message that is under way from ``start`` to ``end``."""
-        _, _, stage, microbatch, step, _, buffer, (peer,) = instruction
-        self._add_span(instruction, start, end, rank, SEND, n_bytes, peer)
-        self._add_span(instruction, start, end, peer, RECEIVE, n_bytes, rank)
+        tick, _, stage, microbatch, step, _, buffer, (peer,) = instruction
+        content = (start, end, instruction.label, stage, microbatch, instruction.of_step, n_bytes)
+        slot = tick // self.slot
+        self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
+        self.spans.append(_new(Span, (peer, RECEIVE, *content, rank, slot)))
         if microbatch is not None:
             key = (buffer, stage, microbatch, step)
             produced_at = self.boundaries[key]

@@ -77,7 +77,7 @@ class _Needs:
         self.last_free: dict[tuple, int] = {}
         self.users: defaultdict[tuple, list[int]] = defaultdict(list)
         self.contributions: defaultdict[tuple, list[int]] = defaultdict(list)
-        self.sent_sum: dict[tuple, list[int]] = {}
+        self.sent_sum: dict[tuple, int] = {}
         self.microbatch_ops: defaultdict[tuple, list[int]] = defaultdict(list)
         self.of_action: list[Callable[[int, Instruction], list[int]]] = [
             *[self.op] * len(Kind),
@@ -94,66 +94,78 @@ class _Needs:
         needed = [*microbatch_ops]
         microbatch_ops.append(position)
         for weights in i.reads if buffer else ((stage, version),):
-            needed += self._use(position, weights)
+            self._use(position, weights, needed)
         if action == FORWARD:
-            needed += self._take((ACTIVATION, stage - 1, microbatch, step))
+            self._take((ACTIVATION, stage - 1, microbatch, step), needed)
             self.maker[ACTIVATION, stage, microbatch, step] = position
         elif action != BACKWARD_WEIGHT:
-            needed += self._take((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
+            self._take((ACTIVATION_GRADIENT, stage + 1, microbatch, step), needed)
             self.maker[ACTIVATION_GRADIENT, stage, microbatch, step] = position
         if action in (BACKWARD, BACKWARD_WEIGHT):
             # Before the sum is sent it must not grow, or the message could take this one along.
-            needed += self.sent_sum.get((stage, step), ())
+            if (stage, step) in self.sent_sum:
+                needed.append(self.sent_sum[stage, step])
             self.contributions[stage, step].append(position)
         return needed
 
     def update(self, position: int, i: Instruction) -> list[int]:
         needed = self.contributions.pop((i.stage, i.step), [])
         if i.step is not None:  # it begins with the version before
-            needed += self._use(position, (i.stage, i.step))
+            self._use(position, (i.stage, i.step), needed)
         self.maker[i.stage, i.version] = position
         return needed
 
     def predict(self, position: int, i: Instruction) -> list[int]:
         self.maker[i.weights] = position
-        needed = []
+        needed: list[int] = []
         for weights in i.reads:
-            needed += self._use(position, weights)
+            self._use(position, weights, needed)
         return needed
 
     def free(self, position: int, i: Instruction) -> list[int]:
         if i.buffer == ACTIVATION:
-            return self.microbatch_ops.pop((i.stage, i.microbatch, i.step), [])
+            return self.microbatch_ops.pop(i[2:5], [])
         # All users come before the free, and so does what made the weights if nobody used them.
-        self.last_free[i.weights] = position
-        return self.users.pop(i.weights, []) + self._take(i.weights)
+        weights = i.weights
+        self.last_free[weights] = position
+        needed = self.users.pop(weights, [])
+        self._take(weights, needed)
+        return needed
 
     def communicate(self, position: int, i: Instruction) -> list[int]:
         _, action, stage, microbatch, step, _, buffer, _ = i
+        needed: list[int] = []
         if microbatch is not None:
             if action == SEND:
-                return self._take((buffer, stage, microbatch, step))
-            self.maker[buffer, stage, microbatch, step] = position
-            return []
+                self._take((buffer, stage, microbatch, step), needed)
+            else:
+                self.maker[buffer, stage, microbatch, step] = position
+            return needed
         if buffer == WEIGHTS:
             if not i.leaves(self.rank):
-                return self._use(position, i.weights)
+                self._use(position, i.weights, needed)
+                return needed
             # A version that has been freed here may come again: never before the free.
             self.maker[i.weights] = position
-            return [self.last_free[i.weights]] if i.weights in self.last_free else []
+            return [self.last_free[i.weights]] if i.weights in self.last_free else needed
         # What a received sum is added to may still be incomplete: only who uses it waits.
-        needed = [] if action == RECV else self.contributions.pop((stage, step), [])
+        if action != RECV:
+            needed = self.contributions.pop((stage, step), needed)
         if i.leaves(self.rank):
             self.contributions[stage, step].append(position)
         elif action == SEND:
-            self.sent_sum[stage, step] = [position]
+            self.sent_sum[stage, step] = position
         return needed
 
-    def _use(self, position: int, weights: tuple) -> list[int]:
+    def _use(self, position: int, weights: tuple, needed: list[int]) -> None:
+        """Use weights; add the position that made them, unless they existed before the program."""
         self.users[weights].append(position)
-        return [self.maker[weights]] if weights in self.maker else []
+        maker = self.maker.get(weights)
+        if maker is not None:
+            needed.append(maker)
 
-    def _take(self, key: tuple) -> list[int]:
-        """Return the position that made a buffer; empty if it existed before the program."""
+    def _take(self, key: tuple, needed: list[int]) -> None:
+        """Take a buffer; add the position that made it, unless it existed before the program."""
         maker = self.maker.pop(key, None)
-        return [] if maker is None else [maker]
+        if maker is not None:
+            needed.append(maker)

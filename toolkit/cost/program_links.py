@@ -1,0 +1,174 @@
+"""What each instruction of a program waits for: the same for all costs and machines.
+
+An instruction waits for those whose results it uses, as in the runtime: see
+:func:`toolkit.schedule.dependencies.needs`. The ops of a rank keep the order of its program, and so
+do its collectives. A message waits until its receiver expects it and both ranks are within the
+schedule's lookahead.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from toolkit.schedule import Action, Instruction, Program
+from toolkit.schedule.dependencies import unsorted_needs
+from toolkit.schedule.instruction import FORWARD, RECV, SEND
+
+_IN_ORDER = frozenset(action for action in Action if action.computes or action == Action.PREDICT)
+
+
+class ProgramLinks:
+    """Dependencies of a program's instructions.
+
+    Instructions have numbers, rank by rank; a send stands for its receive, too, and the root's
+    instruction for all of a collective.
+
+    Args:
+        program: a verified program.
+
+    Attributes:
+        program: the program.
+        instructions: by number.
+        ranks: the rank of each instruction.
+        n_awaited: how many others each instruction waits for.
+        users: the instructions that wait for each.
+        unblocked: instructions that wait for nothing.
+        pairs: forwards that overlap with the next instruction.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.instructions: list[Instruction] = []
+        self.ranks: list[int] = []
+        for rank, order in enumerate(program.ranks):
+            self.instructions += order
+            self.ranks += [rank] * len(order)
+        self.n_awaited = [0] * len(self.instructions)
+        self.users: list[list[int]] = [[] for _ in self.instructions]
+        self.pairs: set[int] = set()
+        representatives = self._representatives()
+        first_number = 0
+        for rank, order in enumerate(program.ranks):
+            end = first_number + len(order)
+            self._link(rank, order, representatives[first_number:end], first_number)
+            first_number = end
+        self.unblocked = [
+            number
+            for number, n_awaited in enumerate(self.n_awaited)
+            if not n_awaited and representatives[number] == number
+        ]
+
+    def _representatives(self) -> list[int]:
+        """Return what stands for each instruction: a receive's send, a collective's root."""
+        representatives = [*range(len(self.instructions))]
+        sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        receives: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        collectives: defaultdict[tuple, list[int]] = defaultdict(list)
+        for number, instruction in enumerate(self.instructions):
+            peers = instruction.peers
+            if not peers:
+                continue
+            rank = self.ranks[number]
+            if instruction.action == SEND:
+                sends[rank, peers[0]].append(number)
+            elif instruction.action == RECV:
+                receives[peers[0], rank].append(number)
+            else:
+                collectives[instruction[1:]].append(number)
+
+        # Messages from one rank to another have the same order on both, as have collectives.
+        for rank_pair, receive_numbers in receives.items():
+            for number, send_number in zip(receive_numbers, sends[rank_pair], strict=True):
+                representatives[number] = send_number
+        for numbers in collectives.values():
+            # Numbers grow with ranks: first all occurrences on the lowest rank, then on the next.
+            peers = self.instructions[numbers[0]].peers
+            n_occurrences = len(numbers) // len(peers)
+            root_position = sorted(peers).index(peers[0])
+            for occurrence in range(n_occurrences):
+                root_number = numbers[occurrence + root_position * n_occurrences]
+                for number in numbers[occurrence::n_occurrences]:
+                    representatives[number] = root_number
+        return representatives
+
+    def _link(
+        self, rank: int, order: Sequence[Instruction], numbers: Sequence[int], first_number: int
+    ) -> None:
+        """Add what the instructions of a rank wait for.
+
+        Args:
+            rank: the rank.
+            order: its instructions.
+            numbers: what stands for each of them.
+            first_number: number of the first.
+        """
+        schedule = self.program.schedule
+        needs: Iterable[list[int]] = unsorted_needs(order, rank)
+        pairs = [] if schedule.layout.one_device else _pairs(order)
+        if pairs:
+            # The forward of a pair waits for what its backward needs: both start together.
+            needs = [*needs]
+            for index in pairs:
+                needs[index] += [needed for needed in needs[index + 1] if needed != index]
+                self.pairs.add(first_number + index)
+        users = self.users
+        n_awaited = self.n_awaited
+        waits = _waits(order, needs, schedule.lookahead)
+        for number, awaited_positions in zip(numbers, waits, strict=True):
+            n_awaited[number] += len(awaited_positions)
+            for position in awaited_positions:
+                users[numbers[position]].append(number)
+
+
+def _pairs(order: Sequence[Instruction]) -> list[int]:
+    """Return the positions of a rank's forwards that start with the next op, so both overlap."""
+    return [
+        index
+        for index, (instruction, next_instruction) in enumerate(pairwise(order))
+        if instruction.action == FORWARD
+        and instruction.tick == next_instruction.tick
+        and next_instruction.action.computes
+    ]
+
+
+def _waits(
+    order: Sequence[Instruction], needs: Iterable[list[int]], lookahead: int
+) -> Iterator[list[int]]:
+    """Yield the positions that each instruction of a rank waits for.
+
+    - Ops run in order, so that of several ops the last one is enough, and each waits for the one
+      before it.
+    - A message or collective waits for the last op that starts before its lookahead.
+    - Collectives run in order.
+    """
+    in_order = [instruction.action in _IN_ORDER for instruction in order]
+    ops = [index for index, instruction in enumerate(order) if instruction.action.computes]
+    n_ops_before_lookahead = 0
+    previous_op = -1
+    previous_collective = -1
+    for index, (instruction, needed_positions) in enumerate(zip(order, needs, strict=True)):
+        waited_positions = [position for position in needed_positions if not in_order[position]]
+        if in_order[index]:
+            last_op = previous_op
+            previous_op = index
+        else:
+            last_op = -1
+            for position in needed_positions:
+                if position > last_op and in_order[position]:
+                    last_op = position
+            if instruction.peers:
+                first_tick = instruction.tick - lookahead
+                while (
+                    n_ops_before_lookahead < len(ops)
+                    and order[ops[n_ops_before_lookahead]].tick < first_tick
+                ):
+                    n_ops_before_lookahead += 1
+                if n_ops_before_lookahead:
+                    last_op = max(last_op, ops[n_ops_before_lookahead - 1])
+                if instruction.action > RECV:
+                    if previous_collective >= 0:
+                        waited_positions.append(previous_collective)
+                    previous_collective = index
+        if last_op >= 0:
+            waited_positions.append(last_op)
+        yield waited_positions
