@@ -27,6 +27,7 @@ if THOROUGH:
         "fsdp": ("schedule=dp",),
         "delayed_allreduce": ("schedule=cdp_v1",),
         "ddp, powersgd": ("schedule=dp", "runtime.compression=powersgd"),
+        "distributed, int8": ("schedule=cdp_v1", "runtime.compression=int8"),
         "diloco, sharded": ("schedule=dp", "save.sharded=true", "runtime.period=2"),
         "torch_pipelining": ("schedule=gpipe",),
     }

@@ -3,6 +3,7 @@
 from toolkit.cost.affordable_delay import affordable_delay, affordable_schedule
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.chakra import write_chakra
+from toolkit.cost.compression import compressed_costs
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
 from toolkit.cost.simulate import simulate
@@ -22,6 +23,7 @@ __all__ = [
     "affordable_delay",
     "affordable_schedule",
     "calibrate",
+    "compressed_costs",
     "memory_curve",
     "predict_calibrated",
     "profile",

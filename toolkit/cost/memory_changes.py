@@ -25,7 +25,7 @@ from toolkit.cost.timeline import (
     WORKING,
     Change,
 )
-from toolkit.schedule import Program
+from toolkit.schedule import Action, Buffer, Instruction, Program
 
 InputKey = tuple[int, int, int | None, int | None]
 """Rank, stage, micro-batch and step of a stage's input."""
@@ -56,6 +56,10 @@ class MemoryChanges:
             n_versions = len(schedule.versions(stage, program.first_step))
             for rank in schedule.first_holders(stage, program.first_step):
                 self.hold(0.0, rank, WEIGHTS, n_versions * self._parameter_bytes[stage])
+        for rank, instructions in enumerate(program.ranks):
+            # One for each stage and receiver: what the last compressed message lost.
+            for stage, _ in _compressed_sends(instructions, costs):
+                self.hold(0.0, rank, GRADIENTS, self._parameter_bytes[stage])
 
     def hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
         """Hold bytes from ``when`` on; fewer if negative."""
@@ -109,3 +113,16 @@ class MemoryChanges:
         later_times = [when for when in times if when > start]
         if later_times:
             self._contributions[rank, stage, step] = later_times
+
+
+def _compressed_sends(
+    instructions: Sequence[Instruction], costs: Costs
+) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the stages and receivers of the compressed sums that a rank hands on."""
+    if all(cost.compressed_gradient_bytes is None for cost in costs):
+        return set()
+    return {
+        (i.stage, i.peers)
+        for i in instructions
+        if i.action == Action.SEND and i.buffer == Buffer.GRADIENT
+    }

@@ -53,6 +53,8 @@ class StageCost:
         forward_working_bytes: peak workspace of a forward besides what it keeps.
         backward_working_bytes: peak workspace of a backward, with the gradients it takes and makes.
         recomputes: whether a backward runs the forward again instead of keeping activations.
+        compressed_gradient_bytes: a gradient sum and its statistics as ranks hand them on; then a
+            sender also keeps what its last message lost. None: they travel as they are.
     """
 
     flops: float
@@ -73,6 +75,7 @@ class StageCost:
     forward_working_bytes: float = 0.0
     backward_working_bytes: float = 0.0
     recomputes: bool = False
+    compressed_gradient_bytes: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -103,6 +106,13 @@ class StageCost:
     def gradient_bytes(self) -> float:
         """Bytes of a gradient sum and the statistics that travel with it."""
         return self.parameter_bytes + self.statistics_bytes
+
+    @property
+    def sent_gradient_bytes(self) -> float:
+        """Bytes of a message of a gradient sum."""
+        if self.compressed_gradient_bytes is None:
+            return self.gradient_bytes
+        return self.compressed_gradient_bytes
 
     @property
     def input_gradient_bytes(self) -> float:
@@ -158,7 +168,7 @@ def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
     return {
         Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
         Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
-        Buffer.GRADIENT: [cost.gradient_bytes for cost in costs],
+        Buffer.GRADIENT: [cost.sent_gradient_bytes for cost in costs],
         Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
     }
 

@@ -15,12 +15,20 @@ def in_background(i: Instruction) -> bool:
     return i.action.communicates or i.action == Action.UPDATE or frees_weights
 
 
-def queue_of(i: Instruction, *, ordered: bool, ordered_updates: bool = False) -> tuple | None:
+def queue_of(
+    i: Instruction,
+    *,
+    ordered: bool,
+    ordered_updates: bool = False,
+    ordered_sums: bool = False,
+) -> tuple | None:
     """Return the queue of an instruction, whose members begin in order."""
     if ordered_updates and i.action == Action.UPDATE:
         return ("update",)
     if i.action == Action.SEND and ordered:
         return ("send", *i.peers)
+    if i.action == Action.SEND and i.buffer == Buffer.GRADIENT and ordered_sums:
+        return ("send", *i.peers, i.buffer, i.stage)
     if i.action == Action.RECV and ordered:
         return ("receive", *i.peers)
     if i.action == Action.RECV:
@@ -73,6 +81,8 @@ class Dataflow:
         update_limit: training step; only updates of steps up to it can begin.
         ordered_updates: updates begin in the order of the program, since the devices of a rank
             exchange within them.
+        ordered_sums: sums of a stage to a rank begin in the order of the program, since each
+            message adds what the one before lost.
 
     Attributes:
         needs: for each position, the positions that have to end before.
@@ -89,6 +99,7 @@ class Dataflow:
         limit: float = inf,
         update_limit: float = inf,
         ordered_updates: bool = False,
+        ordered_sums: bool = False,
     ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
@@ -115,7 +126,10 @@ class Dataflow:
             positions = sorted(positions, key=self._step)
         for position in positions:
             name = queue_of(
-                instructions[position], ordered=ordered, ordered_updates=ordered_updates
+                instructions[position],
+                ordered=ordered,
+                ordered_updates=ordered_updates,
+                ordered_sums=ordered_sums,
             )
             if name is not None:
                 self._queue_of[position] = queues[name]

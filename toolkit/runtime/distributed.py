@@ -7,14 +7,16 @@ from math import inf
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.cost import Costs, Hardware
+from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import meta_copy
 from toolkit.model.generators import kept_generators
 from toolkit.runtime.base import Steps
+from toolkit.runtime.compressed_sums import load_ranks_state, ranks_state
 from toolkit.runtime.device_rows import DeviceRow, check_rows
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
@@ -59,7 +61,8 @@ class Distributed(OnRanks):
             Sums that are handed from rank to rank are made in the model's own type, those of
             collectives in 16 bits. The rank that updates a stage keeps its exact weights; other
             ranks compute with rounded ones. Weights that they predict d steps ahead have up to
-            1 + 2d times the rounding error.
+            1 + 2d times the rounding error. ``int8`` or ``int4``: of gradients that are handed from
+            rank to rank, with error feedback; see :mod:`toolkit.runtime.compressed_sums`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own all-reduce.
         pacing: whether each rank spreads what it sends over the training step, in chunks: the
@@ -90,11 +93,12 @@ class Distributed(OnRanks):
     parallelize: Parallelize | None = None
 
     knows_costs = True
-    _overlaps = _same_sized = True
+    _overlaps = _same_sized = _follows_schedule = True
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
-        check_choice("compression", self.compression, COMPRESSIONS)
+        check_choice("compression", self.compression, (*COMPRESSIONS, *GRADIENT_BITS))
+        self._gradient_bits = GRADIENT_BITS.get(self.compression)
         whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
             raise UserError(f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4")
@@ -108,10 +112,11 @@ class Distributed(OnRanks):
             self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         else:
             self._skeletons = [stage.skeleton.module for stage in self._row.stages]
+        self._make_compressors([self.rank])
         self._layouts: dict[Shape, Layouts] = {}
         self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}  # if ranks have devices
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
-        self._stage_bytes = [_n_bytes(runner.masters) for runner in self._runners]
+        self._stage_bytes = [sum(w.nbytes for w in r.masters.values()) for r in self._runners]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
@@ -128,6 +133,8 @@ class Distributed(OnRanks):
         n_devices = width_of(self.width)
         if n_devices == 1:
             return
+        if self._gradient_bits is not None:
+            raise UserError(f"width={n_devices} takes no compression={self.compression}: use bf16")
         if self.parallelize is None:
             raise UserError(
                 f"width={n_devices} needs to know how devices share a stage: give"
@@ -215,6 +222,7 @@ class Distributed(OnRanks):
         updaters = {stage: self._runners[stage] for stage in self.updated_stages}
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, microbatches)
         rank.weights = first_weights
+        rank.compressor = self._compressors.get(self.rank)
         return rank
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -265,7 +273,7 @@ class Distributed(OnRanks):
         local_state = self._local_state_of(self._owned_stages())
         if self._row is not None:
             return self._row.whole_state(local_state)
-        return local_state
+        return local_state | ranks_state(self._compressors)
 
     def _local_state_of(self, stages: Collection[int]) -> dict[str, Any]:
         return local_state_of(
@@ -288,6 +296,7 @@ class Distributed(OnRanks):
         self._weight_store.load(state)
         for stage in self.updated_stages:
             self._runners[stage].load(state["stages"][stage])
+        load_ranks_state(self._compressors, state)
 
     # What it measures.
 
@@ -348,10 +357,12 @@ class Distributed(OnRanks):
             layouts = find_layouts(
                 self._skeletons,
                 inputs,
-                COMPRESSIONS[self.compression],
+                COMPRESSIONS.get(self.compression),
                 device,
                 self._row.stages if self._row is not None else (),
             )
+        if self._gradient_bits is not None:
+            layouts = layouts.with_compressed_gradients(self._gradient_bits)
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
             computed_stages = [
@@ -383,10 +394,6 @@ class Distributed(OnRanks):
             with torch.no_grad(), kept_generators(inputs), suppress(Exception):
                 counted = self._loss(tuple(outputs.values()), first_targets).count is not None
         return any(self.world.gather(counted, "kinds of loss"))
-
-
-def _n_bytes(weights: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:

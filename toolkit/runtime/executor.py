@@ -72,7 +72,6 @@ class Executor:
         }
         self.ends = frozenset(last_ops.values())
         messages.begin_program(self._instructions, program.n_steps)
-
         self._dataflow = Dataflow(
             self._instructions,
             self._world.rank,
@@ -83,6 +82,7 @@ class Executor:
             # Without overlap the main thread makes updates before it returns to the caller.
             update_limit=update_limit if overlap else inf,
             ordered_updates=self._world.shares_ranks,
+            ordered_sums=rank.compressor is not None,
         )
         # All threads share _dataflow, _unsent, _turns, _waiters, _received and _failure: each
         # reads and changes them with this condition held, and notifies the others of a change.

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
+from toolkit.runtime.compressed_sums import SumCompressor, check_handed_on, check_ranks_state
 from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
@@ -29,10 +30,14 @@ class LocalRuntime(Runtime):
     in ``_local_state`` and ``_load`` what its state is.
     """
 
+    _gradient_bits: int | None = None  # of gradients that are handed from rank to rank
+    _follows_schedule = False  # whether it hands them on as the schedule's program says
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._form = form_of(self.stages)
         self._updaters: Sequence[Updater] = ()  # of each stage
+        self._compressors: dict[int, SumCompressor] = {}  # of the ranks in this process
 
     def _make_runners(self) -> list[StageRunner]:
         runners = []
@@ -48,6 +53,26 @@ class LocalRuntime(Runtime):
             )
             runners.append(runner)
         return runners
+
+    def check_schedule_plan(self, schedule_plan: Schedule) -> None:
+        """Refuse what the runtime cannot run; see :meth:`Runtime.check_schedule_plan`."""
+        super().check_schedule_plan(schedule_plan)
+        if self._gradient_bits is not None:
+            check_handed_on(schedule_plan, self._gradient_bits)
+
+    def _make_compressors(self, ranks: Iterable[int]) -> None:
+        """Make what compresses the sums that ``ranks`` hand on, if they are compressed."""
+        if self._gradient_bits is not None:
+            for rank in ranks:
+                self._compressors[rank] = SumCompressor(self._gradient_bits)
+
+    def _stage_sizes(self) -> dict[int, int]:
+        """Return the numbers of the trained weights of each stage."""
+        sizes = {}
+        for stage, updater in enumerate(self._updaters):
+            # Not of the weights themselves: they are empty where a rank lacks the stage.
+            sizes[stage] = sum(self._form[name].numel() for name in updater.masters)
+        return sizes
 
     def _sharded_stage(self, index: int) -> ShardedStage | None:
         """Return a stage on the devices of a rank; None where a rank is one device."""
@@ -151,6 +176,8 @@ class LocalRuntime(Runtime):
 
         def check() -> None:
             check_state(state, self.schedule, self._updaters, self._form, self.updated_stages)
+            if self._follows_schedule:
+                check_ranks_state(state, self._stage_sizes(), self._gradient_bits)
 
         # 2. All ranks refuse a state, or none does: the others would wait for one that raised.
         if self.world:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from toolkit.cost.compression import GRADIENT_BITS
+from toolkit.errors import UserError
 from toolkit.runtime.distributed import WINDOW, Distributed
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import Layouts
@@ -41,6 +43,12 @@ class LoopRuntime(Distributed):
     """
 
     def __post_init__(self) -> None:
+        if self.compression in GRADIENT_BITS:
+            # What messages lost is by stages, and a session may cut others than the one before.
+            raise UserError(
+                f"compression={self.compression} is not for a loop of one's own: use"
+                " compression=bf16, or Distributed"
+            )
         super().__post_init__()
         self.updates_wait = False
         self._executor: Executor | None = None  # of the present program

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import UserError
 from toolkit.model.analysis import differentiable
+from toolkit.runtime.compressed_sums import CODES, CompressedForm, CompressedSum, GradientForm
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
@@ -137,6 +138,7 @@ class Layouts:
         n_inputs: number of inputs of each stage, with the count of the loss, if any.
         gradients: gradients of each stage's weights, with the statistics of its norms.
         weights: one version of each stage's weights.
+        compressed: what travels compressed of each stage's gradients; empty: nothing.
     """
 
     activations: tuple[Layout, ...]
@@ -144,6 +146,26 @@ class Layouts:
     n_inputs: tuple[int, ...]
     gradients: tuple[Layout, ...]
     weights: tuple[Layout, ...]
+    compressed: tuple[CompressedForm, ...] = ()
+
+    def with_compressed_gradients(self, bits: int) -> "Layouts":
+        """Return the layouts of gradients of ``bits`` each; see :class:`CompressedForm`."""
+        layouts = []
+        forms = []
+        for layout, weights in zip(self.gradients, self.weights, strict=True):
+            names = {tensor.place for tensor in weights.tensors}
+            compressed = []
+            exact = []
+            for tensor in layout.tensors:
+                if tensor.place in names and tensor.dtype.is_floating_point:
+                    compressed.append(GradientForm(str(tensor.place), tensor.shape, tensor.dtype))
+                else:
+                    exact.append(tensor)
+            form = CompressedForm.of(compressed, bits)
+            codes = torch.empty(form.n_bytes, dtype=torch.uint8, device="meta")
+            layouts.append(Layout(tuple(exact)).extended({CODES: codes}))
+            forms.append(form)
+        return replace(self, gradients=tuple(layouts), compressed=tuple(forms))
 
     def with_counts(self) -> "Layouts":
         """Return the layouts for a loss with a count, which travels with the gradients."""
@@ -171,7 +193,7 @@ class Layouts:
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
-        if isinstance(payload, GradientSum):
+        if isinstance(payload, GradientSum | CompressedSum):
             named: Mapping[Any, Any] = payload.tensors
         elif isinstance(payload, tuple):
             named = dict(enumerate(payload))
@@ -199,6 +221,8 @@ class Layouts:
         tensors = self.of(i).unpack(flat)
         if i.buffer == Buffer.WEIGHTS:
             return tensors
+        if i.buffer == Buffer.GRADIENT and self.compressed:
+            return CompressedSum(tensors, self.compressed[i.stage])
         if i.buffer == Buffer.GRADIENT:
             return GradientSum(tensors)
         n_tensors = len(tensors)

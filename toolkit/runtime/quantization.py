@@ -12,19 +12,10 @@ Source: block-wise dynamic quantisation as in arXiv 2110.02861, section 2.1, wit
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Numbers that share a scale."""
+from toolkit.cost.compression import BLOCK, SCALE_BYTES
 
 LARGEST_CODES = {8: 127, 4: 7}
 """Largest code, by bits of a number."""
-
-_SCALE_BYTES = 4
-
-
-def quantized_bytes(n_numbers: int, bits: int) -> int:
-    """Return the bytes of ``n_numbers`` as :func:`quantize` returns them, scales included."""
-    n_blocks = -(-n_numbers // BLOCK)
-    return n_blocks * _SCALE_BYTES + -(-n_numbers * bits // 8)
 
 
 @torch.no_grad()
@@ -64,8 +55,8 @@ def dequantize(content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype) -
     """
     n_blocks = -(-n_numbers // BLOCK)
     # A copy: a view as 32-bit numbers needs an address that 4 divides.
-    scales = content[: n_blocks * _SCALE_BYTES].clone().view(torch.float32)
-    codes = content[n_blocks * _SCALE_BYTES :].view(torch.int8)
+    scales = content[: n_blocks * SCALE_BYTES].clone().view(torch.float32)
+    codes = content[n_blocks * SCALE_BYTES :].view(torch.int8)
     if bits == 4:
         codes = _unpacked(codes)
     blocks = _in_blocks(codes[:n_numbers].to(dtype))

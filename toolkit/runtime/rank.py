@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.analysis import differentiable
+from toolkit.runtime.compressed_sums import CompressedSum, SumCompressor
 from toolkit.runtime.losses import COUNT, CheckedLoss, LossValue, loss_factor
 from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
@@ -29,7 +30,7 @@ from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 Gradients = tuple[Tensor | None, ...]
-Payload = Weights | GradientSum | Gradients
+Payload = Weights | GradientSum | CompressedSum | Gradients
 """A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
 
 Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
@@ -110,6 +111,7 @@ class Rank:
         saved: what forwards have left, by stage, micro-batch and step.
         boundaries: activations and their gradients, by buffer, stage, micro-batch and step.
         sums: sums of gradients, by stage and step.
+        compressor: of the sums that this rank hands on; None: they travel as they are.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Rank:
         self.saved: dict[tuple, SavedForward] = {}
         self.boundaries: dict[tuple, Gradients] = {}
         self.sums: defaultdict[tuple, GradientSum] = defaultdict(GradientSum)
+        self.compressor: SumCompressor | None = None
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that involves no other rank."""
@@ -145,7 +148,10 @@ class Rank:
         if i.buffer == Buffer.WEIGHTS:
             return self.weights[i.stage, i.version]
         if i.buffer == Buffer.GRADIENT:
-            return self.sums.pop((i.stage, i.step))
+            total = self.sums.pop((i.stage, i.step))
+            if self.compressor is None or i.action != Action.SEND:
+                return total
+            return self.compressor.compress(i, total, self.runners[i.stage].masters)
         return self.boundaries.pop((i.buffer, i.stage, i.microbatch, i.step))
 
     def take_outputs(self, i: Instruction) -> Values:
@@ -169,6 +175,8 @@ class Rank:
         """Take over what ``i`` received from another rank; a sum of gradients is added."""
         if isinstance(payload, GradientSum):
             self.sums[i.stage, i.step].add(payload.tensors)
+        elif isinstance(payload, CompressedSum):
+            self.sums[i.stage, i.step].add(payload.decoded())
         elif isinstance(payload, dict):
             self.weights[i.stage, i.version] = payload
         else:

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle, recorder_for
+from toolkit.runtime.compressed_sums import SumCompressor, load_ranks_state, ranks_state
 from toolkit.runtime.grouped import Grouped, GroupedPass
 from toolkit.runtime.local_runtime import LocalRuntime
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
@@ -50,6 +52,8 @@ class SingleProcess(LocalRuntime):
         capture: ``"auto"``: on a GPU, order "grouped" replays its gradients as CUDA graphs where
             it can, and warns once where it cannot; or ``"off"``. See
             :mod:`toolkit.runtime.capture`.
+        compression: in order "scheduled", ``int8`` or ``int4`` for gradients that the schedule's
+            ranks hand on, as in :class:`~toolkit.runtime.Distributed`; or ``none``.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -62,10 +66,20 @@ class SingleProcess(LocalRuntime):
     diagnostics: int = 0
     watching: Watching | None = None
     capture: str = "auto"
+    compression: str = "none"
+
+    _follows_schedule = True
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, ORDERS)
         check_choice("capture", self.capture, CAPTURES)
+        check_choice("compression", self.compression, ("none", *GRADIENT_BITS))
+        self._gradient_bits = GRADIENT_BITS.get(self.compression)
+        if self._gradient_bits is not None and self.order != "scheduled":
+            raise UserError(
+                f"compression={self.compression} needs order=scheduled: order={self.order} hands no"
+                " sums of gradients from rank to rank"
+            )
         self._whole_step = self.order == "grouped"
         self._overlaps = not self._whole_step
         if self.diagnostics < 0 or (self.diagnostics and self._overlaps):
@@ -76,12 +90,14 @@ class SingleProcess(LocalRuntime):
         super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
+        self._make_compressors(range(self.schedule.n_ranks))
         self._make_engine()
 
     def _make_engine(self) -> None:
         self._engine: Scheduled | Grouped
         if self._overlaps:
             self._engine = Scheduled(self._runners, self.schedule, self._loss, self.watching)
+            self._engine.compressors = self._compressors
             return
         losses = MicrobatchLosses(self.loss, self._loss, self.options, self.stages.results)
         grouped_pass = GroupedPass(self._runners, self.schedule, losses)
@@ -116,7 +132,7 @@ class SingleProcess(LocalRuntime):
 
     def _local_state(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
-        return local_state_of(
+        local_state = local_state_of(
             self.steps_done,
             self.stages,
             self._runners,
@@ -124,12 +140,14 @@ class SingleProcess(LocalRuntime):
             self.updated_stages,
             is_rank_zero=True,
         )
+        return local_state | ranks_state(self._compressors)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         load_model(state, self.stages, self._runners, self.updated_stages)
         for stage, runner in enumerate(self._runners):
             self._versions[stage] = loaded(state, stage, runner)
             runner.load(state["stages"][stage])
+        load_ranks_state(self._compressors, state)
         self._make_engine()  # a new one: order "scheduled" keeps replicas of the weights before
 
 
@@ -138,6 +156,9 @@ class Scheduled:
 
     Messages are handed over in memory, so the activations alive are those of the schedule, and any
     placement runs without starting processes.
+
+    Attributes:
+        compressors: of the sums of gradients that ranks hand on, by rank; empty: not compressed.
     """
 
     def __init__(
@@ -151,6 +172,7 @@ class Scheduled:
         self.schedule = schedule
         self.loss = loss
         self.watching = watching
+        self.compressors: Mapping[int, SumCompressor] = {}
         self.updaters = {
             (schedule.owners[stage], stage): runner for stage, runner in enumerate(runners)
         }
@@ -213,17 +235,17 @@ class Scheduled:
             owned_versions = {
                 stage: versions[stage] for stage in updated if self.schedule.owners[stage] == rank
             }
-            ranks.append(
-                Rank(
-                    program,
-                    self.runners,
-                    updaters,
-                    owned_versions,
-                    self.loss,
-                    microbatches,
-                    self.watching,
-                )
+            rank_memory = Rank(
+                program,
+                self.runners,
+                updaters,
+                owned_versions,
+                self.loss,
+                microbatches,
+                self.watching,
             )
+            rank_memory.compressor = self.compressors.get(rank)
+            ranks.append(rank_memory)
         for stage, stage_versions in enumerate(versions):
             for rank in self.schedule.first_holders(stage):
                 for version, weights in stage_versions.items():

@@ -31,8 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.cost.compression import BLOCK, quantized_bytes
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.runtime.quantization import BLOCK, dequantize, quantize, quantized_bytes
+from toolkit.runtime.quantization import dequantize, quantize
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 

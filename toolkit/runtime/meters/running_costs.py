@@ -89,13 +89,19 @@ def running_costs(
         backward_parts = [median_seconds.get((stage, letter), 0.0) for letter in "BIW"]
         backward = sum(backward_parts)
         splits_backward = (stage, "I") in median_seconds
+        compressed = None
+        statistics = layouts.gradients[stage].n_bytes - weights.n_bytes
+        if layouts.compressed:
+            compressed = float(layouts.gradients[stage].n_bytes)
+            statistics = layouts.gradients[stage].n_bytes - layouts.compressed[stage].n_bytes
         cost = StageCost(
             0.0,
             0.0,
             input_bytes=inputs,
             output_bytes=layouts.activations[stage].n_bytes,
             parameter_bytes=weights.n_bytes,
-            statistics_bytes=max(0, layouts.gradients[stage].n_bytes - weights.n_bytes),
+            statistics_bytes=max(0, statistics),
+            compressed_gradient_bytes=compressed,
             forward_seconds=median_seconds.get((stage, "F"), 0.0),
             backward_seconds=backward,
             weight_share=backward_parts[2] / backward if splits_backward and backward else None,
