@@ -16,7 +16,7 @@ from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.microbatch_losses import MicrobatchLosses, all_losses
 from toolkit.runtime.step_options import PLAIN
-from toolkit.training.loop import cross_entropy
+from toolkit.training.evaluation import cross_entropy
 
 N = 4
 

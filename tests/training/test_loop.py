@@ -16,9 +16,10 @@ from toolkit.model import Images, Sequences, build
 from toolkit.options import TrainingOptions
 from toolkit.runtime import StepOptions
 from toolkit.schedule import catalog
-from toolkit.training import DivergedError, evaluate, loop, prepare
+from toolkit.training import DivergedError, evaluate, evaluation, loop, prepare
 from toolkit.training.data import synthetic
-from toolkit.training.loop import Epoch, Evaluation, Position, evaluated_at_once, is_best
+from toolkit.training.evaluation import Evaluation, evaluated_at_once
+from toolkit.training.loop import Epoch, Position, is_best
 from toolkit.training.lr import Constant
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def test_a_loss_far_above_the_first_is_a_divergence(guard, loss):
 def test_weights_that_only_the_test_finds_lost(images, monkeypatch):
     """As after a last update that is not finite. No epoch is reported, and no accuracy."""
     found = Evaluation(nan, nan, nan)
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments, **options: found)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments, **options: found)
     epochs = []
     with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan, after step 8"):
         prepared(images).run(epochs.append)

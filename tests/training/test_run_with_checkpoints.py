@@ -23,7 +23,14 @@ from toolkit.cli import build_run, schema
 from toolkit.errors import UserError
 from toolkit.options import TrainingOptions
 from toolkit.schedule import catalog
-from toolkit.training import DivergedError, Listeners, StoppedError, loop, run_with_checkpoints
+from toolkit.training import (
+    DivergedError,
+    Listeners,
+    StoppedError,
+    evaluate,
+    loop,
+    run_with_checkpoints,
+)
 from toolkit.training.checkpoint import Checkpoints
 from toolkit.training.loop import Position
 from toolkit.training.option_changes import changed_options
@@ -98,7 +105,7 @@ def test_extrapolated_weights_are_tested_and_kept(tmp_path):
     expected = {**runtime.module().state_dict(), **extrapolated}
     assert_identical(torch.load(tmp_path / "model.pt", weights_only=True), expected)
     losses = [
-        loop.evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
+        evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
         for read in (extrapolated, None)
     ]
     assert outcome.epochs[-1].test_loss == pytest.approx(losses[0])
@@ -111,7 +118,7 @@ def test_late_weights_are_tested_beside_the_newest(tmp_path, rule):
     outcome = run_with_checkpoints(run, tmp_path)
     runtime = outcome.run.runtime
     losses = [
-        loop.evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
+        evaluate(runtime.module(), run.samples.test(16, run.device), weights=read).loss
         for read in (runtime.late_weights() or None, None)
     ]
     (epoch,) = outcome.epochs

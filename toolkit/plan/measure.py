@@ -18,7 +18,7 @@ from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.step_options import Loss, StepOptions
 from toolkit.schedule import Schedule
 from toolkit.training.data import Batch
-from toolkit.training.loop import evaluated_at_once
+from toolkit.training.evaluation import evaluated_at_once
 
 OnProgress = Callable[[str, float], object]
 """Called with the present activity, and the share of it that is done."""

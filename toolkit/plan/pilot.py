@@ -26,7 +26,7 @@ from toolkit.runtime.step_options import Loss
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.training.data import Batch
-from toolkit.training.loop import cross_entropy
+from toolkit.training.evaluation import cross_entropy
 
 Model = nn.Module | Callable[[], nn.Module]
 COMPUTE = ("measured", "roofline")

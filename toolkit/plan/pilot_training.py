@@ -16,7 +16,7 @@ from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import Schedule
 from toolkit.training.data import Batch
-from toolkit.training.loop import evaluate
+from toolkit.training.evaluation import evaluate
 
 NORM_BATCHES = 4
 """Batches for the running statistics before the test."""

@@ -26,11 +26,10 @@ from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.runtime import controlled_rank
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.distributed import microbatches_read
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.microbatches import BatchReader, Share, packed, step_result
+from toolkit.runtime.microbatches import BatchReader, Share, microbatches_read, packed, step_result
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.rank_pool import RankPool, shared
 from toolkit.runtime.recovery import Recovery

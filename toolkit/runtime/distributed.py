@@ -25,7 +25,7 @@ from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, microbatches_read
 from toolkit.runtime.process_group.columns import column as column_of
 from toolkit.runtime.process_group.columns import width_of
 from toolkit.runtime.rank import MicrobatchSource, Rank
@@ -394,14 +394,3 @@ class Distributed(OnRanks):
             with torch.no_grad(), kept_generators(inputs), suppress(Exception):
                 counted = self._loss(tuple(outputs.values()), first_targets).count is not None
         return any(self.world.gather(counted, "kinds of loss"))
-
-
-def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:
-    """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
-    end_stages = (0, schedule_plan.n_stages - 1)
-    microbatches = []
-    for microbatch in range(schedule_plan.n_microbatches):
-        readers = {schedule_plan.rank(stage, microbatch, step) for stage in end_stages}
-        if rank in readers:
-            microbatches.append(microbatch)
-    return microbatches

@@ -14,6 +14,7 @@ from toolkit.errors import UserError
 from toolkit.model.structure import tensors_of
 from toolkit.runtime.losses import LossValue, nonzero
 from toolkit.runtime.stage import Values
+from toolkit.schedule import Schedule
 
 GlobalBatch = tuple[Any, Tensor]
 """Inputs, structured as the example of :func:`toolkit.model.partition`, and targets."""
@@ -345,3 +346,14 @@ def packed(chunks: Sequence[Tensor], microbatches: Sequence[int]) -> Any:
         return tensor.numpy()
     except TypeError:  # a type that numpy lacks
         return tensor
+
+
+def microbatches_read(schedule_plan: Schedule, rank: int, step: int) -> list[int]:
+    """Return the micro-batches whose inputs or targets a first or last stage on ``rank`` takes."""
+    end_stages = (0, schedule_plan.n_stages - 1)
+    microbatches = []
+    for microbatch in range(schedule_plan.n_microbatches):
+        readers = {schedule_plan.rank(stage, microbatch, step) for stage in end_stages}
+        if rank in readers:
+            microbatches.append(microbatch)
+    return microbatches

@@ -1,46 +1,23 @@
 """The training loop, and evaluation."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite, nan, prod
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.metric import LOSS, Metric
-from toolkit.model import InputSpec
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.microbatch_losses import cross_entropies, separable
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.training.data import Batch, Batches
+from toolkit.training.data import Batches
+from toolkit.training.evaluation import evaluate_run
 
 if TYPE_CHECKING:
     from toolkit.training.training_run import TrainingRun
-
-_MAX_SCORES = 2**25  # scores of a test batch: 128 MiB in 32 bits
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of a test.
-
-    An answer is the class of an image, or the next token at a place of a sequence. The shares are
-    NaN if the loss is not finite.
-
-    Attributes:
-        loss: mean cross-entropy, in nats.
-        top1: share of answers whose highest score is right.
-        top5: share of answers with the right class among the five highest scores.
-    """
-
-    loss: float
-    top1: float
-    top5: float
 
 
 @dataclass(frozen=True)
@@ -155,7 +132,6 @@ def fit(
     on_step: Callable[[Step], None],
 ) -> list[Epoch]:
     """Train from ``position`` on; see :meth:`TrainingRun.run`."""
-    runtime = run.runtime
     for epoch in range(position.epoch, run.options.epochs):
         batches = run.samples.train(run.batch_size, run.options.seed, epoch, run.device)
         has_other_length = epoch * len(batches) + position.step != position.steps_done
@@ -174,40 +150,18 @@ def fit(
         _train_epoch(run, batches, position, callback, on_step)
         seconds = time.perf_counter() - start
 
-        # 2. Test the newest weights, and the averaged ones; every rank tests a share.
-        batch_size = evaluated_at_once(run.samples.form, run.batch_size)
-        share = run.samples.test(batch_size, run.device, runtime.rank, runtime.n_ranks)
-        model = runtime.module()
-        readout_weights = runtime.extrapolated() if run.options.readout == "extrapolated" else None
-        test = evaluate(model, share, runtime.total, readout_weights, run.step_options)
-        _check(run, test.loss, position, "test")
-        average_weights = runtime.averages()
-        ema_test = None
-        if average_weights:
-            ema_test = evaluate(model, share, runtime.total, average_weights, run.step_options)
-        published_test = None
-        if run.options.readout == "as_published":
-            published_test = test
-            late_weights = runtime.late_weights()
-            if late_weights:
-                published_test = evaluate(
-                    model, share, runtime.total, late_weights, run.step_options
-                )
-
-        # 3. Record the epoch, and pause as the next one begins.
+        # 2. Test the weights, and record the epoch.
+        evaluations = evaluate_run(run)
+        _check(run, evaluations.test.loss, position, "test")
         metrics = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
-            test_loss=test.loss,
-            top1=test.top1,
-            top5=test.top5,
             learning_rate=position.learning_rate,
             samples_per_second=(len(batches) - first_step) * run.batch_size / seconds,
-            ema_loss=ema_test.loss if ema_test else None,
-            ema_top1=ema_test.top1 if ema_test else None,
-            published_loss=published_test.loss if published_test else None,
-            published_top1=published_test.top1 if published_test else None,
+            **evaluations.metrics(),
         )
+
+        # 3. Pause as the next epoch begins.
         position.history = [*position.history, metrics]
         position.epoch = epoch + 1
         position.step = 0
@@ -292,88 +246,3 @@ def is_best(history: Sequence[Epoch], by: Metric) -> bool:
     values: list[float] = [getattr(epoch, by.key) for epoch in history]
     best = min if by.lower_is_better else max
     return values[-1] == best(filter(isfinite, values), default=None)
-
-
-IGNORED = -100
-"""Target without a right class, such as padding: it counts neither in losses nor in accuracies."""
-
-
-def _cross_entropies(
-    outputs: Tensor, targets: Tensor, n_microbatches: int, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what :func:`cross_entropy` returns of each micro-batch, ``[n]``."""
-    scores = outputs.flatten(0, -2)
-    classes = targets.flatten()
-    if targets.dim() == 1:
-        return cross_entropies(scores, classes, n_microbatches, **options)
-    values = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="none", **options)
-    sums = values.view(n_microbatches, -1).sum(1)
-    counts = (classes != IGNORED).view(n_microbatches, -1).sum(1)
-    return sums, counts
-
-
-@separable(_cross_entropies)
-def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
-    """Cross-entropy, in nats, of scores ``[..., n_classes]`` and right classes ``[...]``.
-
-    Args:
-        outputs: scores.
-        targets: classes ``[b]``, or tokens ``[b, length]``, of which :data:`IGNORED` do not count.
-        options: those of torch's ``cross_entropy``.
-
-    Returns:
-        The mean over samples; of tokens the sum and their number, since micro-batches may differ
-        in how many count.
-    """
-    scores = outputs.flatten(0, -2)
-    classes = targets.flatten()
-    if targets.dim() == 1:
-        return F.cross_entropy(scores, classes, **options)
-    total = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="sum", **options)
-    return total, (classes != IGNORED).sum()
-
-
-def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
-    """Return the batch size of the test: at least 256, unless the scores take too much memory."""
-    return max(1, min(max(batch_size, 256), _MAX_SCORES // prod(form.output(1))))
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    total: Callable[[Tensor], Tensor] = lambda values: values,
-    weights: Mapping[str, Tensor] | None = None,
-    options: StepOptions = PLAIN,
-) -> Evaluation:
-    """Test ``model`` on ``batches`` in evaluation mode, and restore the mode of each module.
-
-    Args:
-        model: the model to test.
-        batches: test samples.
-        total: function that sums over all ranks, if each tests a share.
-        weights: weights by name, in place of the model's own.
-        options: options whose precision the model computes in.
-    """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    # By batch: loss, answers right first, and among the first five, and number of answers.
-    sums: list[Tensor] = []
-    for inputs, targets in batches:
-        with options.autocast(inputs.device):
-            outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        is_right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
-        loss = F.cross_entropy(
-            outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        answers = (loss, is_right[..., 0].sum(), is_right.sum(), (targets != IGNORED).sum())
-        # Kept on the device: to read them here would wait for every batch.
-        sums.append(torch.stack([number.double() for number in answers]))
-    for module, mode in modes.items():
-        module.training = mode
-    rank_sums = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
-    loss, top1, top5, n_answers = total(rank_sums).tolist()
-    if not isfinite(loss):
-        return Evaluation(loss / n_answers, nan, nan)
-    return Evaluation(loss / n_answers, top1 / n_answers, top5 / n_answers)

@@ -30,6 +30,7 @@ from toolkit.schedule.spec import same_sized
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
 from toolkit.training.devices import options_of_width
+from toolkit.training.evaluation import cross_entropy
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
 from toolkit.training.lr import Constant, Rates
 
@@ -266,7 +267,7 @@ def _make_runtime(
         stages,
         schedule,
         optimizer=arguments.optimizer,
-        loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
+        loss=partial(cross_entropy, label_smoothing=options.label_smoothing),
         lr_scheduler=partial(Rates, factor=factor),
         seed=options.seed,
         options=step_options,

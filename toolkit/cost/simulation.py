@@ -1,0 +1,346 @@
+"""When the instructions of one program run on one machine, and what its ranks hold meanwhile.
+
+The rules of time and memory are in :mod:`toolkit.cost.simulate`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+
+from toolkit.cost.event_queue import EventQueue, Ports
+from toolkit.cost.hardware import Hardware
+from toolkit.cost.memory_changes import MemoryChanges
+from toolkit.cost.program_links import ProgramLinks
+from toolkit.cost.stage_costs import Costs, moved_bytes
+from toolkit.cost.timeline import ACTIVATIONS, COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
+from toolkit.schedule import Action, Buffer, Instruction, Kind, Schedule
+from toolkit.schedule.instruction import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
+    LETTERS,
+)
+from toolkit.schedule.steady_state import steady_steps
+from toolkit.schedule.traffic import traffic_of
+
+_new = tuple.__new__  # of many named tuples: their own constructors take twice as long
+_FROM_OUTPUT = (BACKWARD, BACKWARD_INPUT)  # start from the output's gradient
+
+
+class Simulation:
+    """Spans of instructions, and changes of the memory that ranks hold.
+
+    An instruction has a number in the event queue. Its method here gets the time at which what it
+    needs is there; once its end is known, ``events.end`` makes its users ready.
+    """
+
+    def __init__(
+        self,
+        links: ProgramLinks,
+        costs: Costs,
+        hardware: Hardware,
+        optimizer_bytes: Sequence[float],
+    ) -> None:
+        program = links.program
+        schedule = program.schedule
+        n_ranks = len(program.ranks)
+        self.program = program
+        self.costs = costs
+        self.hardware = hardware
+        self.links = links
+        self.events = EventQueue(links, shared=hardware.shared_ports)
+        self.memory = MemoryChanges(program, costs, optimizer_bytes)
+        self.spans: list[Span] = []
+        self.step_ends: dict[int, float] = {}
+        self.slot = schedule.timing.ticks_per_slot
+
+        # What is looked up for each instruction.
+        self.has_pairs = bool(links.pairs)
+        self.op_seconds = [cost.op_seconds(hardware) for cost in costs]
+        self.speeds = [hardware.speed(rank) for rank in range(n_ranks)]
+        self.machines = [hardware.machine(rank) for rank in range(n_ranks)]
+        self.working_bytes = [cost.working_bytes for cost in costs]
+        self.message_bytes = moved_bytes(costs)
+        self.message_seconds = {
+            is_local: self._seconds_of_messages(is_local) for is_local in (False, True)
+        }
+        states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
+        self.update_bytes = [
+            cost.update_bytes(state_bytes) for cost, state_bytes in zip(costs, states, strict=True)
+        ]
+
+        # What changes as instructions run.
+        self.schedule_step = program.first_step  # the first step of the schedule that runs
+        self.free_at = self._starts(schedule.at(program.first_step), 0)  # end of a rank's last op
+        self.boundaries: dict[tuple, float] = {}  # when outputs and their gradients are there
+        self.pair_under_way: dict[int, tuple[float, float]] = {}  # by rank: span of its backward
+
+    def _seconds_of_messages(self, is_local: bool) -> dict[Buffer | None, list[float]]:
+        """Return the seconds of a message, ``[stage]``, by what it moves."""
+        message = partial(self.hardware.message, local=is_local)
+        return {buffer: [*map(message, n_bytes)] for buffer, n_bytes in self.message_bytes.items()}
+
+    def run(self) -> None:
+        """Run all instructions, from each change of the schedule to the next."""
+        begin = dict.fromkeys(Action, self._meet) | {
+            **dict.fromkeys(map(Action, Kind), self._compute),
+            Action.SEND: self._message,
+            Action.UPDATE: self._update,
+            Action.PREDICT: self._predict,
+            Action.FREE: self._free,
+        }
+        start = 0.0
+        for change in self.program.changes:
+            self.events.run(begin, change, start)
+            start = self._drain(change)
+        self.events.run(begin, inf, start)
+
+    def timeline(self) -> Timeline:
+        """Return the timeline of all instructions that have run."""
+        schedule = self.program.schedule
+        ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
+        steady_range = steady_steps(schedule, len(ends), self.program.first_step)
+        n_ranks = len(self.program.ranks)
+        return Timeline(schedule.name, n_ranks, self.spans, self.memory.changes, ends, steady_range)
+
+    def _starts(self, schedule: Schedule, tick: int) -> list[float]:
+        """Return the earliest start of each rank from ``tick`` on.
+
+        A rank that begins with stage 0 starts as in ``schedule``, so that workers keep their
+        stagger; any other rank starts when its inputs arrive.
+        """
+        starts = [0.0] * len(self.program.ranks)
+        first_ticks = self.program.first_forwards(tick)
+        if not any(first_ticks.values()):
+            return starts
+        busy_seconds = [0.0] * len(starts)  # of compute in a training step
+        for op in schedule.timing.starts:
+            rank = schedule.rank(op.stage, op.microbatch)
+            busy_seconds[rank] += self.op_seconds[op.stage][op.kind] / self.speeds[rank]
+        for rank, first_tick in first_ticks.items():
+            starts[rank] = first_tick / schedule.timing.period * max(busy_seconds)
+        return starts
+
+    def _drain(self, tick: int) -> float:
+        """Return when every rank has finished, before the next schedule begins at ``tick``."""
+        step = self.program.schedule.next_change(self.schedule_step)
+        assert step is not None
+        self.schedule_step = step
+        end = max(span.end for span in self.spans)
+        starts = self._starts(self.program.schedule.at(step), tick)
+        self.free_at = [end + start for start in starts]
+        return end
+
+    def _compute(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+        """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
+        tick, action, stage, microbatch, step, *_ = instruction
+        start = self.free_at[rank]
+        if ready > start:
+            start = ready
+        memory = self.memory
+        if action == FORWARD and stage > 0:
+            produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
+            key = (rank, stage, microbatch, step)
+            if not memory.has_input(key):  # produced on this rank
+                memory.receive_input(produced_at, key, self.costs[stage].extra_input_bytes)
+        elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
+            arrived_at = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
+            gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
+            memory.work(rank, arrived_at, start, gradient_bytes)
+
+        seconds = self.op_seconds[stage][action] / self.speeds[rank]
+        span_end = end = start + seconds
+        if self.has_pairs:
+            start, span_end, end = self._overlapped(number, rank, start, seconds)
+        self.free_at[rank] = end
+        name = f"{stage}{LETTERS[action]}{microbatch}"
+        slot = tick // self.slot
+        span = (rank, COMPUTE, start, span_end, name, stage, microbatch, step, 0.0, None, slot)
+        self.spans.append(_new(Span, span))
+
+        working_bytes = self.working_bytes[stage][action != FORWARD]
+        if working_bytes:
+            memory.work(rank, start, end, working_bytes)
+        if action == FORWARD:
+            self.boundaries[ACTIVATION, stage, microbatch, step] = end
+            memory.hold_activations(start, rank, stage)
+        else:
+            if action in _FROM_OUTPUT:
+                self.boundaries[ACTIVATION_GRADIENT, stage, microbatch, step] = end
+                if self.costs[stage].recomputes:
+                    activation_bytes = self.costs[stage].activation_bytes
+                    memory.hold(start, rank, ACTIVATIONS, activation_bytes)
+                    memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
+            if action != BACKWARD_INPUT:
+                memory.add_to_sum(end, rank, stage, step)
+        self.events.end(number, end)
+
+    def _overlapped(
+        self, number: int, rank: int, start: float, seconds: float
+    ) -> tuple[float, float, float]:
+        """Return start of an op, end of its span, and its end; a pair's ops end together.
+
+        The spans of a pair follow one another, so that a rank is never busy twice::
+
+            spans of a pair   | forward | backward |
+            ends of both ops                       |      results of both are there
+        """
+        factor = self.hardware.overlap_time
+        if number in self.links.pairs:
+            backward = self.links.instructions[number + 1]
+            backward_seconds = self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
+            end = start + factor * (seconds + backward_seconds)
+            self.pair_under_way[rank] = start + factor * seconds, end
+            return start, start + factor * seconds, end
+        if number - 1 in self.links.pairs:
+            start, end = self.pair_under_way[rank]
+            return start, end, end
+        return start, start + seconds, start + seconds
+
+    def _update(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+        """Update a stage's weights. A rank updates stages in turn, in parallel to its compute."""
+        stage = instruction.stage
+        step = instruction.step or 0
+        seconds = self._memory_seconds(rank, self.update_bytes[stage])
+
+        def begin(start: float, end: float) -> None:
+            self.memory.use_sum(start, end, rank, stage, instruction.step)
+            # The new version is a separate tensor: late readers still use the old one.
+            self.memory.hold_weights(start, rank, stage)
+            self.step_ends[step] = max(self.step_ends.get(step, 0.0), end)
+            if seconds > 0:
+                self._add_span(instruction, start, end, rank, UPDATE)
+            self.events.end(number, end)
+
+        optimizer_lane = (~rank,)  # ports have numbers from 0
+        self.events.occupy(number, ready, optimizer_lane, seconds, begin)
+
+    def _predict(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+        """Read two weight versions and write one, before the next op."""
+        stage = instruction.stage
+        start = max(self.free_at[rank], ready)
+        end = start + self._memory_seconds(rank, 3 * self.costs[stage].parameter_bytes)
+        self.free_at[rank] = end
+        self.memory.hold_weights(start, rank, stage)
+        if end > start:
+            self._add_span(instruction, start, end, rank, COMPUTE)
+        self.events.end(number, end)
+
+    def _message(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+        """Take the ports of a message."""
+        stage = instruction.stage
+        buffer = instruction.buffer
+        peer = instruction.peers[0]
+        machine = self.machines[rank]
+        peer_machine = self.machines[peer]
+        n_bytes = self.message_bytes[buffer][stage]
+        seconds = self.message_seconds[machine == peer_machine][buffer][stage]
+        if not seconds:  # needs no port
+            self._send(number, rank, instruction, n_bytes, ready, ready)
+            return
+        # Ports within machines and, further on, between them; those that send come first.
+        n_ranks = len(self.machines)
+        ports = (rank, n_ranks + peer)
+        if machine != peer_machine:
+            ports = (2 * n_ranks + machine, 3 * n_ranks + peer_machine)
+        send = partial(self._send, number, rank, instruction, n_bytes)
+        self.events.occupy(number, ready, ports, seconds, send)
+
+    def _meet(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+        """Take the ports of a collective."""
+        n_bytes = self.message_bytes[instruction.buffer][instruction.stage]
+        n_ranks = len(self.machines)
+        peers = instruction.peers
+        ports: Ports = (*peers, *(n_ranks + peer for peer in peers))
+        machines = {self.machines[peer] for peer in peers}
+        if len(machines) > 1:
+            ports += tuple(2 * n_ranks + machine for machine in machines)
+            ports += tuple(3 * n_ranks + machine for machine in machines)
+        seconds = self.hardware.collective(instruction.action, n_bytes, peers)
+        collective = partial(self._collective, number, instruction, n_bytes)
+        self.events.occupy(number, ready, ports, seconds, collective)
+
+    def _send(
+        self,
+        number: int,
+        rank: int,
+        instruction: Instruction,
+        n_bytes: float,
+        start: float,
+        end: float,
+    ) -> None:
+        """Deliver a message that is under way from ``start`` to ``end``."""
+        tick, _, stage, microbatch, step, _, buffer, (peer,) = instruction
+        content = (start, end, instruction.label, stage, microbatch, instruction.of_step, n_bytes)
+        slot = tick // self.slot
+        self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
+        self.spans.append(_new(Span, (peer, RECEIVE, *content, rank, slot)))
+        if microbatch is not None:
+            key = (buffer, stage, microbatch, step)
+            produced_at = self.boundaries[key]
+            self.boundaries[key] = end
+            if buffer == ACTIVATION:
+                next_stage = self.costs[stage + 1]
+                self.memory.work(rank, produced_at, end, next_stage.extra_input_bytes)
+                input_key = (peer, stage + 1, microbatch, step)
+                self.memory.receive_input(end, input_key, next_stage.input_bytes)
+            else:
+                self.memory.work(rank, produced_at, end, n_bytes)
+        elif buffer == Buffer.WEIGHTS:
+            self.memory.hold_weights(end, peer, stage)
+        else:
+            self.memory.use_sum(start, end, rank, stage, step)
+            self.memory.add_to_sum(end, peer, stage, step)
+        self.events.end(number, end)
+
+    def _collective(
+        self, number: int, instruction: Instruction, n_bytes: float, start: float, end: float
+    ) -> None:
+        """Deliver a collective; its instruction is that of its root, the first of its peers."""
+        root = instruction.peers[0]
+        for peer in instruction.peers:
+            units = float(traffic_of(instruction, peer).units)
+            if units:
+                self._add_span(instruction, start, end, peer, SEND, units * n_bytes)
+            else:
+                self._add_span(instruction, start, end, peer, RECEIVE, n_bytes)
+            if peer == root:
+                continue
+            if instruction.action == Action.BROADCAST:
+                self.memory.hold_weights(end, peer, instruction.stage)
+            elif instruction.action == Action.REDUCE:
+                self.memory.use_sum(start, end, peer, instruction.stage, instruction.step)
+        self.events.end(number, end)
+
+    def _free(self, number: int, rank: int, instruction: Instruction, when: float) -> None:
+        """Free a weight version, or the activations and inputs of a micro-batch."""
+        _, _, stage, microbatch, step, *_ = instruction
+        if instruction.buffer == ACTIVATION:
+            self.memory.free_microbatch(when, (rank, stage, microbatch, step))
+        else:
+            self.memory.free_weights(when, rank, stage)
+        self.events.end(number, when)
+
+    def _memory_seconds(self, rank: int, n_bytes: float) -> float:
+        """Return the seconds to move bytes between a rank and its memory."""
+        return n_bytes / self.hardware.memory_bandwidth / self.hardware.speed(rank)
+
+    def _add_span(
+        self,
+        instruction: Instruction,
+        start: float,
+        end: float,
+        rank: int,
+        lane: str,
+        n_bytes: float = 0.0,
+        peer: int | None = None,
+    ) -> None:
+        """Add a span of an update, a prediction or a message, with its bytes and its other end."""
+        label = instruction.label
+        step = instruction.of_step
+        slot = instruction.tick // self.slot
+        _, _, stage, microbatch, *_ = instruction
+        span = (rank, lane, start, end, label, stage, microbatch, step, n_bytes, peer, slot)
+        self.spans.append(_new(Span, span))
