@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from toolkit.model.analysis import meta_copy
 from toolkit.model.generators import kept_generators
 from toolkit.runtime.base import Steps
 from toolkit.runtime.compressed_sums import load_ranks_state, ranks_state
-from toolkit.runtime.device_rows import DeviceRow, check_rows
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
@@ -26,17 +25,19 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, microbatches_read
-from toolkit.runtime.process_group.columns import column as column_of
-from toolkit.runtime.process_group.columns import width_of
+from toolkit.runtime.process_group import columns
 from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.row_executor import RowExecutor
-from toolkit.runtime.sharded_stage import Parallelize, ShardedStage, Sharding
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
 from toolkit.runtime.warmup import warm_up, zeros
 from toolkit.runtime.weight_store import WeightStore
 from toolkit.schedule import Program, Schedule
+
+if TYPE_CHECKING:
+    from toolkit.runtime.device_rows import DeviceRow
+    from toolkit.runtime.sharded_stage import ShardedStage, Sharding
 
 WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -90,7 +91,7 @@ class Distributed(OnRanks):
     per_machine: int = 0
     pacing: bool = False
     width: int | DeviceMesh = 1
-    parallelize: Parallelize | None = None
+    parallelize: columns.Parallelize | None = None
 
     knows_costs = True
     _overlaps = _same_sized = _follows_schedule = True
@@ -127,10 +128,10 @@ class Distributed(OnRanks):
     # The devices of a rank.
 
     def _devices_per_rank(self) -> int:
-        return width_of(self.width)
+        return columns.width_of(self.width)
 
     def _check_width(self) -> None:
-        n_devices = width_of(self.width)
+        n_devices = columns.width_of(self.width)
         if n_devices == 1:
             return
         if self._gradient_bits is not None:
@@ -145,8 +146,11 @@ class Distributed(OnRanks):
 
     def _join_row(self) -> None:
         """Take the place of this process in its column and row, and shard the stages."""
+        # Only here: to import torch's DTensors takes a second.
+        from toolkit.runtime.device_rows import DeviceRow, check_rows
+
         assert self.parallelize is not None
-        self.world = column = column_of(self.world, self.width)
+        self.world = column = columns.column(self.world, self.width)
         check_rows(column, self.schedule, self.seed, self.options, self.stages)
         self.knows_costs = False
         self._row = DeviceRow(column, self.stages, self.parallelize)
@@ -157,7 +161,7 @@ class Distributed(OnRanks):
         is_first_device = self._row is None or self._row.row.device_index == 0
         return self.rank == 0 and is_first_device
 
-    def _sharded_stage(self, index: int) -> ShardedStage | None:
+    def _sharded_stage(self, index: int) -> "ShardedStage | None":
         if self._row is None:
             return None
         return self._row.stages[index]

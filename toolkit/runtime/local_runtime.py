@@ -4,7 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from toolkit.runtime.compressed_sums import SumCompressor, check_handed_on, chec
 from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
-from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import check_state, form_of, join_states
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule
+
+if TYPE_CHECKING:
+    from toolkit.runtime.sharded_stage import ShardedStage
 
 
 class LocalRuntime(Runtime):
@@ -74,7 +76,7 @@ class LocalRuntime(Runtime):
             sizes[stage] = sum(self._form[name].numel() for name in updater.masters)
         return sizes
 
-    def _sharded_stage(self, index: int) -> ShardedStage | None:
+    def _sharded_stage(self, index: int) -> "ShardedStage | None":
         """Return a stage on the devices of a rank; None where a rank is one device."""
         return None
 

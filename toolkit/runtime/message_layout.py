@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,12 @@ from toolkit.runtime.compressed_sums import CODES, CompressedForm, CompressedSum
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
-from toolkit.runtime.sharded_stage import ShardedStage, local_tensors_of, pass_shardings_on
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
+
+if TYPE_CHECKING:
+    from toolkit.runtime.sharded_stage import ShardedStage
 
 _CPU = torch.device("cpu")
 
@@ -236,7 +239,7 @@ def find_layouts(
     inputs: Values,
     wire: torch.dtype | None = None,
     device: torch.device = _CPU,
-    sharded: Sequence[ShardedStage] = (),
+    sharded: Sequence["ShardedStage"] = (),
 ) -> Layouts:
     """Find the layouts of all messages, by a run of the stages without memory or values.
 
@@ -252,7 +255,15 @@ def find_layouts(
     activation_gradients = []
     gradients = []
     versions = []
-    local_tensors = [local_tensors_of(stage) for stage in skeletons]
+    if sharded:
+        # Only here: to import torch's DTensors takes a second.
+        from toolkit.runtime.sharded_stage import local_tensors_of, pass_shardings_on
+
+        local_tensors = [local_tensors_of(stage) for stage in skeletons]
+    else:
+        local_tensors = [
+            dict(chain(stage.named_parameters(), stage.named_buffers())) for stage in skeletons
+        ]
     with FakeTensorMode():
         # 1. Forwards, one stage after another: a stage's outputs are the next one's inputs.
         inputs = tuple(_fake(tensor, device) for tensor in inputs)

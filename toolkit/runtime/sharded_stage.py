@@ -8,7 +8,7 @@ modules and optimizers see them::
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -25,14 +25,7 @@ from toolkit.errors import UserError
 from toolkit.model.analysis import meta_copy
 from toolkit.model.random_draws import seed_layer
 from toolkit.model.traced_stage import in_training
-from toolkit.runtime.process_group.columns import Row
-
-Parallelize = Callable[[nn.Module, DeviceMesh], Any]
-"""Shards a stage's modules in place over a mesh, or returns the sharded module.
-
-Such as ``lambda stage, mesh: parallelize_module(stage, mesh, plan)``. Modules of a stage have their
-names in the whole model. It is called on copies of the stage on the meta device.
-"""
+from toolkit.runtime.process_group.columns import Parallelize, Row
 
 
 class Sharding(NamedTuple):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,10 +17,12 @@ from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import in_training, one_by_one
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.microbatch_norm import NormGroup, replace_norms, take_statistics
-from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import GradientSum, Updater, Weights
 from toolkit.schedule import Correction
+
+if TYPE_CHECKING:
+    from toolkit.runtime.sharded_stage import ShardedStage
 
 Values = tuple[Tensor, ...]
 """The tensors that cross a boundary."""
@@ -43,7 +45,7 @@ class StageRunner(Updater):
         make_scheduler: MakeScheduler | None = None,
         seed: int = 0,
         options: StepOptions = PLAIN,
-        sharded: ShardedStage | None = None,
+        sharded: "ShardedStage | None" = None,
     ) -> None:
         super().__init__(stage, make_optimizer, make_scheduler, options, sharded)
         self.index = index

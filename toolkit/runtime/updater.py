@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from toolkit.runtime.gradient_norms import GradientNorm, gradient_norms
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler, takes_names
 from toolkit.runtime.microbatch_norm import advance_running_statistics
-from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import PLAIN, StepOptions
+
+if TYPE_CHECKING:
+    from toolkit.runtime.sharded_stage import ShardedStage
 
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
@@ -80,7 +82,7 @@ class Updater:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None = None,
         options: StepOptions = PLAIN,
-        sharded: ShardedStage | None = None,
+        sharded: "ShardedStage | None" = None,
     ) -> None:
         self.stage = stage
         self.sharded = sharded

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.model.tensor_parallel import tensor_parallel
 from toolkit.options import SaveOptions
 
 
@@ -31,4 +30,7 @@ def options_of_width(
             f"save.sharded=true with runtime.width={width} would write each share from several"
             " devices: leave it out"
         )
+    # Only here: to import torch's DTensors takes a second.
+    from toolkit.model.tensor_parallel import tensor_parallel
+
     return {"parallelize": tensor_parallel(model, width)}

@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
-
-# Registers the backend "fake", whose collectives return at once.
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.errors import UserError, whole
 from toolkit.runtime.process_group.shared_status import Record
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.process_group.world import World, backend_timeout
+
+Parallelize = Callable[[nn.Module, DeviceMesh], Any]
+"""Shards a stage's modules in place over a mesh, or returns the sharded module.
+
+Such as ``lambda stage, mesh: parallelize_module(stage, mesh, plan)``. Modules of a stage have their
+names in the whole model. It is called on copies of the stage on the meta device.
+"""
 
 DIMENSIONS = ("schedule", "tensor")
 """Names of the dimensions of a mesh over all processes: ranks of a schedule, devices of a rank."""
@@ -205,6 +209,9 @@ def width_of(width: int | DeviceMesh) -> int:
 
 def _row(world: World, width: int, mesh: DeviceMesh | None) -> Row:
     """Make the process groups of every row; return this process's row."""
+    # Registers the backend "fake", whose collectives return at once.
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
     index, device_index = divmod(world.rank, width)
     device_type = world.device.type
 
