@@ -324,6 +324,29 @@ def test_a_loaded_state_takes_the_place_of_the_kept_one_of_its_step(controller):
     assert len(runtime.recoveries) <= 1
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["on its ranks", "after a loss"])
+def test_a_refused_state_leaves_the_training_as_it_was(controller, lost):
+    schedule = catalog.cyclic(2, 1)
+    batches = models.make_batches(2, 4)
+    runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
+    list(runtime.run(batches[:2]))
+    refused = copy.deepcopy(runtime.state_dict())
+    refused["steps_done"] = 1
+    name = next(iter(refused["model"]))
+    refused["model"][name] = torch.zeros(1)
+    if lost:
+        processes_of(controller)[1].kill()
+        while controller.processes.ready():
+            time.sleep(0.02)
+    with pytest.raises(UserError):
+        runtime.load_state_dict(refused)
+    assert runtime.steps_done == 2
+    list(runtime.run(batches[2:]))
+    expected = SingleProcess(*arguments(schedule))
+    list(expected.run(batches))
+    assert_same(runtime.module().state_dict(), expected.module().state_dict())
+
+
 def test_an_older_state_takes_the_place_of_the_kept_one(controller):
     """Ranks that continued from the later one would not meet the caller's step, and wait."""
     schedule = catalog.cyclic(2, 1)

@@ -180,7 +180,11 @@ class Controlled(Runtime):
         restart = 0
         if state is not None:
             restart = state["steps_done"]
-            self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+            try:
+                self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+            except BaseException:
+                self._controller.runtime = None  # the ranks have other weights than this training
+                raise
         if reason:
             print(f"{reason}; training continues from step {restart}", file=sys.stderr)
             seconds = time.perf_counter() - start
@@ -359,20 +363,21 @@ class Controlled(Runtime):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
-        self._unfinished = None
-        self.steps_done = state["steps_done"]
-        self.kept = None
-        if self._keep_every is not None:
-            self.kept = copy.deepcopy(dict(state))
         try:
             if self._ranks_have_training():
                 self._processes.call(controlled_rank.call_method, "load_state_dict", state)
             else:
                 self._restore(state)
         except JobFailedError as error:
-            if self.kept is None:
+            if self._keep_every is None:
                 raise
-            self._restore(self.kept, str(error))
+            self._restore(state, str(error))
+        # Only now: a state that the ranks refuse leaves this training as it was.
+        self.kept = None
+        if self._keep_every is not None:
+            self.kept = copy.deepcopy(dict(state))  # the caller may change its own
+        self._unfinished = None
+        self.steps_done = state["steps_done"]
         self.schedule = self.schedule_plan.at(self.steps_done)
 
     @property
