@@ -237,7 +237,7 @@ def _in_mesh(world):
 def _peaks(world):
     """Bytes of the weights of a rank's device, with a width of 2."""
     case = catalog.gpipe(2, 4), sgd, StepOptions()
-    runtime = on_devices(world, *case, by_columns_and_rows, record=1)
+    runtime = on_devices(world, *case, by_columns_and_rows, record=1, overlap=False)
     list(runtime.run(batches(4)[:1]))
     return runtime.measurements().peak_weights()
 
@@ -282,6 +282,25 @@ def dying(world):
     if world.rank == 3:
         return partial(Dies, lr=0.1)
     return sgd
+
+
+class GainedBlock(Block):
+    """Its gain is whole on each device, and meets the device's shard of the hidden units."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.down(self.gain * torch.tanh(self.up(self.norm(x))))
+
+
+def train_with_gains() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(GainedBlock(), GainedBlock()).double()
+    case = catalog.gpipe(2, 4), sgd, StepOptions()
+    runtime = on_devices(join(device="cpu"), *case, by_columns_and_rows, model=model)
+    list(runtime.run(batches(4)[:1]))
 
 
 def of_four_devices(name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from tests.runtime import device_rows
 from tests.runtime.models import assert_same
 from tests.thorough import more, thorough
+from toolkit.errors import UserError
 from toolkit.runtime import JobFailedError, StepOptions, launch
 from toolkit.schedule import catalog
 
@@ -118,12 +119,9 @@ def test_devices_share_the_weights(odd_jobs):
             is_halved = ".up." in name or name.endswith("down.weight")
             if parameter.requires_grad:
                 n_elements += parameter.numel() // (2 if is_halved else 1)
-        expected.append(8 * n_elements)
+        expected.append(2 * 8 * n_elements)  # the version before the update, and the new one
     for found in odd_jobs:
-        # A pipeline of one update a step: the version before the update, and the one after it.
-        assert all(
-            peak in (size, 2 * size) for peak, size in zip(found["peaks"], expected, strict=True)
-        )
+        assert list(found["peaks"]) == expected
 
 
 def test_refuses_what_does_not_fit(odd_jobs):
@@ -131,6 +129,12 @@ def test_refuses_what_does_not_fit(odd_jobs):
     for found in odd_jobs:
         for message, words in zip(found["refused"], expected, strict=True):
             assert words in message
+
+
+def test_refuses_a_weight_whose_gradients_differ_on_a_row():
+    """Each device would train it by a part of its gradient."""
+    with pytest.raises(UserError, match=r"\b[01]\.gain\b"):
+        launch(device_rows.train_with_gains, 4)
 
 
 def test_names_the_device_that_died():

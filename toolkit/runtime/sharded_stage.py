@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model.analysis import meta_copy
-from toolkit.model.random_draws import seed_layer
 from toolkit.model.traced_stage import in_training
 from toolkit.runtime.process_group.columns import Parallelize, Row
+from toolkit.runtime.sharded_draws import seed_shards
 
 
 class Sharding(NamedTuple):
@@ -146,6 +146,7 @@ class ShardedStage:
         skeleton = _parallelized(skeleton, row.trace, parallelize, row)
         self.skeleton = ShardedModule(skeleton, row.trace, is_last)
         self.shardings: dict[str, Sharding] = {}
+        self._has_alike_gradients = False  # of weights that every device has whole
         self._shard(stage)
 
     def _shard(self, stage: fx.GraphModule) -> None:
@@ -192,6 +193,8 @@ class ShardedStage:
         self, masters: Mapping[str, nn.Parameter], handles: Mapping[str, nn.Parameter]
     ) -> None:
         """Let ``handles`` have the memory and the gradients of ``masters``, which lose these."""
+        if not self._has_alike_gradients:
+            self._check_alike(masters)
         for name, master in masters.items():
             handle = cast(DTensor, handles[name])
             # As torch's own FSDP does: assigning .data of a DTensor leaves its shard as it was.
@@ -200,6 +203,34 @@ class ShardedStage:
             if master.grad is not None:
                 handle.grad = self.shardings[name].wrap(master.grad, self.row.update)
             master.grad = None
+
+    def _check_alike(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Raise UserError if devices have different gradients of a weight that they all have whole.
+
+        A plan that leaves out a weight which meets shards of activations would train each copy by
+        a part of its gradient. The first gradients show that.
+        """
+        gradients = {}
+        for name, master in masters.items():
+            if name not in self.compute.weights and master.grad is not None:
+                gradients[name] = master.grad
+        if not gradients:
+            return
+        norms = torch.stack(torch._foreach_norm([*gradients.values()])).double()
+        extremes = torch.stack([norms, -norms])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.row.update.get_group())
+        largest, smallest = extremes[0], -extremes[1]
+        # Copies of one computation differ by rounding, a gradient near zero by all of itself.
+        differs = largest - smallest > 1e-3 * largest + 1e-6 * largest.max()
+        if differs.any():
+            names = [*gradients]
+            name = names[int(differs.nonzero()[0])]
+            raise UserError(
+                f"parallelize: got different gradients of {name} on the devices of a rank; expected"
+                " the same, since the plan leaves it whole. It meets shards of activations: add"
+                " its module to the plan, such as SequenceParallel()"
+            )
+        self._has_alike_gradients = True
 
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the squared norm of the whole stage's gradient; each weight counts once.
@@ -339,38 +370,10 @@ def _parallelized(
                 f"parallelize: got the buffer {name} as a DTensor; expected parameters only. Leave"
                 " its module out of the plan"
             )
-    _seed_shards(stage, row)
+    seed_shards(stage, row)
     return stage
 
 
 def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, attribute = name.rpartition(".")
     module.get_submodule(owner).register_parameter(attribute, parameter)
-
-
-def _seed_shards(stage: fx.GraphModule, row: Row) -> None:
-    """Let each device draw differently where what a layer draws for is sharded.
-
-    Where it is replicated all devices draw the same.
-    """
-    changed = False
-    for node in stage.graph.nodes:
-        if node.target is seed_layer:
-            drawing = node.next
-            if drawing.all_input_nodes:
-                node.args = (node.args[0], drawing.all_input_nodes[0], row.device_index)
-                node.target = _seed_shard
-                changed = True
-    if changed:
-        stage.recompile()
-
-
-def _seed_shard(name: str, value: Any, device_index: int) -> None:
-    """Seed the draws of layer ``name`` for ``value``, a tensor that it draws for."""
-    if isinstance(value, DTensor) and not _is_replicated(value):
-        name = f"{name}/{device_index}"
-    seed_layer(name)
-
-
-def _is_replicated(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
