@@ -87,11 +87,11 @@ def test_ranks_stop_together_and_resume(distributed, name):
     assert saved == 4 * ["sharded" in name]
 
 
-# Other rules of the trajectory: no runtime of a schedule continues them.
-RIVALS = {"ddp, powersgd", "diloco, sharded"}
+# Other rules of the trajectory, or a state of compressed messages: another runtime does not go on.
+THEIR_OWN = {"ddp, powersgd", "diloco, sharded", "distributed, int8"}
 
 
-@pytest.mark.parametrize("name", [name for name in RUNTIMES if name not in RIVALS])
+@pytest.mark.parametrize("name", [name for name in RUNTIMES if name not in THEIR_OWN])
 def test_another_runtime_resumes_what_ranks_have_saved(distributed, name):
     """From the fourth step of 8; under another rule, or other data, it would end elsewhere."""
     folder, found = distributed
