@@ -216,7 +216,7 @@ def test_a_sum_that_is_not_finite_leaves_no_error():
 
 
 def found_weights(compression, error_feedback=True):
-    """Two weights after many steps of CDP-v1 on 2 ranks, of which rank 0 hands its sum on.
+    """Two weights after many steps of CDP-v1 on 2 ranks. Rank 0 hands its sum on.
 
     The optimum is (0, 0.5). There the ranks' gradients of the first weight are large and opposite;
     only rank 0 has one of the second, which is small.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from toolkit.cost.compression import quantized_bytes
 from toolkit.errors import UserError
-from toolkit.runtime.quantization import dequantize, quantize
+from toolkit.runtime.quantization import dequantize, quantize_with_error
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
@@ -150,19 +150,15 @@ class SumCompressor:
         numbers = torch.cat([piece.to(form.dtype) for piece in pieces])
         errors_of_stage = self.errors.setdefault(i.stage, {})
         receiver = i.peers[0]
-        if self.error_feedback and receiver in errors_of_stage:
-            error = errors_of_stage[receiver]
-            if error.shape != numbers.shape:
-                raise UserError(
-                    f"compression: stage {i.stage} has {len(numbers)} gradients, and"
-                    f" {len(error)} before; expected the same weights in each step. Use"
-                    " compression=none"
-                )
-            numbers += error.to(numbers)
-        content = quantize(numbers, self.bits)
-        # A sum that is not finite ends in a skipped update: later sums must not inherit it.
-        lost = numbers - form.numbers(content)
-        errors_of_stage[receiver] = lost.nan_to_num(0.0, 0.0, 0.0)
+        error = None
+        if self.error_feedback:
+            error = errors_of_stage.get(receiver)
+        if error is not None and error.shape != numbers.shape:
+            raise UserError(
+                f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
+                " before; expected the same weights in each step. Use compression=none"
+            )
+        content, errors_of_stage[receiver] = quantize_with_error(numbers, error, self.bits)
         return CompressedSum(exact | {CODES: content}, form)
 
 

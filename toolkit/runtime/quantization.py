@@ -63,6 +63,23 @@ def dequantize(content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype) -
     return (blocks * scales.to(dtype)[:, None]).flatten()[:n_numbers]
 
 
+@torch.no_grad()
+def quantize_with_error(numbers: Tensor, error: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
+
+    Args:
+        numbers: ``[n]``, of a floating-point type.
+        error: ``[n]``, what the message before lost; None: nothing.
+        bits: of a code, 8 or 4.
+    """
+    if error is not None:
+        numbers = numbers + error.to(numbers)
+    content = quantize(numbers, bits)
+    new_error = numbers - dequantize(content, len(numbers), bits, numbers.dtype)
+    # An update that is not finite may be skipped: later messages must not inherit it.
+    return content, new_error.nan_to_num(0.0, 0.0, 0.0)
+
+
 def _in_blocks(numbers: Tensor) -> Tensor:
     """Return ``numbers`` as ``[n_blocks, BLOCK]``, with zeros at the end."""
     n_missing = -len(numbers) % BLOCK

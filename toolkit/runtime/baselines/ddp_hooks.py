@@ -31,9 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.cost.compression import BLOCK, quantized_bytes
+from toolkit.cost.compression import BLOCK, SCALE_BYTES, quantized_bytes
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.runtime.quantization import dequantize, quantize
+from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -263,14 +263,10 @@ class _QuantizedMemory:
         self.errors_of_mean = _copies(state.get("errors_of_mean", {}), device)
 
     def quantized(self, errors: dict[int, Tensor], index: int, numbers: Tensor) -> Tensor:
-        """Return ``numbers`` and what was left of earlier ones as bytes; keep what is left now."""
-        if index in errors:
-            numbers = numbers + errors[index]
-        content = quantize(numbers, _BITS)
-        if self.error_feedback:
-            left = numbers - dequantize(content, len(numbers), _BITS, numbers.dtype)
-            # An update that is not finite may be skipped; the next ones must not suffer from it.
-            errors[index] = left.nan_to_num(0.0, 0.0, 0.0)
+        """Return the bytes of ``numbers`` plus their entry of ``errors``, which is renewed."""
+        if not self.error_feedback:
+            return quantize(numbers, _BITS)
+        content, errors[index] = quantize_with_error(numbers, errors.get(index), _BITS)
         return content
 
 
@@ -297,9 +293,9 @@ def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future
 
     # 1. Every rank sends each share to the rank that averages it.
     content = memory.quantized(memory.errors, bucket.index(), padded)
-    n_scales = world * n_share // BLOCK
-    scales = content[: 4 * n_scales].view(world, -1)
-    codes = content[4 * n_scales :].view(world, -1)
+    n_scale_bytes = world * n_share // BLOCK * SCALE_BYTES
+    scales = content[:n_scale_bytes].view(world, -1)
+    codes = content[n_scale_bytes:].view(world, -1)
     sent = torch.cat([scales, codes], 1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=memory.group)
