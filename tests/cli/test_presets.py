@@ -17,7 +17,7 @@ PRESETS = choices([CONF], "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
-    if group not in ("experiment", "bench", "study", "sweep", "wandb", "papers")
+    if group not in ("experiment", "bench", "study", "sweep", "wandb")
     for choice in choices([CONF], group)
 ]
 

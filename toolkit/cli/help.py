@@ -12,7 +12,7 @@ from toolkit.cli import schema
 from toolkit.cli.hydra_args import parse
 from toolkit.files import CONSOLE, conf, started_by
 from toolkit.options import flat
-from toolkit.terminal import wrapped_lines
+from toolkit.terminal import wrapped
 
 
 def help_text(name: str, arguments: Sequence[str]) -> str:
@@ -35,7 +35,7 @@ def help_text(name: str, arguments: Sequence[str]) -> str:
         "--config-dir FOLDER adds choices of your own, such as FOLDER/optimizer/mine.yaml;",
         "--cfg job prints the configuration; --hydra-help lists Hydra's flags.",
     ]
-    return "\n".join(part for line in lines for part in wrapped_lines(line))
+    return wrapped("\n".join(lines))
 
 
 def description(text: str) -> str:
@@ -45,10 +45,9 @@ def description(text: str) -> str:
     """
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
-        lines = paragraph.splitlines()
         if not paragraph.startswith((" ", CONSOLE)):
-            lines = [" ".join(lines)]
-        paragraphs.append("\n".join(part for line in lines for part in wrapped_lines(line)))
+            paragraph = " ".join(paragraph.splitlines())
+        paragraphs.append(wrapped(paragraph))
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -71,8 +70,12 @@ def choices(config_folders: Sequence[Path], group: str) -> list[str]:
 
 
 def groups(folder: Path) -> list[str]:
-    """Return the project's groups, without Hydra's own."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name != "hydra")
+    """Return the project's groups, whose choices an option names."""
+    # Hydra's own, and the tables of papers, which ``only=`` selects.
+    others = ("hydra", "papers")
+    return sorted(
+        path.name for path in folder.iterdir() if path.is_dir() and path.name not in others
+    )
 
 
 def _groups(choice_of_group: DictConfig, config_folders: Sequence[Path]) -> Iterator[str]:
