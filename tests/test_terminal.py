@@ -13,7 +13,7 @@ from toolkit.terminal import show_activity, wrapped_lines
         ("short", ["short"]),
         ("", [""]),
         ("one two three four five", ["one two three four", "five"]),
-        ("  name  a text that goes on", ["  name  a text that", "        goes on"]),
+        ("  name  a text that is long", ["  name  a text that", "        is long"]),
         ("    run a=1 b=[2,3] c=4", ["    run a=1 b=[2,3]", "        c=4"]),
         ("  a_name_of_16_chars a text", ["  a_name_of_16_chars", "          a text"]),
         ("a-word/that=is,longer_than_a_line", ["a-word/that=is,longer_than_a_line"]),

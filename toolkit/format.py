@@ -135,15 +135,15 @@ def _wrapped(headers: Sequence[str], cells: Sequence[Sequence[object]], width: i
     """Return a table whose widest texts are broken between words until it fits, if it can."""
     texts = [["" if cell is None else str(cell) for cell in row] for row in cells]
     limits: list[int] = []  # characters of a line in each column
-    least: list[int] = []  # what the heading and the longest word take
+    least_limits: list[int] = []  # what the heading and the longest word take
     for header, *column in zip(headers, *texts, strict=True):
         heading = max(map(len, header.splitlines()))
         words = [len(word) for text in column for word in text.split()]
-        least.append(max([heading, *words]))
+        least_limits.append(max([heading, *words]))
         limits.append(max([heading, *map(len, column)]))
     too_long = sum(limits) + len(_GAP) * (len(limits) - 1) - width
     for _ in range(too_long):
-        breakable = [n for n, limit in enumerate(limits) if limit > least[n]]
+        breakable = [n for n, limit in enumerate(limits) if limit > least_limits[n]]
         if not breakable:
             break
         longest = max(breakable, key=limits.__getitem__)

@@ -17,6 +17,14 @@ def show_activity(text: str) -> None:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
+def wrapped(text: str) -> str:
+    """Return ``text`` with each of its lines in lines of the terminal's width."""
+    lines = []
+    for line in text.splitlines():
+        lines += wrapped_lines(line)
+    return "\n".join(lines)
+
+
 def wrapped_lines(line: str) -> list[str]:
     """Return ``line`` in lines of the terminal's width; 80 columns where there is no terminal.
 

@@ -196,7 +196,7 @@ def _dropped(world, parallelize):
 
 
 def _draws_of_shards(world):
-    """The model's outputs for 4 equal tokens, of which each device has 2."""
+    """The model's outputs for 4 equal tokens; each device has 2 of them."""
     runtime = on_devices(
         world, catalog.gpipe(2, 2), sgd, StepOptions(), by_sequence, model=blocks(0.5)
     )

@@ -1,4 +1,4 @@
-"""A training run whose ranks are several devices: its weights, its files, and who goes on."""
+"""A training run whose ranks are several devices: its weights, its files, and who stops."""
 
 import os
 from functools import partial

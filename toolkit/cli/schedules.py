@@ -52,7 +52,7 @@ def build_schedule(config: DictConfig) -> Schedule:
 
 
 def build_schedules(config: DictConfig) -> dict[str, Schedule]:
-    """Build the schedule of ``config`` and those of ``also``, by labels that tell them apart.
+    """Build the schedule of ``config`` and those of ``also``, each by a label of its own.
 
     Args:
         config: options of an experiment, with the groups ``schedule`` and ``also``.

@@ -81,7 +81,7 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
     rates: dict[int, float] = {}
 
     def assign(number: int, rate: float) -> None:
-        """Let a message stay at this rate, of which it takes its share of all of its ports."""
+        """Let a message keep this rate from now on; each of its ports has so much less."""
         rates[number] = rate
         for port in ports[number]:
             free_share[port] -= rate

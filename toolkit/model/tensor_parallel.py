@@ -1,8 +1,8 @@
 """How the devices of a rank share the stages of our decoder and of torchvision's ViT.
 
 A block of the decoder on two devices, with sequence parallelism (Korthikanti et al., arXiv
-2205.05198): ``s`` is a tensor of which each device has some tokens, ``h`` one of which it has some
-heads or hidden units, and ``|`` a whole one::
+2205.05198). Each device has some tokens of ``s``, some heads or hidden units of ``h``, and all of
+``|``::
 
     s -norm- s -all-gather- | -attend- h -attention- h -gather, reduce-scatter- s
     s -norm- s -all-gather- | -widen-- h -gelu------ h -narrow, reduce-scatter- s
@@ -129,8 +129,9 @@ class _SharedHeads(ParallelStyle):
 
 
 def _project(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    whole = cast(DTensor, x).redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-    return _local_linear(whole, module.weight, module.bias)
+    replicated = cast(DTensor, x).redistribute(mesh, [Replicate()])
+    tokens = replicated.to_local(grad_placements=[Partial()])
+    return _local_linear(tokens, module.weight, module.bias)
 
 
 def _local_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,8 +165,8 @@ def _self_attention(
     """Attend ``query`` ``[b, tokens, width]`` to itself, on this device's heads."""
     if key is not query or value is not query or need_weights or not module.batch_first or options:
         raise UserError("width: expected self-attention with the batch first, without its weights")
-    whole = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
-    x = whole.to_local(grad_placements=[Partial()])
+    replicated = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
+    x = replicated.to_local(grad_placements=[Partial()])
     projected = _local_linear(x, module.in_proj_weight, module.in_proj_bias)
     n_heads = module.num_heads // mesh.size()
     of_heads = projected.unflatten(-1, (3, n_heads, -1)).permute(2, 0, 3, 1, 4)

@@ -170,8 +170,8 @@ class Tracker:
 
 def tracked_metrics(epoch: "Epoch") -> dict[str, float]:
     """Return an epoch's metrics as people read them: epochs from 1, accuracies in per cent."""
-    known = {name: value for name, value in asdict(epoch).items() if value is not None}
-    return per_cent(known) | {"epoch": epoch.epoch + 1}
+    metrics = {name: value for name, value in asdict(epoch).items() if value is not None}
+    return per_cent(metrics) | {"epoch": epoch.epoch + 1}
 
 
 def _logged(value: Any) -> Any:

@@ -199,7 +199,7 @@ def track_differences(
         labels: the name of each rule in tables.
         metric: by which the rules are compared.
     """
-    found: dict[str, float] = {}
+    summary: dict[str, float] = {}
     for row in rows:
         label = labels[row["rule"]]
         mean_name, _, difference_name, interval_name = metric.columns
@@ -208,8 +208,8 @@ def track_differences(
             f"difference/{label}": row[difference_name],
             f"difference_95/{label}": row[interval_name],
         }
-        found |= {name: value for name, value in values.items() if isfinite(value)}
-    if not found:
+        summary |= {name: value for name, value in values.items() if isfinite(value)}
+    if not summary:
         return
     with track(
         config,
@@ -218,7 +218,7 @@ def track_differences(
         device=device,
         resume=bool(config.get("resume")),
     ) as tracker:
-        tracker.summary(found)
+        tracker.summary(summary)
         tracker.log({"comparison": [dict(row) for row in rows]})
 
 

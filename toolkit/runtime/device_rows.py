@@ -79,18 +79,18 @@ class DeviceRow:
         parameters = dict(self.model.named_parameters())
         with self.column.within_op("whole weights", None):
             for stage, updater in zip(self.stages, updaters, strict=True):
-                for name, whole in stage.whole(updater.newest()).items():
-                    parameters[name].data = whole
+                for name, weight in stage.whole(updater.newest()).items():
+                    parameters[name].data = weight
         return self.model
 
     def whole_averages(self, averages: Mapping[str, Tensor]) -> Weights:
         """Return whole averages from local shards. Every process calls it."""
-        whole = dict(averages)
+        whole_averages = dict(averages)
         with self.column.within_op("averages", None):
             for stage in self.stages:
                 names = [name for name in averages if name in stage.shardings]
-                whole |= stage.whole({name: averages[name] for name in names})
-        return whole
+                whole_averages |= stage.whole({name: averages[name] for name in names})
+        return whole_averages
 
     def whole_state(self, local_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a rank's :meth:`Runtime.local_state` with whole tensors, on the CPU.
@@ -138,18 +138,20 @@ def check_rows(
 
     Otherwise one would wait within an op for a collective of another op.
     """
-    parts = {
+    descriptions = {
         "schedule": repr(schedule.lower(2).ranks),
         "seed": repr(seed),
         "options": repr(options),
         "model": repr([[*stage.state_dict()] for stage in stages]),
     }
-    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
+    digests = {}
+    for name, text in descriptions.items():
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
     width = column.row.width
-    everyone = column.everyone.gather(digests, "programs of devices")
-    for process, other in enumerate(everyone):
-        first = everyone[process - process % width]
-        differing = [name for name in digests if other[name] != first[name]]
+    digests_of_process = column.everyone.gather(digests, "programs of devices")
+    for process, process_digests in enumerate(digests_of_process):
+        first_digests = digests_of_process[process - process % width]
+        differing = [name for name in digests if process_digests[name] != first_digests[name]]
         if differing:
             raise UserError(
                 f"rank {process // width}, device {process % width}: got another {differing[0]}"

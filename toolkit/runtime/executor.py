@@ -314,9 +314,9 @@ class Executor:
     def _add_received(self, i: Instruction) -> None:
         """Add the parts that have come to the sum that ``i`` uses."""
         with self._changed:
-            parts = self._received.pop((i.stage, i.step), [])
+            received_sums = self._received.pop((i.stage, i.step), [])
         # In the order of the program: messages arrive in any, and floating-point sums depend on it.
-        for position, gradient_sum in sorted(parts):
+        for position, gradient_sum in sorted(received_sums):
             self._rank.take(self._instructions[position], gradient_sum)
 
     def _send(self, position: int, payload: Payload) -> int:

@@ -36,7 +36,7 @@ class Sharding(NamedTuple):
     stride: tuple[int, ...]
 
     def wrap(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return the DTensor of which ``local`` is this device's shard; autograd passes through."""
+        """Return the DTensor whose shard here is ``local``; autograd passes through."""
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )

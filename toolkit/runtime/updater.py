@@ -103,7 +103,7 @@ class Updater:
         # otherwise take the weights that another one has put there.
         self._exchanging_weights = threading.Lock()
         self._spare: list[Weights] = []  # memory of versions that nothing reads any more
-        # What the optimizer has: the masters, or DTensors of which the masters are local shards.
+        # The optimizer has the masters, or DTensors whose local shards are the masters.
         self._optimized = self._optimized_of(self.masters)
         optimizer, scheduler = self._make(self._optimized)
         self.optimizer = optimizer

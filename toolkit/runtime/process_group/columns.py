@@ -41,7 +41,7 @@ class Row:
         width: number of devices.
         device_index: number of this device, from 0.
         compute: mesh of the collectives within ops.
-        update: mesh of those within updates, which run beside ops.
+        update: mesh of the collectives within updates, which run while ops do.
         trace: mesh whose collectives move nothing, for runs that only find shapes.
         group: process group of the row, for objects and whole tensors between runs.
     """
