@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from toolkit.cli import entry_point
 from toolkit.errors import UserError
 from toolkit.format import table
+from toolkit.terminal import show
 
 
 @entry_point("bench")
@@ -33,7 +34,7 @@ def main(config: DictConfig) -> int:
     seconds = time.perf_counter() - start
     write_result(folder, "bench", rows, config, describe(device), seconds)
     short_rows = [{column: shorten(cell) for column, cell in row.items()} for row in rows]
-    print(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
+    show(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
 
 

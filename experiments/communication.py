@@ -19,14 +19,18 @@ from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
-from toolkit.format import agreement, counted_cells, measured_cells, table
+from toolkit.format import Cells, agreement, counted_cells, measured_cells, table
+from toolkit.terminal import show
 
 LEGEND = """\
-A: activations of one micro-batch over the whole model; P: parameters of the model
-activations, weights: the most that a rank holds (all ranks together); kept: from step to step
-sent: by a rank in a step on average; in a slot: the most by any rank
-messages: collectives are a ring (all-reduce) or a tree; rounds: of them between two slots
+activations: the most that a rank holds (all ranks together); 1 is those of one
+  micro-batch over the whole model
+weights, kept, sent, slot: 1 is the parameters of the model
+weights: the most that a rank holds; kept: by a rank from step to step
+sent: by a rank in a step on average; slot: the most that a rank sends in a slot
+rounds: of messages between two slots; collectives are a ring or a tree
 """
+_HEADINGS = {"activations (all)": "activations", "in a slot": "slot"}
 MEASURED_AND_PREDICTED = """\
 timeline.png: one rank per row; measured on the left; simulated on the right, where each op and
 message takes its median time. They differ mostly where ranks share cores.
@@ -35,6 +39,7 @@ message takes its median time. They differ mostly where ranks share cores.
 
 @entry_point("communication")
 def main(config: DictConfig) -> int:
+    from toolkit.files import write_csv
     from toolkit.results import describe_cpu, write_result
     from toolkit.schedule.paper_table import RULES, SETTINGS, each_row
 
@@ -50,8 +55,9 @@ def main(config: DictConfig) -> int:
         for name, value in asdict(row.counted).items():
             record[name] = float(value)
         records.append(record)
-    counted_rows = [counted_cells(record) for record in records]
-    print(f"\nN = {config.workers}\n\n{table(counted_rows)}\n\n{LEGEND}")
+    counted_rows = [terminal_cells(counted_cells(record)) for record in records]
+    write_csv(folder / "communication.csv", records)
+    show(f"\nN = {config.workers}\n\n{table(counted_rows)}\n\n{LEGEND}")
     mistakes = differences(rows, "by its formula", "as counted")
     if config.measured:
         measured_rows = measure(config, folder)
@@ -59,22 +65,33 @@ def main(config: DictConfig) -> int:
             for name, value in row.measured.items():
                 record[f"{name}_measured"] = float(value)
         cells = [
-            measured_cells(record) | {"as counted": agreement(record, "_measured")}
+            terminal_cells(measured_cells(record)) | {"as counted": agreement(record, "_measured")}
             for record in records
         ]
-        print(
-            f"\nmeasured on processes, one per rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}"
-        )
+        show(f"\nmeasured on processes, one per rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}")
         mistakes += differences(measured_rows, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
-    print(f"written to {folder}")
+    show(f"written to {folder}: communication.csv, result.json")
     if mistakes:
-        print(*mistakes, sep="\n", file=sys.stderr)
+        show("\n".join(mistakes), file=sys.stderr)
         return 1
     measurement = ", and its measurement" if config.measured else ""
-    print(f"every formula equals its count{measurement}")
+    show(f"every formula equals its count{measurement}")
     return 0
+
+
+def terminal_cells(cells: Cells) -> Cells:
+    """Return a row of the kept table as one of 80 columns: with its units in the legend."""
+    short_cells: Cells = {}
+    for heading, text in cells.items():
+        if heading != "messages":
+            short_cells[_HEADINGS.get(heading, heading)] = str(text).removesuffix(" P")
+    short_cells["setting"] = str(cells["setting"]).replace(
+        "with model parallelism", "model parallel"
+    )
+    short_cells["activations"] = str(cells["activations (all)"]).removesuffix(" A")
+    return short_cells
 
 
 def differences(rows: list[Any], first_words: str, second_words: str) -> list[str]:
@@ -98,7 +115,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     n_ranks = settings.n_ranks(config.workers)
     with tqdm(total=len(settings.SETTINGS) * len(settings.RULES)) as progress:
 
-        def show(rank: int, name: str) -> None:
+        def show_setting(rank: int, name: str) -> None:
             if rank == 0:
                 progress.set_description(name)
                 progress.update()
@@ -108,7 +125,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             n_ranks,
             *sizes,
             config.timeout,
-            on_report=show,
+            on_report=show_setting,
             timeout=config.timeout,
         )
     rows = rows_of_rank[0]

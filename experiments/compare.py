@@ -54,7 +54,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import TrackingOptions, TuneOptions
 from toolkit.results.run_files import TUNING_FOLDER
 from toolkit.schedule import Schedule, labels
-from toolkit.terminal import show_activity
+from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
@@ -117,7 +117,7 @@ def main(config: DictConfig) -> Ended:
             lost = ""
             if not stopped.saved:
                 lost = "the run under way is not saved; "
-            print(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
+            show(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
         return Ended(STOPPED)
     if not is_rank_zero():
         return Ended()
@@ -136,7 +136,7 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print notes, once for all ranks."""
     if is_rank_zero():
         for note in notes:
-            print(f"note: {note}")
+            show(f"note: {note}")
 
 
 def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
@@ -157,7 +157,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
         run = make_run(rule, seed)
         if rule in unchecked_rules and (warning := check_rate(run)):
             trained.notes.append(warning)
-            print(f"warning: {warning}", file=sys.stderr)
+            show(f"warning: {warning}", file=sys.stderr)
         unchecked_rules.discard(rule)
         return run
 
@@ -180,7 +180,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
             " samples/s of each are lower than alone"
         )
         for note in check_parallel_runs(options, build_run, keys, n_processes):
-            print(f"note: {note}")
+            show(f"note: {note}")
         new_runs = train_in_parallel(options, RuleBuilder(options), folder, keys, n_processes)
     else:
         new_runs = comparison.train_all(options, build_run, folder, runs, saved_keys, world)
@@ -193,7 +193,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
             last_warning = trained.unwritten
             trained.unwritten = comparison.try_keep_runs(folder, runs)
             if trained.unwritten not in ("", last_warning):
-                print(f"warning: {trained.unwritten}; training continues", file=sys.stderr)
+                show(f"warning: {trained.unwritten}; training continues", file=sys.stderr)
     trained.runs = comparison.select_runs(options, runs)
     return trained
 
@@ -305,14 +305,14 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     delays = delay_means(delay_rows, ["rule", "stage"])
 
     if comparison.tuning:
-        print(f"\n{table(comparison.tuning)}\n")
-    print(f"\n{table(table_rows)}\n")
+        show(f"\n{table(comparison.tuning)}\n")
+    show(f"\n{table(table_rows)}\n")
     if delays:
-        print(f"{table(delays)}\n")
+        show(f"{table(delays)}\n")
     legend = _LEGEND.format(seeds=config.seeds, by=measure)
     if config.margin is not None:
         legend += _VERDICTS
-    print(legend)
+    show(legend)
 
     run_notes = comparison.run_notes()
     result_fields: dict[str, Any] = {
@@ -329,9 +329,9 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
         save(over_epochs(curves, measure), folder / measure.name)
         save(schedules(unlike_schedules(comparison.schedules)), folder / "schedules")
     for note in dict.fromkeys([*run_notes, *unwritten]):
-        print(f"note: {note}")
+        show(f"note: {note}")
     if not unwritten:
-        print(f"written to {folder}: {measure.name}.png, schedules.png, result.json, ...")
+        show(f"written to {folder}: {measure.name}.png, schedules.png, result.json, ...")
     places = [run.where for run in runs if run.where]
     if places:
         track_differences(
@@ -349,9 +349,9 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
 def print_tracked(places: list[str], folder: Path) -> None:
     """Print how to find the runs in W&B."""
     if places and places[0].startswith("tracked online"):
-        print(f"{places[0]} and {len(places) - 1} more of its group")
+        show(f"{places[0]} and {len(places) - 1} more of its group")
     elif places:
-        print(f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
+        show(f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
 
 
 _LEGEND = """\

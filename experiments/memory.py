@@ -20,6 +20,7 @@ from toolkit.cli.check_options import check_counts, counts
 from toolkit.cli.hydra_args import shell_option
 from toolkit.errors import check_choice
 from toolkit.format import size
+from toolkit.terminal import show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,17 +85,17 @@ def main(config: DictConfig) -> None:
     figures = save(memory_curves(curve, workers, title), folder / "memory")
     write_result(folder, "memory", records, config, device_name, time.perf_counter() - start)
 
-    print(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")
-    print("Peak of N workers shifted uniformly, below that of N workers together:\n")
-    print(table([*curve_rows.values()]))
-    print(f"\n{LEGEND}")
+    show(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")
+    show("Peak of N workers shifted uniformly, below that of N workers together:\n")
+    show(table([*curve_rows.values()]))
+    show(f"\n{LEGEND}")
     if least_peaks:
-        print("\nThe same, where stages also compute their forward again:\n")
-        print(table([again_cells(row) for row in least_peaks]))
-        print(f"\n{AGAIN_LEGEND}")
-        print("\ntrain so, with data=... and the same model and batch:\n")
-        print("\n".join(commands))
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
+        show("\nThe same, where stages also compute their forward again:\n")
+        show(table([again_cells(row) for row in least_peaks]))
+        show(f"\n{AGAIN_LEGEND}")
+        show("\ntrain so, with data=... and the same model and batch:\n")
+        show("\n".join(commands))
+    show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
 
 
 def summary(

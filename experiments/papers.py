@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError, check_choice
 from toolkit.format import table
+from toolkit.terminal import show
 
 if TYPE_CHECKING:
     from toolkit.cost.published import PublishedValue
@@ -47,13 +48,13 @@ def main(config: DictConfig) -> None:
     folder = output_folder()
     seconds = time.perf_counter() - start
     write_result(folder, "papers", rows, config, describe_cpu(), seconds)
-    print(f"\n{table(summary(values))}\n")
+    show(f"\n{table(summary(values))}\n")
     different = [cells_of(value) for value in values if not is_equal(value)]
     if different:
-        print(f"What differs:\n\n{table(different)}\n")
+        show(f"What differs:\n\n{table(different)}\n")
     for note in dict.fromkeys(value.note for value in values if not is_equal(value)):
-        print(f"note: {note}")
-    print(f"\n{LEGEND}\n\nall {len(values)} values are in {folder}/papers.csv")
+        show(f"note: {note}")
+    show(f"\n{LEGEND}\n\nall {len(values)} values are in {folder}/papers.csv")
 
 
 def chosen_papers(config: DictConfig) -> list[Path]:

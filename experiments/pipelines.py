@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.format import table
+from toolkit.terminal import show
 
 LEGEND = """\
 activations, weights: the most that a rank holds (all ranks together), all versions
@@ -74,10 +75,10 @@ def main(config: DictConfig) -> None:
     figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
-    print(f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}")
+    show(f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}")
     for missing in left_out:
-        print("{microbatches} micro-batches, without {method}: {why}".format(**missing))
-    print(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")
+        show("{microbatches} micro-batches, without {method}: {why}".format(**missing))
+    show(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError, check_seconds
 from toolkit.format import bytes_in
+from toolkit.terminal import show
 
 
 @entry_point("plan")
@@ -117,8 +118,8 @@ def main(config: DictConfig) -> None:
             (folder / ORDERS_FILE).write_text(prediction.schedule.to_csv())
             text = text.replace(ORDERS_FILE, str(folder / ORDERS_FILE))
     title = f"{model_name(config.model)} in {config.precision}, {config.batch} {form.samples}"
-    print(f"\n{title} a step, {result.hardware.name}\n\n{text}")
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
+    show(f"\n{title} a step, {result.hardware.name}\n\n{text}")
+    show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
 from toolkit.files import write_csv, write_text
 from toolkit.format import count
+from toolkit.terminal import show
 
 _MAX_NAMED = 10
 
@@ -46,15 +47,15 @@ def main(config: DictConfig) -> None:
     table = frame(runs).astype(object)
     write_csv(folder / "report.csv", table.where(table.notna(), None).to_dict("records"))
     unfinished = [run for run in runs if run.state != "finished"]
-    print(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
+    show(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
     for run in unfinished[:_MAX_NAMED]:
         shares_folder = run.kind == "compare" and run.seed is not None
         name = f" ({run.schedule}, seed {run.seed})" if shares_folder else ""
-        print(f"  {run.state}: {run.folder}{name}: {run.message}")
-    print(f"written to {folder / 'report.html'}, with the runs in report.csv")
+        show(f"  {run.state}: {run.folder}{name}: {run.message}")
+    show(f"written to {folder / 'report.html'}, with the runs in report.csv")
     if config.publish == "wandb":
         page, workspace = publish(report, runs, config.entity, config.project)
-        print(f"report: {page}\nworkspace: {workspace}")
+        show(f"report: {page}\nworkspace: {workspace}")
 
 
 def expanded(runs: Any) -> list[str]:

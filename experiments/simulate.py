@@ -22,6 +22,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB, MB
+from toolkit.terminal import show
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, Timeline
@@ -109,11 +110,11 @@ def main(config: DictConfig) -> None:
     if given_costs is not None:
         title = f"costs of {config.costs}"
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
-    print(f"\n{title}, micro-batches of {config.batch}, {timed}{comparison.hardware.name}\n")
-    print(tables(rows, rank_rows))
+    show(f"\n{title}, micro-batches of {config.batch}, {timed}{comparison.hardware.name}\n")
+    show(tables(rows, rank_rows))
     for note in size_notes(schedules):
-        print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ...")
+        show(f"\nnote: {note}")
+    show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ...")
 
 
 @dataclass

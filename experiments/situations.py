@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import counts
 from toolkit.format import table
+from toolkit.terminal import show
 
 LEGEND = """\
 M/C: time in which all parameters cross a link once, divided by a step's computing time
@@ -55,10 +56,10 @@ def main(config: DictConfig) -> None:
     seconds = time.perf_counter() - start
     more = {"models": model_rows}
     write_result(folder, "situations", rows, config, describe_cpu(), seconds, **more)
-    print(f"\n{table([situation_cells(row) for row in rows])}\n\n{LEGEND}")
+    show(f"\n{table([situation_cells(row) for row in rows])}\n\n{LEGEND}")
     if model_rows:
-        print(f"{table([model_cells(row) for row in model_rows])}\n\n{MODEL_LEGEND}")
-    print(f"written to {folder}")
+        show(f"{table([model_cells(row) for row in model_rows])}\n\n{MODEL_LEGEND}")
+    show(f"written to {folder}")
 
 
 def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
+from toolkit.terminal import show
 
 if TYPE_CHECKING:
     from toolkit.plan.curvature import Curvature
@@ -42,10 +43,10 @@ def main(config: DictConfig) -> None:
     if config.measured is not None:
         for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
             case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
-            print(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}", flush=True)
+            show(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}")
             rows.append(row)
         table_rows = result_fields["summary"] = stable_rates.summary(rows)
-        print(f"\nlargest stable rates of {config.stages} stages, found by training\n")
+        show(f"\nlargest stable rates of {config.stages} stages, found by training\n")
     else:
         schedules = build_schedules(config)
         if (config.model is None) != (config.data is None):
@@ -57,10 +58,10 @@ def main(config: DictConfig) -> None:
             measured = None if config.model is None else curvature(config, schedule)
             rows.append({"schedule": name} | limits(schedule, momentum, measured))
         table_rows = [cells(row) for row in rows]
-        print(f"\nlargest stable rate times curvature, momentum {momentum:g}\n")
+        show(f"\nlargest stable rate times curvature, momentum {momentum:g}\n")
     seconds = time.perf_counter() - start
     write_result(folder, "stability", rows, config, describe(device), seconds, **result_fields)
-    print(f"{table(table_rows)}\n\nwritten to {folder}: stability.csv, result.json")
+    show(f"{table(table_rows)}\n\nwritten to {folder}: stability.csv, result.json")
 
 
 def limits(

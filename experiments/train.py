@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from toolkit.cli import STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import rank_cells, table
-from toolkit.terminal import show_activity
+from toolkit.terminal import show, show_activity
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(config: DictConfig) -> Ended:
         show_activity("checking the learning rate")
         warning = check_rate(run)
         if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+            show(f"warning: {warning}", file=sys.stderr)
 
     group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
     with RunRecorder(run, folder, resume=resumed, group=group) as recorder:
@@ -75,36 +75,36 @@ def main(config: DictConfig) -> Ended:
         if not is_rank_zero():
             return Ended(objective=objective)
         result = recorder.conclude(outcome, measured, start)
-        show(outcome.run, result, recorder)
+        show_result(outcome.run, result, recorder)
 
     for note in recorder.unwritten:
-        print(f"\nnote: {note}")
-    print("\nthe result is not written" if recorder.unwritten else f"\nwritten to {folder}")
+        show(f"\nnote: {note}")
+    show("\nthe result is not written" if recorder.unwritten else f"\nwritten to {folder}")
     if recorder.tracker.where:
-        print(recorder.tracker.where)
+        show(recorder.tracker.where)
     return Ended(1 if recorder.unwritten or outcome.weights_lost else 0, objective)
 
 
-def show(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecorder") -> None:
+def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecorder") -> None:
     """Print the result of a run and its notes."""
     from toolkit.training.profiling import WARM_UP
 
     metrics = {name: value for name, value in result["metrics"].items() if name != "epoch"}
     n_epochs = result["metrics"]["epoch"] + 1
     run_cells = {"schedule": result["schedule"], "seed": run.options.seed, "epochs": n_epochs}
-    print(table([run_cells | metrics]))
+    show(table([run_cells | metrics]))
     if "peak_weights" in result["ranks"][0]:
-        print(f"\nmeasured in the first {run.record['runtime']['record']} training steps:\n")
-        print(table([rank_cells(row) for row in result["ranks"]]))
+        show(f"\nmeasured in the first {run.record['runtime']['record']} training steps:\n")
+        show(table([rank_cells(row) for row in result["ranks"]]))
     if result["delays"]:
-        print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
-        print(table(result["delays"]))
+        show("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
+        show(table(result["delays"]))
     if recorder.profile.written:
-        print(f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)")
+        show(f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif run.record["profile"]:
-        print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
+        show(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
     for note in result["notes"]:
-        print(f"\nnote: {note}")
+        show(f"\nnote: {note}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Numbers, units and cells of tables."""
 
 from dataclasses import asdict
+from fractions import Fraction
 from math import nan
 
 import pytest
 
+from experiments.communication import terminal_cells
 from toolkit import format as form
 from toolkit.errors import UserError
 from toolkit.format import GIB, MIB, RATES, SIZES, TIMES, counted_cells, measured_cells, table
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.schedule.paper_table import compare
+from toolkit.schedule.paper_table import compare, each_row
 
 
 def test_table_aligns_text_left_and_numbers_right():
@@ -205,3 +207,23 @@ def test_bytes_of_text(text, n_bytes):
 def test_bytes_of_other_text(text):
     with pytest.raises(UserError, match="memory"):
         form.bytes_in(text)
+
+
+@pytest.mark.parametrize("n", [2, 8, 16])
+def test_the_counted_table_has_80_columns(n):
+    rows = []
+    for row in each_row(n):
+        counted = {name: float(value) for name, value in asdict(row.counted).items()}
+        cells = counted_cells({"setting": row.setting, "rule": row.rule} | counted)
+        rows.append(terminal_cells(cells))
+    lines = table(rows, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 2 + len(rows) + (3 if n > 8 else 0)
+    assert [row["kept"] for row in rows[:7:6]] == ["1", str(Fraction(1, n))]
+
+
+def test_headings_are_broken_between_words_where_they_are_wider_than_cells():
+    row = {"heavy ball / DP": "0.0702", "test_loss_of_all": "0.12345", "rule": "CDP-v2"}
+    heading = table([row], width=28).split("--")[0].splitlines()
+    words = [["heavy", "test_", "rule"], ["ball", "/", "loss_"], ["DP", "of_all"]]
+    assert [line.split() for line in heading] == words

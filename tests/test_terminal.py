@@ -1,10 +1,11 @@
 """Lines that are broken at the width of a terminal."""
 
+import shlex
 import sys
 
 import pytest
 
-from toolkit.terminal import show_activity, wrapped_lines
+from toolkit.terminal import show, show_activity, wrapped_lines
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,23 @@ def test_activities_are_shown_on_a_terminal_by_the_first_rank(monkeypatch, capsy
     monkeypatch.setenv("RANK", "1")
     show_activity("hidden on another rank")
     assert capsys.readouterr() == ("", "reading ...\n")
+
+
+def test_texts_end_between_words_and_commands_can_be_copied(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "note: a text that is longer than a line"
+    command = "try it by: cyclic-dp train 'a={b: 1, c: 2}' stages=2 microbatches=2"
+    show(f"{text}\n{command}")
+    assert capsys.readouterr().out == f"{text}\n{command}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(f"{text}\n{command}")
+    note, note_end, *command_lines = capsys.readouterr().out.splitlines()
+    assert f"{note} {note_end}" == text
+    assert all(len(line) <= 30 for line in [note, note_end, *command_lines])
+    assert shlex.split("\n".join(command_lines).replace("\\\n", "")) == shlex.split(command)
+
+
+def test_an_indented_command_stays_indented(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "24")
+    lines = wrapped_lines("    RULE=dp torchrun x.py a=1")
+    assert lines == ["    RULE=dp torchrun \\", "        x.py a=1"]

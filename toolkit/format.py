@@ -95,7 +95,9 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     if form != "simple" or _width_of(aligned) <= width:
         return aligned
-    split_headers = [header.replace(" ", "\n").replace("_", "_\n") for header in headers]
+    split_headers = []
+    for header, *column in zip(headers, *cells, strict=True):
+        split_headers.append(_split_header(header, max(len(str(cell)) for cell in column)))
     narrow = _aligned(split_headers, cells, form)
     if _width_of(narrow) <= width:
         return narrow
@@ -105,6 +107,14 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
     first_column, *other_columns = zip_longest(headers, *cells)
     upright = _aligned(first_column, other_columns, form)
     return min(upright, wrapped, key=_width_of)
+
+
+def _split_header(header: str, width: int) -> str:
+    """Return a heading in lines that end between words, no wider than cells of this width."""
+    text = header.replace("_", "_ ")
+    longest_word = max(map(len, text.split()), default=1)
+    lines = wrap(text, max(width, longest_word), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("_ ", "_")
 
 
 def _general(value: object) -> object:

@@ -148,7 +148,7 @@ class TrainingOptions(StepSettings):
         UserError: a value is out of range.
     """
 
-    batch: int = option(16, "images, or sequences, of a micro-batch")
+    batch: int = option(16, "samples of a micro-batch")
     epochs: int = option(10, "passes over the training data")
     seed: int = option(0, "of weights, order of the data, augmentation and dropout")
     partition: str | Sequence[str] = option(

@@ -4,8 +4,16 @@ import re
 import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 from toolkit.torchrun import is_rank_zero
+
+# An environment variable or a label may precede a command.
+_COMMAND = re.compile(
+    r"\s*(?:[\w ,]+: )?(?:[A-Z_]+=\S+ )*"
+    r"(?:cyclic-dp|torchrun|srun|(?:\S*/)?python[\d.]*|wandb sync) "
+)
+_SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
 
 
 def show_activity(text: str) -> None:
@@ -15,6 +23,17 @@ def show_activity(text: str) -> None:
     """
     if is_rank_zero() and sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def show(text: str = "", file: TextIO | None = None) -> None:
+    """Print ``text``; on a terminal, its lines end between words, and commands can be copied.
+
+    Args:
+        text: any number of lines.
+        file: standard output by default.
+    """
+    stream = file or sys.stdout
+    print(wrapped(text) if stream.isatty() else text, file=stream, flush=True)
 
 
 def wrapped(text: str) -> str:
@@ -29,11 +48,14 @@ def wrapped_lines(line: str) -> list[str]:
     """Return ``line`` in lines of the terminal's width; 80 columns where there is no terminal.
 
     A line of a table, which is two spaces, a word and a text, continues below its text. Any other
-    indented line is a command, and continues further to the right.
+    indented line is a command, and continues further to the right. A command continues after a
+    backslash, so that it can be copied with its line ends.
     """
     width = shutil.get_terminal_size().columns
     if len(line) <= width:
         return [line]
+    if _COMMAND.match(line):
+        return _command_lines(line, width)
     first_column = re.match(r"  \S+ +", line)
     indent = " " * (len(line) - len(line.lstrip()))
     if first_column is not None:
@@ -43,3 +65,15 @@ def wrapped_lines(line: str) -> list[str]:
     return textwrap.wrap(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def _command_lines(line: str, width: int) -> list[str]:
+    """Return a command in lines that end with backslashes, between words of the shell."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    lines = [indent.removesuffix(" ")]
+    for word in _SHELL_WORD.findall(line):
+        if len(lines[-1]) + len(word) + len(" ") > width - len(" \\") and lines[-1].strip():
+            lines[-1] += " \\"
+            lines.append(f"{indent}   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines

@@ -45,7 +45,7 @@ threads=0 | threads .* got 0
 threads=100000 | threads .* got 100000
 workers=3 microbatches=5 | workers=3 and microbatches=5
 seed=99999999999999999999 | seed.* 99999999999999999999
-stages=100 | got n_stages=100
+stages=100 | got 100
 batch=1000 | batch or microbatches
 partition=3 | measure 3: .* flops
 partition=[fc] | 4 stages .* got 1

@@ -228,7 +228,7 @@ def test_costs_and_hardware_of_your_own():
     explorer.hardware.value = "ethernet_10"
     assert number(explorer, "step time") != by_model
     explorer.stages.value = 5
-    assert "1 to 4 stages: got n_stages=5" in said(explorer)
+    assert "1 to 4 stages: got 5" in said(explorer)
     assert "<pre>" not in shown(explorer)
 
 

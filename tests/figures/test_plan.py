@@ -27,6 +27,20 @@ def test_every_row_has_a_number():
     assert labels == [str(index) for index in range(15)]
 
 
+def test_a_dot_between_two_others_shares_their_label():
+    rows = [row(1.0, 11.9 * MIB), row(1.0, 10.8 * MIB), row(5.0, 90 * MIB), row(1.03, 11.2 * MIB)]
+    _, labels = drawn(rows)
+    assert sorted(labels) == ["0-1, 3", "2"]
+
+
+def test_rows_that_are_far_slower_are_drawn_too():
+    axes, labels = drawn([row(1.0, GIB), row(4.0, 0.5 * GIB), row(30.0, 0.1 * GIB)])
+    assert (sorted(labels), axes.get_xscale()) == (["0", "1", "2"], "log")
+    low, high = axes.get_xlim()
+    assert low < 1e3 < 30e3 < high
+    assert drawn([row(1.0, GIB), row(4.0, 0.5 * GIB)])[0].get_xscale() == "linear"
+
+
 @pytest.mark.parametrize(("memory", "unit"), [(4 * GIB, "GiB"), (4 * MIB, "MiB")])
 def test_memory_has_a_unit_that_fits(memory, unit):
     axes, _ = drawn([row(1.0, memory), row(2.0, memory / 2)])

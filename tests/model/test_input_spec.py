@@ -1,17 +1,25 @@
 """What models take: examples that nothing else is drawn by."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from toolkit.model import Images, Sequences, build, gpt
+from toolkit.model import Features, Images, Sequences, build, gpt
 
-FORMS = [Images(3, 8, 8, 5), Sequences(6, 9)]
+FORMS = [Images(3, 8, 8, 5), Features(4, 5), Sequences(6, 9)]
+
+
+def linear(n_classes, n_features):
+    return torch.nn.Linear(n_features, n_classes)
+
+
+MAKERS = {Images: partial(build, "resnet8"), Features: linear, Sequences: gpt}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.samples)
 def test_a_model_that_is_told_gives_such_an_answer(form):
-    arguments = form.arguments
-    model = gpt(**arguments) if form.samples == "sequences" else build("resnet8", **arguments)
+    model = MAKERS[type(form)](**form.arguments)
     assert model(form.example(2)).shape == form.output(2)
     assert form.output(2)[-1] == form.n_classes
 

@@ -10,7 +10,7 @@ from tests.figures.test_explorer import composed
 from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
 from toolkit.cost.worker_forms import BUCKETS, TIMED_STEPS
 from toolkit.errors import UserError
-from toolkit.model import Images, Sequences, partition
+from toolkit.model import Features, Images, Sequences, partition
 from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan
 from toolkit.plan.candidates import Candidate, candidates, data_options
@@ -79,6 +79,7 @@ def test_options_make_the_schedule_of_a_candidate(k):
         (Sequences(8, 256), True, "data=text data.root=MY_TEXT data.length=8"),
         (Images(3, 8, 8, 2), True, "data=image_folder data.root=MY_IMAGES data.image_size=8"),
         (Images(1, 8, 8, 2), True, "data=MY_DATA"),
+        (Features(64, 2), False, "data=MY_DATA"),
         (IMAGES, False, "data=synthetic data.image_size=16 data.in_channels=3 data.n_classes=10"),
     ],
 )

@@ -112,6 +112,11 @@ class Noisy(Dataset):
         return self.images[number] + 0.1 * torch.randn(3, 8, 8), number % 10
 
 
+def vectors(n):
+    features = torch.randn(n, 7, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(features, torch.arange(n) % 5)
+
+
 SETS = {
     "digits": lambda root: digits(),
     "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
@@ -121,6 +126,7 @@ SETS = {
     "text": lambda root: text(str(write_text(root) / "some.txt"), length=8),
     "tokens": lambda root: token_files(str(write_tokens(root)), length=8, vocabulary=40),
     "datasets": lambda root: Datasets(Noisy(20), Noisy(6), 10),
+    "features": lambda root: Datasets(vectors(20), vectors(6), 5),
 }
 
 
@@ -206,7 +212,8 @@ class Stream(IterableDataset):
     [
         (Stream(), "^train: got a Stream"),
         (TensorDataset(torch.zeros(4, 3, 8, 8)), r"\(Tensor \[3, 8, 8\]\);"),
-        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(Tensor \[3\], Tensor \[\]\);"),
+        (TensorDataset(torch.zeros(4, 3, 2), torch.zeros(4)), r"\[3, 2\], Tensor \[\]\);"),
+        (TensorDataset(torch.zeros(4, 3).long(), torch.zeros(4)), r"int64.*tokens"),
     ],
 )
 def test_datasets_of_another_kind_are_refused(train, message):

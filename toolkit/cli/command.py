@@ -98,12 +98,21 @@ def chosen(*groups: str) -> str:
         options such as ``model=resnet18 model.width=32``, quoted for a shell.
     """
     config = HydraConfig.get()
-    arguments = [f"{group}={config.runtime.choices[group]}" for group in groups]
-    arguments += [
-        argument
-        for argument in config.overrides.task
-        if argument.partition(".")[0] in groups and "=" in argument
-    ]
+    named_arguments = []
+    for argument in config.overrides.task:
+        name, equals, _ = argument.lstrip("+").partition("=")
+        if equals and name.partition(".")[0] in groups:
+            named_arguments.append((name, argument))
+    names = [name for name, _ in named_arguments]
+    arguments = []
+    for source in config.runtime.config_sources:
+        if source.provider == "command-line":
+            arguments.append(f"--config-dir={source.path}")
+    for group in groups:
+        # The user's own model takes no option of the group's default, such as resnet50.
+        if group in names or f"{group}.target" not in names:
+            arguments.append(f"{group}={config.runtime.choices[group]}")
+    arguments += [argument for name, argument in named_arguments if name not in groups]
     return shlex.join(arguments)
 
 

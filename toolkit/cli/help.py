@@ -102,9 +102,11 @@ def _options(config: DictConfig) -> Iterator[str]:
 
 
 def _plain(value: object) -> str:
-    """Return a value as YAML writes it."""
+    """Return a value as a command line takes it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_plain, value))}]"
     return str(value)

@@ -1,6 +1,7 @@
 """Build a model from options of the group ``model``, and the form of its samples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +133,47 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     )
     if not are_positive or len(shape) not in (1, 3):
         raise UserError(
-            "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
-            f" sequence, such as [1024]: got {shape}"
+            "shape is channels, height, width of an image, such as [3,224,224], or the length of a"
+            f" sample of tokens or of features, such as [1024]: got {shape}"
         )
     if config.classes is not None:
         check_counts(config, "classes")
+    form: InputSpec
     if len(shape) == 1:
-        return Sequences(shape[0], config.classes or 50257)
-    channels, height, width = shape
-    return Images(channels, height, width, config.classes or 1000)
+        form = Sequences(shape[0], config.classes or 50257)
+    else:
+        channels, height, width = shape
+        form = Images(channels, height, width, config.classes or 1000)
+    if is_user_model:
+        form = _form_of_user_model(config, form)
+    return form
+
+
+def _form_of_user_model(config: DictConfig, form: "InputSpec") -> "InputSpec":
+    """Return the samples that the user's model takes, and as many classes as it has scores.
+
+    A vector is one of features if the model takes floating-point numbers, or else one of tokens.
+    """
+    import torch
+
+    from toolkit.model import Features, Sequences
+
+    with torch.device("meta"):
+        model = build_model(config.model, form)
+    possible_forms: list[InputSpec] = [form]
+    if isinstance(form, Sequences):
+        possible_forms.insert(0, Features(form.length, config.classes or 1000))
+    for possible_form in possible_forms:
+        try:
+            with torch.no_grad():
+                scores = model(possible_form.example(2, "meta"))
+        except Exception:  # of the user's code; the analysis reports why it takes no samples
+            continue
+        has_scores = isinstance(scores, torch.Tensor) and scores.dim() == len(
+            possible_form.output(2)
+        )
+        if has_scores and config.classes is None:
+            classes_field = "vocabulary" if isinstance(possible_form, Sequences) else "n_classes"
+            possible_form = replace(possible_form, **{classes_field: scores.shape[-1]})
+        return possible_form
+    return form

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -23,8 +24,9 @@ def plan_figure(
 ) -> Figure:
     """Draw a point a prediction: the nearer to the lower left the better.
 
-    Those that take more than :data:`SLOWEST` times as long as the fastest are left out. Numbers are
-    those of the rows of a plan's table.
+    All unbeaten ones are drawn, with the numbers of the rows of a plan's table; times are
+    logarithmic if some take more than :data:`SLOWEST` times as long as the fastest. Beaten ones
+    that take longer than that, and than all unbeaten ones, are left out.
 
     Args:
         unbeaten: ``seconds``, ``memory`` in bytes, ``ranks`` and mean ``staleness`` of the
@@ -34,8 +36,9 @@ def plan_figure(
         limit: bytes of a rank's memory.
     """
     fastest = min(row["seconds"] for row in (*unbeaten, *beaten, baseline))
-    unbeaten = [row for row in unbeaten if row["seconds"] <= SLOWEST * fastest]
-    beaten = [row for row in beaten if row["seconds"] <= SLOWEST * fastest]
+    slowest = max(row["seconds"] for row in (*unbeaten, baseline))
+    is_wide = slowest > SLOWEST * fastest
+    beaten = [row for row in beaten if row["seconds"] <= max(slowest, SLOWEST * fastest)]
     most = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
     unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     with drawing((6.4, 3.6)) as figure:
@@ -51,15 +54,20 @@ def plan_figure(
             vmax=1,
             cmap="viridis_r",
             zorder=3,
-            label="none is faster, smaller and fresher",
+            label="none is faster, smaller and fresher; number: its row",
         )
         label = f"DDP, {baseline['ranks']} ranks"
         _scatter(axes, unit, [baseline], s=60, marker="x", color=VERMILION, zorder=4, label=label)
         axes.set(yscale="log", xlabel="step time (ms)")
         axes.set_ylabel(f"memory of the fullest rank ({unit_name})")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        logarithmic_axes: list[Axis] = [axes.yaxis]
+        if is_wide:
+            axes.set_xscale("log")
+            logarithmic_axes.append(axes.xaxis)
+        for axis in logarithmic_axes:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
         if limit / unit < axes.get_ylim()[1]:
             axes.axhline(limit / unit, color=BLACK, linewidth=0.8, linestyle="--", label="memory")
         figure.colorbar(dots, label="mean staleness (steps)")
@@ -75,13 +83,16 @@ def _number(axes: Axes, dots: PathCollection) -> None:
     places = axes.transData.transform(data_places)
     groups: list[list[int]] = []
     for index, place in enumerate(places):
+        # A dot between two groups joins them.
+        merged_group = [index]
+        far_groups = []
         for group in groups:
-            if abs(place - places[group[-1]]).max() < _NEAR * axes.figure.dpi / 72:
-                group.append(index)
-                break
-        else:
-            groups.append([index])
-    for group in groups:
+            if abs(places[group] - place).max(axis=1).min() < _NEAR * axes.figure.dpi / 72:
+                merged_group += group
+            else:
+                far_groups.append(group)
+        groups = [*far_groups, sorted(merged_group)]
+    for group in sorted(groups):
         rightmost = max(group, key=lambda index: places[index][0])
         axes.annotate(
             _ranges(group),

@@ -1,4 +1,4 @@
-"""What a model takes and returns: images and classes, or tokens and next tokens."""
+"""What a model takes and returns: images or features and classes, or tokens and next tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ class Images:
     width: int
     n_classes: int
     samples = "images"  # plural name
+    answers = "images"  # what has an answer each
     metric = ACCURACY  # by which a model is judged
     usual_argument = "num_classes"  # name that other models use for the number of classes
 
@@ -36,13 +37,40 @@ class Images:
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
         """Return pixels ``[n, channels, height, width]`` from a fixed seed."""
-        shape = n, self.channels, self.height, self.width
-        if torch.device(device).type == "meta":
-            return torch.empty(shape, device=device)
-        return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
+        return _numbers((n, self.channels, self.height, self.width), device)
 
     def output(self, n: int) -> tuple[int, ...]:
         """Return the shape of a model's output for ``n`` images: scores, classes last."""
+        return (n, self.n_classes)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Vectors of features ``[b, size]``, each of one class.
+
+    Args:
+        size: numbers of a vector.
+        n_classes: number of classes; a class is 0 .. n_classes-1.
+    """
+
+    size: int
+    n_classes: int
+    samples = "feature vectors"
+    answers = "feature vectors"
+    metric = ACCURACY
+    usual_argument = "num_classes"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a function that makes a model for these vectors."""
+        return {"n_classes": self.n_classes, "n_features": self.size}
+
+    def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return numbers ``[n, size]`` from a fixed seed."""
+        return _numbers((n, self.size), device)
+
+    def output(self, n: int) -> tuple[int, ...]:
+        """Return the shape of a model's output for ``n`` vectors: scores, classes last."""
         return (n, self.n_classes)
 
 
@@ -58,6 +86,7 @@ class Sequences:
     length: int
     vocabulary: int
     samples = "sequences"
+    answers = "tokens"
     metric = LOSS
     usual_argument = "vocabulary"
 
@@ -83,8 +112,15 @@ class Sequences:
         return (n, self.length, self.vocabulary)
 
 
-InputSpec = Images | Sequences
+InputSpec = Images | Features | Sequences
 """Samples of one kind, and their answers."""
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """Return numbers from 0 to 1 from a fixed seed; on meta they take no memory."""
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, device=device)
+    return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
 
 
 def _drawn() -> torch.Generator:

@@ -278,8 +278,8 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
         if commonest_obstacle and 1 < n_stages <= len(loads):
             reason = f"; elsewhere a cut fails, mostly since {commonest_obstacle}"
         raise UserError(
-            f"this model can be cut into 1 to {len(allowed_cuts) + 1} stages: got"
-            f" n_stages={n_stages}{reason}"
+            f"this model can be cut into 1 to {len(allowed_cuts) + 1} stages: got {n_stages}"
+            f"{reason}"
         )
     edges = [0, *allowed_cuts, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]

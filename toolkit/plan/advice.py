@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.files import started_by
 from toolkit.format import plus_minus, size
-from toolkit.plan.candidates import Candidate, late_methods
+from toolkit.plan.candidates import Candidate, late_methods, placeholder_note
 
 if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
@@ -51,7 +51,11 @@ class Advice:
         for title, items in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
             if items:
                 lines += [title, *(f"- {line}" for line in items)]
-        return "\n".join([*lines, "Next command:", self.command])
+        lines += ["Next command:", self.command]
+        note = placeholder_note(self.command)
+        if note:
+            lines.append(note)
+        return "\n".join(lines)
 
 
 def advise(pilot: "Pilot") -> Advice:
@@ -92,7 +96,7 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     if pilot.n_stages < 2:
         return STAY, [
             "the model cannot be cut into two stages, so there is nothing to stagger: write it as"
-            " a sequence of modules, or keep each parameter in one of them"
+            " a list of modules, or keep each parameter in one of them"
         ]
     if training and "DP" in training.diverged:
         return UNDECIDED, [

@@ -11,7 +11,7 @@ from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.files import started_by
 from toolkit.format import count
-from toolkit.model import InputSpec, Sequences
+from toolkit.model import Features, InputSpec, Sequences
 from toolkit.model.partition import MEASURES
 from toolkit.schedule import CHAINS, Schedule, ScheduleSpec
 from toolkit.schedule.catalog import METHODS, Method
@@ -23,6 +23,7 @@ _STAGES = 8  # of a model that each worker has whole, or a few more: as many for
 _IN_FLIGHT = 2, 4, 8  # micro-batches on one device
 MAX_OPS = 512  # stages times micro-batches: a second of simulation
 _CHECKPOINTS = "none", "all"
+OWN_DATA = "data=MY_DATA"
 
 
 @dataclass(frozen=True)
@@ -226,21 +227,33 @@ def late_methods() -> list[str]:
     ]
 
 
+def placeholder_note(command: str) -> str:
+    """Return what a user puts in the place of :data:`OWN_DATA`; empty if it is not in a command."""
+    if OWN_DATA not in command.split():
+        return ""
+    return (
+        "MY_DATA is your data set: a file MY_FOLDER/data/MY_DATA.yaml with --config-dir=MY_FOLDER"
+        " (conf/README.md, Data of your own)."
+    )
+
+
 def data_options(form: InputSpec, *, own: bool = False) -> str:
     """Return options of ``cyclic-dp train`` for samples like ``form``.
 
     Args:
         form: shape of the samples.
-        own: the user's images, instead of random ones.
+        own: the user's images, instead of random ones. Features are always the user's.
     """
     if isinstance(form, Sequences):
         if form.vocabulary == BYTES:
             return f"data=text data.root=MY_TEXT data.length={form.length}"
         size_options = f"data.length={form.length} data.vocabulary={form.vocabulary}"
         return f"data=tokens data.root=MY_TOKENS {size_options}"
+    if isinstance(form, Features):
+        return OWN_DATA
     if own:
         if form.channels != 3:
-            return "data=MY_DATA"
+            return OWN_DATA
         return f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
     size_options = f"data.image_size={form.width} data.in_channels={form.channels}"
     return f"data=synthetic {size_options} data.n_classes={form.n_classes}"

@@ -65,7 +65,7 @@ class TrainingFindings:
     Attributes:
         n_steps: training steps of a run.
         seeds: one for each run of a rule.
-        n_tested: images, or tokens, in the test.
+        n_tested: images, feature vectors or tokens in the test.
         accuracy: by rule, DP first: ``[run]``, a share.
         difference: accuracy of the rule minus that of DP in points, paired by seed. The interval
             covers 95 %; it is at least as wide as the binomial one of ``n_tested`` answers.
@@ -76,7 +76,7 @@ class TrainingFindings:
         learned: whether DP became surely better than both.
         diverged: rules whose loss exploded in a run.
         cosine: of the rule's stale and fresh gradients, mean of a run, smallest of all stages.
-        tested: unit of ``n_tested``: ``images`` or ``tokens``.
+        tested: unit of ``n_tested``, such as ``images``.
     """
 
     n_steps: int

@@ -47,7 +47,7 @@ class PilotOptions:
     """How a pilot trains, which machines it predicts, and how long it may take.
 
     Args:
-        batch: images, or sequences, of a micro-batch.
+        batch: samples of a micro-batch.
         placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline with
             one stage per device; ``per_stage_and_microbatch``: model parallelism; ``one``: all
             workers share a device, and the stages have equal activations instead of equal FLOPs.

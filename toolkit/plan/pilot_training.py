@@ -72,7 +72,7 @@ def train_by(
         n_steps=n_steps,
         seeds=tuple(seeds),
         n_tested=len(labels),
-        tested="tokens" if data.samples.form.samples == "sequences" else "images",
+        tested=data.samples.form.answers,
         accuracy=accuracies,
         difference=_difference(accuracies[late_rule], accuracies["DP"], len(labels)),
         loss_ratio=mean(

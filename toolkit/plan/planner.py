@@ -18,7 +18,7 @@ from toolkit.model import InputSpec
 from toolkit.model.analysis import meta_copy
 from toolkit.model.partition import MEASURES, Traced
 from toolkit.plan.candidate_sweep import SLOW, CandidateSweep
-from toolkit.plan.candidates import Candidate, data_options
+from toolkit.plan.candidates import Candidate, data_options, placeholder_note
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Two lines: the best candidate compared with data parallelism, and a command to try it."""
+        """The best candidate compared with data parallelism, and a command to try it, as lines."""
         baseline = self.baseline
         best_prediction = self.best
         baseline_name = f"DDP on {count(baseline.ranks, 'rank')}"
@@ -77,6 +77,9 @@ class Plan:
                 "Raise the limits, or lower the batch."
             )
         try_command = f"try it by: {self.command(best_prediction)}"
+        note = placeholder_note(try_command)
+        if note:
+            try_command += f"\n{note}"
         if best_prediction == baseline:
             return (
                 f"Stay with {baseline_name} ({baseline_cost}): nothing within the limits is more"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, first_line, shortened
-from toolkit.model.input_spec import Images, InputSpec
+from toolkit.model.input_spec import Features, Images, InputSpec
 
 T = TypeVar("T")
 
@@ -165,10 +165,10 @@ class Datasets(SampleSet):
     Reading raises UserError at the first sample that cannot be read, or differs from the form.
 
     Args:
-        train, test: Datasets with a length, of pairs: a float tensor ``[channels, height, width]``
-            and the number of a class.
+        train, test: Datasets with a length, of pairs: a float tensor, ``[channels, height, width]``
+            of an image or ``[features]``, and the number of a class.
         n_classes: number of classes.
-        form: what a sample is; needed unless samples are images.
+        form: what a sample is; needed unless samples are images or features.
 
     Raises:
         UserError: a Dataset has no length, or its samples are not such pairs.
@@ -189,7 +189,7 @@ class Datasets(SampleSet):
                 raise UserError(
                     f"{name}: got a {dataset_text}; expected a Dataset with a length above 0"
                 )
-        form = form or _images(_sample(train, "train", 0, seed=0), n_classes)
+        form = form or _form_like(_sample(train, "train", 0, seed=0), n_classes)
         super().__init__(_Samples(train, "train", form), _Samples(test, "test", form), form)
 
 
@@ -204,15 +204,23 @@ def _sample(dataset: Any, name: str, index: int, seed: int) -> Any:
         ) from error
 
 
-def _images(sample: Any, n_classes: int) -> Images:
-    """Return the form of images like ``sample``; raise UserError if it is not an image."""
+def _form_like(sample: Any, n_classes: int) -> InputSpec:
+    """Return the form of ``sample``; raise UserError if it is not an image or a vector."""
     items = sample if isinstance(sample, tuple | list) else (sample,)
-    if len(items) != 2 or not isinstance(items[0], Tensor) or items[0].dim() != 3:
+    if len(items) != 2 or not isinstance(items[0], Tensor) or items[0].dim() not in (1, 3):
         item_texts = [f"{type(item).__name__} {list(getattr(item, 'shape', ''))}" for item in items]
         raise UserError(
-            f"the first sample is ({', '.join(item_texts)}); expected a pair of a tensor [channels,"
-            " height, width] and the number of a class; give form= unless samples are images"
+            f"the first sample is ({', '.join(item_texts)}); expected a pair of a tensor,"
+            " [channels, height, width] or [features], and the number of a class; give form= if"
+            " samples are something else"
         )
+    if items[0].dim() == 1:
+        if not items[0].is_floating_point():
+            raise UserError(
+                f"the first sample is a vector of {str(items[0].dtype).removeprefix('torch.')}:"
+                " expected floating-point features; give form= if these are tokens"
+            )
+        return Features(len(items[0]), n_classes)
     channels, height, width = items[0].shape
     return Images(channels, height, width, n_classes)
 
