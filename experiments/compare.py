@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli import (
-    STOPPED,
+    EXIT_STOPPED,
     Ended,
     build_schedule,
     entry_point,
@@ -118,7 +118,7 @@ def main(config: DictConfig) -> Ended:
             if not stopped.saved:
                 lost = "the run under way is not saved; "
             show(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
-        return Ended(STOPPED)
+        return Ended(EXIT_STOPPED)
     if not is_rank_zero():
         return Ended()
 

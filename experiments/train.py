@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.cli import STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
+from toolkit.cli import EXIT_STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import rank_cells, table
 from toolkit.terminal import show, show_activity
@@ -70,7 +70,7 @@ def main(config: DictConfig) -> Ended:
                 recorder.upload_weights()
                 saved = f"; {resume_command(folder)}" if stopped.saved else "; nothing is saved"
                 print_line(f"stopped by {stopped}{saved}")
-                return Ended(STOPPED)
+                return Ended(EXIT_STOPPED)
         measured, objective = outcome.run.measurements(), outcome.epochs[-1].top1
         if not is_rank_zero():
             return Ended(objective=objective)
@@ -94,14 +94,16 @@ def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecord
     run_cells = {"schedule": result["schedule"], "seed": run.options.seed, "epochs": n_epochs}
     show(table([run_cells | metrics]))
     if "peak_weights" in result["ranks"][0]:
-        show(f"\nmeasured in the first {run.record['runtime']['record']} training steps:\n")
+        show(
+            f"\nmeasured in the first {run.recorded_options['runtime']['record']} training steps:\n"
+        )
         show(table([rank_cells(row) for row in result["ranks"]]))
     if result["delays"]:
         show("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
         show(table(result["delays"]))
     if recorder.profile.written:
         show(f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)")
-    elif run.record["profile"]:
+    elif run.recorded_options["profile"]:
         show(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
     for note in result["notes"]:
         show(f"\nnote: {note}")

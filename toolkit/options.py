@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.errors import UserError, check_choice
 
-STOPPED = 75
+EXIT_STOPPED = 75
 """Exit status of a run or a sweep that a signal has ended and that can be resumed."""
 
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"

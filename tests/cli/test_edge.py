@@ -36,7 +36,7 @@ def test_training_takes_plain_values():
         )
         (epoch,) = run.run()
         found.append(epoch.train_loss)
-        assert run.record["batch"] == 4
+        assert run.recorded_options["batch"] == 4
     assert found[0] == found[1]
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 

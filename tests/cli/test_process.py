@@ -10,7 +10,7 @@ import time
 import pytest
 
 from toolkit.cli import process as process_module
-from toolkit.cli.errors import explain
+from toolkit.cli.explain import explain
 from toolkit.cli.process import interruptible
 
 

@@ -13,7 +13,7 @@ from hydra.errors import MissingConfigException
 
 from tests.experiments.command import EXPERIMENTS, TINY, cases, refused, run
 from tests.thorough import thorough
-from toolkit.cli.errors import explain
+from toolkit.cli.explain import explain
 from toolkit.cli.process import report_mistake
 from toolkit.runtime import launch
 from toolkit.runtime.meters import predicted_vs_measured

@@ -49,7 +49,7 @@ def make(clock, tmp_path):
             runtime=SimpleNamespace(rank=0, writes=True, total=lambda values: values),
             options=TrainingOptions(epochs=epochs, save=often or SaveOptions()),
             samples=SimpleNamespace(form=SimpleNamespace(metric=measure)),
-            record={},
+            recorded_options={},
         )
         return CheckpointCallback(run, Checkpoints(tmp_path), signals or Signals())
 

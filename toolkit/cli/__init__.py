@@ -5,11 +5,11 @@ from toolkit.cli.instantiate import build_hardware, load_samples
 from toolkit.cli.models import analysed_form, build_model, described_samples, model_name
 from toolkit.cli.runs import build_run, settle_delays
 from toolkit.cli.schedules import build_schedule, build_schedules
-from toolkit.options import STOPPED
+from toolkit.options import EXIT_STOPPED
 from toolkit.torchrun import is_rank_zero
 
 __all__ = [
-    "STOPPED",
+    "EXIT_STOPPED",
     "Ended",
     "analysed_form",
     "build_hardware",

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from toolkit.cli.errors import nearest
+from toolkit.cli.explain import nearest
 from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
 from toolkit.errors import UserError, suggest

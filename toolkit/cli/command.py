@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import process, schema, sweeps
 from toolkit.cli.check_options import check_given, resolve_options
-from toolkit.cli.errors import explain
+from toolkit.cli.explain import explain
 from toolkit.cli.help import description, help_text
 from toolkit.cli.hydra_args import flags_first, parse
 from toolkit.cli.refused_folders import (
@@ -39,13 +39,13 @@ from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
 from toolkit.files import EXPERIMENTS, conf
 from toolkit.lossy_output import lossy_output
-from toolkit.options import STOPPED
+from toolkit.options import EXIT_STOPPED
 from toolkit.results.run_files import resumable_in
 from toolkit.torchrun import is_rank_zero, restarted
 
-FAILED = 1
-USAGE = 2
-_INTERRUPTED = 130
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
 _VERBOSE = "HYDRA_FULL_ERROR"
 
 
@@ -54,8 +54,8 @@ class Ended:
     """How an experiment has ended.
 
     Attributes:
-        status: exit status of the process: 0, :data:`toolkit.options.STOPPED` after a signal, or
-            another number for a failure.
+        status: exit status of the process: 0, :data:`toolkit.options.EXIT_STOPPED` after a signal,
+            or another number for a failure.
         objective: value that a sweep optimizes, such as the final accuracy; None: the experiment
             has none.
     """
@@ -201,19 +201,19 @@ class _CommandLine:
             except KeyboardInterrupt:
                 if is_rank_zero():
                     print(f"interrupted{sweeps.summary(self._name)[0]}", file=sys.stderr)
-                sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
+                sys.exit(_EXIT_INTERRUPTED if Sweep.folder is None else EXIT_STOPPED)
             except Exception as error:
                 if Sweep.run_folder is not None:
                     self._clear(error, Sweep.run_folder)
                 self._report(error)
-            lines, complete = sweeps.summary(self._name, resumable=not sweep_refused())
+            lines, all_finished = sweeps.summary(self._name, resumable=not sweep_refused())
             if lines:
                 print(lines)
             discard_sweep()
             process.leave_ranks()
             status = self._status
-            if not complete:
-                status = max(status, FAILED)
+            if not all_finished:
+                status = max(status, EXIT_FAILED)
             if status:
                 sys.exit(status)
 
@@ -271,7 +271,7 @@ class _CommandLine:
             finally:
                 sys.argv = earlier_argv
             ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
-            states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
+            states = {0: sweeps.FINISHED, EXIT_STOPPED: sweeps.STOPPED}
             state = states.get(ended.status, sweeps.FAILED)
             message = None
             if state == sweeps.FAILED:
@@ -297,7 +297,7 @@ class _CommandLine:
             message = self._explain(error)
             if message is not None:
                 process.report_mistake(message)
-                return Ended(USAGE)
+                return Ended(EXIT_USAGE)
             if is_rank_zero():
                 (folder / "error.txt").write_text(traceback.format_exc())
                 print(
@@ -305,8 +305,8 @@ class _CommandLine:
                 )
             else:
                 traceback.print_exc()
-            return Ended(FAILED)
-        if ended.status == STOPPED:
+            return Ended(EXIT_FAILED)
+        if ended.status == EXIT_STOPPED:
             raise KeyboardInterrupt  # so that no other run begins
         return ended
 
@@ -314,9 +314,11 @@ class _CommandLine:
         """Leave the folder of a refused run as it was before: without the files of Hydra."""
         # What a user can mend: a UserError is a ValueError, and so are the mistakes that torch and
         # OmegaConf find.
-        if isinstance(error, ValueError | HydraException | ModuleNotFoundError):
+        is_refusal = isinstance(error, ValueError | HydraException | ModuleNotFoundError)
+        if is_refusal:
             restore(self._before)
-        if self._before.path is None and explain(error, self._name) is not None:
+        is_new_folder = self._before.path is None
+        if is_new_folder and explain(error, self._name) is not None:
             discard(folder)
 
     def _explain(self, error: Exception) -> str | None:
@@ -330,4 +332,4 @@ class _CommandLine:
         if message is None:
             raise error
         process.report_mistake(message)
-        self._status = max(self._status, USAGE)
+        self._status = max(self._status, EXIT_USAGE)

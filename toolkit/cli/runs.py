@@ -89,7 +89,7 @@ def build_run(
         lr=lr,
         runtime=instantiate(runtime, _partial_=True),
         world=world,
-        record=plain(config),
+        recorded_options=plain(config),
     )
 
 

@@ -225,16 +225,16 @@ def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
             if status.message:
                 line += f": {status.message}"
             lines.append(line)
-    complete = all(state == FINISHED for state in states)
-    if not complete and resumable:
+    all_finished = all(state == FINISHED for state in states)
+    if not all_finished and resumable:
         command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"
         lines.append(f"to continue: {command}")
-    elif complete and any(status.objective is not None for status in runs.values()):
+    elif all_finished and any(status.objective is not None for status in runs.values()):
         report = f"{started_by('report')} {shell_option('runs', str(Sweep.folder))}"
         lines += ["", _objectives(runs), "", report]
         if Sweep.folder and any(Sweep.folder.glob("*/wandb/offline-run-*")):
             lines.append(f"wandb sync {shlex.quote(str(Sweep.folder))}/*/wandb/offline-run-*")
-    return "\n".join(lines), complete
+    return "\n".join(lines), all_finished
 
 
 def _objectives(runs: Mapping[Path, Status]) -> str:

@@ -52,7 +52,7 @@ class CandidateSweep:
 
     Attributes:
         costs: of the stages of candidates, without recomputation.
-        left_out: by number of stages, why the model cannot be cut into so many.
+        left_out: by number of stages, why the model cannot be cut into so many; the plan prints it.
         done: the latest prediction of each candidate.
     """
 
@@ -106,12 +106,14 @@ class CandidateSweep:
         Args:
             activity: for the progress.
             candidates: those to predict.
-            always: the candidate that is predicted in any case.
+            always: the candidate that is predicted in any case: the baseline of every comparison.
         """
         self._analyse_stages(candidates)
         costed_candidates = [
             candidate for candidate in candidates if StagesKey.of(candidate) in self.costs
         ]
+        # Candidates of one schedule differ in batch, cut or recomputation, and stand side by side.
+        # One task has them all, since they share the program.
         groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))]
 
         # The pool takes tasks as workers become free, so each bound is compared with the

@@ -8,15 +8,17 @@ from toolkit.plan.candidates import Candidate
 from toolkit.plan.predictions import Prediction
 from toolkit.schedule.plain_options import options_of
 
-_DELAYS_SEARCHED = 2  # schedules whose affordable delay is searched for
-_SEARCHED = 64  # their stages times micro-batches, at most: seconds
+_MAX_DELAY_SEARCHES = 2
+_MAX_OPS_OF_SEARCH = 64
+"""Stages times micro-batches of a schedule whose affordable delay is searched for, in seconds."""
 
 
 def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
     """Return the best of some predictions; data parallelism if it is nearly as good.
 
-    A step of staleness counts as much as a share :data:`STALENESS_PRICE` of the step time. Of those
-    that are nearly equal by that, the one with the least memory, without recomputation if possible.
+    A step of staleness costs a share :data:`STALENESS_PRICE` of the step time. Of the predictions
+    whose cost is nearly the least, those without recomputation come first; of these the one with
+    the least memory, and then the one with the least staleness.
 
     Args:
         predictions: predictions; those within the limits count.
@@ -48,7 +50,7 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
     late_predictions = []
     for prediction in predictions:
         schedule = prediction.schedule
-        is_small = schedule.n_stages * schedule.n_microbatches <= _SEARCHED
+        is_small = schedule.n_stages * schedule.n_microbatches <= _MAX_OPS_OF_SEARCH
         is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
         if not prediction.fits or not is_small or not is_late:
             continue
@@ -59,5 +61,5 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         )
         if not has_fresher_rival:
             late_predictions.append(prediction)
-    fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_DELAYS_SEARCHED]
+    fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_MAX_DELAY_SEARCHES]
     return [prediction.candidate for prediction in fastest]

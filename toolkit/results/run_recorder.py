@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS, Timeline
 from toolkit.errors import UserError, first_line
 from toolkit.files import note_write_errors, write_csv, write_json
-from toolkit.options import STOPPED
+from toolkit.options import EXIT_STOPPED
 from toolkit.results.collect import flat_options
 from toolkit.results.progress import RunProgress
 from toolkit.results.provenance import describe, provenance
@@ -46,7 +46,8 @@ class RunRecorder:
     Args:
         run: an untrained run.
         folder: folder of the run.
-        resume: continue the tables and the W&B run of ``folder``, if there are any.
+        resume: continue the tables and the W&B run of ``folder``, if there are any. Whether the
+            training itself continues is up to :meth:`training`.
         group: group of the run in W&B, unless the options have one.
         comparison: folder of the comparison that the run belongs to, which gets the W&B files. The
             comparison keeps the run's epochs, and this run has no result of its own.
@@ -76,7 +77,7 @@ class RunRecorder:
         self.result: PlainRow | None = None
         self.unwritten: list[str] = []
         self.profile = Profile(
-            run.record.get("profile", 0), folder / "profile.json", here=is_writer
+            run.recorded_options.get("profile", 0), folder / "profile.json", here=is_writer
         )
         self.delays = Ledger(
             folder / "delays.csv", ["step", "stage"], resume=resume, here=is_writer
@@ -86,7 +87,7 @@ class RunRecorder:
             self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer)
         self._name = f"{run.schedule.name}, seed {run.options.seed}"
         self._tracking = track(
-            run.record,
+            run.recorded_options,
             comparison or folder,
             RunLabels(self._name, group, _tags(run, rule), "compare" if comparison else "train"),
             device=describe(run.device),
@@ -158,7 +159,7 @@ class RunRecorder:
                     signals=signals,
                 )
         except StoppedError as stopped:
-            self.tracker.end(f"stopped by {stopped}", STOPPED)
+            self.tracker.end(f"stopped by {stopped}", EXIT_STOPPED)
             raise
 
     def _record_decision(self, on_note: Callable[[str], None], decision: SwitchDecision) -> None:
@@ -175,7 +176,7 @@ class RunRecorder:
 
     def upload_weights(self) -> None:
         """Upload the latest weights to W&B, if tracking.checkpoints says so."""
-        if self.run.record["tracking"]["checkpoints"]:
+        if self.run.recorded_options["tracking"]["checkpoints"]:
             checkpoints = self.folder / "checkpoints"
             latest = sorted(checkpoints.glob("step_*.ckpt"))[-1:]
             paths = [*latest, checkpoints / "best.ckpt", self.folder / "model.pt"]
@@ -225,7 +226,7 @@ class RunRecorder:
             "damaged": _damaged(run),
             "delays": delay_means(delays, ["stage"]),
             "ranks": ranks,
-            "provenance": provenance(run.record, describe(run.device), seconds),
+            "provenance": provenance(run.recorded_options, describe(run.device), seconds),
         }
         return self.result
 
@@ -237,7 +238,7 @@ class RunRecorder:
 
 def _tags(run: TrainingRun, rule: str | None) -> list[str]:
     """Return what a run is found by in W&B: its rule or schedule, its model and its data."""
-    options = flat_options(run.record)
+    options = flat_options(run.recorded_options)
     return [rule or run.schedule.name, *(str(options.get(name, "")) for name in ("model", "data"))]
 
 

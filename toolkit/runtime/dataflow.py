@@ -22,7 +22,17 @@ def queue_of(
     ordered_updates: bool = False,
     ordered_sums: bool = False,
 ) -> tuple | None:
-    """Return the queue of an instruction, whose members begin in order."""
+    """Return the queue of an instruction in the background; None if it may begin at any time.
+
+    The members of a queue begin one after another, in the order of the program. Receives queue so
+    that each takes the message that its sender means for it.
+
+    Args:
+        i: the instruction.
+        ordered: messages between two ranks match by their order alone.
+        ordered_updates: so do the exchanges within updates.
+        ordered_sums: each message of a gradient sum depends on the one before.
+    """
     if ordered_updates and i.action == Action.UPDATE:
         return ("update",)
     if i.action == Action.SEND and ordered:
@@ -32,12 +42,21 @@ def queue_of(
     if i.action == Action.RECV and ordered:
         return ("receive", *i.peers)
     if i.action == Action.RECV:
-        # One waiter for each sender, buffer and stage waits for its messages in order.
-        return ("receive", *i.peers, i.buffer, i.stage)
+        return waiter_of(i)
     if i.action == Action.SEND or not i.action.communicates:
         # Sends have no queue here: the executor's Turns decide which message to a rank goes first.
         return None
     # All ranks must begin collectives in one order.
+    return waiter_of(i)
+
+
+def waiter_of(i: Instruction) -> tuple:
+    """Return the thread that waits for the end of a message or collective.
+
+    There is one for each peer, buffer and stage and direction: a late message holds up no other.
+    """
+    if i.action in (Action.SEND, Action.RECV):
+        return (i.action, *i.peers, i.buffer, i.stage)
     return ("collective",)
 
 
@@ -74,7 +93,7 @@ class Dataflow:
     Args:
         instructions: the rank's program.
         rank: the rank.
-        ordered: all messages to a rank are one queue.
+        ordered: all messages to a rank are one queue, and all from a rank are another.
         limit: training step; only what follows from steps up to it can begin, see
             :func:`last_step`, and messages of earlier steps do not queue behind those of later
             ones.
@@ -230,7 +249,10 @@ class Dataflow:
         return position
 
     def next_release(self) -> int | None:
-        """Take the first release of weights that can begin, or None."""
+        """Take the first release of weights that can begin, or None.
+
+        Any thread may carry it out: it takes no time, and nothing is handed to another rank.
+        """
         releases = [p for p in self._ready if self.instructions[p].action == Action.FREE]
         if not releases:
             return None
@@ -240,7 +262,11 @@ class Dataflow:
         return position
 
     def end(self, position: int) -> None:
-        """Note that an instruction has ended."""
+        """Note that an instruction has ended: what needs it may begin.
+
+        A send ends here as soon as its payload is packed, since what it read may change from then
+        on; the message itself is still under way.
+        """
         assert not self.ended[position]
         self.ended[position] = True
         self.n_left -= 1

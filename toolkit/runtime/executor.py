@@ -4,8 +4,13 @@
 
     main thread     computes ops in the order of the program; waits only for what the next op uses
     second thread   begins messages, makes updates and frees weights, each as soon as its inputs
-                    are there
-    waiters         one a peer, stage and kind; each waits for its messages to end, in order
+                    are there; packs what is sent
+    waiters         one a peer, stage and kind; each waits for its messages to end, in order, keeps
+                    what came, and begins the next send to that peer
+
+Whichever thread ends an instruction on the CPU also frees the weights that this released. Without
+``overlap`` the main thread waits for each instruction before the next one, and the second thread
+still carries out what is in the background.
 
 A receive begins early, so that its message need not wait for this rank. Of the messages to a rank
 the one needed first is sent first.
@@ -19,7 +24,7 @@ from queue import SimpleQueue
 
 import torch
 
-from toolkit.runtime.dataflow import Dataflow, in_background, last_step, next_op, queue_of
+from toolkit.runtime.dataflow import Dataflow, in_background, last_step, next_op, waiter_of
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
@@ -100,7 +105,13 @@ class Executor:
         self._op_stream = current_stream(self._device)
 
     def allow_updates(self, step: int, limit: float) -> None:
-        """Let updates up to step ``limit`` begin, and all that those up to ``step`` wait for."""
+        """Let updates begin, whose learning rates the caller has set by now.
+
+        Args:
+            step: the caller waits for the updates up to this training step, so all that they wait
+                for may begin too, on this rank and for others.
+            limit: updates up to this training step may begin.
+        """
         if self._overlap:
             with self._changed:
                 self._dataflow.raise_update_limit(limit)
@@ -245,6 +256,7 @@ class Executor:
             self._meter.perform(self._rank, i, do)
 
     def _end(self, position: int) -> None:
+        """Note on any thread that an instruction has ended, or that a send is packed."""
         with self._changed:
             self._dataflow.end(position)
             if self._op_stream is None:
@@ -337,20 +349,18 @@ class Executor:
     def _put(self, position: int, transfer: Transfer) -> None:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._instructions[position]
-        # One waiter per peer, stage and kind: a late message must not hold up the others.
-        queue_name = queue_of(i, ordered=False, ordered_updates=self._world.shares_ranks)
-        queue_name = queue_name or ("send", *i.peers, i.buffer, i.stage)
+        name = waiter_of(i)
         # Both the second thread and waiters, which begin the next send, may create a waiter.
         with self._changed:
-            if queue_name not in self._waiters:
+            if name not in self._waiters:
                 transfers = _TransferQueue()
                 # Daemons: a message from a dead rank never ends, but the process must.
                 waiter = threading.Thread(
                     target=self._wait_for_all, args=(transfers,), name="waiter", daemon=True
                 )
-                self._waiters[queue_name] = transfers, waiter
+                self._waiters[name] = transfers, waiter
                 waiter.start()
-            transfers, _ = self._waiters[queue_name]
+            transfers, _ = self._waiters[name]
         began = 0.0 if self._meter is None else self._meter.now()
         transfers.put((position, transfer, began))
 

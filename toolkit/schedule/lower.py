@@ -4,17 +4,19 @@ Everything inferred follows from six rules.
 
 1. *Boundaries.* Where stage j and the stage after (before) it sit on different ranks, the output
    (the gradient of the input) is sent when the op has ended.
-2. *Gradients.* A rank sums what it computed. Sums that are complete on several ranks at the same
-   moment meet in a collective: an all-reduce, or, where the state is sharded, a reduction to the
-   owner. Otherwise a running sum is handed from rank to rank in the order in which they finish,
-   or round the stage's ring if chains are rotated, and ends at the stage's owner. If the state
-   circulates, a rank hands the sum on after each of its micro-batches, and keeps no share.
+2. *Gradients.* A rank sums what it computed. If all ranks of a stage complete their sums at the
+   same tick, the sums meet in a collective: an all-reduce, or, where the state is sharded, a
+   reduction to the owner. Otherwise a running sum is handed from rank to rank in the order in which
+   they finish, or round the stage's ring if chains are rotated, and ends at the stage's owner. If
+   the state circulates, a rank hands the sum on after each of its micro-batches, and keeps none.
 3. *Updates.* The owner updates; after an all-reduce every rank does, from the same sum.
-4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
-   need it, or round the ring; among those that need it when the owner does, from the owner on.
-   Where the state is sharded a rank keeps it for one op only and hands it on after that; ranks that
-   need it at the same moment get it by a broadcast from the owner. If the state circulates, it goes
-   from one forward to the next and, as another copy, from one backward to the next.
+4. *Weights.* A version is handed on to the ranks that read it, along two paths that begin at the
+   owner: one has the ranks whose first op with the version begins at the same tick as the owner's,
+   the other has all others in the order in which they first need it. Round a ring, the owner's own
+   group is one path and the other groups are the other. Where the state is sharded a rank keeps
+   the version for one op only and hands it on after that; ranks that need it at the same tick get
+   it by a broadcast from the owner. If the state circulates, it goes from one forward to the next
+   and, as another copy, from one backward to the next.
 5. *Corrections.* Where late weights are predicted, a rank does so before the first forward that
    reads them, from the version that is there and the one before it. Where their gradients are
    compensated, the backward reads the weights of its step, too.
@@ -108,7 +110,8 @@ class _Lowering:
         self._predict()
         for stage in range(self.schedule.n_stages):
             # Versions that the program begins with lie on their first holders, as if these had
-            # just updated. The newest of them comes below: the first step reads it, too.
+            # just updated. They are the same for every first step, since a program begins with
+            # nothing under way. The newest version comes below: the first step reads it, too.
             update = Update(0, self.schedule.first_holders(stage))
             first_versions = self.schedule.versions(stage, self.steps.start)
             for version in first_versions[:-1]:
@@ -146,6 +149,8 @@ class _Lowering:
                 # 1. The weights that the op reads.
                 version = max(first_version[stage], step - delays[stage][microbatch])
                 read = _make_read((start, end, rank, kind != Kind.FORWARD))
+                # What the op computes with instead of the version: its prediction, or the version
+                # and the newest weights, which compensate the gradient. None: the version alone.
                 buffer = None
                 if is_corrected:
                     buffer = schedule.read_by(Op(kind, stage, microbatch), version, step)
@@ -154,7 +159,7 @@ class _Lowering:
                 else:
                     reads[stage, version].append(read)
                 if buffer == COMPENSATED:
-                    # A second read: of the newest weights, which correct the gradient.
+                    # A second read: of the newest weights.
                     reads[stage, step].append(read)
 
                 # 2. The op.
@@ -221,7 +226,7 @@ class _Lowering:
         else:
             partial_sum = (stage, None, step, None, GRADIENT)
             summed_tick = 0  # when the sum so far is complete
-            for (source, end), (target, _) in pairwise(self._chain(stage, shares)):
+            for (source, end), (target, _) in pairwise(self._sum_hops(stage, shares)):
                 summed_tick = max(summed_tick, end)
                 if source != target:
                     self.lists.add_message(REDUCTIONS, source, target, summed_tick, partial_sum)
@@ -230,7 +235,7 @@ class _Lowering:
             self.lists.by_turn[rank][UPDATES].append(update)
         return Update(ready, updaters)
 
-    def _chain(self, stage: int, shares: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _sum_hops(self, stage: int, shares: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the ranks that hand on a running sum, each with its end; the owner last."""
         owner = self.owners[stage]
         ready_ticks = dict(shares)
@@ -240,6 +245,7 @@ class _Lowering:
         if self.schedule.state != "circulating":
             # A rank adds to its share until its last micro-batch, and then hands it on once.
             shares = sorted(ready_ticks.items(), key=itemgetter(1, 0))
+        # Otherwise a rank occurs once for each of its micro-batches.
         hops = [(rank, end) for rank, end in shares if rank != owner]
         # The owner may have no micro-batch of the stage: then it only receives the sum.
         hops.append((owner, ready_ticks.get(owner, 0)))

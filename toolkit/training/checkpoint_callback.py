@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.training.checkpoint import Checkpoints, write
 from toolkit.training.loop import LoopCallback, Position, is_best
-from toolkit.training.option_changes import full_record
+from toolkit.training.option_changes import options_to_save
 from toolkit.training.stop_signals import SIGNALS, Signals, StoppedError
 from toolkit.training.training_run import TrainingRun
 
@@ -36,7 +36,7 @@ class CheckpointCallback(LoopCallback):
         self.weights = weights
         # A rollback needs a checkpoint.
         self.saves = run.options.guard == "rollback" or not run.options.save.never
-        self.record = full_record(run)
+        self.saved_options = options_to_save(run)
         self.unwritten: list[str] = []
         self.n_steps = max(_FIRST_STEPS, getattr(run.runtime, "record", 0))
         self._begun = time.monotonic()
@@ -97,7 +97,9 @@ class CheckpointCallback(LoopCallback):
         """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
         self._saved_at = time.monotonic()
         # As text: what a damaged checkpoint holds here is then read whole, or not at all.
-        run_state = {"run": json.dumps({"position": asdict(position), "options": self.record})}
+        run_state = {
+            "run": json.dumps({"position": asdict(position), "options": self.saved_options})
+        }
         try:
             self.checkpoints.save(
                 self.runtime, run_state, position.steps_done, best=self._is_best(position)

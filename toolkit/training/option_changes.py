@@ -13,13 +13,13 @@ FREE = INDIFFERENT | {"epochs"}
 _MAX_NAMED = 4  # options that differ
 
 
-def full_record(run: TrainingRun) -> Mapping[str, Any]:
+def options_to_save(run: TrainingRun) -> Mapping[str, Any]:
     """Return the options of ``run``, and a digest of the rank orders that it reads from a file."""
-    file = (run.record.get("schedule") or {}).get("file")
+    file = (run.recorded_options.get("schedule") or {}).get("file")
     digest = None
     if file:
         digest = sha256(Path(file).read_bytes()).hexdigest()[:12]
-    return {**run.record, "orders": digest}
+    return {**run.recorded_options, "orders": digest}
 
 
 def changed_options(

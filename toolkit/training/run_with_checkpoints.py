@@ -17,7 +17,7 @@ from toolkit.schedule import Schedule, timing
 from toolkit.training.checkpoint import Checkpoints, from_rank_0
 from toolkit.training.checkpoint_callback import CheckpointCallback
 from toolkit.training.loop import DivergedError, Epoch, Position, Step
-from toolkit.training.option_changes import FREE, changed_options, full_record
+from toolkit.training.option_changes import FREE, changed_options, options_to_save
 from toolkit.training.stop_signals import Signals
 from toolkit.training.training_run import TrainingRun
 
@@ -192,7 +192,7 @@ def _resumed(
             f"the run has done {n_epochs_done} epochs and epochs={n_epochs}: ask for more"
         )
     # Options of a finished run would only falsify its record.
-    change = changed_options(state["run"]["options"], full_record(run))
+    change = changed_options(state["run"]["options"], options_to_save(run))
     if change and n_epochs_done == n_epochs:
         raise UserError(
             f"the run has ended after {n_epochs_done} epochs, and nothing is left to train with"
@@ -227,7 +227,7 @@ def _read(
     factors = [run.lr.factor(quarter, 4, n_epochs, 1) for quarter in quarters]
     saved_factors = [run.lr.factor(quarter, 4, n_saved_epochs, 1) for quarter in quarters]
     free_options = FREE if factors == saved_factors else INDIFFERENT
-    change = changed_options(saved_options, full_record(run), free_options)
+    change = changed_options(saved_options, options_to_save(run), free_options)
     if change:
         note(f"{RESUMED_OTHERWISE}: {change}")
     return state

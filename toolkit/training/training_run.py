@@ -54,7 +54,7 @@ class TrainingRun:
         rate: function from a training step to the learning rate of its update.
         build_model: function that builds the model with its first weights.
         lr: object whose ``factor`` scales the optimizer's rate.
-        record: all options as plain values, for results and checkpoints.
+        recorded_options: all options as plain values, for results and checkpoints.
         again: function that builds the run afresh, by another schedule.
     """
 
@@ -69,7 +69,7 @@ class TrainingRun:
     rate: Callable[[int], float]
     build_model: Callable[[], nn.Module]
     lr: Any
-    record: Mapping[str, Any]
+    recorded_options: Mapping[str, Any]
     again: Callable[[Schedule], "TrainingRun"]
 
     @property
@@ -136,7 +136,7 @@ def prepare(  # noqa: PLR0913 - options, by keyword
     lr: Any = None,
     runtime: Callable[..., Runtime] = SingleProcess,
     world: World | None = None,
-    record: Mapping[str, Any] | None = None,
+    recorded_options: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
     """Build a training run: equal seeds give equal weights and batches.
 
@@ -150,7 +150,7 @@ def prepare(  # noqa: PLR0913 - options, by keyword
         lr: learning rate's factor, as of :mod:`toolkit.training.lr`; by default constant.
         runtime: class of the runtime, or a function that takes the same arguments.
         world: ranks that this process has joined, for a runtime with a process a rank.
-        record: options to record in results and checkpoints; by default ``options``.
+        recorded_options: options to record in results and checkpoints; by default ``options``.
 
     Raises:
         UserError: a part cannot be built, or does not fit the others.
@@ -164,7 +164,7 @@ def prepare(  # noqa: PLR0913 - options, by keyword
         lr=Constant() if lr is None else lr,
         runtime=runtime,
         world=world,
-        record=asdict(options) if record is None else record,
+        recorded_options=asdict(options) if recorded_options is None else recorded_options,
     )
     return _build(arguments)
 
@@ -181,7 +181,7 @@ class _RunArguments:
     lr: Any
     runtime: Callable[..., Runtime]
     world: World | None
-    record: Mapping[str, Any]
+    recorded_options: Mapping[str, Any]
 
 
 def _build(arguments: _RunArguments) -> TrainingRun:
@@ -232,7 +232,7 @@ def _build(arguments: _RunArguments) -> TrainingRun:
         rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
         lr=arguments.lr,
-        record=arguments.record,
+        recorded_options=arguments.recorded_options,
         again=lambda schedule: _build(replace(arguments, schedule=schedule)),
     )
 
