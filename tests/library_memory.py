@@ -2,7 +2,7 @@
 
 import torch
 
-from toolkit.model.live_memory import LiveMemory
+from toolkit.model.peak_memory import LiveMemory
 
 FORWARD = torch.ops.aten.convolution
 BACKWARD = torch.ops.aten.convolution_backward

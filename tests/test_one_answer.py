@@ -16,7 +16,7 @@ from toolkit.cost.situations import assess_model
 from toolkit.cost.worker_forms import BUCKETS, ModelCosts, best_rule
 from toolkit.figures import Explorer
 from toolkit.model import Images, build
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.predictions import Limits, Machines, stage_costs
 from toolkit.runtime.loop_arguments import choose_rule

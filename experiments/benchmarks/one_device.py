@@ -22,7 +22,7 @@ from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import MB
 from toolkit.model import Stages, build, partition
-from toolkit.model.live_memory import LiveMemory
+from toolkit.model.peak_memory import LiveMemory
 from toolkit.plan.one_device import least_peak
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import Schedule, catalog

@@ -24,7 +24,7 @@ from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import GIB
 from toolkit.model import build, partition
-from toolkit.model.live_memory import MemoryMeter
+from toolkit.model.peak_memory import MemoryMeter
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog

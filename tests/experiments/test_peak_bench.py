@@ -12,7 +12,7 @@ from tests.thorough import more
 from toolkit.cost import profile
 from toolkit.cost.library_workspace import add_library_workspace
 from toolkit.model import build, partition
-from toolkit.model.live_memory import LiveMemory
+from toolkit.model.peak_memory import LiveMemory
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import PLAIN
 from toolkit.schedule import catalog

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.model import precision as mixed
-from toolkit.model.analysis import node_costs
+from toolkit.model.node_costs import node_costs
 from toolkit.model.precision import as_trained, registered
 from toolkit.model.trace import trace
 

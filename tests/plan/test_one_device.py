@@ -16,7 +16,7 @@ from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.errors import UserError
 from toolkit.model import build, partition
-from toolkit.model.live_memory import LiveMemory
+from toolkit.model.peak_memory import LiveMemory
 from toolkit.plan.one_device import least_peak, peak_in_turn, peak_of, stage_curve
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog

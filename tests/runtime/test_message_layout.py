@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.runtime import conform, models
 from tests.schedule.strategies import quick
 from toolkit.model import partition
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.message_layout import Layout, MessageTensor, find_layouts
 from toolkit.runtime.microbatch_norm import MicrobatchNorm

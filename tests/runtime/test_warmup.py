@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.runtime import conform, models
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.runtime.message_layout import find_layouts
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.step_options import PLAIN, StepOptions

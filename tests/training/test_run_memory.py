@@ -9,7 +9,7 @@ import torch
 from toolkit.cli import build_run, settings
 from toolkit.errors import UserError
 from toolkit.format import GIB
-from toolkit.model.live_memory import LiveMemory
+from toolkit.model.peak_memory import LiveMemory
 from toolkit.training import run_memory
 from toolkit.training.run_memory import PROCESS_BYTES, MemoryCheck, check_fits, predict_peak
 

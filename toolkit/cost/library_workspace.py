@@ -23,8 +23,8 @@ from toolkit.cost.stage_costs import Costs, StageCost, Values, received_inputs, 
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.generators import kept_generators
-from toolkit.model.live_memory import MemoryMeter, peaks_beside_kept
 from toolkit.model.partition import check_stages
+from toolkit.model.peak_memory import MemoryMeter, peaks_beside_kept
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.structure import tensors_of
 from toolkit.model.trace import refused

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.stage_costs import timed
 from toolkit.errors import UserError, check_choice
-from toolkit.model.analysis import cut_off, node_costs
 from toolkit.model.generators import kept_generators
 from toolkit.model.kernel_work import Work
+from toolkit.model.node_costs import cut_off, node_costs
 from toolkit.model.precision import check_precision
 from toolkit.model.structure import tensors_of
 from toolkit.model.trace import refused, trace

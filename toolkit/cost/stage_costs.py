@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.analysis import differentiable, node_costs
 from toolkit.model.checkpoints import check_checkpoint, recomputes
 from toolkit.model.generators import kept_generators
 from toolkit.model.kernel_work import Work, tensors_in
-from toolkit.model.live_memory import working_bytes
+from toolkit.model.node_costs import differentiable, node_costs
 from toolkit.model.partition import check_stages
+from toolkit.model.peak_memory import working_bytes
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.structure import tensors_of
 from toolkit.model.trace import refused

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.model.structure import (
     Results,
     arguments,

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.model.analysis import NodeCost, parameters_of
 from toolkit.model.cut_sizes import CutSizes, result_nodes
+from toolkit.model.node_costs import NodeCost, parameters_of
 from toolkit.model.random_draws import seed_layer
 from toolkit.model.structure import Results
 from toolkit.model.tied_weights import weight_is_shared

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from toolkit.errors import UserError, first_line
-from toolkit.model.analysis import NodeCost, outputs
+from toolkit.model.node_costs import NodeCost, outputs
 from toolkit.model.structure import Inputs
 from toolkit.model.trace import shapes_of
 

@@ -18,12 +18,12 @@ from typing import Any, overload
 from torch import fx, nn
 
 from toolkit.errors import UserError, whole
-from toolkit.model.analysis import NodeCost, node_costs
 from toolkit.model.balance import balanced, smallest_limit
 from toolkit.model.by_hand import chain_modules
 from toolkit.model.crossings import Boundary, Crossings
 from toolkit.model.cut_sizes import sizes
 from toolkit.model.independence import check_partition
+from toolkit.model.node_costs import NodeCost, node_costs
 from toolkit.model.structure import Inputs, Results, tensors_of
 from toolkit.model.tied_weights import share_tied_weights
 from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from toolkit.model.analysis import parameters_of
+from toolkit.model.node_costs import parameters_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -15,7 +15,7 @@ from toolkit.cost.worker_forms import BUCKETS, NEGLIGIBLE
 from toolkit.errors import UserError, whole
 from toolkit.format import count, duration, size, table
 from toolkit.model import InputSpec
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES, Traced
 from toolkit.plan.candidate_sweep import SLOW, CandidateSweep
 from toolkit.plan.candidates import Candidate, data_options, placeholder_note

@@ -32,7 +32,7 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import BatchReader, Share, microbatches_read, packed, step_result
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.rank_pool import RankPool, shared
-from toolkit.runtime.recovery import Recovery
+from toolkit.runtime.recovery_row import Recovery
 from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from toolkit.cost import Costs, Hardware
 from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.model.analysis import meta_copy
 from toolkit.model.generators import kept_generators
+from toolkit.model.node_costs import meta_copy
 from toolkit.runtime.base import Steps
 from toolkit.runtime.compressed_sums import load_ranks_state, ranks_state
 from toolkit.runtime.executor import Executor

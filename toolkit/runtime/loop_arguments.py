@@ -15,7 +15,7 @@ from toolkit.cost.hardware import check_hardware
 from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES
 from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.analysis import differentiable
+from toolkit.model.node_costs import differentiable
 from toolkit.runtime.loop_runtime import LoopRuntime, Pause
 from toolkit.runtime.loop_settings import LoopSettings
 from toolkit.runtime.losses import SUM_SCALE, LossValue

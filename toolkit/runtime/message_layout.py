@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import UserError
-from toolkit.model.analysis import differentiable
+from toolkit.model.node_costs import differentiable
 from toolkit.runtime.compressed_sums import CODES, CompressedForm, CompressedSum, GradientForm
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics

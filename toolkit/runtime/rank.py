@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from toolkit.model.analysis import differentiable
+from toolkit.model.node_costs import differentiable
 from toolkit.runtime.compressed_sums import CompressedSum, SumCompressor
 from toolkit.runtime.losses import COUNT, CheckedLoss, LossValue, loss_factor
 from toolkit.runtime.split_backward import BackwardSegment, first_half

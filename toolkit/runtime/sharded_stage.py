@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.model.analysis import meta_copy
+from toolkit.model.node_costs import meta_copy
 from toolkit.model.traced_stage import in_training
 from toolkit.runtime.process_group.columns import Parallelize, Row
 from toolkit.runtime.sharded_draws import seed_shards

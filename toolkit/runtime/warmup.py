@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.model.analysis import differentiable
+from toolkit.model.node_costs import differentiable
 from toolkit.runtime.message_layout import Layout, Layouts
 from toolkit.runtime.stage import StageRunner, Values, leaves
 

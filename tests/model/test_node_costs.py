@@ -9,8 +9,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from toolkit.model import partition
-from toolkit.model.analysis import meta_copy, node_costs
-from toolkit.model.live_memory import LiveMemory, working_bytes
+from toolkit.model.node_costs import meta_copy, node_costs
+from toolkit.model.peak_memory import LiveMemory, working_bytes
 
 FLOAT = 4
 

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.model.analysis import meta_copy
 from toolkit.model.kernel_work import tensors_in
+from toolkit.model.node_costs import meta_copy
 from toolkit.model.precision import as_trained
 
 
