@@ -2,27 +2,39 @@
 
     cyclic-dp pipelines ranks=8 microbatches=[8,16,32]
 
-A backward takes twice as long as its forward; messages and updates take no time. For a model and a
-machine: experiments/simulate.py.
+    cyclic-dp pipelines ranks=8 microbatches=[16,32] costs=my_profile.csv
+
+A backward takes twice as long as its forward; messages and updates take no time. With costs=FILE
+stages take the times and the memory of your own profile, as for simulate; messages still take no
+time. For a model and a machine: experiments/simulate.py.
 """
 
 import time
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
-from toolkit.format import table
+from toolkit.errors import UserError
+from toolkit.format import count, table
 from toolkit.terminal import show
+
+if TYPE_CHECKING:
+    from toolkit.schedule import Schedule
 
 LEGEND = """\
 activations, weights: the most that a rank holds (all ranks together), all versions
 A, P: the activations of one micro-batch, and the parameters, of the whole model
 idle: the share of a rank's time in the steady state; late: mean staleness (largest)
 flush: each step ends before the next begins; what is sent is in pipelines.csv
+"""
+COSTS_LEGEND = """\
+ms, GB: of a step and of the fullest rank, with the stages of costs=, without optimizer state;
+activations and weights are still counted in equal stages
 """
 _OTHER_HEADINGS = {"micro-batches": "m", "mean staleness (largest)": "late"}
 _LEFT_OUT = ("sent (messages)", "boundaries")  # of 80 columns
@@ -37,8 +49,18 @@ def terminal_cells(cells: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_more_stages(schedules: "dict[str, Schedule]", n_rows: int) -> dict[str, str]:
+    """Return the methods with more stages than a file of costs has rows, and why they are out."""
+    return {
+        method: f"{schedule.n_stages} stages, and costs= has {count(n_rows, 'row')}"
+        for method, schedule in schedules.items()
+        if schedule.n_stages > n_rows
+    }
+
+
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
+    from toolkit.cost.cost_file import read_costs
     from toolkit.cost.pipeline_table import (
         PIPELINES,
         WORKERS,
@@ -52,20 +74,29 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "ranks")
+    file_costs = read_costs(Path(config.costs)) if config.costs else None
     schedules: list[tuple[int, str, Any]] = []
     left_out = []
     for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
         made_schedules, reasons = pipelines(config.ranks, n_microbatches, {**PIPELINES, **WORKERS})
+        if file_costs is not None:
+            too_fine = with_more_stages(made_schedules, len(file_costs.rows))
+            reasons |= too_fine
+            for method in too_fine:
+                del made_schedules[method]
         for method, schedule in made_schedules.items():
             schedules.append((n_microbatches, method, schedule))
         for method, reason in reasons.items():
             left_out.append({"microbatches": n_microbatches, "method": method, "why": reason})
 
+    if not schedules:
+        raise UserError(f"{left_out[0]['method']}: {left_out[0]['why']}")
+
     records = []
     bar = tqdm(schedules)
     for n_microbatches, method, schedule in bar:
         bar.set_description(f"{method}, {n_microbatches} micro-batches")
-        row = assess_pipeline(method, schedule)
+        row = assess_pipeline(method, schedule, file_costs)
         records.append(
             {name: float(x) if isinstance(x, Fraction) else x for name, x in row.items()}
         )
@@ -75,7 +106,11 @@ def main(config: DictConfig) -> None:
     figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
+    if file_costs is not None:
+        show(f"\n{file_costs.in_words}")
     show(f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}")
+    if file_costs is not None:
+        show(COSTS_LEGEND)
     for missing in left_out:
         show("{microbatches} micro-batches, without {method}: {why}".format(**missing))
     show(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")

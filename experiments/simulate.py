@@ -4,7 +4,8 @@
     cyclic-dp simulate schedule.file=my_schedule.csv hardware=ethernet_10
 
 With costs=FILE the stages are your own profile: a CSV file with the columns forward_ms,
-backward_inputs_ms, backward_weights_ms, activation_mb, output_mb and parameter_mb, a row per stage.
+backward_inputs_ms, backward_weights_ms, activation_mb, output_mb and parameter_mb. A stage is a
+row, or several consecutive ones; a column batch is the measured micro-batch.
 
 More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """
@@ -26,6 +27,7 @@ from toolkit.terminal import show
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, Timeline
+    from toolkit.cost.cost_file import FileCosts
     from toolkit.cost.worker_forms import CostsOf, Form
     from toolkit.schedule import Schedule
 
@@ -47,8 +49,7 @@ def main(config: DictConfig) -> None:
         model_name,
         settle_delays,
     )
-    from toolkit.cost import recomputing, write_chakra
-    from toolkit.cost.cost_file import read_costs
+    from toolkit.cost import write_chakra
     from toolkit.cost.worker_forms import ModelCosts
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
@@ -60,9 +61,9 @@ def main(config: DictConfig) -> None:
     check_choice("chains", config.chains, _CHAINS)
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
-    given_costs = read_costs(Path(config.costs)) if config.costs else None
+    file_costs = costs_of_file(config) if config.costs else None
     form = analysed_form(config)
-    settle_delays(config, lambda: form)
+    settle_delays(config, lambda: form, file_costs)
     schedules = build_schedules(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
 
@@ -72,10 +73,8 @@ def main(config: DictConfig) -> None:
     with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
         bar.set_description("tracing the model")
         costs_of: CostsOf
-        if given_costs is not None:
-            check_stages_of(schedules, len(given_costs))
-            file_costs = recomputing(given_costs, config.checkpoint)
-            costs_of = lambda n_stages, cut: file_costs  # noqa: E731
+        if file_costs is not None:
+            costs_of = file_costs
         else:
             with torch.device(device):
                 model = build_model(config.model, form)
@@ -106,15 +105,26 @@ def main(config: DictConfig) -> None:
     device_name = describe(device) if config.measured else "meta tensors"
     write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
 
-    title = f"{model_name(config.model)} in {config.precision}"
-    if given_costs is not None:
-        title = f"costs of {config.costs}"
+    title = f"{model_name(config.model)} in {config.precision}, micro-batches of {config.batch}"
+    if file_costs is not None:
+        title = file_costs.in_words
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
-    show(f"\n{title}, micro-batches of {config.batch}, {timed}{comparison.hardware.name}\n")
+    show(f"\n{title}, {timed}{comparison.hardware.name}\n")
     show(tables(rows, rank_rows))
     for note in size_notes(schedules):
         show(f"\nnote: {note}")
     show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ...")
+
+
+def costs_of_file(config: DictConfig) -> "FileCosts":
+    """Return the costs of ``costs=``; raise UserError if they do not fit the other options."""
+    from toolkit.cost.cost_file import read_costs
+
+    if config.measured:
+        raise UserError("costs= are measured already: leave out measured=true, or costs=")
+    file_costs = read_costs(Path(config.costs))
+    file_costs.check_batch(config.batch)
+    return replace(file_costs, checkpoint=config.checkpoint)
 
 
 @dataclass
@@ -212,16 +222,6 @@ class Comparison:
         row |= summary(form.timeline, prediction.n_samples, self.hardware)
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
         return row | {"form": form.words}
-
-
-def check_stages_of(schedules: "dict[str, Schedule]", n_stages: int) -> None:
-    """Raise UserError if a schedule has another number of stages than a file of costs."""
-    for name, schedule in schedules.items():
-        if schedule.n_stages != n_stages:
-            raise UserError(
-                f"costs= has {n_stages} stages, and {name} has {schedule.n_stages}: give"
-                f" stages={n_stages}"
-            )
 
 
 def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:

@@ -1,10 +1,13 @@
 """Pipelines side by side keep to their closed forms, and say what cannot be made."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from tests.schedule.test_v_schedules import WHOLE, bubble, most
+from toolkit.cost import StageCost
+from toolkit.cost.cost_file import FileCosts
 from toolkit.cost.pipeline_table import (
     PIPELINES,
     WORKERS,
@@ -55,6 +58,21 @@ def test_idle_shares(sized):
         slots = bubble(method, p, m)
         expected[method] = slots / (6 * m + slots)
     assert column(found, "idle") == pytest.approx(expected | dict.fromkeys(LATE, 0.0))
+
+
+def test_costs_of_a_file_give_idle_time_seconds_and_bytes():
+    """The first of two rows takes 2 s, the second 6 s: with one op at a time 1F1B waits for it."""
+    rows = []
+    for forward in (0.5, 1.5):
+        times = {"forward_seconds": forward, "backward_seconds": 3 * forward}
+        rows.append(StageCost(0, 0, 5.0, 0, 0, 7.0, weight_share=0.5, **times))
+    file_costs = FileCosts(Path("mine.csv"), tuple(rows))
+    made, _ = pipelines(2, 4)
+    row = assess_pipeline("1F1B", made["1F1B"], file_costs)
+    assert row["seconds"] == 4 * 6 + 2  # of the slower rank, after the first forward and backward
+    assert row["idle"] == pytest.approx(1 - 4 * 8 / 2 / 26)
+    assert row["bytes"] == 2 * 5 + 2 * 7  # two micro-batches in flight, weights and their gradient
+    assert pipeline_cells(row)["ms"] == "26000"
 
 
 def test_no_bubble_in_zb_v_from_twice_the_ranks_on():

@@ -231,7 +231,15 @@ def test_simulate_takes_costs_from_a_file(tmp_path):
         rows = complete("simulate", tmp_path / name, f"costs={costs}", *options)["metrics"]
         milliseconds[name] = rows[-1]["ms a step"]
     assert milliseconds["even"] < milliseconds["uneven"]
-    refused("simulate", f"costs={costs}", "schedule=zb_v", match="2 stages.* stages=2")
+    refused("simulate", f"costs={costs}", "schedule=zb_v", match="2 rows.* stages=2")
+
+    options = "ranks=2", "microbatches=[2]"
+    rows = complete("pipelines", tmp_path / "pipelines", f"costs={costs}", *options)["metrics"]
+    seconds = {row["method"]: row["seconds"] for row in rows}
+    assert seconds["GPipe"] == pytest.approx(0.09)  # 2 ranks, 2 micro-batches: 3 of 30 ms
+    assert "ZB-V" not in seconds  # has two stages a rank
+    refused("plan", f"costs={costs}", "ranks=2", match="batch")
+    refused("plan", f"costs={costs}", "data=digits", match="data=")
 
 
 def test_plan(tmp_path):

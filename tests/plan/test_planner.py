@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from torch import nn
 
 from tests.figures.test_explorer import composed
-from toolkit.cost import UNIT, Hardware, affordable_delay, profile, simulate, unit_costs
+from toolkit.cost import UNIT, Hardware, StageCost, affordable_delay, profile, simulate, unit_costs
+from toolkit.cost.cost_file import FileCosts
 from toolkit.cost.worker_forms import BUCKETS, TIMED_STEPS
 from toolkit.errors import UserError
 from toolkit.model import Features, Images, Sequences, partition
 from toolkit.model.partition import Traced
-from toolkit.plan import Limits, PlanOptions, Prediction, plan
+from toolkit.plan import Limits, PlanOptions, Prediction, plan, plan_costs
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
 from toolkit.plan.predictions import Machines, front
@@ -35,6 +37,27 @@ def net(depth=7):
 @pytest.fixture(scope="module")
 def found():
     return plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=1))
+
+
+def test_a_plan_of_costs_of_a_file():
+    """All micro-batches are the measured ones; more stages than rows are left out."""
+    cost = StageCost(
+        0, 0, 1e6, 0, 1e3, 1e6, forward_seconds=0.01, backward_seconds=0.02, weight_share=0.5
+    )
+    file_costs = FileCosts(Path("mine.csv"), (cost,) * 4, batch=3)
+    options = PlanOptions(jobs=1)
+    found = plan_costs(file_costs, SLOW, 2, batch=12, options=options)
+    assert {prediction.candidate.batch for prediction in found.predictions} == {3}
+    assert found.baseline.candidate.partition == BUCKETS
+    assert found.baseline.seconds > 2 * 4 * 0.03  # two micro-batches of a worker, and messages
+    n_stages = {p.schedule.n_stages for p in found.predictions}
+    assert n_stages == {2, 4}
+    assert not found.left_out or min(found.left_out) > 4
+    assert "MY_MODEL" in found.verdict
+    with pytest.raises(UserError, match=r"6, 12, 24 samples.* batch=8"):
+        plan_costs(file_costs, SLOW, 2, batch=8, options=options)
+    with pytest.raises(UserError, match="batch"):
+        plan_costs(replace(file_costs, batch=None), SLOW, 2, batch=12, options=options)
 
 
 def made_up(seconds, memory=1.0, staleness=0.0, ranks=2, checkpoint="none", **more):

@@ -18,6 +18,7 @@ from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_ow
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
+    from toolkit.cost.worker_forms import CostsOf
     from toolkit.model import InputSpec
     from toolkit.runtime import World
     from toolkit.training import TrainingRun
@@ -159,13 +160,16 @@ def check_parallel(config: DictConfig) -> None:
         )
 
 
-def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
+def settle_delays(
+    config: DictConfig, form: "Callable[[], InputSpec]", costs_of: "CostsOf | None" = None
+) -> None:
     """Write into ``config`` the delays that its schedules can afford, as matrices.
 
     Args:
         config: options of an experiment; those of a schedule with ``delay: affordable``, or
             ``delay: {within: SHARE}``, change.
         form: returns the form of the samples; called if a schedule asks for such a delay.
+        costs_of: costs of stages; by default those of the model.
 
     Raises:
         UserError: no hardware is chosen, or the model cannot be analysed.
@@ -194,11 +198,13 @@ def settle_delays(config: DictConfig, form: "Callable[[], InputSpec]") -> None:
     from toolkit.cost import affordable_delay
     from toolkit.cost.worker_forms import ModelCosts, fastest_form
 
-    samples, hardware = form(), build_hardware(config.hardware)
-    example = samples.example(config.batch, torch.device("meta"))
-    with torch.device("meta"):
-        model = build_model(config.model, samples)
-    costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
+    hardware = build_hardware(config.hardware)
+    if costs_of is None:
+        samples = form()
+        example = samples.example(config.batch, torch.device("meta"))
+        with torch.device("meta"):
+            model = build_model(config.model, samples)
+        costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
     for options, limit in affordable_options:
         # A delay with which the schedule can be built; the affordable one follows from its timing.
         options.delay = 1

@@ -10,11 +10,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from toolkit.cost.cost_file import FileCosts
 from toolkit.cost.hardware import UNIT
-from toolkit.cost.stage_costs import unit_costs
+from toolkit.cost.stage_costs import Costs, unit_costs
 from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError, whole
-from toolkit.format import fraction, staleness_cells
+from toolkit.format import digits, fraction, staleness_cells
 from toolkit.schedule import Action, Schedule, ScheduleSpec, catalog
 from toolkit.schedule.catalog import Method
 from toolkit.schedule.method_sizes import pipeline_sizes, worker_sizes
@@ -87,8 +88,15 @@ def pipelines(
     return schedule_of_label, reason_of_label
 
 
-def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
+def assess_pipeline(
+    method: str, schedule: Schedule, file_costs: FileCosts | None = None
+) -> dict[str, Any]:
     """Count and simulate a schedule of :func:`pipelines` in its steady state.
+
+    Args:
+        method: its label.
+        schedule: the schedule.
+        file_costs: a profile; by default stages are equal, and backwards take twice their forwards.
 
     Returns:
         ``method``, ``microbatches`` of a training step and ``ranks``; ``activations``, the peak of
@@ -98,6 +106,7 @@ def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
         ``staleness_mean`` and ``staleness_max`` in steps; ``flush``, whether all weights are fresh;
         what a rank sends in a step, on average: ``traffic``, parameters and gradients in models,
         their ``messages``, and ``boundaries``, messages of a stage's output or its gradient.
+        With ``file_costs``, also ``seconds`` of a step and ``bytes`` of the fullest rank.
     """
     counted_footprint = footprint(schedule)
     step = settled_steps(schedule)
@@ -106,14 +115,17 @@ def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
     for instruction in chain.from_iterable(settled_program.ranks):
         is_boundary = instruction.action == Action.SEND and instruction.microbatch is not None
         boundaries += is_boundary and instruction.step == step
-    costs = unit_costs(schedule.n_stages, backward=2.0)
-    return {
+    costs: Costs = unit_costs(schedule.n_stages, backward=2.0)
+    if file_costs is not None:
+        costs = file_costs(schedule.n_stages)
+    timeline = simulate_steady_steps(schedule, costs, UNIT)
+    row = {
         "method": method,
         "microbatches": schedule.n_microbatches,
         "ranks": counted_footprint.ranks,
         "activations": counted_footprint.activations,
         "total_activations": counted_footprint.total_activations,
-        "idle": simulate_steady_steps(schedule, costs, UNIT).idle_share,
+        "idle": timeline.idle_share,
         "weights": counted_footprint.weights,
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
@@ -122,11 +134,15 @@ def assess_pipeline(method: str, schedule: Schedule) -> dict[str, Any]:
         "messages": counted_footprint.messages,
         "boundaries": Fraction(boundaries, counted_footprint.ranks),
     }
+    if file_costs is not None:
+        row["seconds"] = timeline.step_time
+        row["bytes"] = max(map(timeline.peak_memory, range(timeline.n_ranks)))
+    return row
 
 
 def pipeline_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of :func:`assess_pipeline` as the cells of a printed table, by heading."""
-    return {
+    cells = {
         "micro-batches": row["microbatches"],
         "method": row["method"],
         "activations (all)": (
@@ -139,3 +155,7 @@ def pipeline_cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "sent (messages)": f"{fraction(row['traffic'])} P ({float(row['messages']):.4g})",
         "boundaries": f"{float(row['boundaries']):.4g}",
     }
+    if "seconds" in row:
+        cells["ms"] = digits(row["seconds"] * 1e3)
+        cells["GB"] = f"{row['bytes'] / 1e9:.3g}"
+    return cells

@@ -187,20 +187,9 @@ class Traced:
         crossing = self.crossing
         element_bytes = max((p.element_size() for p in self.model.parameters()), default=4)
         loads = [crossing.costs[node.name].parameters for node in crossing.nodes]
-        cuts: list[int] = []
-        limit = _FIRST_BUCKET_BYTES
-        bucket_bytes = 0
-        bytes_before = element_bytes * sum(loads)
-        for index in reversed(range(1, len(loads))):
-            bucket_bytes += element_bytes * loads[index]
-            is_full = bucket_bytes >= limit
-            has_weights_before = bytes_before > bucket_bytes
-            if is_full and has_weights_before and crossing.obstacle[index] is None:
-                cuts.append(index)
-                bytes_before -= bucket_bytes
-                bucket_bytes = 0
-                limit = _BUCKET_BYTES
-        return self._stages(cuts[::-1], loads)
+        may_cut = [obstacle is None for obstacle in crossing.obstacle]
+        cuts = bucket_cuts([element_bytes * load for load in loads], may_cut)
+        return self._stages(cuts, loads)
 
     def _stages(self, cuts: Sequence[int], loads: Sequence[int]) -> Stages:
         """Return the stages between ``cuts``; ``loads`` are of each node."""
@@ -214,6 +203,29 @@ class Traced:
             results=crossing.results(),
             loads=tuple(sum(loads[begin:end]) for begin, end in spans),
         )
+
+
+def bucket_cuts(n_bytes: Sequence[float], may_cut: Sequence[bool] = ()) -> list[int]:
+    """Return where the buckets of torch's DistributedDataParallel begin, except the first.
+
+    Args:
+        n_bytes: of the weights of each part, in the order of the forward.
+        may_cut: whether a bucket may begin at a part; everywhere by default.
+    """
+    cuts: list[int] = []
+    limit = _FIRST_BUCKET_BYTES
+    bucket_bytes = 0.0
+    bytes_before = sum(n_bytes)
+    for index in reversed(range(1, len(n_bytes))):
+        bucket_bytes += n_bytes[index]
+        is_full = bucket_bytes >= limit
+        has_weights_before = bytes_before > bucket_bytes
+        if is_full and has_weights_before and (not may_cut or may_cut[index]):
+            cuts.append(index)
+            bytes_before -= bucket_bytes
+            bucket_bytes = 0.0
+            limit = _BUCKET_BYTES
+    return cuts[::-1]
 
 
 def _tensors_of(example: Any) -> Inputs:

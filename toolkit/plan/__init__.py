@@ -2,6 +2,7 @@
 
 from toolkit.plan.advice import Advice, advise
 from toolkit.plan.assign_by_speed import assign_by_speed
+from toolkit.plan.cost_file_plan import plan_costs
 from toolkit.plan.curvature import Curvature, largest_curvature
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.offsets import Staggered, best_offsets
@@ -38,6 +39,7 @@ __all__ = [
     "least_peak",
     "pilot",
     "plan",
+    "plan_costs",
     "search",
     "search_steady",
 ]

@@ -11,7 +11,7 @@ from toolkit.cost import Costs, recomputing
 from toolkit.cost.worker_forms import BUCKETS, STALENESS_PRICE, TIMED_STEPS
 from toolkit.errors import UserError, first_line
 from toolkit.format import duration
-from toolkit.plan.candidates import MAX_OPS, Candidate
+from toolkit.plan.candidates import MAX_OPS, Candidate, of_microbatch
 from toolkit.plan.candidates import candidates as candidates_on
 from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
 from toolkit.plan.measure import OnProgress
@@ -73,16 +73,20 @@ class CandidateSweep:
         self.left_out: dict[int, str] = {}
         self.done: dict[Candidate, Prediction] = {}
 
-    def find_candidates(self, ranks: Sequence[int], batch: int, buckets: int) -> list[Candidate]:
+    def find_candidates(
+        self, ranks: Sequence[int], batch: int, buckets: int, microbatch: int | None = None
+    ) -> list[Candidate]:
         """Return the candidates that the model can have, and keep the costs found on the way.
 
         Args:
             ranks: numbers of ranks.
             batch: samples of a training step.
             buckets: number of the buckets of DistributedDataParallel.
+            microbatch: samples of a micro-batch, of which costs are known; None: of any.
 
         Raises:
-            UserError: the model cannot be analysed even as one stage.
+            UserError: the model cannot be analysed even as one stage, or some number of ranks has
+                no such micro-batches.
         """
         # A model may have too few modules for as many stages as ranks. Its first candidate shows
         # that. Workers then take half as many stages, until the model can be cut.
@@ -90,7 +94,10 @@ class CandidateSweep:
         while True:
             all_candidates: list[Candidate] = []
             for n_ranks in ranks:
-                all_candidates += candidates_on(n_ranks, batch, max_stages, buckets)
+                on_ranks = candidates_on(n_ranks, batch, max_stages, buckets)
+                if microbatch is not None:
+                    on_ranks = of_microbatch(on_ranks, microbatch, n_ranks, batch)
+                all_candidates += on_ranks
             first_cut = next(each for each in all_candidates if each.partition != BUCKETS)
             (costs,) = self.costs_of([first_cut])
             if not isinstance(costs, UserError):

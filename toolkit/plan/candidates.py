@@ -144,6 +144,23 @@ def candidates(
     return all_candidates
 
 
+def of_microbatch(
+    all_candidates: list[Candidate], samples: int, n_ranks: int, batch: int
+) -> list[Candidate]:
+    """Return the candidates with micro-batches of ``samples``.
+
+    Raises:
+        UserError: a training step of ``batch`` samples has no such micro-batches on all ranks.
+    """
+    if batch not in (n_rounds * n_ranks * samples for n_rounds in _ROUNDS):
+        batches = [str(n_rounds * n_ranks * samples) for n_rounds in _ROUNDS]
+        raise UserError(
+            f"costs were measured with micro-batches of {samples}, so that a step on"
+            f" {count(n_ranks, 'rank')} has {', '.join(batches)} samples: got batch={batch}"
+        )
+    return [candidate for candidate in all_candidates if candidate.batch == samples]
+
+
 def _is_ddp(spec: ScheduleSpec) -> bool:
     """Whether a spec is data parallelism with the whole model on each of several ranks."""
     method = METHODS[spec.method]

@@ -17,7 +17,7 @@ from toolkit.format import count, duration, size, table
 from toolkit.model import InputSpec
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES, Traced
-from toolkit.plan.candidate_sweep import SLOW, CandidateSweep
+from toolkit.plan.candidate_sweep import SLOW, CandidateSweep, CostsOf
 from toolkit.plan.candidates import Candidate, data_options, placeholder_note
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
@@ -252,7 +252,7 @@ class PlanOptions:
     command_options: str = ""
 
 
-_DEFAULT_OPTIONS = PlanOptions()
+DEFAULT_PLAN_OPTIONS = PlanOptions()
 
 
 def plan(
@@ -262,7 +262,7 @@ def plan(
     ranks: int | Sequence[int] = 8,
     *,
     batch: int = 256,
-    options: PlanOptions = _DEFAULT_OPTIONS,
+    options: PlanOptions = DEFAULT_PLAN_OPTIONS,
     on_progress: OnProgress = lambda activity, share: None,
 ) -> Plan:
     """Simulate all methods of the catalogue on a model and machines, and choose the best.
@@ -284,16 +284,39 @@ def plan(
         UserError: the model cannot be cut, workers' shares of the batch differ, or an invalid
             number.
     """
-    machines = Machines(check_hardware(hardware), options.limits, options.optimizer_words)
-    rank_numbers = ranks if isinstance(ranks, Sequence) else [ranks]
-    sizes = [whole(n_ranks, "ranks", 1) for n_ranks in rank_numbers]
-    if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
-        raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
+    sizes = rank_numbers(ranks, batch)
     meta_model = meta_copy(model)
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
     costs_of = partial(stage_costs, meta_model, form, options.precision)
-    sweep = CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
-    all_candidates = sweep.find_candidates(sorted(set(sizes), reverse=True), batch, n_buckets)
+    if not options.command_options:
+        default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
+        options = replace(options, command_options=default_options)
+    sweep = new_sweep(hardware, costs_of, options, on_progress)
+    return choose_plan(sweep, sweep.find_candidates(sizes, batch, n_buckets), options)
+
+
+def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
+    """Return the numbers of ranks, the largest first."""
+    numbers = ranks if isinstance(ranks, Sequence) else [ranks]
+    sizes = [whole(n_ranks, "ranks", 1) for n_ranks in numbers]
+    if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
+        raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
+    return sorted(set(sizes), reverse=True)
+
+
+def new_sweep(
+    hardware: Hardware, costs_of: CostsOf, options: PlanOptions, on_progress: OnProgress
+) -> CandidateSweep:
+    """Return a sweep over the machines and limits of a plan."""
+    machines = Machines(check_hardware(hardware), options.limits, options.optimizer_words)
+    return CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
+
+
+def choose_plan(
+    sweep: CandidateSweep, all_candidates: Sequence[Candidate], options: PlanOptions
+) -> Plan:
+    """Simulate all candidates that may be the best, and choose."""
+    machines = sweep.machines
     _simulate_candidates(sweep, all_candidates)
     sweep.find_affordable_delays()
     searched = None
@@ -304,15 +327,14 @@ def plan(
     ddp_alike = None
     if best_prediction is not None:
         ddp_alike = _ddp_alike(sweep, best_prediction, all_candidates)
-    default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
     return Plan(
         predictions=tuple(sweep.done.values()),
         front=tuple(front(sweep.done.values())),
         baseline=baseline,
         best=best_prediction,
         limits=machines.limits,
-        hardware=hardware,
-        command_options=options.command_options or default_options,
+        hardware=machines.hardware,
+        command_options=options.command_options,
         n_candidates=len(all_candidates),
         left_out=sweep.left_out,
         searched=searched,
