@@ -108,11 +108,7 @@ def track(
     identity = {"id": run_id, "group": group}
     new_tags = [tag[:_LONGEST_TAG] for tag in run_labels.tags if tag]
 
-    # 2. Its options, without those around a run, and where they come from.
-    origin = provenance(config, device, 0)
-    run_options = without(origin.pop("config"), AROUND)
-
-    # 3. The run itself. All of W&B's files are below the results, none in the home folder.
+    # 2. The run itself. All of W&B's files are below the results, none in the home folder.
     wandb_folder = folder / "wandb"
     with environment(
         WANDB_SILENT="true",
@@ -127,13 +123,20 @@ def track(
             name=options.name or run_labels.name,
             job_type=run_labels.job_type,
             tags=[*dict.fromkeys([*options.tags, *new_tags])],
-            config=run_options | {"provenance": origin},
+            config=_tracked_options(config, device),
         )
         try:
             with tracker:
                 yield tracker
         finally:
             shutil.rmtree(wandb_folder / "cache", ignore_errors=True)
+
+
+def _tracked_options(config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return a run's options, without those around a run, and where they come from."""
+    origin = provenance(config, device, 0)
+    run_options = without(origin.pop("config"), AROUND)
+    return run_options | {"provenance": origin}
 
 
 def _start(options: TrackingOptions, identity_path: Path, **run_fields: Any) -> Tracker:

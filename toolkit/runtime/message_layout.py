@@ -251,28 +251,21 @@ def find_layouts(
         sharded: the stages on a row of devices, if ranks have several. Each stage learns how its
             inputs lie; ``skeletons`` are their skeletons' modules.
     """
-    activations = []
-    activation_gradients = []
-    gradients = []
-    versions = []
-    if sharded:
-        # Only here: to import torch's DTensors takes a second.
-        from toolkit.runtime.sharded_stage import local_tensors_of, pass_shardings_on
-
-        local_tensors = [local_tensors_of(stage) for stage in skeletons]
-    else:
-        local_tensors = [
-            dict(chain(stage.named_parameters(), stage.named_buffers())) for stage in skeletons
-        ]
+    activations, activation_gradients = [], []
+    gradients, versions = [], []
+    local_tensors = _local_tensors(skeletons, bool(sharded))
     with FakeTensorMode():
         # 1. Forwards, one stage after another: a stage's outputs are the next one's inputs.
         inputs = tuple(_fake(tensor, device) for tensor in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
         for index, stage in enumerate(skeletons):
-            tensors = {}
-            for name, tensor in local_tensors[index].items():
-                tensors[name] = _fake(tensor, device).requires_grad_(tensor.requires_grad)
+            tensors = {
+                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
+                for name, tensor in local_tensors[index].items()
+            }
             if sharded:
+                from toolkit.runtime.sharded_stage import pass_shardings_on
+
                 outputs: Values = sharded[index].skeleton(tensors, inputs)
                 pass_shardings_on(sharded, index)
             else:
@@ -291,12 +284,7 @@ def find_layouts(
             all_gradients = _gradients(outputs, output_gradients, [*received, *weights.values()])
             output_gradients = all_gradients[: len(received)]
             weight_gradients = dict(zip(weights, all_gradients[len(received) :], strict=True))
-            norms = {
-                name: norm
-                for name, norm in stage.named_modules()
-                if isinstance(norm, MicrobatchNorm)
-            }
-            statistics = take_statistics(norms)
+            statistics = _statistics_of(stage)
             activation_gradients.append(Layout.of(dict(enumerate(output_gradients))))
             gradients.append(Layout.of(weight_gradients | statistics, wire, exact=statistics))
             versions.append(Layout.of(weights, wire))
@@ -307,6 +295,25 @@ def find_layouts(
         tuple(reversed(gradients)),
         tuple(reversed(versions)),
     )
+
+
+def _local_tensors(skeletons: Sequence[nn.Module], are_sharded: bool) -> list[dict[str, Tensor]]:
+    """Return the parameters and buffers of each stage, or this device's part of them."""
+    if are_sharded:
+        # Only here: to import torch's DTensors takes a second.
+        from toolkit.runtime.sharded_stage import local_tensors_of
+
+        return [local_tensors_of(stage) for stage in skeletons]
+    return [dict(chain(stage.named_parameters(), stage.named_buffers())) for stage in skeletons]
+
+
+def _statistics_of(stage: nn.Module) -> dict[str, Tensor]:
+    """Return what the norms of ``stage`` noted in its forward."""
+    norms = {}
+    for name, module in stage.named_modules():
+        if isinstance(module, MicrobatchNorm):
+            norms[name] = module
+    return take_statistics(norms)
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:

@@ -149,8 +149,7 @@ class _Lowering:
                 # 1. The weights that the op reads.
                 version = max(first_version[stage], step - delays[stage][microbatch])
                 read = _make_read((start, end, rank, kind != Kind.FORWARD))
-                # What the op computes with instead of the version: its prediction, or the version
-                # and the newest weights, which compensate the gradient. None: the version alone.
+                # A correction of the version that the op computes with, or None.
                 buffer = None
                 if is_corrected:
                     buffer = schedule.read_by(Op(kind, stage, microbatch), version, step)

@@ -103,8 +103,7 @@ def run_with_checkpoints(
             epochs = run.run(listeners.on_epoch, listeners.on_step, position, callback)
         except DivergedError as error:
             if safe_schedule is None:
-                way_back = ", or take guard=rollback"
-                raise DivergedError(error.reason, error.epochs, way_back) from error
+                raise _without_way_back(error) from error
             # The way back is outside of this handler, whose traceback would keep the memory of
             # the run that is lost.
             reason = error.reason
@@ -118,6 +117,11 @@ def run_with_checkpoints(
         written = callback.write_model()
     notes += [*callback.notes(), *run.skipped_updates()]
     return Outcome(epochs, notes, run, resumed_at, weights_lost=not written)
+
+
+def _without_way_back(error: DivergedError) -> DivergedError:
+    """Return the error of a run without a guard: it names the guard."""
+    return DivergedError(error.reason, error.epochs, ", or take guard=rollback")
 
 
 def _open_checkpoints(run: TrainingRun, folder: Path) -> Checkpoints:
