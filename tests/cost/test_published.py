@@ -37,6 +37,71 @@ def test_zero_bubbles_of_one_row_of_the_paper(tmp_path):
         assert round(value.ours, 4) == value.value
 
 
+INTERLEAVED = [  # p, m, stages of a rank, F, B + W, latency, and the published bubble rate
+    (8, 24, 3, 18.522, 27.423, 0.601, 0.1055),
+    (16, 48, 3, 11.347, 19.380, 0.377, 0.1104),
+]
+
+
+def interleaved_time(setting, groups_wait_once):
+    """Return the time of a step of interleaved 1F1B, from the definition.
+
+    Each rank runs its forwards and backwards in groups of p micro-batches. ``groups_wait_once``:
+    between the last rank and the first, only a group's first micro-batch waits for its message.
+    """
+    p, m, n_chunks, forward, backward, latency, _ = setting
+    orders = []
+    for rank in range(p):
+        forwards, backwards = [], []
+        for index in range(m * n_chunks):
+            group, place = divmod(index, p * n_chunks)
+            chunk, microbatch = place // p, group * p + place % p
+            forwards.append(("F", chunk, microbatch))
+            backwards.append(("B", n_chunks - 1 - chunk, microbatch))
+        n_warm_up = 2 * (p - 1 - rank) + (n_chunks - 1) * p
+        order = forwards[:n_warm_up]
+        for index, op in enumerate(backwards):
+            order += forwards[n_warm_up + index : n_warm_up + index + 1]
+            order.append(op)
+        orders.append(order)
+
+    def awaited(rank, kind, chunk, microbatch):
+        step = 1 if kind == "F" else -1
+        first, last, end = (0, p - 1, 0) if kind == "F" else (p - 1, 0, n_chunks - 1)
+        if rank != first:
+            return kind, chunk, microbatch, rank - step
+        waits = chunk != end and (microbatch % p == 0 or not groups_wait_once)
+        return (kind, chunk - step, microbatch, last) if waits else None
+
+    ends = {}
+    free = [0.0] * p
+    while any(orders):
+        for rank, order in enumerate(orders):
+            while order:
+                needed = awaited(rank, *order[0])
+                if needed is not None and needed not in ends:
+                    break
+                op = order.pop(0)
+                arrival = 0.0 if needed is None else ends[needed] + latency
+                seconds = (forward if op[0] == "F" else backward) / n_chunks
+                free[rank] = max(free[rank], arrival) + seconds
+                ends[*op, rank] = free[rank]
+    return max(free)
+
+
+@pytest.mark.parametrize("setting", INTERLEAVED)
+def test_interleaved_1f1b_is_published_without_most_waits(setting):
+    p, m, n_chunks, forward, backward, latency, published = setting
+    ideal = m * (forward + backward)
+    assert round(1 - ideal / interleaved_time(setting, True), 4) == published
+    times = {"forward": forward, "inputs": backward / 2, "weights": backward / 2}
+    sizes = {"ranks": p, "microbatches": m, "stages_per_rank": n_chunks}
+    same = Setting(**sizes, **times, latency=latency)
+    _, bubble_rate = QUANTITIES["bubble rate"]
+    ours = bubble_rate(same.schedule("interleaved_1f1b"), same)
+    assert ours == pytest.approx(1 - ideal / interleaved_time(setting, False))
+
+
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_quantities_of_a_pipeline_that_one_counts_by_hand(quantity):
     """GPipe of 2 ranks and 2 micro-batches, a forward 1 and a backward 2: 9 slots, 6 of them work.
