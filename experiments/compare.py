@@ -117,7 +117,8 @@ def main(config: DictConfig) -> Ended:
             lost = ""
             if not stopped.saved:
                 lost = "the run under way is not saved; "
-            show(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
+            show(f"stopped by {stopped}; {lost}it continues by:", file=sys.stderr)
+            show(f"  {resume_command(folder)}", file=sys.stderr)
         return Ended(EXIT_STOPPED)
     if not is_rank_zero():
         return Ended()

@@ -48,12 +48,12 @@ def main(config: DictConfig) -> Ended:
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
     resumed = bool(config.resume) or restarted()
     if config.stability and not resumed and is_rank_zero():
-        show_activity("checking the learning rate")
-        warning = check_rate(run)
+        warning = check_rate(run, on_activity=show_activity)
         if warning:
             show(f"warning: {warning}", file=sys.stderr)
 
     group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
+    stop_text = ""
     with RunRecorder(run, folder, resume=resumed, group=group) as recorder:
         with Progress(run.options.epochs, shown=is_rank_zero()) as progress:
 
@@ -68,9 +68,14 @@ def main(config: DictConfig) -> Ended:
                     outcome = train()
             except StoppedError as stopped:
                 recorder.upload_weights()
-                saved = f"; {resume_command(folder)}" if stopped.saved else "; nothing is saved"
-                print_line(f"stopped by {stopped}{saved}")
-                return Ended(EXIT_STOPPED)
+                saved = "nothing is saved: start it again"
+                if stopped.saved:
+                    saved = f"it continues by:\n  {resume_command(folder)}"
+                stop_text = f"stopped by {stopped}; {saved}"
+        if stop_text:
+            if is_rank_zero():
+                show(stop_text, file=sys.stderr)
+            return Ended(EXIT_STOPPED)
         measured, objective = outcome.run.measurements(), outcome.epochs[-1].top1
         if not is_rank_zero():
             return Ended(objective=objective)

@@ -173,8 +173,17 @@ def test_numbers_with_units():
     assert [" ".join(form.duration(value)) for value in seconds] == [
         "4000 s", "12.3 s", "1 s", "250 ms", "1000 ms", "2.5 ms", "4 µs", "3 ns", "0.5 ns", "0 ns"
     ]  # fmt: skip
-    sizes = (0, 1.25 * MIB, 100 * MIB, 1023 * MIB, GIB, 80e9)
-    expected = ["0.0 MiB", "1.2 MiB", "100 MiB", "1023 MiB", "1.0 GiB", "74.5 GiB"]
+    sizes = (0, 0.26 * MIB, 0.34 * MIB, 1.25 * MIB, 100 * MIB, 1023 * MIB, GIB, 80e9)
+    expected = [
+        "0.0 KiB",
+        "266 KiB",
+        "348 KiB",
+        "1.2 MiB",
+        "100 MiB",
+        "1023 MiB",
+        "1.0 GiB",
+        "74.5 GiB",
+    ]
     assert [form.size(n_bytes) for n_bytes in sizes] == expected
     found = [*map(form.digits, (0.12345, 1.5, 99.94, 123.4, 1500.0))]
     assert found == ["0.123", "1.5", "99.9", "123", "1500"]
@@ -227,3 +236,19 @@ def test_headings_are_broken_between_words_where_they_are_wider_than_cells():
     heading = table([row], width=28).split("--")[0].splitlines()
     words = [["heavy", "test_", "rule"], ["ball", "/", "loss_"], ["DP", "of_all"]]
     assert [line.split() for line in heading] == words
+
+
+def test_a_table_with_a_column_without_a_heading_is_broken():
+    row = {"": 0, "schedule": "CDP-v2 per stage and micro-batch", "memory": "1.0 MiB"}
+    lines = table([row], width=30).splitlines()
+    assert max(map(len, lines)) <= 30
+    assert " ".join(lines[2:]).split() == [
+        "0",
+        "CDP-v2",
+        "per",
+        "stage",
+        "1.0",
+        "MiB",
+        "and",
+        "micro-batch",
+    ]

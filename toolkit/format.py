@@ -44,9 +44,9 @@ def duration(seconds: float) -> tuple[str, str]:
 
 
 def size(n_bytes: float) -> str:
-    """Return bytes in MiB, or in GiB from 1024 MiB on."""
-    unit, name = unit_for(n_bytes, SIZES[:2], at_least=1.0)
-    decimals = 0 if name == "MiB" and n_bytes >= 100 * unit else 1
+    """Return bytes in KiB, MiB from 1024 KiB on, or GiB from 1024 MiB on."""
+    unit, name = unit_for(n_bytes, SIZES, at_least=1.0)
+    decimals = 0 if name != "GiB" and n_bytes >= 100 * unit else 1
     return f"{n_bytes / unit:.{decimals}f} {name}"
 
 
@@ -147,7 +147,7 @@ def _wrapped(headers: Sequence[str], cells: Sequence[Sequence[object]], width: i
     limits: list[int] = []  # characters of a line in each column
     least_limits: list[int] = []  # what the heading and the longest word take
     for header, *column in zip(headers, *texts, strict=True):
-        heading = max(map(len, header.splitlines()))
+        heading = max(map(len, header.splitlines()), default=0)
         words = [len(word) for text in column for word in text.split()]
         least_limits.append(max([heading, *words]))
         limits.append(max([heading, *map(len, column)]))

@@ -33,7 +33,12 @@ def show(text: str = "", file: TextIO | None = None) -> None:
         file: standard output by default.
     """
     stream = file or sys.stdout
-    print(wrapped(text) if stream.isatty() else text, file=stream, flush=True)
+    print(fitted(text, stream), file=stream, flush=True)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Return ``text`` as :func:`show` prints it on ``stream``."""
+    return wrapped(text) if stream.isatty() else text
 
 
 def wrapped(text: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.cli import process as process_module
 from toolkit.cli.explain import explain
-from toolkit.cli.process import interruptible
+from toolkit.cli.process import interruptible, was_interrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -19,6 +19,7 @@ def test_a_signal_interrupts_and_its_handler_is_restored(number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), interruptible(lambda: False):
         os.kill(os.getpid(), number)
+    assert was_interrupted()
     assert signal.getsignal(number) == before
 
 

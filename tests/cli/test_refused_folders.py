@@ -1,7 +1,9 @@
 """A refused command leaves no folder, and an older folder as it was."""
 
 import json
+import os
 import shlex
+import signal
 
 import pytest
 
@@ -98,3 +100,21 @@ def test_a_full_disk_while_the_options_are_written(tmp_path):
     (folder / ".hydra" / "config.yaml").symlink_to("/dev/full")
     message = refused("train", *TINY, f"hydra.run.dir={folder}")
     assert "No space left on device" in message
+
+
+def test_an_interrupted_run_says_that_nothing_is_saved(monkeypatch, tmp_path):
+    """Also where an import turns the interrupt into an error of its own."""
+
+    def import_again(_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+
+    monkeypatch.setattr("toolkit.training.profiling.check_profile", import_again)
+    finished = run("train", *TINY, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 130
+    assert "Traceback" not in finished.err
+    assert "interrupted; nothing is saved" in finished.err
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], "nothing is saved" in status["message"]) == ("stopped", True)

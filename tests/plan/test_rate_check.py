@@ -71,6 +71,13 @@ def test_offers_only_ways_that_are_left():
     assert "correction" not in corrected
 
 
+def test_names_what_it_does():
+    activities = []
+    check_rate(make(FAR, catalog.data_parallel(4)), activities.append)
+    assert len(activities) == 3
+    assert "4 micro-batches" in activities[1]
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -114,7 +121,7 @@ def test_what_cannot_be_measured_is_logged_and_never_raised(monkeypatch, caplog)
     assert check_rate(make(FAR, model=lambda: Net(float("nan")))) is None
     assert "Hessian of Net is not finite" in caplog.text
 
-    def broken(run):
+    def broken(run, on_activity):
         raise MemoryError("no memory left")
 
     monkeypatch.setattr(rate_check, "_check", broken)

@@ -112,6 +112,8 @@ def _check_choice(argument: str, group_choices: list[str]) -> None:
     for choice in value.split(","):
         if choice.strip() not in group_choices:
             target_hint = ""
+            if choice == "null":
+                target_hint = f"; without {key_of(argument)}= it is the default"
             if key_of(argument) == "model":
                 target_hint = "; model.target=PACKAGE.FUNCTION is your own"
             raise UserError(

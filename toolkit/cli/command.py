@@ -37,10 +37,11 @@ from toolkit.cli.refused_folders import (
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.errors import UserError, suggest
-from toolkit.files import EXPERIMENTS, conf
+from toolkit.files import EXPERIMENTS, conf, started_by
 from toolkit.lossy_output import lossy_output
 from toolkit.options import EXIT_STOPPED
 from toolkit.results.run_files import resumable_in
+from toolkit.terminal import show
 from toolkit.torchrun import is_rank_zero, restarted
 
 EXIT_FAILED = 1
@@ -163,6 +164,7 @@ class _CommandLine:
         self._function = function
         self._verbose = _VERBOSE in os.environ
         self._status = 0
+        self._continuation: str | None = None  # of a run that was interrupted
         self._before = EarlierFolder()
 
     def execute(self) -> None:
@@ -199,8 +201,10 @@ class _CommandLine:
                     self._job
                 )()
             except KeyboardInterrupt:
+                process.end_pool()
                 if is_rank_zero():
-                    print(f"interrupted{sweeps.summary(self._name)[0]}", file=sys.stderr)
+                    reason = f"; {self._continuation}" if self._continuation else ""
+                    show(f"interrupted{reason}{sweeps.summary(self._name)[0]}", sys.stderr)
                 sys.exit(_EXIT_INTERRUPTED if Sweep.folder is None else EXIT_STOPPED)
             except Exception as error:
                 if Sweep.run_folder is not None:
@@ -208,7 +212,7 @@ class _CommandLine:
                 self._report(error)
             lines, all_finished = sweeps.summary(self._name, resumable=not sweep_refused())
             if lines:
-                print(lines)
+                show(lines)
             discard_sweep()
             process.leave_ranks()
             status = self._status
@@ -261,9 +265,14 @@ class _CommandLine:
                     resolve_options(config, options)
                     returned = self._function(config)
             except KeyboardInterrupt:
-                write(sweeps.STOPPED)
+                self._continuation = self._continues(config, folder)
+                write(sweeps.STOPPED, self._continuation)
                 raise
             except Exception as error:
+                if process.was_interrupted():
+                    self._continuation = self._continues(config, folder)
+                    write(sweeps.STOPPED, self._continuation)
+                    raise KeyboardInterrupt from error
                 reason = self._explain(error) or f"{type(error).__name__}: {error}"
                 # As toolkit.training.DivergedError is, whose module may not be loaded.
                 write(sweeps.FAILED, reason, diverged=isinstance(error, FloatingPointError))
@@ -276,8 +285,18 @@ class _CommandLine:
             message = None
             if state == sweeps.FAILED:
                 message = f"it ended with status {ended.status}"
+            elif state == sweeps.STOPPED:
+                message = self._continues(config, folder)
             write(state, message, objective=ended.objective)
             return ended
+
+    def _continues(self, config: DictConfig, folder: Path) -> str | None:
+        """Return how a stopped run continues; None in a sweep, whose summary says it."""
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return None
+        if "resume" not in config or not resumable_in(folder):
+            return "nothing is saved: start it again"
+        return f"it continues by:\n  {started_by(self._name)} {shlex.quote(f'resume={folder}')}"
 
     def _run_of_sweep(self, config: DictConfig) -> Ended:
         """Skip a finished run, resume one with a checkpoint; report errors and continue."""
@@ -288,7 +307,7 @@ class _CommandLine:
                 options = list(HydraConfig.get().overrides.task)
                 earlier_status = sweeps.finished_before(folder, options)
                 if earlier_status:
-                    print(f"run {folder.name} has finished before")
+                    show(f"run {folder.name} has finished before")
                     return Ended(objective=earlier_status.objective)
                 if "resume" in config and resumable_in(folder):
                     config.resume = str(folder)
@@ -300,9 +319,7 @@ class _CommandLine:
                 return Ended(EXIT_USAGE)
             if is_rank_zero():
                 (folder / "error.txt").write_text(traceback.format_exc())
-                print(
-                    f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr
-                )
+                show(f"error: run {folder.name} has failed: see {folder}/error.txt", sys.stderr)
             else:
                 traceback.print_exc()
             return Ended(EXIT_FAILED)

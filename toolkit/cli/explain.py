@@ -30,10 +30,15 @@ _PLUGINS = {
 _LONG_WORD = re.compile(r"\S{400,}")
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
+_NO_NAME = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'\?")
 _UNLOCATED = re.compile(r"Error loading '|Empty path|Located non-")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes at most")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
+_OF_TYPE = re.compile(r"could not be converted to (\w+)$")
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+_OTHER_SHAPE = "Cannot merge DictConfig with ListConfig"  # said of a list and of a group alike
+_COLLECTIONS = {"models": "model", "rules": "schedule", "also": "schedule"}  # of group choices
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 _FLAGS = re.compile(r"The --|Only one of --")  # ValueErrors of Hydra
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -77,14 +82,22 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
         return None
     if target_match[1] != "locating" and not _ARGUMENTS.search(str(cause)):
         return None
+    target = target_match[2]
+    option = f"_target_: {target or repr('')}"
+    if f"model.target={target}" in sys.argv:
+        option = f"model.target={target}"
     reason = str(cause).strip().splitlines()[-1]
-    missing = _NO_MODULE.search(reason)
-    if missing and missing[1] in _INSTALLABLE:
-        reason = missing_message(missing[1])
-    return (
-        f"_target_: {target_match[2] or repr('')} cannot be imported from {Path.cwd()} or an"
-        f" installed package, or takes other options: {reason}"
-    )
+    if target_match[1] != "locating":
+        return f"{option} takes other options: {reason}"
+    missing_module = _NO_MODULE.search(reason)
+    missing_name = _NO_NAME.search(reason)
+    if missing_module and missing_module[1] in _INSTALLABLE:
+        reason = missing_message(missing_module[1])
+    elif missing_module:
+        reason = f"there is no module {missing_module[1]}"
+    elif missing_name:
+        reason = f"{missing_name[2]} has no {missing_name[1]}"
+    return f"{option} cannot be imported from {Path.cwd()} or an installed package: {reason}"
 
 
 def _of_machine(error: Exception) -> str | None:
@@ -182,18 +195,31 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
         return _no_option(unknown_option[1], option_names)
     value_match = _VALUE.match(message)
     if value_match:
-        override = value_match[1]
-        if not _WITHIN.search(cause):
-            return f"{override}: {cause}"
-        option = key_of(override)
-        inner_options = dict.fromkeys(
-            name for name in option_names if name.startswith(f"{option}.")
-        )
-        return f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
+        return _refused_value(value_match[1], cause, option_names)
     one_line = " ".join(str(error).split())
     if cause:
         return f"{one_line}: {cause}"
     return one_line
+
+
+def _refused_value(override: str, cause: str, option_names: list[str]) -> str:
+    """Return the message for a value of another type than the option's."""
+    option = key_of(override)
+    value = value_of(override)
+    expected_type = _OF_TYPE.search(cause)
+    if expected_type and expected_type[1] in _TYPES:
+        return f"{override}: {option} is {_TYPES[expected_type[1]]}: got {value!r}"
+    if _OTHER_SHAPE in cause and not value.startswith("["):
+        return f"{override}: {option} is a list: expected {option}=[{value}]"
+    if _OTHER_SHAPE not in cause and not _WITHIN.search(cause):
+        return f"{override}: {cause}"
+    if option in _COLLECTIONS:
+        return (
+            f"{override}: +{_COLLECTIONS[option]}@{option}.NAME=CHOICE adds one, '~{option}.NAME'"
+            f" leaves one out, and {option}.NAME.OPTION=... sets an option of one"
+        )
+    inner_options = dict.fromkeys(name for name in option_names if name.startswith(f"{option}."))
+    return f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
 
 
 def _no_option(key: str, option_names: list[str]) -> str:
@@ -203,16 +229,20 @@ def _no_option(key: str, option_names: list[str]) -> str:
     if key.startswith("rules."):
         rule = ".".join(key.split(".")[:2])
     option_names = [option.replace("rules.NAME", rule) for option in option_names]
+    group = key.partition(".")[0]
     if key in option_names:
-        group = key.partition(".")[0]
-        return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
+        return (
+            f"{key} is not an option of this choice of {group}: choose another by {group}=CHOICE;"
+            f" --help {group}=CHOICE lists its options"
+        )
     has_rules = any(name.startswith("rules.") for name in option_names)
-    if has_rules and key.partition(".")[0] == "schedule":
+    if has_rules and group == "schedule":
         return (
             f"there is no option {key}: the schedules are rules here; +schedule@rules.NAME=CHOICE"
             " adds one, '~rules.NAME' leaves one out, rules.NAME.OPTION sets an option"
         )
-    return f"there is no option {key}: {nearest(key, option_names)}"
+    other_options = [option for option in option_names if option != group or key == group]
+    return f"there is no option {key}: {nearest(key, other_options)}"
 
 
 def nearest(option: str, option_names: list[str]) -> str:

@@ -15,12 +15,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
+from toolkit.terminal import show
 from toolkit.torchrun import is_rank_zero, report_error
 
 if TYPE_CHECKING:
     from toolkit.runtime.process_group.world import World
 
 _PATIENCE = 25.0  # seconds in which child runs save themselves; Slurm kills after 30
+_interrupted = threading.Event()
 
 
 def scratch_options() -> list[str]:
@@ -47,7 +49,7 @@ def report_mistake(message: str) -> None:
         world.watch.fail(message)
     report_error(message)
     if is_rank_zero():
-        print(f"error: {message}", file=sys.stderr)
+        show(f"error: {message}", sys.stderr)
 
 
 def leave_ranks() -> None:
@@ -64,6 +66,22 @@ def _world() -> "World | None":
     if module is None:
         return None
     return module.current_world()
+
+
+def was_interrupted() -> bool:
+    """Return whether KeyboardInterrupt was raised; code that it meets may raise another error.
+
+    An import of numpy does, for example: "cannot load module more than once per process".
+    """
+    return _interrupted.is_set()
+
+
+def end_pool() -> None:
+    """End joblib's processes, if there are any; else Python warns of the semaphores they hold."""
+    if "joblib" in sys.modules:
+        from joblib.externals.loky import get_reusable_executor
+
+        get_reusable_executor(reuse=True).shutdown(kill_workers=True)
 
 
 @contextmanager
@@ -88,8 +106,10 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
             deadline = time.monotonic() + _PATIENCE
             while multiprocessing.active_children() and under_way() and time.monotonic() < deadline:
                 time.sleep(0.1)
+        _interrupted.set()
         raise KeyboardInterrupt
 
+    _interrupted.clear()
     earlier_handlers = {
         number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
     }

@@ -23,6 +23,7 @@ from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
 from toolkit.results.run_files import STATUS
+from toolkit.terminal import show
 from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
@@ -122,7 +123,7 @@ class Sweep(Callback):
             for option in Sweep.options:
                 values = value_of(option).split(",")
                 if len({*values}) < len(values) and not re.search(r"[\[{(]", option):
-                    print(f"warning: {option} runs the same more than once", file=sys.stderr)
+                    show(f"warning: {option} runs the same more than once", sys.stderr)
 
 
 def under_way() -> bool:

@@ -101,7 +101,16 @@ def largest_curvature(
         return Curvature(estimate.value, estimate.error, n_products, {})
 
     # The basis is too large to keep, so that the same products are computed a second time.
-    squares = _squared_norms(_lanczos(product, start), estimate.coefficients, parameters)
+    products = tqdm(
+        _lanczos(product, start),
+        "curvature of the stages",
+        n_products,
+        unit=" products",
+        leave=False,
+        delay=3,
+    )
+    squares = _squared_norms(products, estimate.coefficients, parameters)
+    products.close()
     total = sum(squares.values())
     parameter_shares = {name: square / total for name, square in squares.items()}
     return Curvature(estimate.value, estimate.error, 2 * n_products, parameter_shares)

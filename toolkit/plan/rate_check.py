@@ -1,7 +1,7 @@
 """A warning before a training run: is its learning rate stable at the first weights?"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import torch
@@ -19,7 +19,9 @@ _FAST = 1.4  # growth of deviations in a step; slower growth ends as the curvatu
 _log = logging.getLogger(__name__)
 
 
-def check_rate(run: TrainingRun) -> str | None:
+def check_rate(
+    run: TrainingRun, on_activity: Callable[[str], None] = lambda activity: None
+) -> str | None:
     """Return a warning if SGD's highest rate is far from stable at the first weights, or None.
 
     Far from stable: deviations grow more than 1.4 times a step. Slower growth ends by itself as
@@ -33,9 +35,10 @@ def check_rate(run: TrainingRun) -> str | None:
 
     Args:
         run: a run before its first step.
+        on_activity: called with what begins, which may take seconds.
     """
     try:
-        return _check(run)
+        return _check(run, on_activity)
     except Exception as error:  # whatever it is, the training may still do without it
         _log.debug("the stability of the learning rate is not checked: %s", error)
         return None
@@ -85,7 +88,7 @@ def first_curvature(
     )
 
 
-def _check(run: TrainingRun) -> str | None:
+def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     options = run.optimizer.param_groups[0]
     if not isinstance(run.optimizer, torch.optim.SGD) or options["dampening"]:
         return None
@@ -96,6 +99,7 @@ def _check(run: TrainingRun) -> str | None:
     n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
     sgd_options = schedule, options["momentum"], options["nesterov"]
+    on_activity("checking the learning rate: curvature of a micro-batch")
     first_estimate = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
     if (
         first_estimate.value <= 0
@@ -103,11 +107,13 @@ def _check(run: TrainingRun) -> str | None:
     ):
         return None
     n_microbatches = schedule.n_microbatches
+    on_activity(f"checking the learning rate: curvature of {n_microbatches} micro-batches")
     curvature = first_curvature(run, n_microbatches, tolerance=_TOLERANCE, seconds=_SECONDS)
     recurrence = Recurrence(*sgd_options, coupling_of(stage_shares(run, curvature)))
     growth = recurrence.growth(rate * curvature.value)
     if growth < _FAST:
         return None
+    on_activity("checking the learning rate: the largest stable one")
     certificate = recurrence.certify()
     stable_rate = certificate.rate(curvature.value)
     is_late = schedule.max_staleness > 0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from tqdm.auto import tqdm
 
+from toolkit.terminal import fitted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -135,7 +137,7 @@ class Progress(_EpochBar):
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""
-        self._bar.write(text, file=sys.stderr)
+        self._bar.write(fitted(text, sys.stderr), file=sys.stderr)
 
     def note(self, text: str) -> None:
         """Show a short text in the bar: before the figures, or last on a narrow terminal."""

@@ -37,6 +37,7 @@ from toolkit.runtime.state import join_states, merged
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Schedule
+from toolkit.terminal import show
 
 _STEPS_AHEAD = 2  # training steps whose data are sent before they can begin
 _MAX_ATTEMPTS = 3  # of one stretch of training, each of which loses a rank
@@ -186,7 +187,7 @@ class Controlled(Runtime):
                 self._controller.runtime = None  # the ranks have other weights than this training
                 raise
         if reason:
-            print(f"{reason}; training continues from step {restart}", file=sys.stderr)
+            show(f"{reason}; training continues from step {restart}", sys.stderr)
             seconds = time.perf_counter() - start
             self.recoveries.append(Recovery(reason, self.steps_done, restart, seconds))
 

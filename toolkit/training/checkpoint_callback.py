@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 from torch.utils._pytree import tree_map_only
 
+from toolkit.terminal import show
 from toolkit.training.checkpoint import Checkpoints, write
 from toolkit.training.loop import LoopCallback, Position, is_best
 from toolkit.training.option_changes import options_to_save
@@ -138,7 +139,7 @@ class CheckpointCallback(LoopCallback):
         """Note a failed write, and print the first one on rank 0."""
         text = f"{content}: {error.filename or self.checkpoints.folder}: {error.strerror}"
         if self.runtime.writes and not self.unwritten:
-            print(f"warning: not written: {text}; training continues", file=sys.stderr)
+            show(f"warning: not written: {text}; training continues", sys.stderr)
         self.unwritten.append(text)
 
     def _is_best(self, position: Position) -> bool:

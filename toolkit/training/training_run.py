@@ -356,6 +356,11 @@ def _check_optimizer(make: MakeOptimizer) -> Optimizer:
         option_name = _option_in(reason, getattr(make, "keywords", {}))
         hint = f"; it is optimizer.{option_name}" if option_name else ""
         raise UserError(f"optimizer cannot be made: {reason}{hint}") from error
+    momentum = optimizer.param_groups[0].get("momentum", 0)
+    if isinstance(momentum, int | float) and momentum >= 1:
+        raise UserError(
+            f"optimizer.momentum is below 1, since past gradients would never fade: got {momentum}"
+        )
     learning_rate = optimizer.param_groups[0]["lr"]
     if not (isinstance(learning_rate, int | float) and isfinite(learning_rate)):
         raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
