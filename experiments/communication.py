@@ -32,8 +32,9 @@ rounds: of messages between two slots; collectives are a ring or a tree
 """
 _HEADINGS = {"activations (all)": "activations", "in a slot": "slot"}
 MEASURED_AND_PREDICTED = """\
-timeline.png: one rank per row; measured on the left; simulated on the right, where each op and
-message takes its median time. They differ mostly where ranks share cores.
+timeline.png: one rank per row; measured on the left, simulated on the right,
+where each op and message takes its median time. They differ mostly where ranks
+share cores.
 """
 
 

@@ -22,7 +22,6 @@ be added; all other options stay as before:
     cyclic-dp compare resume=outputs/compare/... seeds=8
 """
 
-import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -49,7 +48,15 @@ from toolkit.cli.instantiate import plain
 from toolkit.cli.runs import RuleBuilder, check_parallel, join_world, rule_config
 from toolkit.errors import UserError
 from toolkit.files import note_write_errors
-from toolkit.format import count, metric_cells, peak_cells, rate_cells, staleness_cells, table
+from toolkit.format import (
+    count,
+    delay_table,
+    metric_cells,
+    peak_cells,
+    rate_cells,
+    staleness_cells,
+    table,
+)
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import TrackingOptions, TuneOptions
 from toolkit.results.run_files import TUNING_FOLDER
@@ -280,6 +287,7 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.results import delay_means, describe, write_result
+    from toolkit.results.tracker import where_tracked
     from toolkit.results.wandb_run import track_differences
     from toolkit.training import pick_device
 
@@ -309,7 +317,7 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
         show(f"\n{table(comparison.tuning)}\n")
     show(f"\n{table(table_rows)}\n")
     if delays:
-        show(f"{table(delays)}\n")
+        show(f"{delay_table(delays, comparison.labels)}\n")
     legend = _LEGEND.format(seeds=config.seeds, by=measure)
     if config.margin is not None:
         legend += _VERDICTS
@@ -343,27 +351,19 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
             labels=comparison.labels,
             metric=measure,
         )
-    print_tracked(places, folder)
+        show(where_tracked(places, folder))
     return not unwritten
-
-
-def print_tracked(places: list[str], folder: Path) -> None:
-    """Print how to find the runs in W&B."""
-    if places and places[0].startswith("tracked online"):
-        show(f"{places[0]} and {len(places) - 1} more of its group")
-    elif places:
-        show(f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
 
 
 _LEGEND = """\
 {by.name}: of the last epoch, mean and standard deviation over {seeds} seeds
 difference: paired by seed, in {by.unit_of_differences}, with a 95 % interval
 staleness: steps by which weights are late, over stages and micro-batches
-peak activations: all workers together, in micro-batches; 1 is all activations of one
+peak activations: of all workers, in micro-batches; 1 is all activations of one
 traffic: all workers together, in stages' parameters
 """
 _VERDICTS = """\
-at a margin: what two one-sided paired t-tests at 5 % show of the difference; p: the larger of both
+at a margin: what two one-sided paired t-tests at 5 % show; p: the larger one
 """
 
 

@@ -20,7 +20,7 @@ from toolkit.cli.check_options import check_counts, counts
 from toolkit.cli.hydra_args import shell_option
 from toolkit.errors import check_choice
 from toolkit.format import size
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
 LEGEND = """\
 together: all workers run the same op at the same moment, as in DP
 shifted uniformly: worker i starts i/N of a step later, as in CDP
-1 - mean/peak: what infinitely many shifted workers save; time axis: how long each op takes"""
+1 - mean/peak: what infinitely many shifted workers save
+time axis: how long each op takes"""
 
 AGAIN_LEGEND = """\
-together: as in DP; at once: workers shifted, computing at the same time; op after op: shifted, and
-one op at a time, as runtime.order=scheduled runs them; below: saved of "together"; limit: of
-infinitely many workers"""
+together: as in DP; at once: workers shifted, computing at the same time
+op after op: shifted, one op at a time, as runtime.order=scheduled runs them
+below: saved of "together"; limit: of infinitely many workers"""
 
 
 @entry_point("memory")
 def main(config: DictConfig) -> None:
+    show_activity("importing torch")
     import torch
 
     from toolkit.cli import analysed_form, build_hardware, build_model, model_name

@@ -29,8 +29,9 @@ _DIGITS = 1e-4
 LEGEND = """\
 equal: within 0.5 %, or in four digits; at most: the largest difference
 p: ranks; m: micro-batches; N: workers
-bubble rate: idle share of the rank with the longest span; idle share: of the whole step
-bubble time: in forwards of a rank; activations: in micro-batches over the whole model"""
+bubble rate: idle share of the rank with the longest span
+idle share: of the whole step; bubble time: in forwards of a rank
+activations: in micro-batches over the whole model"""
 
 
 @entry_point("papers")

@@ -21,20 +21,20 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError
 from toolkit.format import count, table
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule
 
 LEGEND = """\
-activations, weights: the most that a rank holds (all ranks together), all versions
+activations, weights: the most that a rank holds (all ranks together)
 A, P: the activations of one micro-batch, and the parameters, of the whole model
-idle: the share of a rank's time in the steady state; late: mean staleness (largest)
+idle: share of a rank's time in the steady state; late: mean staleness (largest)
 flush: each step ends before the next begins; what is sent is in pipelines.csv
 """
 COSTS_LEGEND = """\
-ms, GB: of a step and of the fullest rank, with the stages of costs=, without optimizer state;
-activations and weights are still counted in equal stages
+ms, GB: of a step and of the fullest rank, with the stages of costs=, without
+optimizer state; activations and weights are still counted in equal stages
 """
 _OTHER_HEADINGS = {"micro-batches": "m", "mean staleness (largest)": "late"}
 _LEFT_OUT = ("sent (messages)", "boundaries")  # of 80 columns
@@ -60,6 +60,7 @@ def with_more_stages(schedules: "dict[str, Schedule]", n_rows: int) -> dict[str,
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
+    show_activity("importing torch")
     from toolkit.cost.cost_file import read_costs
     from toolkit.cost.pipeline_table import (
         PIPELINES,

@@ -24,7 +24,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError, check_seconds
 from toolkit.format import bytes_in
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
     from toolkit.cost.cost_file import FileCosts
@@ -68,6 +68,7 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 @entry_point("plan")
 def main(config: DictConfig) -> None:
+    show_activity("importing torch")
     import torch
 
     from toolkit.cli import (
@@ -94,6 +95,7 @@ def main(config: DictConfig) -> None:
         groups.append("data")
     file_costs = costs_of_file(config) if config.costs else None
     form = samples.form if samples else analysed_form(config)
+    show_activity("tracing the model")
     with torch.device("meta"):
         model = build_model(config.model, form)
     options = f"{chosen(*groups)} precision={config.precision}"

@@ -23,7 +23,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB, MB
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, Timeline
@@ -39,6 +39,7 @@ _PRINTED = ("schedule", "by DDP's time", "ms a step", "idle", "GiB, fullest rank
 
 @entry_point("simulate")
 def main(config: DictConfig) -> None:
+    show_activity("importing torch")
     import torch
 
     from toolkit.cli import (

@@ -17,23 +17,25 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import counts
 from toolkit.format import table
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 LEGEND = """\
-M/C: time in which all parameters cross a link once, divided by a step's computing time
-activations: of the fullest device; 1 is what one micro-batch keeps over the whole model
-CDP-v1, CDP-v2, affordable: step time divided by that of DP (mean staleness in steps), with the
-faster chains; in a tenth more time than CDP-v1's no single weight of affordable could be fresher;
-a machine is a group
+M/C: time in which all parameters cross a link once, by a step's computing time
+activations: of the fullest device; 1 is what one micro-batch keeps in all
+CDP-v1, CDP-v2, affordable: step time by DP's (mean staleness in steps), with
+the faster chains; a machine is a group
+affordable: no single weight could be fresher in a tenth more time than CDP-v1's
 """
 MODEL_LEGEND = """\
-M/C: time in which all parameters cross a link once, divided by a step's computing time
-DDP: buckets of 25 MB; CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
+M/C: time in which all parameters cross a link once, by a step's computing time
+DDP: buckets of 25 MB
+CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
 """
 
 
 @entry_point("situations")
 def main(config: DictConfig) -> None:
+    show_activity("importing torch")
     from toolkit.cost.situations import (
         assess_situation,
         model_cells,

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import EXIT_STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
-from toolkit.format import rank_cells, table
+from toolkit.format import delay_table, rank_cells, run_cells, table
 from toolkit.terminal import show, show_activity
 from toolkit.torchrun import restarted
 
@@ -96,8 +96,8 @@ def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecord
 
     metrics = {name: value for name, value in result["metrics"].items() if name != "epoch"}
     n_epochs = result["metrics"]["epoch"] + 1
-    run_cells = {"schedule": result["schedule"], "seed": run.options.seed, "epochs": n_epochs}
-    show(table([run_cells | metrics]))
+    cells = {"schedule": result["schedule"], "seed": run.options.seed, "epochs": n_epochs}
+    show(table([cells | run_cells(metrics)]))
     if "peak_weights" in result["ranks"][0]:
         show(
             f"\nmeasured in the first {run.recorded_options['runtime']['record']} training steps:\n"
@@ -105,7 +105,7 @@ def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecord
         show(table([rank_cells(row) for row in result["ranks"]]))
     if result["delays"]:
         show("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
-        show(table(result["delays"]))
+        show(delay_table(result["delays"]))
     if recorder.profile.written:
         show(f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif run.recorded_options["profile"]:

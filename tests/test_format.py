@@ -252,3 +252,23 @@ def test_a_table_with_a_column_without_a_heading_is_broken():
         "and",
         "micro-batch",
     ]
+
+
+def test_metrics_of_a_run_are_shares_in_per_cent():
+    metrics = {"train_loss": 0.193233, "top1": 0.947222, "ema_top5": 1.0}
+    assert form.run_cells(metrics | {"samples_per_second": 239.6}) == {
+        "train loss": "0.1932",
+        "top-1 (%)": "94.72",
+        "ema top-5 (%)": "100.00",
+        "samples/s": "239.6",
+    }
+
+
+def test_delays_are_named_by_the_labels_of_rules():
+    row = {"rule": "late_2", "stage": 1, "delay": 2.0, "cosine": 0.58593}
+    row |= {"gradient": 0.70405, "fresh_gradient": 0.66921, "moved": 123.4, "weights": 10.006}
+    lines = form.delay_table([row], {"late_2": "DP delay 2"}).splitlines()
+    headings = ["rule", "stage", "late", "cosine", "gradient", "fresh", "moved", "weights"]
+    assert lines[0].split() == headings
+    assert lines[2].startswith("DP delay 2 ")
+    assert lines[2].split()[3:] == ["1", "2", "0.586", "0.704", "0.669", "123", "10"]

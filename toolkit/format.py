@@ -260,6 +260,45 @@ def again_cells(row: Row) -> Cells:
     }
 
 
+_DELAY_LEGEND = """\
+late: steps; cosine: of the gradient and that of the newest weights
+gradient, fresh, weights: norms; fresh: of the newest weights' gradient
+moved: distance of the newest weights from those one step before"""
+
+
+def delay_table(rows: Sequence[Row], labels: Mapping[str, str] | None = None) -> str:
+    """Return what delays do to the gradients of stages, as a table with its legend.
+
+    Args:
+        rows: means of the delay diagnostics.
+        labels: of the rules that rows belong to, by key; None: of one rule.
+    """
+    return f"{table([_delay_cells(row, labels) for row in rows])}\n\n{_DELAY_LEGEND}"
+
+
+def _delay_cells(row: Row, labels: Mapping[str, str] | None) -> Cells:
+    cells: Cells = {}
+    if labels is not None:
+        cells["rule"] = labels[row["rule"]]
+    cells |= {"stage": row["stage"], "late": f"{row['delay']:g}", "cosine": f"{row['cosine']:.3f}"}
+    for name in ("gradient", "fresh_gradient", "moved", "weights"):
+        cells[name.removesuffix("_gradient")] = digits(row[name])
+    return cells
+
+
+def run_cells(metrics: Row) -> Cells:
+    """Return the metrics of a run's last epoch; shares are in per cent."""
+    cells: Cells = {}
+    for name, value in metrics.items():
+        heading = name.replace("_", " ").replace("samples per second", "samples/s")
+        text = f"{value:.4g}" if isinstance(value, float) else value
+        if name.endswith(("top1", "top5")) and value is not None:
+            heading = heading.replace("top", "top-") + " (%)"
+            text = f"{100 * value:.2f}"
+        cells[heading] = text
+    return cells
+
+
 def counted_cells(row: Row) -> Cells:
     """Return a footprint counted from programs."""
     return measured_cells(row, "") | {

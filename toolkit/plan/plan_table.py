@@ -26,8 +26,9 @@ def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, An
 
 
 LEGEND = """\
-batch: samples of a micro-batch, times those of a worker in a step; again: forwards are recomputed
-by DDP: step time by DDP's; memory: of the fullest rank; late: mean staleness in steps"""
+batch: samples of a micro-batch, times the micro-batches of a worker in a step
+again: forwards are recomputed; by DDP: step time by DDP's
+memory: of the fullest rank; late: mean staleness in steps"""
 
 
 def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:

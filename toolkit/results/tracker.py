@@ -188,3 +188,10 @@ def _logged(value: Any) -> Any:
         value.savefig(content, format="png", dpi=150, bbox_inches="tight")
         return wandb.Image(Image.open(content))
     return value
+
+
+def where_tracked(places: Sequence[str], folder: Path) -> str:
+    """Return how to find several runs of a folder in W&B, from where each is tracked."""
+    if places[0].startswith("tracked online"):
+        return f"{places[0]} and {len(places) - 1} more of its group"
+    return f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
