@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import TypeGuard
 
 from toolkit.errors import UserError, shortened
 from toolkit.schedule.instruction import LETTERS, Kind, Op
@@ -17,6 +18,7 @@ from toolkit.schedule.timing import check_pair
 from toolkit.schedule.validate import check_complete
 
 _OP = re.compile(rf"(\d{{1,9}})([{LETTERS}])(\d{{1,9}})")
+_LARGEST = 10**9 - 1  # stage or micro-batch that a text has room for
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -90,6 +92,8 @@ def parse_item(word: Item | str, location: str) -> Item:
 
 
 def _op(word: object, location: str) -> Op:
+    if _is_op(word):
+        return word
     text = str(word).strip() if isinstance(word, str) or _has_kind(word) else ""
     match = _OP.fullmatch(text)
     if match is None:
@@ -100,6 +104,17 @@ def _op(word: object, location: str) -> Op:
             " with kind one of F, B, I, W"
         )
     return Op(Kind(LETTERS.index(match[2])), int(match[1]), int(match[3]))
+
+
+def _is_op(word: object) -> TypeGuard[Op]:
+    """Whether ``word`` is an op already; most are, and its text would take longer to read."""
+    return (
+        type(word) is Op
+        and type(word.kind) is Kind
+        and type(word.stage) is type(word.microbatch) is int
+        and 0 <= word.stage <= _LARGEST
+        and 0 <= word.microbatch <= _LARGEST
+    )
 
 
 def _has_kind(word: object) -> bool:
