@@ -10,7 +10,7 @@ import pytest
 from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate
 from toolkit.cost.affordable_delay import step_seconds
 from toolkit.errors import UserError
-from toolkit.plan import exact
+from toolkit.plan import exact, order_annealing
 from toolkit.plan.list_schedule import list_schedule
 from toolkit.plan.order_bound import step_bound
 from toolkit.plan.search import search
@@ -385,6 +385,27 @@ def test_a_search_ends_in_twice_its_seconds_at_the_largest_sizes(n_stages, n_mic
     assert time.monotonic() - begin < 2
     with pytest.raises(UserError, match="1 seconds are too few"):
         search(SearchSpace(costs, 2 * n_microbatches, **options), seconds=1)
+
+
+def test_or_tools_are_imported_within_the_seconds_of_the_search(monkeypatch):
+    """The import takes seconds on a busy machine; later, it would only begin near the end."""
+    pytest.importorskip("ortools")
+    events = []
+    import_solver = exact.cp_model
+    list_catalogue = order_annealing._catalogue_orders
+
+    def import_and_note():
+        events.append("import")
+        return import_solver()
+
+    def list_and_note(*arguments):
+        events.append("orders")
+        return list_catalogue(*arguments)
+
+    monkeypatch.setattr(exact, "cp_model", import_and_note)
+    monkeypatch.setattr(order_annealing, "_catalogue_orders", list_and_note)
+    search(SearchSpace(stages(1.0, 2.0), 3), seconds=0.5)
+    assert events[:2] == ["import", "orders"]
 
 
 def test_the_fewest_limits_that_cannot_be_met_together():

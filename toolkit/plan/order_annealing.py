@@ -79,6 +79,10 @@ class OrderAnnealing:
         Raises:
             UserError: on each placement a rank has no room for one micro-batch.
         """
+        use_exact = exact_solver.available() if exact is None else exact
+        if use_exact:
+            # Its import takes seconds on a busy machine: the rest of the search then has fewer.
+            exact_solver.cp_model()
         begin = time.monotonic()
         seconds_left = end - begin
         problems = self._problems(placements)
@@ -91,7 +95,6 @@ class OrderAnnealing:
             bound = step_bound(self._groups_of(block[0]).problem)
 
         # 1. Keys and placements.
-        use_exact = exact_solver.available() if exact is None else exact
         block_share = 0.3 if use_exact else 0.5
         block = self._anneal_block(block, begin + block_share * seconds_left, bound)
         groups = self._groups_of(block[0])
@@ -108,8 +111,9 @@ class OrderAnnealing:
 
         # 3. Single places of ops.
         bound = step_bound(problem)
-        use_exact = use_exact and (exact is True or exact_solver.is_small(problem))
         seconds_left = end - time.monotonic()
+        is_worthwhile = exact_solver.is_small(problem) and seconds_left > 0
+        use_exact = use_exact and (exact is True or is_worthwhile)
         exact_seconds = 0.7 * seconds_left if use_exact else 0.0
         orders = self._anneal_places(problem, orders, end - exact_seconds, bound)
 
