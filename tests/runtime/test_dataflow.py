@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.meetings import COLLECTIVES
 from tests.schedule.strategies import programs, quick
-from toolkit.runtime.dataflow import Dataflow, in_background
+from toolkit.runtime.dataflow import Dataflow, in_background, waiter_of
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 FREE = Instruction(0, Action.FREE, 0, None, None, 0, Buffer.WEIGHTS)
@@ -43,6 +43,22 @@ def begun(flow):
     while (position := flow.next()) is not None:
         found.append(position)
     return found
+
+
+def test_only_messages_of_one_kind_share_a_waiter():
+    """An update of a row of devices waits for them, and must not hold up a collective."""
+    update = Instruction(0, Action.UPDATE, 0, step=0, version=1)
+    apart = [
+        update,
+        summed(Action.ALL_REDUCE, 0, 1),
+        weights(Action.SEND, 1),
+        weights(Action.RECV, 1),
+        weights(Action.RECV, 2),
+        weights(Action.RECV, 1, stage=1),
+        activation(Action.RECV, 1),
+    ]
+    assert len({*map(waiter_of, apart)}) == len(apart)
+    assert waiter_of(weights(Action.RECV, 1, version=1)) == waiter_of(weights(Action.RECV, 1))
 
 
 def test_in_background():

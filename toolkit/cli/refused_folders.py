@@ -17,7 +17,8 @@ from toolkit.files import check_regular
 from toolkit.results.run_files import OPTIONS_FILE, STATUS
 from toolkit.torchrun import is_rank_zero
 
-_FILES_OF_OPTIONS = {".hydra", STATUS, OPTIONS_FILE}  # and a comparison's options
+_WRITTEN_BEFORE_A_RUN = {".hydra", STATUS, OPTIONS_FILE}
+"""What a folder holds in which no run has begun: the options of a comparison too."""
 _FILES_OF_SWEEPS = {"sweep.json", "multirun.yaml", "optimization_results.yaml"}
 
 
@@ -44,8 +45,8 @@ def snapshot(arguments: Sequence[str]) -> EarlierFolder:
         return EarlierFolder()
     files = {}
     for path in _option_files(folder):
-        with suppress(OSError):  # a link to a device, which would be read without end
-            check_regular(path)
+        with suppress(OSError):
+            check_regular(path)  # raises it for a device, which would be read without end
             files[path] = path.read_bytes()
     return EarlierFolder(folder, files)
 
@@ -62,11 +63,11 @@ def restore(earlier: EarlierFolder) -> None:
         for path in _option_files(earlier.path):
             if path not in earlier.files:
                 path.unlink()
-        (earlier.path / ".hydra").rmdir()
+        (earlier.path / ".hydra").rmdir()  # raises OSError if it holds anything
 
 
 def discard(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it wrote anything."""
+    """Remove the folder of a run that was refused before it began."""
     if _is_unused(folder):
         # Another process may have begun a run in the same folder.
         with suppress(OSError, UserError), alone_in(folder):
@@ -81,6 +82,7 @@ def discard_sweep() -> None:
     for path in Sweep.folder.iterdir():
         if path.is_dir():
             discard(path)
+    # discard() may have removed the folder itself, as an empty one.
     if Sweep.folder.is_dir() and {path.name for path in Sweep.folder.iterdir()} <= _FILES_OF_SWEEPS:
         shutil.rmtree(Sweep.folder, ignore_errors=True)
         _remove_empty(Sweep.folder.parent)
@@ -101,11 +103,11 @@ def _option_files(folder: Path) -> list[Path]:
 def _is_unused(folder: Path) -> bool:
     if not is_rank_zero() or not folder.is_dir():
         return False
-    return {path.name for path in folder.iterdir()} <= _FILES_OF_OPTIONS
+    return {path.name for path in folder.iterdir()} <= _WRITTEN_BEFORE_A_RUN
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove empty folders below the current one, such as outputs/train, from ``folder`` up."""
+    """Remove ``folder`` and then its parents while they are empty, up to the current folder."""
     folder = folder.resolve()
     with suppress(OSError):
         while folder.is_relative_to(Path.cwd()) and folder != Path.cwd():

@@ -94,8 +94,11 @@ class Machines:
     ) -> list[Prediction]:
         """Simulate candidates of one schedule, each with its own costs.
 
-        Steps of a schedule with late weights differ where its messages wait; ``timed`` of them, at
-        least, make the mean.
+        Args:
+            candidates: all of the same schedule, which is lowered once.
+            costs: of each candidate's stages.
+            timed: steady training steps, at least, whose mean is the step time. Those of a schedule
+                with late weights differ where its messages wait; of any other one is enough.
         """
         schedule = candidates[0].schedule
         if schedule.max_staleness == 0:
@@ -112,7 +115,11 @@ class Machines:
         return predictions
 
     def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
-        """Return what no simulation falls below: no messages, and one micro-batch at a time."""
+        """Return a bound that no simulation falls below, without one.
+
+        No messages, no optimizer state, and one micro-batch at a time. Activations count where a
+        rank has whole models: elsewhere a rank may hold none.
+        """
         schedule = candidate.schedule
         n_ranks = candidate.schedule.n_ranks
         kept_bytes = [cost.kept_bytes for cost in costs]
@@ -134,7 +141,7 @@ class Machines:
     def find_affordable_delay(
         self, candidate: Candidate, costs: Costs, within: float
     ) -> Prediction:
-        """Predict a candidate with an affordable delay, which takes a share ``within`` more time.
+        """Predict a candidate with the freshest delay that costs a share ``within`` more time.
 
         No single weight could be fresher in that time.
         """
@@ -178,9 +185,9 @@ class Machines:
 def stage_costs(
     model: nn.Module, form: InputSpec, precision: str, candidates: Sequence[Candidate]
 ) -> list[Costs | UserError]:
-    """Return the costs of stages without checkpoints, or why the model cannot be cut so.
+    """Return the costs of stages without recomputation, or why the model cannot be cut so.
 
-    The candidates have equal micro-batches, so that the model is traced once.
+    Precondition: the candidates have equal micro-batches, so that one trace serves all of them.
     """
     example = form.example(candidates[0].batch, "meta")
     try:
@@ -201,7 +208,11 @@ def stage_costs(
 
 
 def front(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """Return the predictions that keep the limits and no other dominates, the fastest first."""
+    """Return the Pareto front: predictions within the limits that no other dominates.
+
+    The fastest is first.
+    """
+    # Sorted, so that no later prediction dominates an earlier one; of equal ones the first stays.
     front_predictions: list[Prediction] = []
     for prediction in sorted(
         predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")

@@ -2,7 +2,8 @@
 
 Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``; one that is under way
 has a folder of its own for its checkpoints, in ``under_way``. The options that they are trained
-with are in ``runs.yaml``, which has every rule so far.
+with are in ``runs.yaml``, which has every rule so far. What the runs show is computed in
+:mod:`toolkit.results.statistics`; this module trains them.
 """
 
 import shutil
@@ -39,7 +40,8 @@ from toolkit.training.option_changes import changed_options
 from toolkit.training.run_with_checkpoints import rollback_schedule
 from toolkit.training.stop_signals import Signals
 
-# Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
+# Options that may differ when a comparison is resumed. Seeds are only added, and data may have
+# moved. Rules and their own options may not: _check_options compares them rule by rule.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules", "own"}
 
 RunOptions = Mapping[str, Any]
@@ -95,7 +97,7 @@ def before(
         if options["resume"] or restarted():
             runs = ended_before(folder, options)
         keep_options(folder, options)
-        if runs:  # removes the rows of runs that were interrupted
+        if runs:  # writes the tables without the rows of runs that were interrupted
             keep_runs(folder, runs)
         runs_and_saved = runs, _saved(folder)
     if world is not None:
@@ -167,7 +169,7 @@ def check_runs(
         UserError: a run cannot be trained with its options.
     """
     TrackingOptions(**options["tracking"])
-    for rule in dict(keys):
+    for rule in dict.fromkeys(rule for rule, _ in keys):
         check(build(rule, options["seed"]))
 
 

@@ -3,7 +3,8 @@
 The ranks are :class:`~toolkit.runtime.process_group.processes.Processes`, which stay alive from one
 training to the next. Each makes the only executor, :class:`Distributed`, of what it is sent; stages
 and functions are pickled by value, so a cell that has changed is used at once. See
-:mod:`toolkit.runtime.controlled` for what is sent in a training.
+:mod:`toolkit.runtime.controlled` for what is sent in a training, and for what is done when a rank
+dies.
 
 On this machine the ranks need no engine. PyTorch Monarch and Ray take 10 to 13 s to start four
 actors and 2 to 3 ms a call, more than all that a controlled step adds to a step of ``Distributed``.

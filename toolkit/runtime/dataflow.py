@@ -34,7 +34,7 @@ def queue_of(
         ordered_sums: each message of a gradient sum depends on the one before.
     """
     if ordered_updates and i.action == Action.UPDATE:
-        return ("update",)
+        return waiter_of(i)
     if i.action == Action.SEND and ordered:
         return ("send", *i.peers)
     if i.action == Action.SEND and i.buffer == Buffer.GRADIENT and ordered_sums:
@@ -53,8 +53,11 @@ def queue_of(
 def waiter_of(i: Instruction) -> tuple:
     """Return the thread that waits for the end of a message or collective.
 
-    There is one for each peer, buffer and stage and direction: a late message holds up no other.
+    There is one for each direction, peer, buffer and stage: a late message holds up no other.
+    Updates in which the devices of a rank exchange have one of their own.
     """
+    if i.action == Action.UPDATE:
+        return ("update",)
     if i.action in (Action.SEND, Action.RECV):
         return (i.action, *i.peers, i.buffer, i.stage)
     return ("collective",)

@@ -5,8 +5,11 @@
     main thread     computes ops in the order of the program; waits only for what the next op uses
     second thread   begins messages, makes updates and frees weights, each as soon as its inputs
                     are there; packs what is sent
-    waiters         one a peer, stage and kind; each waits for its messages to end, in order, keeps
-                    what came, and begins the next send to that peer
+    waiters         one for each direction, peer, buffer and stage, and one for all collectives;
+                    each waits for its messages to end, in order, keeps what came, and begins the
+                    next send to that peer
+
+What may begin, and in which order, is decided in toolkit.runtime.dataflow.
 
 Whichever thread ends an instruction on the CPU also frees the weights that this released. Without
 ``overlap`` the main thread waits for each instruction before the next one, and the second thread
@@ -20,7 +23,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
-from queue import SimpleQueue
 
 import torch
 
@@ -32,10 +34,8 @@ from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import after_marks, current_stream, mark, own_stream
+from toolkit.runtime.waiters import Begun, BegunQueue, Waiters
 from toolkit.schedule import Action, Buffer, Instruction, Program
-
-_TransferQueue = SimpleQueue["tuple[int, Transfer, float] | None"]
-"""Positions, their transfers and when these began; None ends the waiter."""
 
 
 class Executor:
@@ -84,23 +84,24 @@ class Executor:
             ordered=messages.ordered,
             # With ``stepwise`` no step begins before its first op: the caller may end here first.
             limit=program.first_step - 1 if stepwise else inf,
-            # Without overlap the main thread makes updates before it returns to the caller.
+            # Without overlap the main thread waits for each update, so no limit may hold one back.
             update_limit=update_limit if overlap else inf,
             ordered_updates=self._world.shares_ranks,
             ordered_sums=rank.compressor is not None,
         )
-        # All threads share _dataflow, _unsent, _turns, _waiters, _received and _failure: each
-        # reads and changes them with this condition held, and notifies the others of a change.
+        # All threads share _dataflow, _unsent, _turns, _received, _failure and _closed:
+        # they change them with this condition held, and notify the others. Without it they use
+        # _op_ends[p], written before p ends and read by what needs p, and _failure, once it is set.
         self._changed = threading.Condition()
         self._unsent: set[int] = set()  # positions of sends that have begun and not ended
         self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
-        self._waiters: dict[tuple, tuple[_TransferQueue, threading.Thread]] = {}
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
         self._ending = False
         # Received parts of a gradient sum, by stage and step, with their positions.
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._device = self._world.device
+        self._waiters = Waiters()
         self._op_ends: dict[int, torch.cuda.Event] = {}  # on the device, by position
         self._op_stream = current_stream(self._device)
 
@@ -168,12 +169,9 @@ class Executor:
                 self._changed.notify_all()
             # The second thread creates waiters, so it ends before they do.
             second_thread.join()
-            # A copy: a waiter that begins the next send may create another.
-            for transfers, _ in [*self._waiters.values()]:
-                transfers.put(None)
+            self._waiters.close()
         # Not after a failure: a message from a dead rank never ends.
-        for _, waiter in self._waiters.values():
-            waiter.join()
+        self._waiters.join()
 
     def _perform(self, position: int, i: Instruction) -> None:
         """Carry out an instruction on the main thread, or wait for it."""
@@ -185,12 +183,12 @@ class Executor:
                 self._changed.notify_all()
         self._open_until(i.tick)
         self._start_offset.before(i)
-        self._watch.at(i, i.step, i.peers)
+        self._watch.at(i, i.step, i.peers)  # waiting, maybe for peers
         if in_background(i):
             self._await_end(position)
             return
         self._await_inputs(position)
-        self._watch.at(i, i.step)
+        self._watch.at(i, i.step)  # at work: _await may have reported what held it up
         self._measured(i, self._execute)
         # The op is only queued on the device. The mark lets other streams wait for its end.
         end = mark(self._device)
@@ -259,9 +257,9 @@ class Executor:
         """Note on any thread that an instruction has ended, or that a send is packed."""
         with self._changed:
             self._dataflow.end(position)
-            if self._op_stream is None:
-                # Free weights at once, before the second thread has time for it: the next version
-                # may arrive. On a GPU that thread first waits until the device is done with them.
+            if self._op_stream is None:  # on the CPU
+                # Free weights at once, so that the next version finds their memory free. On a GPU
+                # the second thread first waits until the device is done with them.
                 while (release := self._dataflow.next_release()) is not None:
                     self._measured(self._instructions[release], self._execute)
                     self._dataflow.end(release)
@@ -280,13 +278,13 @@ class Executor:
         position = 0  # to blame if not even a stream can be made
         try:
             with own_stream(self._device):
-                while (next_position := self._take()) is not None:
+                while (next_position := self._next_to_begin()) is not None:
                     position = next_position
                     self._begin(position)
         except BaseException as error:
             self._fail(position, error)
 
-    def _take(self) -> int | None:
+    def _next_to_begin(self) -> int | None:
         """Return the next instruction to begin; None at the end."""
         with self._changed:
             while not self._closed and self._failure is None:
@@ -308,7 +306,7 @@ class Executor:
         ):
             if i.action == Action.RECV:
                 self._put(position, self._messages.receive(i, self._tags[position]))
-                return
+                return  # its waiter ends it
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
                 self._add_received(i)
             if i.action == Action.SEND:
@@ -318,10 +316,10 @@ class Executor:
             elif i.action.communicates:
                 contribution = self._rank.give(i) if i.gives(self._world.rank) else None
                 self._put(position, self._messages.collective(i, contribution))
-                return
+                return  # its waiter ends it
             else:
                 self._measured(i, self._execute)
-        self._end(position)
+        self._end(position)  # of a send: it is packed
 
     def _add_received(self, i: Instruction) -> None:
         """Add the parts that have come to the sum that ``i`` uses."""
@@ -349,31 +347,19 @@ class Executor:
     def _put(self, position: int, transfer: Transfer) -> None:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._instructions[position]
-        name = waiter_of(i)
-        # Both the second thread and waiters, which begin the next send, may create a waiter.
-        with self._changed:
-            if name not in self._waiters:
-                transfers = _TransferQueue()
-                # Daemons: a message from a dead rank never ends, but the process must.
-                waiter = threading.Thread(
-                    target=self._wait_for_all, args=(transfers,), name="waiter", daemon=True
-                )
-                self._waiters[name] = transfers, waiter
-                waiter.start()
-            transfers, _ = self._waiters[name]
         began = 0.0 if self._meter is None else self._meter.now()
-        transfers.put((position, transfer, began))
+        self._waiters.put(waiter_of(i), Begun(position, transfer, began), self._wait_for_all)
 
     # The waiters' threads.
 
-    def _wait_for_all(self, transfers: _TransferQueue) -> None:
+    def _wait_for_all(self, messages: BegunQueue) -> None:
         position = 0  # to blame if not even a stream can be made
         try:
             with own_stream(self._device):
-                while (item := transfers.get()) is not None:
-                    position = item[0]
-                    self._wait_for(*item)
-                    del item  # or the message would live until the next one
+                while (begun := messages.get()) is not None:
+                    position = begun.position
+                    self._wait_for(*begun)
+                    del begun  # or the message would live until the next one
         except BaseException as error:
             self._fail(position, error)
 

@@ -2,7 +2,8 @@
 
 Each micro-batch is normalised by its own statistics, as on its own worker. Running statistics are
 not read in training; they advance once a step, by the mean over the step's micro-batches, which
-equals averaging the workers' buffers.
+equals averaging the workers' buffers: ``take_statistics`` below or in the stage collects them, and
+``toolkit.runtime.updater`` advances the buffers.
 """
 
 import copy

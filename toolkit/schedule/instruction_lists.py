@@ -11,7 +11,7 @@ from toolkit.schedule.instruction import RECV, SEND, Instruction
 _TURNS = range(8)
 (
     BOUNDARIES,
-    REDUCTIONS,
+    GRADIENT_SUMS,
     UPDATES,
     WEIGHT_MESSAGES,
     PREDICTION_FREES,

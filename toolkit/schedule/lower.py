@@ -24,7 +24,7 @@ Everything inferred follows from six rules.
    weight version when the rank no longer reads it, predicts from it, hands it on or updates it.
 
 At one tick a rank first sends and receives, then updates, hands on weights, frees predictions,
-predicts, frees all else, and computes.
+predicts, frees all else, and computes: the turns of toolkit.schedule.instruction_lists.
 The order of messages is the same on all ranks, so that blocking channels cannot deadlock.
 """
 
@@ -55,10 +55,10 @@ from toolkit.schedule.instruction import (
 from toolkit.schedule.instruction_lists import (
     BOUNDARIES,
     FREES,
+    GRADIENT_SUMS,
     OPS,
     PREDICTION_FREES,
     PREDICTIONS,
-    REDUCTIONS,
     UPDATES,
     InstructionLists,
     make_instruction,
@@ -69,7 +69,9 @@ from toolkit.schedule.weight_handover import Read, Update, WeightHandover
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
-# A program has many reads: their own constructor takes twice as long.
+# A program has many reads and instructions: their own constructors take twice as long. So ops and
+# messages are bare tuples below, in the order of Instruction's fields: tick, action, stage,
+# micro-batch, step, version, buffer, peers. What a message holds begins with its stage.
 _make_read = partial(tuple.__new__, Read)
 
 
@@ -111,16 +113,16 @@ class _Lowering:
         for stage in range(self.schedule.n_stages):
             # Versions that the program begins with lie on their first holders, as if these had
             # just updated. They are the same for every first step, since a program begins with
-            # nothing under way. The newest version comes below: the first step reads it, too.
-            update = Update(0, self.schedule.first_holders(stage))
+            # nothing under way. The newest version ([-1]) comes below: the first step reads it too.
+            last_update = Update(0, self.schedule.first_holders(stage))
             first_versions = self.schedule.versions(stage, self.steps.start)
             for version in first_versions[:-1]:
-                self.handover.supply(stage, version, update, None)
+                self.handover.supply(stage, version, last_update, None)  # None replaces it
             # Version ``step`` is there from the update of the step before until the next one.
             for step in self.steps:
                 next_update = self._reduce_and_update(stage, step)
-                self.handover.supply(stage, step, update, next_update)
-                update = next_update
+                self.handover.supply(stage, step, last_update, next_update)
+                last_update = next_update
         return Program(self.schedule, len(self.steps), self.lists.in_order(), self.steps.start)
 
     def _compute(self) -> None:
@@ -146,7 +148,7 @@ class _Lowering:
                 end = start + self.slot
                 rank = rank_of[stage][microbatch]
 
-                # 1. The weights that the op reads.
+                # The weights that the op reads.
                 version = max(first_version[stage], step - delays[stage][microbatch])
                 read = _make_read((start, end, rank, kind != Kind.FORWARD))
                 # A correction of the version that the op computes with, or None.
@@ -161,12 +163,12 @@ class _Lowering:
                     # A second read: of the newest weights.
                     reads[stage, step].append(read)
 
-                # 2. The op.
+                # The op.
                 action = action_of_kind[kind]
                 op_fields = (start, action, stage, microbatch, step, version, buffer, ())
                 by_turn[rank][OPS].append(make_instruction(op_fields))
 
-                # 3. What it sends to the next stage, or to the one before.
+                # Rule 1: its output goes to the next stage, a gradient to the one before.
                 if kind == Kind.FORWARD:
                     if stage < schedule.n_stages - 1:
                         target = rank_of[stage + 1][microbatch]
@@ -179,7 +181,7 @@ class _Lowering:
                         gradient = (stage, microbatch, step, None, ACTIVATION_GRADIENT)
                         add_message(BOUNDARIES, rank, target, end, gradient)
 
-                # 4. The end of its activations.
+                # Rule 6: its activations end.
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
                     free_fields = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
                     by_turn[rank][FREES].append(make_instruction(free_fields))
@@ -221,14 +223,14 @@ class _Lowering:
                 updaters = members
             reduction = Instruction(ready, action, stage, None, step, None, GRADIENT, members)
             for rank in members:
-                self.lists.by_turn[rank][REDUCTIONS].append(reduction)
+                self.lists.by_turn[rank][GRADIENT_SUMS].append(reduction)
         else:
             partial_sum = (stage, None, step, None, GRADIENT)
             summed_tick = 0  # when the sum so far is complete
             for (source, end), (target, _) in pairwise(self._sum_hops(stage, shares)):
                 summed_tick = max(summed_tick, end)
                 if source != target:
-                    self.lists.add_message(REDUCTIONS, source, target, summed_tick, partial_sum)
+                    self.lists.add_message(GRADIENT_SUMS, source, target, summed_tick, partial_sum)
         update = Instruction(ready, UPDATE, stage, step=step, version=step + 1)
         for rank in updaters:
             self.lists.by_turn[rank][UPDATES].append(update)
@@ -246,6 +248,6 @@ class _Lowering:
             shares = sorted(ready_ticks.items(), key=itemgetter(1, 0))
         # Otherwise a rank occurs once for each of its micro-batches.
         hops = [(rank, end) for rank, end in shares if rank != owner]
-        # The owner may have no micro-batch of the stage: then it only receives the sum.
+        # The owner may have no micro-batch of the stage. It only receives: its tick is not used.
         hops.append((owner, ready_ticks.get(owner, 0)))
         return hops

@@ -1,4 +1,7 @@
-"""Sets of training and test samples: images, in memory or in class folders, and text."""
+"""Sets of training and test samples: images, in memory or in class folders, and text.
+
+A new one is a function in one of these modules that returns ``Datasets``, and a file in conf/data.
+"""
 
 from toolkit.training.data.batches import Batch, Batches, Datasets, SampleSet
 from toolkit.training.data.class_folders import image_folder
