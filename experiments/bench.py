@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from toolkit.cli import entry_point
 from toolkit.errors import UserError
 from toolkit.format import table
-from toolkit.terminal import show
+from toolkit.terminal import show, show_activity
 
 
 @entry_point("bench")
@@ -25,6 +25,7 @@ def main(config: DictConfig) -> int:
     from toolkit.training import pick_device
 
     start = time.perf_counter()
+    show_activity(f"measuring {HydraConfig.get().runtime.choices['bench']}, minutes without output")
     device = pick_device(config.device)
     rows = get_method(config.bench._target_)(config.bench, device, config.seed)
     hydra = HydraConfig.get().runtime

@@ -18,6 +18,7 @@ from toolkit.errors import UserError, check_choice, first_line
 from toolkit.model import Stages, check_independent, partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, join, launch, report
 from toolkit.schedule import catalog
+from toolkit.terminal import show
 
 _N = 2  # stages, micro-batches and ranks
 _TOKENS, _VOCABULARY = 12, 99
@@ -41,7 +42,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     def keep(rank: int, row: dict[str, Any]) -> None:
         rows.append(row)
-        print(f"{len(rows)}/{len(names)}", *row.values(), flush=True)
+        show(f"{len(rows)}/{len(names)} {row['library']} {row['model']}")
 
     launch(_on_ranks, _N, names, options, seed, on_report=keep)
     return rows
