@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from toolkit.cost.cost_file import FileCosts
 
 FILE_NOTE = """\
-Stages are rows of costs=; by flops is by their seconds. To train so, give the names of the modules
-that begin the stages: partition=[NAMES]."""
+Stages are rows of costs=; by flops is by their seconds. To train so, give the
+names of the modules that begin the stages: partition=[NAMES]."""
 
 
 def check_options(config: DictConfig) -> None:
