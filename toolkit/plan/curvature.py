@@ -101,19 +101,17 @@ def largest_curvature(
         return Curvature(estimate.value, estimate.error, n_products, {})
 
     # The basis is too large to keep, so that the same products are computed a second time.
-    products = tqdm(
-        _lanczos(product, start),
-        "curvature of the stages",
-        n_products,
-        unit=" products",
-        leave=False,
-        delay=3,
-    )
-    squares = _squared_norms(products, estimate.coefficients, parameters)
-    products.close()
+    with _progress(_lanczos(product, start), n_products) as products:
+        squares = _squared_norms(products, estimate.coefficients, parameters)
     total = sum(squares.values())
     parameter_shares = {name: square / total for name, square in squares.items()}
     return Curvature(estimate.value, estimate.error, 2 * n_products, parameter_shares)
+
+
+def _progress(steps: Iterator[LanczosStep], n_products: int) -> "tqdm[LanczosStep]":
+    """Show the progress of ``steps``, one for each Hessian-vector product, if they take long."""
+    name = "curvature of the stages"
+    return tqdm(steps, name, n_products, unit=" products", leave=False, delay=3)
 
 
 class _Estimate(NamedTuple):

@@ -79,10 +79,7 @@ class OrderAnnealing:
         Raises:
             UserError: on each placement a rank has no room for one micro-batch.
         """
-        use_exact = exact_solver.available() if exact is None else exact
-        if use_exact:
-            # Its import takes seconds on a busy machine: the rest of the search then has fewer.
-            exact_solver.cp_model()
+        use_exact = _solver_is_used(exact)
         begin = time.monotonic()
         seconds_left = end - begin
         problems = self._problems(placements)
@@ -284,6 +281,15 @@ class OrderAnnealing:
         if now - self._last_report > 1:
             self._last_report = now
             self._progress(activity, seconds, bound)
+
+
+def _solver_is_used(exact: bool | None) -> bool:
+    """Return whether OR-tools takes part, and import it if so."""
+    is_used = exact_solver.available() if exact is None else exact
+    if is_used:
+        # Its import takes seconds on a busy machine: the rest of the search then has fewer.
+        exact_solver.cp_model()
+    return is_used
 
 
 def _fits(problem: OrderProblem, orders: list[RankOrder]) -> bool:

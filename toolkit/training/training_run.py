@@ -2,12 +2,10 @@
 
 import gc
 import os
-import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from toolkit.model import InputSpec, Stages, check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess, Switching
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
+from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.columns import width_of
 from toolkit.runtime.process_group.join import join
@@ -33,9 +31,7 @@ from toolkit.training.devices import options_of_width
 from toolkit.training.evaluation import cross_entropy
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
 from toolkit.training.lr import Constant, Rates
-
-# What torch's errors call the options of its optimizers, where it is not their name.
-_WORDS_OF_TORCH = {"learning rate": "lr", "beta parameter": "betas", "epsilon": "eps"}
+from toolkit.training.optimizer_check import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -209,7 +205,7 @@ def _build(arguments: _RunArguments) -> TrainingRun:
     steps_per_epoch = _steps_per_epoch(arguments.samples, batch_size, options.seed, device)
     _check_method("lr:", arguments.lr, "factor", "lr.Constant")
     schedule = arguments.schedule.in_steps(steps_per_epoch)
-    optimizer_of_one_number = _check_optimizer(arguments.optimizer)
+    optimizer_of_one_number = check_optimizer(arguments.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
@@ -343,38 +339,6 @@ def join_ranks(
             f"runtime=single_process or controller is one process and {n_processes} were started:"
             " leave torchrun out, or choose runtime=distributed"
         )
-    return None
-
-
-def _check_optimizer(make: MakeOptimizer) -> Optimizer:
-    """Return an optimizer of one number, which is built to check it."""
-    try:
-        parameter = nn.Parameter(torch.zeros(1))
-        optimizer = make([("weight", parameter)] if takes_names(make) else [parameter])
-    except (TypeError, ValueError, IndexError) as error:
-        reason = first_line(error)
-        option_name = _option_in(reason, getattr(make, "keywords", {}))
-        hint = f"; it is optimizer.{option_name}" if option_name else ""
-        raise UserError(f"optimizer cannot be made: {reason}{hint}") from error
-    momentum = optimizer.param_groups[0].get("momentum", 0)
-    if isinstance(momentum, int | float) and momentum >= 1:
-        raise UserError(
-            f"optimizer.momentum is below 1, since past gradients would never fade: got {momentum}"
-        )
-    learning_rate = optimizer.param_groups[0]["lr"]
-    if not (isinstance(learning_rate, int | float) and isfinite(learning_rate)):
-        raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
-    return optimizer
-
-
-def _option_in(reason: str, options: Mapping[str, Any]) -> str | None:
-    """Return the option of an optimizer that one of torch's messages is about; None if unclear."""
-    for words, name in _WORDS_OF_TORCH.items():
-        if words in reason and name in options:
-            return name
-    for name in sorted(options, key=len, reverse=True):  # momentum_decay before momentum
-        if re.search(rf"\b{re.escape(name)}\b", reason):
-            return name
     return None
 
 
