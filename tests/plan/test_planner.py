@@ -16,7 +16,7 @@ from toolkit.model import Features, Images, Sequences, partition
 from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan, plan_costs
 from toolkit.plan.candidates import Candidate, candidates, data_options
-from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
+from toolkit.plan.choice import choose_prediction, reason_to_stay, worth_a_fresher_delay
 from toolkit.plan.predictions import Machines, front
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
@@ -126,6 +126,15 @@ def test_the_front_is_what_nothing_beats():
     one, small, fresh = made_up(1, 5, 1), made_up(2, 1, 1), made_up(3, 5, 0)
     slower, broken = made_up(2, 6, 1), made_up(0.1, fits=False)
     assert front([slower, fresh, small, broken, one]) == [one, small, fresh]
+
+
+def test_the_reason_to_stay_names_what_is_faster():
+    dp, late = made_up(1.0), made_up(0.94, 2, 1.0)
+    unfit = made_up(0.5, fits=False)
+    assert choose_prediction([dp, late, unfit], dp) == dp
+    for number in ("0.94", "1.00", "10%"):
+        assert number in reason_to_stay([dp, late, unfit], dp)
+    assert "3%" in reason_to_stay([dp, made_up(0.98, 2, 1.0)], dp)
 
 
 def test_a_choice_weighs_time_staleness_and_memory():

@@ -45,6 +45,19 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
     )
 
 
+def reason_to_stay(predictions: Sequence[Prediction], baseline: Prediction) -> str:
+    """Return why none of some predictions is chosen instead of data parallelism, in words."""
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    fastest = min(fitting, key=lambda prediction: prediction.seconds)
+    if fastest.seconds * (1 + NEGLIGIBLE) >= baseline.seconds:
+        return f"nothing within the limits is more than {NEGLIGIBLE:.0%} faster"
+    return (
+        f"the fastest takes {fastest.seconds / baseline.seconds:.2f} of its time, with weights"
+        f" {fastest.staleness:.2f} steps late on average, and a step of staleness counts as"
+        f" {STALENESS_PRICE:.0%} of the time"
+    )
+
+
 def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
     """Return the fastest candidates with late weights that nothing fresher comes near."""
     late_predictions = []

@@ -19,6 +19,7 @@ from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES, Traced
 from toolkit.plan.candidate_sweep import SLOW, CandidateSweep, CostsOf
 from toolkit.plan.candidates import Candidate, data_options, placeholder_note
+from toolkit.plan.choice import reason_to_stay
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
@@ -82,8 +83,8 @@ class Plan:
             try_command += f"\n{note}"
         if best_prediction == baseline:
             return (
-                f"Stay with {baseline_name} ({baseline_cost}): nothing within the limits is more"
-                f" than {NEGLIGIBLE:.0%} faster.\n{try_command}"
+                f"Stay with {baseline_name} ({baseline_cost}):"
+                f" {reason_to_stay(self.predictions, baseline)}.\n{try_command}"
             )
 
         baseline_failure = ""
