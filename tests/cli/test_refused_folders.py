@@ -118,3 +118,15 @@ def test_an_interrupted_run_says_that_nothing_is_saved(monkeypatch, tmp_path):
     assert "interrupted; nothing is saved" in finished.err
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], "nothing is saved" in status["message"]) == ("stopped", True)
+
+
+def test_an_interrupt_before_the_options_are_read(monkeypatch, tmp_path):
+    def end_process():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolkit.cli.schema.register", end_process)
+    finished = run("train", *TINY)
+    assert finished.status == 130
+    assert "Traceback" not in finished.err
+    assert not any(tmp_path.iterdir())

@@ -170,12 +170,13 @@ class _CommandLine:
     def execute(self) -> None:
         """Run the experiment or print help; exit unless all has succeeded."""
         with lossy_output(), process.interruptible(sweeps.under_way):
-            schema.register()
             # Without c10d's warnings and their frames: the watch of a rank says why it ends.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             _let_hydra_raise()
             Sweep.begin([])
             try:
+                schema.register()  # takes long enough to be interrupted
+
                 # 1. Help needs no valid options of a resumed run.
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
