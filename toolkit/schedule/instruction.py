@@ -179,6 +179,7 @@ class Instruction(NamedTuple):
         """Key of a message or collective: the k-th of a key on one rank meets others' k-th."""
         if self.action not in _MESSAGES:
             return self[1:]
+        # Sender and receiver, in this order at both ends, so that their keys are equal.
         ends = (rank, *self.peers) if self.action == SEND else (*self.peers, rank)
         return (*ends, *self[2:7])
 

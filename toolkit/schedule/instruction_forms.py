@@ -71,6 +71,7 @@ class FormCheck:
         if action in _MESSAGES:
             has_peers = len(peers) == 1 and peers[0] != rank and peers[0] in self.ranks
         elif action.communicates:
+            # A peer that occurs twice, or is no rank, makes the set smaller.
             has_peers = rank in peers and len({*peers}.intersection(self.ranks)) == len(peers)
         else:
             has_peers = not peers

@@ -72,10 +72,12 @@ class _PartialOrder:
         numbers = _sorted(waits)
         for g in numbers:
             for earlier in waits[g]:
+                # The default, for what is no op, leaves the bound of rank 0 as it is.
                 rank, gap = ops.get(earlier, (0, -1))
                 self.since[g] = [*map(max, self.since[g], self.since[earlier])]
                 self.since[g][rank] = max(self.since[g][rank], gap + 1)
         for g in reversed(numbers):
+            # The default is the bound that rank 0 begins with: it changes nothing.
             rank, gap = ops.get(g, (0, len(self.op_ticks[0])))
             self.until[g][rank] = min(self.until[g][rank], gap)
             for earlier in waits[g]:
@@ -111,6 +113,7 @@ class _PartialOrder:
                 if i.action.computes:
                     ops.append(g)
             elif i.action.communicates:
+                # The op before the gap in which it may begin; none before gap 0.
                 waits += ops[: self.opens(rank, i)][-1:]
                 if i.action not in (Action.SEND, Action.RECV):
                     waits += collectives[-1:]
@@ -138,6 +141,7 @@ def _sorted(waits: Sequence[Sequence[int]]) -> list[int]:
         for earlier in awaited:
             users[earlier].append(g)
     order = [g for g, n_lacking in enumerate(lacking) if not n_lacking]
+    # The list grows as the loop walks it: a number joins once it lacks nothing.
     for g in order:
         for user in users[g]:
             lacking[user] -= 1
@@ -151,6 +155,7 @@ def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
     instructions = order.program.ranks[rank]
     first_number = order.first[rank]
     last_gap = len(order.op_ticks[rank])
+    # Gaps are 0 .. last_gap; the entry after them takes what is held to the end.
     weight_changes = [0.0] * (last_gap + 2)  # changes of the weights held, by gap
     updating = [0.0] * (last_gap + 1)  # one update at a time holds two versions
 

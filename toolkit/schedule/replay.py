@@ -45,7 +45,9 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     waiting = progress.waiting
     position = progress.position
     n_ranks = len(ranks)
+    # A rank is in `ready` or in `waiting`, or it runs here, or it has finished.
     while ready:
+        # The place of a rank has the rank as its last digit, see _place.
         rank = heappop(ready) % n_ranks
         order = ranks[rank]
         index = position[rank]

@@ -116,6 +116,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
 
     def ready(op: Op) -> bool:
         needed_ops = dependencies(op, split, 2 * n_ranks)
+        # An op that has not run counts as one that ends too late.
         return all(ends.get(needed_op, slot + 1) <= slot for needed_op in needed_ops)
 
     def choose(rank: int) -> Op | None:
@@ -155,6 +156,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
                 weight_halves[rank].append(op._replace(kind=Kind.BACKWARD_WEIGHT))
             else:
                 n_held[rank] -= 1
+            # It ends with the slot, so ranks that choose after this one cannot use it yet.
             ends[op] = slot + 1
             orders[rank].append(op)
         assert len(ends) > n_ended, "the block's ranks wait for each other"
@@ -249,6 +251,7 @@ class _RankSlots:
             earliest: first slot in which it can run.
             bound: stage-activations that the rank holds at most.
         """
+        # An earlier start adds one in each slot until `start`: it comes after the last full one.
         for slot in range(earliest, start):
             if self.activations[slot] == bound:
                 earliest = slot + 1

@@ -125,6 +125,7 @@ class WeightHandover:
         handover_ticks = []
         next_tick = inf
         for source, target in reversed(handovers):
+            # A rank that only passes the version on counts as if it read it last.
             source_ready = first_read.get(source, reads[-1]).start + self.slot
             target_needs = first_read.get(target, reads[-1]).start - self.slot
             next_tick = min(source_ready, target_needs, next_tick)
