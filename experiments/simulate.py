@@ -7,6 +7,9 @@ With costs=FILE the stages are your own profile: a CSV file with the columns for
 backward_inputs_ms, backward_weights_ms, activation_mb, output_mb and parameter_mb. A stage is a
 row, or several consecutive ones; a column batch is the measured micro-batch.
 
+With width=2 two devices share the stages of each rank, by tensor parallelism: of gpt and vit_b_16.
+Memory is then that of a device, and DistributedDataParallel has as many devices.
+
 More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """
 
@@ -26,9 +29,13 @@ from toolkit.format import GIB, MB
 from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
+    import torch
+
     from toolkit.cost import Hardware, Timeline
     from toolkit.cost.cost_file import FileCosts
+    from toolkit.cost.tensor_width import Width
     from toolkit.cost.worker_forms import CostsOf, Form
+    from toolkit.model import InputSpec
     from toolkit.schedule import Schedule
 
 _MAX_RANKS = 16  # that are printed
@@ -45,28 +52,25 @@ def main(config: DictConfig) -> None:
     from toolkit.cli import (
         analysed_form,
         build_hardware,
-        build_model,
         build_schedules,
         model_name,
         settle_delays,
     )
     from toolkit.cost import write_chakra
-    from toolkit.cost.worker_forms import ModelCosts
+    from toolkit.cost.tensor_width import Width
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    check_counts(config, "batch", "steps")
-    check_choice("chains", config.chains, _CHAINS)
-    if not config.optimizer_words >= 0:
-        raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+    check(config)
     file_costs = costs_of_file(config) if config.costs else None
     form = analysed_form(config)
     settle_delays(config, lambda: form, file_costs)
     schedules = build_schedules(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
+    width = Width(config.width, build_hardware(config.hardware), config.width_efficiency)
 
     folder = output_folder()
     predicted: list[Prediction] = []
@@ -74,14 +78,12 @@ def main(config: DictConfig) -> None:
     with tqdm(unit=" simulations", leave=False, total=n_predictions) as bar:
         bar.set_description("tracing the model")
         costs_of: CostsOf
+        baseline_costs_of: CostsOf
         if file_costs is not None:
-            costs_of = file_costs
+            costs_of = baseline_costs_of = file_costs
         else:
-            with torch.device(device):
-                model = build_model(config.model, form)
-            example = form.example(config.batch, device)
-            costs_of = ModelCosts(model, example, config.precision, config.checkpoint)
-        comparison = Comparison(config, costs_of, build_hardware(config.hardware))
+            costs_of, baseline_costs_of = costs_of_model(config, form, device, width)
+        comparison = Comparison(config, costs_of, baseline_costs_of, width)
         for index, (name, schedule) in enumerate(schedules.items()):
             bar.set_description(f"{name}, {seconds_of(schedule)}")
             predicted += comparison.predict(name, schedule)
@@ -109,6 +111,8 @@ def main(config: DictConfig) -> None:
     title = f"{model_name(config.model)} in {config.precision}, micro-batches of {config.batch}"
     if file_costs is not None:
         title = file_costs.in_words
+    if width.devices > 1:
+        title += f", {width.devices} devices a rank"
     timed = f"stages timed on {device_name}, links of " if config.measured else ""
     show(f"\n{title}, {timed}{comparison.hardware.name}\n")
     show(tables(rows, rank_rows))
@@ -139,6 +143,7 @@ class Prediction:
         drawn: timeline of the steps that are drawn; None for the baseline.
         baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
             micro-batches of another size.
+        width: devices of a rank.
     """
 
     name: str
@@ -146,6 +151,7 @@ class Prediction:
     n_samples: int
     drawn: "Timeline | None" = None
     baseline: float | None = None
+    width: int = 1
 
 
 @dataclass
@@ -155,13 +161,20 @@ class Comparison:
     Attributes:
         config: options of the command.
         costs_of: costs of the model's stages.
-        hardware: the machines.
+        baseline_costs_of: likewise, of the model whole on each device.
+        width: devices of a rank, and the machines.
     """
 
     config: DictConfig
     costs_of: "CostsOf"
-    hardware: "Hardware"
+    baseline_costs_of: "CostsOf"
+    width: "Width"
     _baselines: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def hardware(self) -> "Hardware":
+        """The machines as one device of every rank sees them."""
+        return self.width.hardware_of_ranks
 
     def predict(self, name: str, schedule: "Schedule") -> list[Prediction]:
         """Return the prediction of a schedule, after that of a baseline that is new."""
@@ -181,21 +194,27 @@ class Comparison:
         )
         predictions = self._baseline_of(schedule)
         n_samples = config.batch * schedule.n_microbatches
-        prediction = Prediction(name, best_form, n_samples)
-        n_ranks, n_microbatches = schedule.n_ranks, schedule.n_microbatches
-        prediction.baseline = self._baselines.get((n_ranks, n_microbatches))
+        prediction = Prediction(name, best_form, n_samples, width=self.width.devices)
+        key = self._baseline_key(schedule)
+        prediction.baseline = self._baselines.get(key)
         return [*predictions, prediction]
 
+    def _baseline_key(self, schedule: "Schedule") -> tuple[int, int]:
+        """Return the numbers of devices and of micro-batches."""
+        return schedule.n_ranks * self.width.devices, schedule.n_microbatches
+
     def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
-        """Return DistributedDataParallel on as many ranks and micro-batches, unless done before."""
+        """Return DistributedDataParallel on as many devices and micro-batches, unless done."""
         from toolkit.cost.worker_forms import ddp_form
 
-        n_ranks, n_microbatches = schedule.n_ranks, schedule.n_microbatches
-        key = n_ranks, n_microbatches
+        key = self._baseline_key(schedule)
+        n_ranks, n_microbatches = key
         if n_ranks == 1 or n_microbatches % n_ranks or key in self._baselines:
             return []
         words = self.config.optimizer_words
-        form = ddp_form(self.costs_of, self.hardware, n_ranks, n_microbatches // n_ranks, words)
+        hardware = self.width.hardware
+        costs_of = self.baseline_costs_of
+        form = ddp_form(costs_of, hardware, n_ranks, n_microbatches // n_ranks, words)
         self._baselines[key] = form.seconds
         n_samples = self.config.batch * n_microbatches
         name = form.schedule.name
@@ -221,8 +240,41 @@ class Comparison:
         ratio = f"{seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
         row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
         row |= summary(form.timeline, prediction.n_samples, self.hardware)
+        row["devices"] = row["ranks"] * prediction.width
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
         return row | {"form": form.words}
+
+
+def check(config: DictConfig) -> None:
+    """Raise UserError if an option has a value that it cannot have."""
+    check_counts(config, "batch", "steps", "width")
+    check_choice("chains", config.chains, _CHAINS)
+    if not config.optimizer_words >= 0:
+        raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+    if config.width > 1 and (config.costs or config.measured):
+        raise UserError(
+            f"width={config.width} takes the stages of a model by the roofline: leave out costs and"
+            " measured"
+        )
+
+
+def costs_of_model(
+    config: DictConfig, form: "InputSpec", device: "torch.device", width: "Width"
+) -> "tuple[CostsOf, CostsOf]":
+    """Return the costs of the model's stages on a device of a rank, and whole for the baseline."""
+    import torch
+
+    from toolkit.cli import build_model
+    from toolkit.cost.worker_forms import ModelCosts
+
+    with torch.device(device):
+        model = build_model(config.model, form)
+    example = form.example(config.batch, device)
+    whole_costs = ModelCosts(model, example, config.precision, config.checkpoint)
+    if width.devices == 1:
+        return whole_costs, whole_costs
+    costs_of = ModelCosts(model, example, config.precision, config.checkpoint, width)
+    return costs_of, whole_costs
 
 
 def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) -> None:

@@ -193,6 +193,16 @@ def test_simulate_several_schedules(tmp_path):
     assert ranks == [(name, rank) for name in ("DDP", "DP", "CDP-v2") for rank in "01"]
 
 
+def test_simulate_several_devices_a_rank(tmp_path):
+    """DDP has as many devices; a model without a plan is refused."""
+    options = ("stages=2", "microbatches=4", "batch=2", "schedule=gpipe", "width=2")
+    gpt = ("model=gpt", "model.layers=1", "model.width=16", "shape=[8]", "classes=32")
+    baseline, pipeline = complete("simulate", tmp_path, *gpt, *options)["metrics"]
+    assert (baseline["ranks"], baseline["devices"]) == (4, 4)
+    assert (pipeline["ranks"], pipeline["devices"]) == (2, 4)
+    refused("simulate", *SMALL, *options, match="width=2: .* Sequential")
+
+
 def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     """Half of ResNet-8 is in its last stage, whose whole messages the others wait for."""
     options = (*SMALL, "stages=4", "microbatches=4", "hardware.link_latency=0")

@@ -55,6 +55,9 @@ class StageCost:
         recomputes: whether a backward runs the forward again instead of keeping activations.
         compressed_gradient_bytes: a gradient sum and its statistics as ranks hand them on; then a
             sender also keeps what its last message lost. None: they travel as they are.
+        exchange_seconds: of the forward's collectives among the devices of a rank.
+        backward_exchange_seconds: of the backward's.
+        exchange_bytes: that a device sends to others of its rank, in a forward and a backward.
     """
 
     flops: float
@@ -76,6 +79,9 @@ class StageCost:
     backward_working_bytes: float = 0.0
     recomputes: bool = False
     compressed_gradient_bytes: float | None = None
+    exchange_seconds: float = 0.0
+    backward_exchange_seconds: float = 0.0
+    exchange_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -128,7 +134,12 @@ class StageCost:
         return 3 * self.parameter_bytes + 2 * state_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
-        """Return forward and backward seconds: measured, else by the roofline."""
+        """Return forward and backward seconds, with the collectives among devices of a rank."""
+        forward, backward = self.compute_seconds(hardware)
+        return forward + self.exchange_seconds, backward + self.backward_exchange_seconds
+
+    def compute_seconds(self, hardware: Hardware) -> tuple[float, float]:
+        """Return forward and backward seconds of kernels: measured, else by the roofline."""
         if self.forward_seconds is not None and self.backward_seconds is not None:
             return self.forward_seconds, self.backward_seconds
         if not self.kernels and not self.backward_kernels:
@@ -140,7 +151,7 @@ class StageCost:
 
     def weight_seconds(self, hardware: Hardware) -> float:
         """Return the seconds of the backward that make gradients of weights."""
-        _, backward = self.seconds(hardware)
+        _, backward = self.compute_seconds(hardware)
         if self.weight_share is not None:
             return self.weight_share * backward
         if not self.backward_kernels:

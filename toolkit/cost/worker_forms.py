@@ -7,7 +7,8 @@ arithmetic or the parameters equally (``partition``).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from toolkit.cost.timeline import Timeline
 from toolkit.errors import UserError
 from toolkit.model.partition import Traced
 from toolkit.schedule import CHAINS, FRESHEST, Schedule, catalog
+
+if TYPE_CHECKING:
+    from toolkit.cost.tensor_width import Width
 
 BUCKETS = "buckets"
 """The cut of a model into the buckets of DistributedDataParallel."""
@@ -45,6 +49,10 @@ class ModelCosts:
         example: a micro-batch; seconds are measured unless it is on the meta device.
         precision: as for :func:`toolkit.cost.profile`.
         checkpoint: stages that compute their forward twice.
+        width: devices of a rank, if several; the example is on the meta device then.
+
+    Raises:
+        UserError: several devices cannot share the model.
     """
 
     def __init__(
@@ -53,10 +61,21 @@ class ModelCosts:
         example: Any,
         precision: str = "fp32",
         checkpoint: str | Sequence[int] = "none",
+        width: "Width | None" = None,
     ) -> None:
+        self._profile = partial(profile, precision=precision)
+        if width is not None and width.devices > 1:
+            from toolkit.cost.tensor_width import profile_width
+            from toolkit.model.tensor_parallel import tensor_parallel
+
+            self._profile = partial(
+                profile_width,
+                parallelize=tensor_parallel(model, width.devices),
+                width=width,
+                precision=precision,
+            )
         self._traced = Traced.of(model, example)
         self._example = example
-        self._precision = precision
         self._checkpoint = checkpoint
         self._costs: dict[tuple[int, str], Costs] = {}
 
@@ -67,7 +86,7 @@ class ModelCosts:
             traced = self._traced
             in_buckets = cut == BUCKETS
             stages = traced.cut_in_buckets() if in_buckets else traced.cut(n_stages, cut)
-            costs = profile(stages, self._example, precision=self._precision)
+            costs = self._profile(stages, self._example)
             # A list of stages names those of the other cut: buckets have none.
             checkpoint = "none" if in_buckets and self._checkpoint != "all" else self._checkpoint
             self._costs[key] = recomputing(costs, checkpoint)

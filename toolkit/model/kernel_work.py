@@ -76,7 +76,7 @@ class WorkCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.is_view or func in _ALLOCATIONS:
+        if not reads_memory(func):
             return output
         attention_dropout = attention_draws(func, args)
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
@@ -85,6 +85,11 @@ class WorkCounter(TorchDispatchMode):
         self.bytes += sum(operand.nbytes for operand in operands)
         self.in_16_bits |= any(operand.dtype in HALVES for operand in operands)
         return output
+
+
+def reads_memory(operation: Any) -> bool:
+    """Return whether an operation reads or writes memory; views and allocations do not."""
+    return not operation.is_view and operation not in _ALLOCATIONS
 
 
 _ALLOCATIONS = {

@@ -1,7 +1,7 @@
 """Peak memory of a stage's forward and backward, from the bytes of living tensors."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -41,9 +41,12 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        argument_storages = [
-            tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))
-        ]
+        self._count(output, tensors_in((args, kwargs)))
+        return output
+
+    def _count(self, output: Any, arguments: Sequence[Tensor]) -> None:
+        """Count the memory of what an operation has made, unless it is that of an argument."""
+        argument_storages = [tensor.untyped_storage()._cdata for tensor in arguments]
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._sizes and storage._cdata not in argument_storages:
@@ -52,14 +55,13 @@ class LiveMemory(TorchDispatchMode):
                 # An address may be used again: forget it as soon as its storage is gone.
                 weakref.finalize(storage, self._forget, storage._cdata)
         self.most = max(self.most, self.bytes)
-        return output
 
     def restart(self) -> None:
         """Set the peak to the bytes in use now."""
         self.most = self.bytes
 
     def _forget(self, storage: int) -> None:
-        self.bytes -= self._sizes.pop(storage)
+        self.bytes -= self._sizes.pop(storage, 0)
 
 
 def working_bytes(

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.process_group.columns import Column
-from toolkit.runtime.sharded_stage import Parallelize, ShardedStage, Sharding
+from toolkit.model.sharded_module import Sharding
+from toolkit.runtime.process_group.columns import Column, Parallelize
+from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule

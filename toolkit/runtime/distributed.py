@@ -36,8 +36,9 @@ from toolkit.runtime.weight_store import WeightStore
 from toolkit.schedule import Program, Schedule
 
 if TYPE_CHECKING:
+    from toolkit.model.sharded_module import Sharding
     from toolkit.runtime.device_rows import DeviceRow
-    from toolkit.runtime.sharded_stage import ShardedStage, Sharding
+    from toolkit.runtime.sharded_stage import ShardedStage
 
 WINDOW = 50_000  # ops of the training steps that are lowered at once
 

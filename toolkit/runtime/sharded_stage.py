@@ -1,118 +1,27 @@
 """A stage that the devices of a rank share (tensor parallelism).
 
-The runtime holds and sends the *local shards*: plain tensors. They become DTensors where the user's
-modules and optimizers see them::
-
-    local shard --DTensor--> forward and backward --local--> gradient, sum, message
-    local shard --DTensor--> optimizer (states are DTensors, too)
+The runtime holds and sends the *local shards*: see :mod:`toolkit.model.sharded_module`. They become
+DTensors where the user's optimizers see them, whose states are DTensors, too.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model.node_costs import meta_copy
+from toolkit.model.sharded_module import ShardedModule, Sharding, parallelized
 from toolkit.model.traced_stage import in_training
 from toolkit.runtime.process_group.columns import Parallelize, Row
 from toolkit.runtime.sharded_draws import seed_shards
-
-
-class Sharding(NamedTuple):
-    """How a tensor lies on a row: where each device has what, and the whole tensor's layout."""
-
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def wrap(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return the DTensor whose shard here is ``local``; autograd passes through."""
-        return DTensor.from_local(
-            local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-    def shard(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return this device's shard of ``whole``, in memory of its own, without messages."""
-        sharded = distribute_tensor(whole.detach(), mesh, self.placements, src_data_rank=None)
-        return sharded.to_local().clone(memory_format=torch.contiguous_format)
-
-    def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return the whole tensor. Every device of the row calls it."""
-        return self.wrap(local.detach(), mesh).full_tensor().clone()
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each device has the whole tensor."""
-        return all(placement.is_replicate() for placement in self.placements)
-
-
-def _sharding_of(tensor: Tensor) -> Sharding | None:
-    if not isinstance(tensor, DTensor):
-        return None
-    return Sharding(tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
-
-
-@dataclass
-class ShardedModule:
-    """A stage's modules after ``parallelize``: called with local shards, it returns such.
-
-    Attributes:
-        module: the stage, whose trained weights are on the meta device.
-        mesh: mesh of its collectives.
-        is_last: whether its outputs are the model's, which are whole on every device.
-        inputs: sharding of each input; None for a plain tensor.
-        outputs: likewise of each output, as the last call has found it.
-    """
-
-    module: fx.GraphModule
-    mesh: DeviceMesh
-    is_last: bool
-    inputs: Sequence[Sharding | None] = ()
-    outputs: Sequence[Sharding | None] = ()
-    weights: dict[str, Sharding] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.weights = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            sharding = _sharding_of(parameter)
-            if sharding is not None:
-                self.weights[name] = sharding
-
-    def __call__(
-        self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], *, tie_weights: bool = True
-    ) -> tuple[Tensor, ...]:
-        """Run the stage on local shards of ``weights`` and ``inputs``."""
-        tensors = {}
-        for name, weight in weights.items():
-            tensors[name] = weight
-            if name in self.weights:
-                tensors[name] = self.weights[name].wrap(weight, self.mesh)
-        received = []
-        for index, tensor in enumerate(inputs):
-            sharding = self.inputs[index] if self.inputs else None
-            received.append(tensor if sharding is None else sharding.wrap(tensor, self.mesh))
-        results = torch.func.functional_call(
-            self.module, tensors, tuple(received), tie_weights=tie_weights
-        )
-        self.outputs = [None if self.is_last else _sharding_of(output) for output in results]
-        return tuple(self._local(output) for output in results)
-
-    def _local(self, output: Tensor) -> Tensor:
-        if not isinstance(output, DTensor):
-            return output
-        if self.is_last:
-            return output.full_tensor()
-        return output.to_local()
 
 
 class ShardedStage:
@@ -351,25 +260,7 @@ def _parallelized(
     stage: fx.GraphModule, mesh: DeviceMesh, parallelize: Parallelize, row: Row
 ) -> fx.GraphModule:
     """Return ``stage``, a copy of its own, after ``parallelize``."""
-    trained = {name for name, p in stage.named_parameters() if p.requires_grad}
-    result = parallelize(stage, mesh)
-    if isinstance(result, fx.GraphModule):
-        stage = result
-    # torch's SequenceParallel makes new parameters that all need a gradient.
-    for name, parameter in stage.named_parameters():
-        parameter.requires_grad_(name in trained)
-    for name, module in stage.named_modules():
-        if type(module).__name__.startswith("FSDP"):
-            raise UserError(
-                f"parallelize: got fully_shard of {name or 'the stage'}; expected tensor"
-                " parallelism, such as parallelize_module. To share states use state=sharded"
-            )
-    for name, buffer in stage.named_buffers():
-        if isinstance(buffer, DTensor):
-            raise UserError(
-                f"parallelize: got the buffer {name} as a DTensor; expected parameters only. Leave"
-                " its module out of the plan"
-            )
+    stage = parallelized(stage, mesh, parallelize)
     seed_shards(stage, row)
     return stage
 

@@ -1,0 +1,135 @@
+"""A stage whose modules several devices share: local shards in, local shards out.
+
+Devices hold and send *local shards*: plain tensors. The modules see DTensors::
+
+    local shard --DTensor--> forward and backward --local--> gradient, sum, message
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from toolkit.errors import UserError
+
+
+class Sharding(NamedTuple):
+    """How a tensor lies on a row: where each device has what, and the whole tensor's layout."""
+
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return the DTensor whose shard here is ``local``; autograd passes through."""
+        return DTensor.from_local(
+            local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def shard(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return this device's shard of ``whole``, in memory of its own, without messages."""
+        sharded = distribute_tensor(whole.detach(), mesh, self.placements, src_data_rank=None)
+        return sharded.to_local().clone(memory_format=torch.contiguous_format)
+
+    def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return the whole tensor. Every device of the row calls it."""
+        return self.wrap(local.detach(), mesh).full_tensor().clone()
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each device has the whole tensor."""
+        return all(placement.is_replicate() for placement in self.placements)
+
+
+def _sharding_of(tensor: Tensor) -> Sharding | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    return Sharding(tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+
+
+@dataclass
+class ShardedModule:
+    """A stage's modules after ``parallelize``: called with local shards, it returns such.
+
+    Attributes:
+        module: the stage, whose trained weights are on the meta device.
+        mesh: mesh of its collectives.
+        is_last: whether its outputs are the model's, which are whole on every device.
+        inputs: sharding of each input; None for a plain tensor.
+        outputs: likewise of each output, as the last call has found it.
+    """
+
+    module: fx.GraphModule
+    mesh: DeviceMesh
+    is_last: bool
+    inputs: Sequence[Sharding | None] = ()
+    outputs: Sequence[Sharding | None] = ()
+    weights: dict[str, Sharding] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            sharding = _sharding_of(parameter)
+            if sharding is not None:
+                self.weights[name] = sharding
+
+    def __call__(
+        self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], *, tie_weights: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Run the stage on local shards of ``weights`` and ``inputs``."""
+        tensors = {}
+        for name, weight in weights.items():
+            tensors[name] = weight
+            if name in self.weights:
+                tensors[name] = self.weights[name].wrap(weight, self.mesh)
+        received = []
+        for index, tensor in enumerate(inputs):
+            sharding = self.inputs[index] if self.inputs else None
+            received.append(tensor if sharding is None else sharding.wrap(tensor, self.mesh))
+        results = torch.func.functional_call(
+            self.module, tensors, tuple(received), tie_weights=tie_weights
+        )
+        self.outputs = [None if self.is_last else _sharding_of(output) for output in results]
+        return tuple(self._local(output) for output in results)
+
+    def _local(self, output: Tensor) -> Tensor:
+        if not isinstance(output, DTensor):
+            return output
+        if self.is_last:
+            return output.full_tensor()
+        return output.to_local()
+
+
+def parallelized(
+    stage: fx.GraphModule, mesh: DeviceMesh, parallelize: Callable[[nn.Module, DeviceMesh], Any]
+) -> fx.GraphModule:
+    """Return ``stage`` after ``parallelize``, which may change it in place.
+
+    Raises:
+        UserError: ``parallelize`` does what cannot be done here.
+    """
+    trained = {name for name, p in stage.named_parameters() if p.requires_grad}
+    result = parallelize(stage, mesh)
+    if isinstance(result, fx.GraphModule):
+        stage = result
+    # torch's SequenceParallel makes new parameters that all need a gradient.
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(name in trained)
+    for name, module in stage.named_modules():
+        if type(module).__name__.startswith("FSDP"):
+            raise UserError(
+                f"parallelize: got fully_shard of {name or 'the stage'}; expected tensor"
+                " parallelism, such as parallelize_module. To share states use state=sharded"
+            )
+    for name, buffer in stage.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise UserError(
+                f"parallelize: got the buffer {name} as a DTensor; expected parameters only. Leave"
+                " its module out of the plan"
+            )
+    return stage

@@ -1,0 +1,292 @@
+"""Work, messages and memory of one of the devices that share a stage, from meta tensors.
+
+The stage runs on DTensors over a process group that moves nothing. What DTensor makes of each
+operation is seen here: kernels on local shards, and collectives.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.errors import UserError
+from toolkit.model.kernel_work import Work, reads_memory, tensors_in
+from toolkit.model.node_costs import meta_copy
+from toolkit.model.peak_memory import LiveMemory, peaks_beside_kept
+from toolkit.model.precision import HALVES, as_trained
+from toolkit.model.sharded_module import ShardedModule, Sharding, parallelized
+from toolkit.model.tensor_parallel import Parallelize
+
+_COLLECTIVE = "_c10d_functional"  # torch's namespace
+_COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective among the devices of a rank.
+
+    Attributes:
+        action: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        bytes: of the whole tensor.
+    """
+
+    action: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """What one device does for a stage on one micro-batch.
+
+    Attributes:
+        kernels: work of each kernel of the forward.
+        backward_kernels: work of each kernel of the backward.
+        exchanges: collectives of the forward.
+        backward_exchanges: collectives of the backward.
+        activation_bytes: saved for the backward, without parameters and stage inputs.
+        input_bytes: of the tensors that the device receives.
+        output_bytes: of the tensors that it sends on.
+        unkept_bytes: part of them that it does not keep for its own backward.
+        parameter_bytes: of its trained weights.
+        forward_working_bytes: peak of the forward besides what it keeps.
+        backward_working_bytes: peak of the backward besides what the forward has kept.
+    """
+
+    kernels: tuple[Work, ...]
+    backward_kernels: tuple[Work, ...]
+    exchanges: tuple[Exchange, ...]
+    backward_exchanges: tuple[Exchange, ...]
+    activation_bytes: int
+    input_bytes: int
+    output_bytes: int
+    unkept_bytes: int
+    parameter_bytes: int
+    forward_working_bytes: int
+    backward_working_bytes: int
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep back what torch says about a mesh of CPUs, which has no values here."""
+    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # all-to-all on CPUs
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def mesh_without_messages(width: int) -> Iterator[DeviceMesh]:
+    """Give a mesh of ``width`` devices, this process being the first, that moves nothing.
+
+    Raises:
+        UserError: this process is one of a job.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError(
+            f"width={width}: got a process of a job, expected one of its own. Predict before"
+            " init_process_group, or in another process"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=width)
+    try:
+        yield DeviceMesh("cpu", range(width), mesh_dim_names=("tensor",))
+    finally:
+        dist.destroy_process_group()
+
+
+def device_works(
+    stages: Sequence[fx.GraphModule],
+    example: Sequence[Tensor],
+    parallelize: Parallelize,
+    width: int,
+    precision: str = "fp32",
+) -> list[DeviceWork]:
+    """Return what the first of ``width`` devices does for each stage.
+
+    Args:
+        stages: of a partitioned model, with whole weights.
+        example: inputs of a micro-batch; shapes, types and the device (meta: a GPU) matter.
+        parallelize: shards the modules of a stage.
+        width: devices that share each stage.
+        precision: one of :data:`toolkit.model.precision.PRECISIONS`.
+    """
+    device = example[0].device
+    inputs = tuple(torch.empty_like(tensor, device="meta") for tensor in example)
+    shardings: Sequence[Sharding | None] = ()
+    works = []
+    with mesh_without_messages(width) as mesh, _quietly():
+        for index, stage in enumerate(stages):
+            module = parallelized(meta_copy(stage), mesh, parallelize)  # type: ignore[arg-type]
+            sharded = ShardedModule(module, mesh, is_last=index == len(stages) - 1)
+            sharded.inputs = shardings
+            work, outputs = _analyse(sharded, inputs, device, precision)
+            works.append(work)
+            shardings = sharded.outputs
+            inputs = tuple(
+                output.detach().requires_grad_(output.is_floating_point()) for output in outputs
+            )
+    return works
+
+
+def _analyse(
+    stage: ShardedModule, inputs: tuple[Tensor, ...], device: torch.device, precision: str
+) -> tuple[DeviceWork, tuple[Tensor, ...]]:
+    """Return the work of a stage, and the local shards that it sends on."""
+    weights = {}
+    for name, parameter in stage.module.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        weights[name] = local.detach().requires_grad_(parameter.requires_grad)
+    saved = _SavedTensors([*weights.values(), *stage.module.buffers(), *inputs])
+    with as_trained(device, precision), saved_tensors_hooks(saved.save, lambda tensor: tensor):
+        outputs = stage(weights, inputs)
+
+    log = _KernelLog()
+
+    def forward() -> tuple[Tensor, ...]:
+        results = stage(weights, inputs)
+        log.end_forward()
+        return results
+
+    with _LocalMemory() as memory, log:
+        working_bytes = peaks_beside_kept(forward, memory, as_trained(device, precision))
+    work = DeviceWork(
+        kernels=tuple(log.forward_kernels),
+        backward_kernels=tuple(log.kernels),
+        exchanges=tuple(log.forward_exchanges),
+        backward_exchanges=tuple(log.exchanges),
+        activation_bytes=saved.bytes,
+        input_bytes=sum(tensor.nbytes for tensor in inputs),
+        output_bytes=sum(tensor.nbytes for tensor in outputs),
+        unkept_bytes=sum(tensor.nbytes for tensor in outputs if not saved.has(tensor)),
+        parameter_bytes=sum(
+            weight.untyped_storage().nbytes() for weight in weights.values() if weight.requires_grad
+        ),
+        forward_working_bytes=working_bytes[0],
+        backward_working_bytes=working_bytes[1],
+    )
+    return work, outputs
+
+
+class _SavedTensors:
+    """Storages that autograd saves, besides those that are there before."""
+
+    def __init__(self, tensors_before: Sequence[Tensor]) -> None:
+        # Storages are identified by address: keep them alive so that none is reused.
+        self._alive = [*map(_local, tensors_before)]
+        self._storages = {_storage(tensor) for tensor in self._alive}
+        self.bytes = 0
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd saves, and return it."""
+        local = _local(tensor)
+        if _storage(local) not in self._storages:
+            self._storages.add(_storage(local))
+            self._alive.append(local)
+            self.bytes += local.untyped_storage().nbytes()
+        return tensor
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` is kept."""
+        return _storage(_local(tensor)) in self._storages
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _finds_shapes(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation is one by which DTensor finds shapes, once for each kind."""
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+class _LocalMemory(LiveMemory):
+    """Counts the bytes of living local tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's own kernels come here next
+        output = func(*args, **(kwargs or {}))
+        arguments = tensors_in((args, kwargs))
+        if _finds_shapes([*arguments, *tensors_in(output)]):
+            return output
+        if func.namespace == _COLLECTIVE and func._overloadpacket.__name__ not in _COLLECTIVES:
+            # What waits for a collective returns its result, of which meta tensors make a copy.
+            for argument in arguments:
+                self._forget(_storage(argument))
+        self._count(output, arguments)
+        return output
+
+
+class _KernelLog(TorchDispatchMode):
+    """Lists kernels on local tensors, and collectives.
+
+    Attributes:
+        kernels: work of each since the forward ended, or since the beginning.
+        exchanges: likewise collectives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Work] = []
+        self.exchanges: list[Exchange] = []
+        self.forward_kernels: list[Work] = []
+        self.forward_exchanges: list[Exchange] = []
+
+    def end_forward(self) -> None:
+        """Begin with the backward."""
+        self.forward_kernels, self.kernels = self.kernels, []
+        self.forward_exchanges, self.exchanges = self.exchanges, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor's own kernels come here next
+        output = func(*args, **kwargs)
+        operands = tensors_in((args, kwargs, output))
+        if _finds_shapes(operands):
+            return output
+        name = func._overloadpacket.__name__
+        if func.namespace == _COLLECTIVE:
+            if name in _COLLECTIVES:
+                whole_bytes = max(operand.nbytes for operand in operands)
+                self.exchanges.append(Exchange(_COLLECTIVES[name], float(whole_bytes)))
+        elif reads_memory(func):
+            flops = 0
+            if func._overloadpacket in flop_registry:
+                flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+            n_bytes = sum(operand.nbytes for operand in operands)
+            in_16_bits = any(operand.dtype in HALVES for operand in operands)
+            self.kernels.append(Work(flops, n_bytes, in_16_bits))
+        return output
