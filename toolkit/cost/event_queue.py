@@ -85,6 +85,7 @@ class EventQueue:
         ready = self._ready
         later_numbers = []
         while ready or self._events or self._shared_since:
+            # First all that is ready: its wishes may come before the next event.
             while ready:
                 number = ready.pop()
                 instruction = self._instructions[number]
@@ -100,6 +101,7 @@ class EventQueue:
                 self._end_sharing(self._shared)
             elif self._events:
                 self._serve()
+        # They are for the next call, which begins at `until`.
         ready += later_numbers
 
     def _end_sharing(self, shared: SharedPorts) -> None:
@@ -133,6 +135,7 @@ class EventQueue:
 
         # 2. The first event for each of these lanes takes them if all are idle.
         begun_messages: dict[int, tuple[float, Ports]] = {}
+        # `_wanted` has only lanes for which an event still waits, so each of these has a first.
         for _, _, number in sorted(self._waiting[lanes][0] for lanes in lanes_to_serve):
             lanes, seconds, on_start, ports = wishes[number]
             if not self._busy.isdisjoint(lanes):

@@ -50,6 +50,7 @@ class SharedPorts:
     def _advance(self, now: float) -> None:
         """Reduce what is left of each message by the time since the last event."""
         for number, end in self._ends.items():
+            # Rates were constant since `_now`, so what is left shrinks in proportion.
             total_seconds = end - self._now
             share_left = 0.0
             if total_seconds > 0:

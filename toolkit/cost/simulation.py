@@ -189,6 +189,7 @@ class Simulation:
         """
         factor = self.hardware.overlap_time
         if number in self.links.pairs:
+            # The backward of a pair comes right after its forward.
             backward = self.links.instructions[number + 1]
             backward_seconds = self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
             end = start + factor * (seconds + backward_seconds)
@@ -280,6 +281,7 @@ class Simulation:
         if microbatch is not None:
             key = (buffer, stage, microbatch, step)
             produced_at = self.boundaries[key]
+            # The op that needs it is on the receiver, where it is there only now.
             self.boundaries[key] = end
             if buffer == ACTIVATION:
                 next_stage = self.costs[stage + 1]

@@ -330,6 +330,7 @@ def _first_node(name: str, crossing: Crossings) -> int:
     paths: dict[str, None] = {}  # in order, each once
     for index, node in enumerate(crossing.nodes):
         for path in _paths(node):
+            # With dots, so that layer.1 does not stand for layer.10.
             if f"{path}.".startswith(f"{name}."):
                 return index
             if path:

@@ -28,6 +28,7 @@ def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
     """
     if "modules" in traced.meta:
         return  # a list of modules, which were not traced
+    # A tied weight has the first of its names: torch lists each parameter once.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     readers: defaultdict[int, list[fx.Node]] = defaultdict(list)
     for node in traced.graph.nodes:
@@ -43,6 +44,7 @@ def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
         if all(_can_be_function(traced, node) for node in nodes):
             tied_names.append(names[key])
             calls.update(node for node in nodes if node.op == "call_module")
+    # A copy of the list, since the loop replaces nodes of the graph.
     for node in [*traced.graph.nodes]:
         if node in calls:
             _call_function(traced, node)
