@@ -10,6 +10,9 @@ row, or several consecutive ones; a column batch is the measured micro-batch.
 With width=2 two devices share the stages of each rank, by tensor parallelism: of gpt and vit_b_16.
 Memory is then that of a device, and DistributedDataParallel has as many devices.
 
+With compression= messages are compressed, and what people use on slow links is priced beside it:
+DDP with the same compression and by PowerSGD, and local SGD.
+
 More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """
 
@@ -23,7 +26,7 @@ from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point, output_folder
-from toolkit.cli.check_options import check_counts
+from toolkit.cli.check_options import check_compressed, check_counts
 from toolkit.errors import UserError, check_choice
 from toolkit.format import GIB, MB
 from toolkit.terminal import show, show_activity
@@ -31,10 +34,10 @@ from toolkit.terminal import show, show_activity
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.cost import Hardware, Timeline
+    from toolkit.cost import Costs, Hardware, Timeline
     from toolkit.cost.cost_file import FileCosts
     from toolkit.cost.tensor_width import Width
-    from toolkit.cost.worker_forms import CostsOf, Form
+    from toolkit.cost.worker_forms import CostsOf, Cut, Form
     from toolkit.model import InputSpec
     from toolkit.schedule import Schedule
 
@@ -42,6 +45,7 @@ _MAX_RANKS = 16  # that are printed
 _OPS_A_SECOND = 20_000  # that are lowered, verified and simulated
 _CHAINS = ("fastest", "given")
 _PRINTED = ("schedule", "by DDP's time", "ms a step", "idle", "GiB, fullest rank", "fits", "form")
+_PRINTED_COMPRESSED = (*_PRINTED[:-1], "MB a step, busiest rank", "accuracy")
 
 
 @entry_point("simulate")
@@ -69,6 +73,7 @@ def main(config: DictConfig) -> None:
     form = analysed_form(config)
     settle_delays(config, lambda: form, file_costs)
     schedules = build_schedules(config)
+    check_compressed(schedules, config.compression, config.width)
     device = pick_device(config.device) if config.measured else torch.device("meta")
     width = Width(config.width, build_hardware(config.hardware), config.width_efficiency)
 
@@ -95,12 +100,13 @@ def main(config: DictConfig) -> None:
             if config.chakra:
                 chosen = predicted[-1].form
                 program = chosen.schedule.lower(config.steps)
-                costs = costs_of(schedule.n_stages, chosen.partition)
+                costs = comparison.costs_of_program(schedule.n_stages, chosen.partition)
                 chakra_folder = folder / f"chakra{index or ''}"
                 write_chakra(program, costs, comparison.hardware, chakra_folder)
     timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
     figures = save(timelines(timelines_drawn), folder / "timeline")
     rows = [comparison.row(prediction) for prediction in predicted]
+    rows += comparison.rival_rows()
     rank_rows = []
     for prediction in predicted:
         rank_rows += by_rank(prediction.name, prediction.form.timeline)
@@ -186,7 +192,7 @@ class Comparison:
         given_cut = config.partition or ("flops" if config.measured else None)
         best_form = fastest_form(
             schedule,
-            self.costs_of,
+            self.costs_of_program,
             self.hardware,
             chains=CHAINS if config.chains == "fastest" else (),
             cuts=[given_cut] if given_cut else CUTS,
@@ -203,6 +209,12 @@ class Comparison:
         """Return the numbers of devices and of micro-batches."""
         return schedule.n_ranks * self.width.devices, schedule.n_microbatches
 
+    def costs_of_program(self, n_stages: int, cut: "Cut") -> "Costs":
+        """Return the costs of stages whose messages are compressed as the options say."""
+        from toolkit.cost import compressed_costs
+
+        return compressed_costs(self.costs_of(n_stages, cut), self.config.compression)
+
     def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
         """Return DistributedDataParallel on as many devices and micro-batches, unless done."""
         from toolkit.cost.worker_forms import ddp_form
@@ -217,16 +229,14 @@ class Comparison:
         form = ddp_form(costs_of, hardware, n_ranks, n_microbatches // n_ranks, words)
         self._baselines[key] = form.seconds
         n_samples = self.config.batch * n_microbatches
-        name = form.schedule.name
-        baseline = form.seconds
-        return [Prediction(name, form, n_samples, baseline=baseline)]
+        return [Prediction(form.schedule.name, form, n_samples, baseline=form.seconds)]
 
     def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
         """Simulate the steps that are drawn."""
         from toolkit.cost import simulate
 
         form = prediction.form
-        costs = self.costs_of(form.schedule.n_stages, form.partition)
+        costs = self.costs_of_program(form.schedule.n_stages, form.partition)
         state_bytes = [self.config.optimizer_words * cost.parameter_bytes for cost in costs]
         program = form.schedule.lower(n_steps).verify()
         timeline = simulate(program, costs, self.hardware, state_bytes)
@@ -235,6 +245,9 @@ class Comparison:
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a row of the table."""
+        from toolkit.cost.compression import accuracy_class
+        from toolkit.cost.worker_forms import BUCKETS
+
         form = prediction.form
         seconds = form.seconds
         ratio = f"{seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
@@ -242,13 +255,38 @@ class Comparison:
         row |= summary(form.timeline, prediction.n_samples, self.hardware)
         row["devices"] = row["ranks"] * prediction.width
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
-        return row | {"form": form.words}
+        compression = "none" if form.partition == BUCKETS else self.config.compression
+        accuracy = accuracy_class(compression, late=form.schedule.max_staleness > 0)
+        return row | {"form": form.words, "accuracy": accuracy}
+
+    def rival_rows(self) -> list[dict[str, Any]]:
+        """Return rows of what is used on slow links, if messages are compressed."""
+        from toolkit.cost.slow_link_rivals import rivals_on_slow_links
+
+        if self.config.compression == "none":
+            return []
+        rows = []
+        for (n_ranks, n_microbatches), baseline in self._baselines.items():
+            rivals = rivals_on_slow_links(
+                self.baseline_costs_of,
+                self.width.hardware,
+                n_ranks,
+                self.config.compression,
+                accumulate=n_microbatches // n_ranks,
+                optimizer_words=self.config.optimizer_words,
+            )
+            n_samples = self.config.batch * n_microbatches
+            rows += [rival.cells(baseline, n_samples, self.width.hardware) for rival in rivals]
+        return rows
 
 
 def check(config: DictConfig) -> None:
     """Raise UserError if an option has a value that it cannot have."""
+    from toolkit.cost.compression import COMPRESSIONS
+
     check_counts(config, "batch", "steps", "width")
     check_choice("chains", config.chains, _CHAINS)
+    check_choice("compression", config.compression, COMPRESSIONS)
     if not config.optimizer_words >= 0:
         raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     if config.width > 1 and (config.costs or config.measured):
@@ -289,7 +327,8 @@ def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) 
     """Return the table of schedules; and that of ranks if there is one schedule of few ranks."""
     from toolkit.format import table
 
-    headings = [*_PRINTED]
+    is_compressed = any(row["accuracy"] not in ("exact", "late weights") for row in rows)
+    headings = [*(_PRINTED_COMPRESSED if is_compressed else _PRINTED)]
     if all(row["fits"] == "yes" for row in rows):
         headings.remove("fits")
     printed_rows = [{heading: row[heading] for heading in headings} for row in rows]

@@ -21,7 +21,7 @@ AROUND = frozenset(
 )
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
-OWN = ("optimizer", "lr", "clip", "ema", "readout")
+OWN = ("optimizer", "lr", "clip", "ema", "readout", "runtime")
 """Options in which the rules of a comparison may differ, besides their schedules."""
 
 INDIFFERENT = AROUND | {

@@ -37,3 +37,9 @@ def test_refuses_other_compressions():
     assert compressed_costs(COSTS, "none") is COSTS
     with pytest.raises(UserError, match="int2"):
         compressed_costs(COSTS, "int2")
+
+
+def test_16_bits_halve_gradients_and_weights_and_keep_no_errors():
+    (cost, _) = compressed_costs(COSTS, "bf16")
+    assert (cost.sent_gradient_bytes, cost.sent_weight_bytes) == (2012, 2000)
+    assert cost.error_bytes == 0

@@ -220,6 +220,20 @@ def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     assert (same["ms a step"], same["form"]) == (best["ms a step"], best["form"])
 
 
+def test_simulate_prices_compressed_messages_and_their_rivals(tmp_path):
+    options = (*SMALL, "schedule=cdp_v1", "stages=2", "workers=2", "hardware=ethernet_10")
+    rows = complete("simulate", tmp_path, *options, "compression=int8")["metrics"]
+    assert [row["schedule"] for row in rows][2:] == [
+        "DDP int8",
+        "DDP powersgd rank 4",
+        "DDP powersgd rank 2",
+        "local SGD every 8",
+    ]
+    assert rows[0]["accuracy"] == "exact"
+    assert len({row["accuracy"] for row in rows}) == 6
+    refused("simulate", "compression=int8", "schedule=dp", *SMALL, match="int8")
+
+
 def test_simulate_takes_the_delay_that_the_links_allow(tmp_path):
     options = (*SMALL, "stages=4", "microbatches=4", "partition=parameters")
     options += ("hardware.link_latency=0", "hardware.link_bandwidth=1e8")

@@ -14,6 +14,7 @@ from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
 from toolkit.errors import UserError, suggest
 from toolkit.files import conf
 from toolkit.options import OWN
+from toolkit.schedule import Schedule
 
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
@@ -68,6 +69,18 @@ def check_own(config: Mapping[Any, Any]) -> None:
                             f"own.{rule}.{name}.{key}: there is no option {name}.{key} here:"
                             f" {suggest(key, option_names)}"
                         )
+
+
+def check_compressed(schedules: "Mapping[str, Schedule]", compression: str, width: int) -> None:
+    """Raise UserError if ``int8`` or ``int4`` cannot compress the messages of a schedule."""
+    from toolkit.cost.compression import GRADIENT_BITS
+    from toolkit.runtime.compressed_sums import check_handed_on
+
+    if compression in GRADIENT_BITS:
+        if width > 1:
+            raise UserError(f"width={width} takes no compression={compression}: use bf16")
+        for schedule in schedules.values():
+            check_handed_on(schedule, GRADIENT_BITS[compression])
 
 
 def check_given(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of compressed messages."""
+"""Bytes of compressed messages, the memory of what they lost, and what that means for accuracy."""
 
 from dataclasses import replace
 
@@ -14,6 +14,12 @@ GRADIENT_BITS = {"int8": 8, "int4": 4}
 SCALE_BYTES = 4
 """Bytes of a scale."""
 
+SIXTEEN_BITS = ("fp16", "bf16")
+"""Compressions that round gradients and weights to two bytes."""
+
+COMPRESSIONS = ("none", *SIXTEEN_BITS, *GRADIENT_BITS)
+"""Compressions of a program's own messages."""
+
 
 def quantized_bytes(n_numbers: int, bits: int) -> int:
     """Return the bytes of numbers of ``bits`` each, with a scale a block of ``BLOCK``."""
@@ -22,23 +28,55 @@ def quantized_bytes(n_numbers: int, bits: int) -> int:
 
 
 def compressed_costs(costs: Costs, compression: str, item_bytes: int = 4) -> Costs:
-    """Return ``costs`` whose gradients travel compressed, where ranks hand them on.
+    """Return ``costs`` whose gradients, and weights in 16 bits, travel compressed between ranks.
 
     Args:
         costs: one entry per stage.
-        compression: ``int8`` or ``int4``, as of :class:`toolkit.runtime.Distributed`; or ``none``.
+        compression: as of :class:`toolkit.runtime.Distributed`. ``fp16`` and ``bf16`` are of
+            gradients and weights, ``int8`` and ``int4`` of gradients alone, which ranks hand on.
         item_bytes: bytes of a number of the parameters.
 
     Raises:
         UserError: the compression is unknown.
     """
-    check_choice("compression", compression, ("none", *GRADIENT_BITS))
+    check_choice("compression", compression, COMPRESSIONS)
     if compression == "none":
         return costs
     compressed = []
     for cost in costs:
-        n_numbers = round(cost.parameter_bytes / item_bytes)
-        n_bytes = quantized_bytes(n_numbers, GRADIENT_BITS[compression])
-        sent = n_bytes + cost.statistics_bytes
-        compressed.append(replace(cost, compressed_gradient_bytes=float(sent)))
+        if compression in SIXTEEN_BITS:
+            half_bytes = cost.parameter_bytes * min(1.0, 2 / item_bytes)
+            compressed_cost = replace(
+                cost,
+                compressed_gradient_bytes=half_bytes + cost.statistics_bytes,
+                compressed_weight_bytes=half_bytes,
+            )
+        else:
+            n_numbers = round(cost.parameter_bytes / item_bytes)
+            n_bytes = quantized_bytes(n_numbers, GRADIENT_BITS[compression])
+            compressed_cost = replace(
+                cost,
+                compressed_gradient_bytes=float(n_bytes + cost.statistics_bytes),
+                error_bytes=cost.parameter_bytes,
+            )
+        compressed.append(compressed_cost)
     return tuple(compressed)
+
+
+def accuracy_class(compression: str, late: bool) -> str:
+    """Return in a few words how training differs from plain data parallelism.
+
+    Args:
+        compression: of the messages.
+        late: whether some weights are read late.
+    """
+    words = []
+    if late:
+        words.append("late weights")
+    if compression in SIXTEEN_BITS:
+        words.append("16-bit messages")
+    elif compression == "powersgd":
+        words.append("low rank with error feedback")
+    elif compression in GRADIENT_BITS:
+        words.append(f"{GRADIENT_BITS[compression]} bits with error feedback")
+    return ", ".join(words) or "exact"

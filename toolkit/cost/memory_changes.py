@@ -58,8 +58,8 @@ class MemoryChanges:
                 self.hold(0.0, rank, WEIGHTS, n_versions * self._parameter_bytes[stage])
         for rank, instructions in enumerate(program.ranks):
             # One for each stage and receiver: what the last compressed message lost.
-            for stage, _ in _compressed_sends(instructions, costs):
-                self.hold(0.0, rank, GRADIENTS, self._parameter_bytes[stage])
+            for stage, _ in _compressed_sums(instructions, costs):
+                self.hold(0.0, rank, GRADIENTS, costs[stage].error_bytes)
 
     def hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
         """Hold bytes from ``when`` on; fewer if negative."""
@@ -115,14 +115,14 @@ class MemoryChanges:
             self._contributions[rank, stage, step] = later_times
 
 
-def _compressed_sends(
+def _compressed_sums(
     instructions: Sequence[Instruction], costs: Costs
 ) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the stages and receivers of the compressed sums that a rank hands on."""
-    if all(cost.compressed_gradient_bytes is None for cost in costs):
+    """Return the stages and peers of the sums that a rank sends, if it keeps their errors."""
+    if not any(cost.error_bytes for cost in costs):
         return set()
     return {
         (i.stage, i.peers)
         for i in instructions
-        if i.action == Action.SEND and i.buffer == Buffer.GRADIENT
+        if i.action in (Action.SEND, Action.ALL_REDUCE) and i.buffer == Buffer.GRADIENT
     }

@@ -53,8 +53,10 @@ class StageCost:
         forward_working_bytes: peak workspace of a forward besides what it keeps.
         backward_working_bytes: peak workspace of a backward, with the gradients it takes and makes.
         recomputes: whether a backward runs the forward again instead of keeping activations.
-        compressed_gradient_bytes: a gradient sum and its statistics as ranks hand them on; then a
-            sender also keeps what its last message lost. None: they travel as they are.
+        compressed_gradient_bytes: a gradient sum and statistics in a message; None: as they are.
+        compressed_weight_bytes: weights in a message; None: as they are.
+        error_bytes: what a sender keeps of its last compressed sum to each receiver, or to all.
+        matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
         exchange_bytes: that a device sends to others of its rank, in a forward and a backward.
@@ -79,6 +81,9 @@ class StageCost:
     backward_working_bytes: float = 0.0
     recomputes: bool = False
     compressed_gradient_bytes: float | None = None
+    compressed_weight_bytes: float | None = None
+    error_bytes: float = 0.0
+    matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
     exchange_bytes: float = 0.0
@@ -119,6 +124,13 @@ class StageCost:
         if self.compressed_gradient_bytes is None:
             return self.gradient_bytes
         return self.compressed_gradient_bytes
+
+    @property
+    def sent_weight_bytes(self) -> float:
+        """Bytes of a message of weights."""
+        if self.compressed_weight_bytes is None:
+            return self.parameter_bytes
+        return self.compressed_weight_bytes
 
     @property
     def input_gradient_bytes(self) -> float:
@@ -180,7 +192,7 @@ def moved_bytes(costs: Costs) -> dict[Buffer | None, list[float]]:
         Buffer.ACTIVATION: [cost.output_bytes for cost in costs],
         Buffer.ACTIVATION_GRADIENT: [cost.input_gradient_bytes for cost in costs],
         Buffer.GRADIENT: [cost.sent_gradient_bytes for cost in costs],
-        Buffer.WEIGHTS: [cost.parameter_bytes for cost in costs],
+        Buffer.WEIGHTS: [cost.sent_weight_bytes for cost in costs],
     }
 
 
@@ -306,6 +318,7 @@ def _analyse(
         module for name, module in stage.named_modules() if name not in evaluated(stage)
     ]
     running_means = [norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)]
+    trained_parameters = [each for each in stage.parameters() if each.requires_grad]
     cost = StageCost(
         flops=sum(node.forward.flops for node in working_nodes),
         backward_flops=sum(node.backward.flops for node in working_nodes),
@@ -313,17 +326,22 @@ def _analyse(
         input_bytes=sum(tensor.nbytes for tensor in inputs),
         integer_input_bytes=sum(tensor.nbytes for tensor in inputs if not differentiable(tensor)),
         output_bytes=sum(tensor.nbytes for tensor in outputs),
-        parameter_bytes=sum(
-            parameter.nbytes for parameter in stage.parameters() if parameter.requires_grad
-        ),
+        parameter_bytes=sum(parameter.nbytes for parameter in trained_parameters),
         statistics_bytes=sum(2 * mean.nbytes for mean in running_means if mean is not None),
         kernels=tuple(node.forward for node in working_nodes),
         backward_kernels=tuple(node.backward for node in working_nodes),
         weight_kernels=tuple(node.weight_backward for node in working_nodes),
         forward_working_bytes=forward_working_bytes,
         backward_working_bytes=backward_working_bytes,
+        matrices=tuple(_as_matrix(parameter) for parameter in trained_parameters),
     )
     return cost, outputs, sum(tensor.nbytes for tensor in unkept_outputs)
+
+
+def _as_matrix(parameter: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a parameter, whose first dimension counts the rows."""
+    n_rows = parameter.shape[0] if parameter.ndim else 1
+    return n_rows, parameter.numel() // max(1, n_rows)
 
 
 def _measure(

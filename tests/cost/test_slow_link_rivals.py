@@ -1,0 +1,70 @@
+"""Compressed DDP and local SGD, priced: bytes, memory of errors and seconds by hand."""
+
+import pytest
+
+from toolkit.cost import Hardware, StageCost
+from toolkit.cost.compression import accuracy_class
+from toolkit.cost.slow_link_rivals import (
+    ddp_costs,
+    ddp_rival,
+    local_sgd_rival,
+    low_rank_numbers,
+    rivals_on_slow_links,
+)
+from toolkit.errors import UserError
+
+LINKS = Hardware("links", flops=1.0, memory_bandwidth=1e12, link_bandwidth=1e3, link_latency=0.5)
+BUCKET = StageCost(
+    0.0,
+    0.0,
+    parameter_bytes=40_400.0,
+    forward_seconds=1.0,
+    backward_seconds=2.0,
+    matrices=((100, 100), (100, 1)),
+)
+
+
+def costs_of(n_stages, cut):
+    return (BUCKET,)
+
+
+def test_powersgd_sends_what_torch_does():
+    assert low_rank_numbers([(100, 100)], 2) == 2 * 200
+    assert low_rank_numbers([(100, 1), (10, 10)], 2) == 100 + 2 * 20
+    assert low_rank_numbers([(8, 8)], 2) == 64  # it would not become half as large
+    (cost,), links = ddp_costs((BUCKET,), LINKS, 4, "powersgd", low_rank=2)
+    assert cost.sent_gradient_bytes == 4 * (2 * 200 + 100)
+    assert cost.error_bytes == 40_400
+    assert cost.backward_seconds == pytest.approx(2 + 12 * 10_100)  # at one operation a second
+    assert links.link_latency == 1.5
+
+
+def test_rivals_take_the_seconds_of_their_messages():
+    plain = ddp_rival(costs_of, LINKS, 4, "none")
+    assert plain.seconds == pytest.approx(3 + 6 * (0.5 + 40_400 / 4 / 1e3), rel=1e-3)
+    quantized = ddp_rival(costs_of, LINKS, 4, "int8")
+    n_bytes = 10_100 + 40 * 4
+    assert quantized.seconds == pytest.approx(3 + 6 * (0.5 + n_bytes / 4 / 1e3), rel=1e-3)
+    assert quantized.traffic == pytest.approx(1.5 * n_bytes)
+    assert quantized.memory - plain.memory == pytest.approx(1.25 * 40_400)
+    local = local_sgd_rival(costs_of, LINKS, 4, period=2)
+    assert local.seconds == pytest.approx(3 + (plain.seconds - 3) / 2, rel=1e-3)
+    assert local.traffic == plain.traffic / 2
+
+
+def test_rivals_and_how_they_train():
+    named = {
+        rival.name: rival.accuracy for rival in rivals_on_slow_links(costs_of, LINKS, 2, "int8")
+    }
+    assert [*named] == [
+        "DDP int8",
+        "DDP powersgd rank 4",
+        "DDP powersgd rank 2",
+        "local SGD every 8",
+    ]
+    assert named["DDP powersgd rank 4"].startswith("rank 4")
+    assert len({*named.values()}) == 4
+    assert accuracy_class("none", late=False) == "exact"
+    assert accuracy_class("int4", late=True).count("4") == 1
+    with pytest.raises(UserError, match="int4"):
+        ddp_costs((BUCKET,), LINKS, 2, "int4")
