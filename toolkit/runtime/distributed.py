@@ -67,8 +67,7 @@ class Distributed(OnRanks):
             rank to rank, with error feedback; see :mod:`toolkit.runtime.compressed_sums`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own all-reduce.
-        pacing: whether each rank spreads what it sends over the training step, in chunks: the
-            smaller they are, the more even the load.
+        pacing: whether each rank spreads what it sends, in small chunks, over the training step.
         width: number of devices of a rank, each a process of its own: process ``rank * width + t``
             is device t. Or a ``DeviceMesh`` of all processes with dimensions ``("schedule",
             "tensor")``. With more than one, weights of ``stages.model`` are local shards during
