@@ -146,9 +146,10 @@ class Rank:
     def give(self, i: Instruction) -> Payload:
         """Return what ``i`` sends to another rank. Only weights stay here."""
         if i.buffer == Buffer.WEIGHTS:
-            return self.weights[i.stage, i.version]
+            return self.weights[i.stage, i.version]  # until their FREE, which may come later
         if i.buffer == Buffer.GRADIENT:
             total = self.sums.pop((i.stage, i.step))
+            # A collective adds the parts of all ranks: their codes could not be added.
             if self.compressor is None or i.action != Action.SEND:
                 return total
             return self.compressor.compress(i, total, self.runners[i.stage].masters)
@@ -189,6 +190,8 @@ class Rank:
             inputs, _ = self.microbatches.microbatch(step, microbatch)
         else:
             activations = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, microbatch, step))
+            # Each stage has a graph of its own, which ends at its inputs: also where the stage
+            # before is on this rank, its backward is another op of the program.
             inputs = tuple(
                 tensor.detach().requires_grad_(differentiable(tensor))
                 for tensor in activations
@@ -210,6 +213,7 @@ class Rank:
             self.microbatches.finished(
                 step, microbatch, LossValue(loss.mean(), count), outputs[0].detach()
             )
+            # The backward begins at the loss, scaled so that the step's gradients only add up.
             outputs = (loss.root(self.schedule.n_microbatches, runner.options.scale),)
             gradients = (torch.ones_like(outputs[0]),)
         else:
@@ -233,6 +237,7 @@ class Rank:
 
     def _backward(self, i: Instruction) -> None:
         saved = self._take_output_gradients(i)
+        # Gradients come to rest on the leaves: the weights of this micro-batch, and its inputs.
         torch.autograd.backward(*saved.take_roots())
         if i.stage > 0:
             self._give_input_gradients(i, tuple(map(take_gradient, saved.inputs)), saved.count)
@@ -240,7 +245,7 @@ class Rank:
 
     def _backward_input(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:
-            self._backward(i)
+            self._backward(i)  # all at once; BACKWARD_WEIGHT then has nothing to do
             return
         saved = self._take_output_gradients(i)
         weights = list(saved.weights.values())
@@ -266,9 +271,10 @@ class Rank:
             factor = loss_factor(saved.count, self.schedule.n_microbatches, scale)
             strength = self.schedule.corrected.c / factor
             gradients = compensated(gradients, stale_weights, newest_weights, strength)
+        # Statistics of norms travel with the sum, since they too are summed over micro-batches.
         terms = gradients | saved.statistics
         if saved.count is not None:
-            terms[COUNT] = saved.count.clone()
+            terms[COUNT] = saved.count.clone()  # the sum adds in place, and stages share the count
         self.sums[i.stage, i.step].add(terms)
 
     def _give_input_gradients(

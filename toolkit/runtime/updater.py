@@ -62,6 +62,7 @@ def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for total, term in zip(totals, terms, strict=True):
+        # What a sum has no term of yet is taken over as it is, without an addition.
         for name in term.keys() & total.tensors.keys():
             sums.append(total.tensors[name])
             addends.append(term[name])
@@ -151,6 +152,7 @@ class Updater:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
         for name, component in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
             if component is not None and state[name] is not None:
+                # A copy: torch's optimizers may keep the tensors that they load.
                 component.load_state_dict(copy.deepcopy(state[name]))
         average = state["average"]
         if self.options.ema is not None and average is not None:
@@ -166,6 +168,7 @@ class Updater:
 
         ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
+        # The optimizer itself shows which state it makes: another one makes a step with zeros.
         twin = copy.copy(self)
         optimized = self._optimized_of(self._zeros())
         optimizer, scheduler = self._make(optimized)
@@ -223,6 +226,7 @@ class Updater:
         if self.optimizer is not None:
             norm = norm or gradient_norms([self], [total])[0]
             if norm is not None and not norm.is_finite:
+                # The learning-rate schedule still advances, since it counts training steps.
                 self.n_skipped += 1
                 for master in self.masters.values():
                     master.grad = None  # weights without gradient stay
@@ -331,6 +335,7 @@ class Updater:
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         factor = torch.full_like(norm.squared, 1 / self.options.scale)
         if self.options.clip is not None:
+            # The small number as in torch.nn.utils.clip_grad_norm_: equal weights to the bit.
             factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
 
