@@ -165,6 +165,7 @@ class StepCapture:
     recorder: Recorder
     n_replayed: int = 0
     n_computed: int = 0
+    # The least recently used first.
     _captured: OrderedDict[Hashable, _CapturedStep] = field(default_factory=OrderedDict)
     _times_computed: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
     _refused: set[Hashable] = field(default_factory=set)
@@ -195,6 +196,7 @@ class StepCapture:
             self._count(key)
             self.n_computed += 1
             return compute(reads, inputs, targets)
+        # Forward and losses have run by now: by a replay, or as the step was recorded.
         captured.last_step = self.n_replayed + self.n_computed
         self.n_replayed += 1
         captured.replay_backward()
@@ -214,6 +216,7 @@ class StepCapture:
         for stage_reads, newest in zip(reads.stages, reads.newest, strict=True):
             key_of_reads += [_key_of_read(read, reads.step, newest) for read in stage_reads]
         shapes = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (*inputs, targets)]
+        # Buffers and frozen weights are read in place: where one moves, recordings are void.
         constant_addresses: list[int] = []
         for runner in self.grouped_pass.runners:
             constant_addresses += [tensor.data_ptr() for tensor in runner.constants]
@@ -252,6 +255,7 @@ class StepCapture:
             captured = self._capture(reads, inputs, targets)
         except RuntimeError as error:
             self._refused.add(key)
+            # What the norms have noted in the recording has no values, and belongs to no step.
             for runner in self.grouped_pass.runners:
                 runner.take_statistics()
             self._warn(error)
@@ -359,6 +363,7 @@ class StepCapture:
     def _call_loss(self, captured: _CapturedStep) -> None:
         """Call the loss on the outputs of the replayed forward; leave what the backward reads."""
         outputs = tuple(output.detach() for output in captured.outputs)
+        # As in the recording: its backward reads gradients of the same outputs.
         for output, gradient in zip(outputs, captured.gradients.output_gradients, strict=True):
             output.requires_grad_(gradient is not None)
         fresh = self.grouped_pass.loss_gradients(outputs, captured.targets)

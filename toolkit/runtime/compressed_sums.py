@@ -63,6 +63,7 @@ class CompressedForm:
     @classmethod
     def of(cls, gradients: Iterable[GradientForm], bits: int) -> "CompressedForm":
         """Return the form of ``gradients`` in any order."""
+        # Both ends cut the numbers by this order, and neither sends it.
         return cls(tuple(sorted(gradients, key=lambda gradient: gradient.name)), bits)
 
     @property
@@ -144,9 +145,11 @@ class SumCompressor:
                 exact[name] = tensor
         form = CompressedForm.of(gradients, self.bits)
         if not gradients:
+            # The layout has a place for codes all the same, of no bytes.
             content = torch.empty(0, dtype=torch.uint8)
             return CompressedSum(exact | {CODES: content}, form)
         pieces = [total.tensors[gradient.name].flatten() for gradient in form.gradients]
+        # One vector: blocks go across the ends of gradients, so small ones need no own scale.
         numbers = torch.cat([piece.to(form.dtype) for piece in pieces])
         errors_of_stage = self.errors.setdefault(i.stage, {})
         receiver = i.peers[0]

@@ -70,6 +70,7 @@ class DeviceRow:
         tensors = [*stages.model.parameters(), *stages.model.buffers()]
         with self.column.within_op("first weights", None):
             for tensor in tensors:
+                # Through the CPU: the row's group for whole tensors is one of gloo.
                 received = tensor.detach().cpu().contiguous()
                 dist.broadcast(received, source, group=self.row.group)
                 tensor.data.copy_(received)
@@ -113,6 +114,7 @@ class DeviceRow:
         self, state: Mapping[str, Any], updaters: Sequence[Updater], updated: Sequence[int]
     ) -> dict[str, Any]:
         """Return the state of a run with local shards of the ``updated`` stages."""
+        # Copies of what is changed below: the state stays the caller's.
         local = dict(state)
         local["model"] = dict(state["model"])
         local["versions"] = list(state["versions"])
@@ -163,6 +165,7 @@ def check_rows(
 
 def _without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with empty trained weights, which shares all other tensors."""
+    # deepcopy takes what it finds here, by id, in place of a copy.
     tensors: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
         tensors[id(parameter)] = parameter

@@ -207,6 +207,7 @@ class LoopSession:
             self.world.watch.at(SCRIPT_END)
             self._requests.leave()
         else:
+            # Within a step messages cannot end: it needs further passes of the script.
             self._requests.leave(waits=False)
 
 
@@ -217,6 +218,7 @@ class _Seam(torch.autograd.Function):
     def forward(ctx: Any, session: LoopSession, pause: Pause, *tensors: Tensor) -> Any:
         ctx.session = session
         ctx.pause = pause
+        # The first is the anchor.
         outputs = tuple(output.detach() for output in tensors[1:])
         ctx.mark_non_differentiable(*(output for output in outputs if not differentiable(output)))
         return outputs
@@ -224,4 +226,5 @@ class _Seam(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.session.run_backward(ctx.pause, gradients)
+        # For session, pause, anchor and outputs: the stages' backwards have run already.
         return (None,) * (3 + len(gradients))

@@ -253,6 +253,7 @@ class LoopTraining:
         self._loop_clips = True
         runtime = self._session.runtime
         one_owner = len({*self.schedule.owners}) == 1
+        # torch can clip where this rank has all gradients, whole and unscaled, before its updates.
         by_model = one_owner and not self._updates_follow_sums and runtime.options.scale == 1
         if by_model and runtime.has_whole_gradients:
             self._session.show_gradients()
@@ -311,6 +312,7 @@ class LoopTraining:
         state = self._training_state()
         self._stop()
         result = load()
+        # Without late versions: TrainingState then takes the loaded weights for them.
         self._saved = replace(state, versions={})
         return result
 
@@ -325,6 +327,7 @@ class LoopTraining:
 
         Also from the state of an optimizer under torch's own DDP: that is a new beginning.
         """
+        # Before the session ends: a state that is refused leaves the training as it is.
         parameter_states, options = self._optimizers.from_torch(state)
         self._stop()
         self._settings.of_steps.clear()
@@ -358,6 +361,7 @@ class LoopTraining:
     def _stop(self) -> None:
         """End the session, with all weights in the model. Every rank calls it."""
         if self._session is not None:
+            # Weights of other ranks come as answers to questions, which end with the session.
             self.synchronize()
             self._session.close()
             self._session = None

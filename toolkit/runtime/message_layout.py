@@ -128,6 +128,7 @@ class Layout:
 
 
 def _by_size(tensors: Sequence[MessageTensor]) -> tuple[MessageTensor, ...]:
+    # By name, too, so that tensors of one type lie together: Layout.by_dtype cuts between types.
     return tuple(sorted(tensors, key=lambda x: (-x.sent_as.itemsize, str(x.sent_as))))
 
 
@@ -231,6 +232,7 @@ class Layouts:
         n_tensors = len(tensors)
         if i.buffer == Buffer.ACTIVATION_GRADIENT:
             n_tensors = self.n_inputs[i.stage]
+        # What needs no gradient has no place in the message, and is None here.
         return tuple(tensors.get(index) for index in range(n_tensors))
 
 

@@ -54,6 +54,7 @@ class Transfer:
         """Begin the first phase."""
         first_phase, *later_phases = self._phases
         works = first_phase()
+        # wait() then finds what has begun, and does not begin it again.
         self._phases = (lambda: works, *later_phases)
 
     def wait(self) -> None:
@@ -91,6 +92,7 @@ class Turns:
 
     def _next(self) -> list[tuple[int, Transfer]]:
         messages = []
+        # The first of the heap is needed first: if it has to wait, so have all others.
         while self._waiting:
             next_position, _ = self._waiting[0]
             is_needed_first = all(next_position < position for position in self._under_way)
@@ -157,6 +159,7 @@ class Messages:
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
             sizes = [chunk.nbytes for chunk in chunks]
+            # The first phase is empty: begin() must not wait until the pacer has begun every chunk.
             return Transfer(flat, tuple, self.pacer.put(starts, sizes, i.tick).result)
         return Transfer(flat, lambda: [start() for start in starts])
 

@@ -30,6 +30,7 @@ def pending_parameter(parameter: nn.Parameter, note: Callable[[Clip], None]) -> 
         parameter: the parameter.
         note: function that is called with what clips the gradient.
     """
+    # Weights of other ranks' stages are empty. One element keeps their norm nan; of none it is 0.
     shape = parameter.shape if parameter.numel() else (1,)
     empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     twin = nn.Parameter(empty.expand(shape), requires_grad=parameter.requires_grad)

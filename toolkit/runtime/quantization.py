@@ -59,6 +59,7 @@ def dequantize(content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype) -
     codes = content[n_blocks * SCALE_BYTES :].view(torch.int8)
     if bits == 4:
         codes = _unpacked(codes)
+    # Without the code that fills the last byte if their number is odd.
     blocks = _in_blocks(codes[:n_numbers].to(dtype))
     return (blocks * scales.to(dtype)[:, None]).flatten()[:n_numbers]
 

@@ -126,6 +126,7 @@ class ShardedStage:
         if not gradients:
             return
         norms = torch.stack(torch._foreach_norm([*gradients.values()])).double()
+        # One all-reduce finds both: the smallest norm is minus the largest of the negative ones.
         extremes = torch.stack([norms, -norms])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.row.update.get_group())
         largest, smallest = extremes[0], -extremes[1]
@@ -152,6 +153,7 @@ class ShardedStage:
         for name, gradient in gradients.items():
             if is_first_device or not self.shardings[name].is_replicated:
                 counted.append(gradient)
+        # A device that counts none still adds its zero: all take part in the sum.
         squared = next(iter(gradients.values())).new_zeros(())
         if counted:
             squared = torch.stack(torch._foreach_norm(counted)).square().sum()

@@ -91,6 +91,7 @@ def _find_segments(
     """
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
+    # By node, the numbers of its outputs at which the backward enters it.
     entered: defaultdict[Node, set[int]] = defaultdict(set)
     for edge in outputs:
         entered[edge.node].add(edge.output_nr)
@@ -126,6 +127,7 @@ def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:
     """Yield every node of the graph after those that follow it."""
     visited: set[Node] = set()
     stack = [(edge.node, False) for edge in outputs]
+    # Without recursion, for deep graphs. A node comes back, expanded, after all that follow it.
     while stack:
         node, is_expanded = stack.pop()
         if is_expanded:

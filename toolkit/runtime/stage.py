@@ -211,6 +211,7 @@ class StageRunner(Updater):
     def _add_statistics(self) -> None:
         """Add the norms' statistics of the last forward, outside of what is compiled."""
         statistics = take_statistics(self.norms)
+        # A checkpointed forward runs again in the backward, and has been counted.
         if not self.group.again:
             self._statistics.append(statistics)
 

@@ -179,6 +179,7 @@ class StageOptimizers:
                     state[index] = of_parameters[name]
                 index += 1
             group_options = options_of_group(group)
+            # Parameters of a group share its options: the first tells them.
             for name in group_names[:1]:
                 # Schedulers add entries of their own, which another run may not have.
                 named_options = options.get(name, {})

@@ -142,6 +142,7 @@ def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weig
         if version != state["steps_done"]:
             versions[version] = {}
             for name, tensor in weights.items():
+                # A copy, also on the same device: the state stays the caller's.
                 versions[version][name] = tensor.to(updater.masters[name].device, copy=True)
     return versions | {state["steps_done"]: updater.newest()}
 
@@ -254,6 +255,7 @@ def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[st
     unused = stage_state.get("unused")
     n_skipped = stage_state.get("n_skipped")
     average = stage_state.get("average")
+    # An optimizer makes its state in the first update that is not skipped.
     updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
     if not (isinstance(unused, list) and all(name in updater.masters for name in unused)):
         unused = None
@@ -285,6 +287,7 @@ def difference(tree: Any, expected: Any, name: str) -> str | None:
 
 def _kinds(tree: Any) -> dict[str, str]:
     """Return the kind of each value in nested mappings and sequences, by its place."""
+    # Empty containers count as values: torch's pytree has no leaf for them, so {} would equal [].
     leaves, _ = tree_flatten_with_path(tree, is_leaf=_is_empty)
     return {keystr(path): _kind(value) for path, value in leaves}
 

@@ -53,6 +53,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    # Not tested first: another thread may take the last one in between.
     try:
         stream = _spare[device].pop()
     except IndexError:

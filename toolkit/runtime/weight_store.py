@@ -63,6 +63,7 @@ class WeightStore:
         self.versions = {stage: {0: runners[stage].newest()} for stage in self.updated}
         for stage in self.updated:
             runners[stage].begin_average()
+        # Only now: the layouts and the first broadcast need the weights of every stage.
         self.forget()
 
     def forget(self) -> None:
@@ -89,6 +90,7 @@ class WeightStore:
                 first_weights[stage, version] = weights
         sends = []
         for stage, owner in enumerate(self.schedule.owners):
+            # A rank that updates the stage has these versions already.
             chain = handed_on(owner, {*self.schedule.first_holders(stage)} - self._updaters[stage])
             if rank not in chain:
                 continue
@@ -140,6 +142,7 @@ class WeightStore:
     def take(self, j: int, tensors: Mapping[str, Tensor]) -> None:
         """Put weights and buffers of a stage into the model."""
         runner = self.runners[j]
+        # Weights of other ranks' stages are empty, so they are replaced; buffers have memory.
         for name, master in runner.masters.items():
             master.data = tensors[name].to(self.world.device)
         for name, buffer in runner.stage.named_buffers():
@@ -189,6 +192,8 @@ class WeightStore:
                     versions_read = {stage: schedule_plan.versions(stage, step) for stage in stages}
                     sent_state = state_of_stages(local_state, self.stages, versions_read)
                 state = merged(state, self.world.relay(sent_state, chain))
+        # The newest weights of the stages in this state. Those of others may be empty: load() skips
+        # them.
         model = self.stages.model.state_dict() | state["fixed"]
         for versions in state["versions"].values():
             model |= versions[step]
@@ -235,6 +240,7 @@ def _updaters(schedule: Schedule) -> list[set[int]]:
 
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
     """Return the chain of ranks from the ``owner`` of weights through those ``lacking`` them."""
+    # Upwards from the owner, then round from rank 0.
     receivers = sorted(lacking, key=lambda rank: (rank < owner, rank))
     if not receivers:
         return ()

@@ -99,6 +99,7 @@ class Column(World):
         Devices of a rank may differ in what only the processor knows, such as a signal: theirs is
         the mean.
         """
+        # This sum has each rank once a device.
         total = self.everyone.total(values)
         if values.is_floating_point():
             return total / self.row.width
@@ -217,6 +218,7 @@ def _row(world: World, width: int, mesh: DeviceMesh | None) -> Row:
 
     def new_groups(backend: str) -> dist.ProcessGroup:
         own_group = None
+        # Every process makes the groups of all rows, as torch asks for.
         for first in range(0, world.size, width):
             with world.watch.waiting("new process group", range(world.size)):
                 group = dist.new_group(

@@ -169,6 +169,7 @@ def _serve(
     """Start a fork server at the other end of ``connection``; the user's variables win."""
     has_affinity = hasattr(os, "sched_getaffinity")
     n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    # Ranks of a machine share its cores; each would otherwise start a thread a core.
     environment = {"OMP_NUM_THREADS": str(max(1, n_cores // n_ranks))}
     if sys.platform == "linux":
         environment |= variables

@@ -62,6 +62,7 @@ class PeerRequests:
             UserError: it cannot answer.
         """
         store = self._world.store
+        # The store counts what a rank is asked, so no two askers have the same number and tag.
         number = store.add(f"requests/{self._name}/asked/{rank}", 1) - 1
         question = f"{self._world.rank} {step} {subject}"
         tag = _FIRST_TAG + number

@@ -133,6 +133,7 @@ class SharedStatus:
         text = record.encode().encode() + b"\0"
         start = 1 + slot * _SLOT
         self._memory[start : start + len(text)] = text
+        # Last, so that the newest slot always has a whole record.
         self._memory[0] = slot
 
     def read(self) -> Record:

@@ -321,6 +321,7 @@ class World:
             hand_on(n_bytes)
             if not is_first:
                 pickled = torch.empty(int(n_bytes), dtype=torch.uint8)
+            # Chunks are views: what is received in them fills the whole.
             for chunk in pickled.split(_RELAY_CHUNK):
                 hand_on(chunk)
             for send in sends:
