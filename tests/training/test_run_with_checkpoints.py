@@ -479,5 +479,5 @@ def test_a_disk_that_is_full_from_the_first_shows_the_result(disk):
     finished = train_command("train", *TINY, f"hydra.run.dir={folder}")
     assert finished.status == 1  # model.pt is lost
     assert "Traceback" not in finished.err
-    assert "top1" in finished.out
+    assert "top-1" in finished.out
     assert "not written" in finished.out
