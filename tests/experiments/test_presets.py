@@ -43,6 +43,8 @@ def text(root):
 SETS = (cifar10, fashion_mnist, image_folder, digits, text)
 DATA = {function.__name__: function for function in SETS}
 """By the function of toolkit.training.data: writes a small set, and gives the options for it."""
+ON_RANKS = ("compression",)
+"""Studies whose rules train on several processes: this process is alone."""
 
 
 @thorough
@@ -50,7 +52,7 @@ DATA = {function.__name__: function for function in SETS}
     "chosen",
     [
         *(f"experiment={preset}" for preset in PRESETS),
-        *(f"study={study}" for study in choices([CONF], "study")),
+        *(f"study={study}" for study in choices([CONF], "study") if study not in ON_RANKS),
     ],
 )
 def test_every_preset_and_study_trains(chosen, tmp_path):

@@ -59,7 +59,7 @@ def test_prints_a_result_that_cannot_be_written(tmp_path):
         (tmp_path / name).mkdir()
     finished = run("train", *TINY, f"hydra.run.dir={tmp_path}")
     assert finished.status == 1
-    assert "top1" in finished.out
+    assert "top-1" in finished.out
     for name in ("result.json", "epochs.csv"):
         assert f"note: not written: {tmp_path / name}: Is a directory" in finished.out
     assert '"state": "failed"' in (tmp_path / "status.json").read_text()

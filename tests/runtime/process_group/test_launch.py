@@ -174,7 +174,10 @@ def test_a_fork_server_that_died_while_idle_is_replaced_as_ranks_are():
         ((new_rank, new_server),) = made.call(pids)
         assert {new_rank, new_server}.isdisjoint((rank, server))
         os.kill(new_rank, signal.SIGKILL)
-        assert all_end([new_rank])
+        # Its fork server reports that. A call before would lose a rank, which is another case.
+        end = time.monotonic() + 60
+        while made.ready() and time.monotonic() < end:
+            time.sleep(0.02)
         assert made.call(pids)[0][1] == new_server
         assert made.n_starts == 3
 
