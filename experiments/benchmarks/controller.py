@@ -211,6 +211,7 @@ def _begin(controller: Controller, options: dict[str, Any], seed: int) -> tuple[
 
 def _parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
+        # The name of the process, in parentheses, may hold spaces. After it: state, parent.
         return int(file.read().rpartition(")")[2].split()[1])
 
 

@@ -98,6 +98,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Until none is left: a process may start others before it is killed.
         while processes := self.running():
             for process in processes:
                 process.kill()

@@ -106,6 +106,7 @@ def train_all(net: network.Network, task: Task) -> None:
     for number in range(task.rounds):
         for link in links:
             shape(None if link.mbit is None else 1e6 * link.mbit)
+            # All ranks draw the same order, since they train by each method together.
             chance = random.Random(f"{task.seed} {number} {link.name}")
             for method in chance.sample(methods, len(methods)):
                 if (link.ratio, number, method) in task.done:
@@ -130,6 +131,7 @@ def calibrate(
     if task.ranks_per_machine > 1:
         local = median(send(n_bytes, 1) for _ in range(_SENDS))
     for ratio in task.ratios:
+        # Bits a second at which a message of all parameters takes `ratio` times C.
         rate = 8 * n_bytes / (ratio * compute) if ratio else None
         shape(rate)
         one_way = median(send(n_bytes, other_machine) for _ in range(_SENDS))
@@ -211,6 +213,7 @@ def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run
 def _read(kind: Any, path: Path) -> list[Any]:
     if not path.exists():
         return []
+    # Columns of objects keep None, which floats would have as NaN.
     table = pd.read_csv(path).astype(object)
     rows = table.where(table.notna(), None).to_dict("records")
     return [kind(**row) for row in rows]

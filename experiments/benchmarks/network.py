@@ -81,6 +81,7 @@ class Traffic:
     def __init__(self, net: Network) -> None:
         self._net = net
         self._closed = threading.Event()
+        # The thread only appends to it, and the caller only removes from its front: no lock.
         self._samples: list[tuple[float, list[int]]] = []
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -90,6 +91,7 @@ class Traffic:
         with suppress(OSError):  # it takes little time, but has to get it at once
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._closed.wait(_INTERVAL):
+            # thread-self: only this thread has entered the hub's namespace.
             counters = Path("/proc/thread-self/net/dev").read_bytes()
             self._samples.append((time.monotonic(), received(counters, len(self._net.machines))))
 

@@ -119,6 +119,7 @@ def measure_peak(
     )
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
     targets = torch.zeros(len(inputs), dtype=torch.long, device=device)
+    # What this first step leaves allocated counts as at rest.
     runtime.step(inputs, targets)
     gc.collect()
     memory = CudaMemory(device)

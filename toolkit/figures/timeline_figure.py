@@ -76,6 +76,7 @@ def timelines(drawn: "Timeline | Sequence[Timeline]") -> Figure:
             height_ratios=(max(2.0, 0.45 * n_ranks), 1.9, 1),
             sharex=True,
         )
+        # Shared by all panels, and set first: how bars are drawn depends on it.
         traffic_panels[0].set_xlim(0, end / unit)
         _draw_traffic(traffic_panels, drawn, unit)
         for rank_axes, traffic_axes, timeline in zip(
@@ -135,6 +136,7 @@ def _draw_traffic(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit:
     for axes, timeline, rate in zip(panels, timelines, rates, strict=True):
         edges = np.linspace(0, timeline.end / unit, _BINS + 1)
         axes.stairs(rate / traffic_unit, edges, fill=True, color=PURPLE, alpha=0.8)
+        # Without traffic the limit would be 0; None leaves it to matplotlib.
         axes.set_ylim(0, 1.1 * fastest / traffic_unit or None)
         axes.tick_params(labelleft=axes is panels[0])
     panels[0].set_ylabel(f"sent\n({unit_name})")

@@ -41,6 +41,7 @@ class Live:
             bar.close()
         if isinstance(error, RankError | JobFailedError | UserError):
             message = f"{type(error).__name__}: {first_line(error)}"
+            # IPython shows what this method of an exception returns, in place of a traceback.
             error._render_traceback_ = lambda: [message]  # type: ignore[union-attr]
 
     def say(self, activity: str, share: float) -> None:
@@ -73,6 +74,7 @@ class Live:
             bar.update()
 
     def _add(self, title: str, total: float) -> None:
+        # disable=None: silent where the output is neither a terminal nor a notebook.
         self.bars.append(tqdm(desc=title, total=total, bar_format=_FORMAT, disable=None))
 
 

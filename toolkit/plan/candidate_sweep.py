@@ -68,6 +68,7 @@ class CandidateSweep:
         self.machines = machines
         self.costs_of = costs_of
         self.on_progress = on_progress
+        # Results come one by one, in the order of the tasks, whatever task ends first.
         self.pool = Parallel(jobs, return_as="generator")
         self.costs: dict[StagesKey, Costs] = {}
         self.left_out: dict[int, str] = {}
@@ -144,6 +145,7 @@ class CandidateSweep:
         for candidate in candidates:
             key = StagesKey.of(candidate)
             if key not in self.costs:
+                # Any candidate with this key stands for all of them.
                 uncosted[key] = candidate
         traced = attrgetter("traced")
         key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=traced), key=traced)]

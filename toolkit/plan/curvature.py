@@ -155,6 +155,7 @@ def _squared_norms(
 ) -> dict[str, float]:
     """Return the squared norm of each parameter's part of a vector, by its basis coefficients."""
     eigenvector = [torch.zeros_like(weights) for weights in parameters.values()]
+    # The coefficients are first, so that zip ends before it takes one product too many.
     for coefficient, (basis_vector, _, _) in zip(coefficients, products, strict=False):
         for accumulated, component in zip(eigenvector, basis_vector, strict=True):
             accumulated.add_(component, alpha=coefficient)
@@ -202,6 +203,7 @@ def _product(
         {tensor.device.index or 0 for tensor in vector if tensor.device.type == "cuda"}
     )
     n_batches = 0
+    # Fused attention has no second derivative; the plain one has.
     with torch.random.fork_rng(devices), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         # Every product draws the same dropout, or the Hessian would differ between products.
         torch.manual_seed(seed)

@@ -68,6 +68,7 @@ def solve(
             "proving", first_seconds, bound * problem.tick
         )
     if solver.status_name(solver.solve(model.cp)) in ("OPTIMAL", "FEASIBLE"):
+        # In ticks, orders may look faster than they are: seconds decide whether they replace these.
         orders = min(orders, model.orders(solver.value), key=problem.period)
     return orders, solver.best_objective_bound * problem.tick
 
@@ -92,6 +93,7 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
     limited_ranks = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
     if not _is_impossible(problem, limited_ranks, step_seconds, seconds / 2):
         return None
+    # Small sets come first, so the first that is proven impossible has the fewest ranks.
     for size in range(len(limited_ranks)):
         for ranks in combinations(limited_ranks, size):
             seconds_left = end - time.monotonic()
@@ -157,6 +159,7 @@ class _Model:
         for _ in self.op_ticks:
             self.starts.append([self.variable() for _ in range(n_microbatches)])
         self.period = self.cp.new_int_var(self.ticks(step_bound(problem)), self.horizon, "period")
+        # Every op follows this one, directly or not, so no solution is lost if it starts at 0.
         self.cp.add(self.starts[0][0] == 0)
         for chain, chain_needs in enumerate(problem.needs):
             for previous_start, start in itertools.pairwise(self.starts[chain]):
@@ -192,11 +195,13 @@ class _Model:
 
     def end_within_period(self, rank: int, stage: int, update_ticks: int) -> None:
         """Let the ops of a stage end before its rank, and its weights, begin the next step."""
+        # A rank's first op is the first forward of its first stage.
         rank_start = self.starts[self.problem.chains_of_rank[rank][0]][0]
         chains = self.problem.chains(stage)
         for chain in chains:
             end = self.starts[chain][-1] + self.op_ticks[chain]
             self.cp.add(end <= rank_start + self.period)
+        # `end` is now that of the stage's last backward.
         self.cp.add(end + update_ticks <= self.starts[chains[0]][0] + self.period)
 
     def limit_memory(self, rank: int, spans: dict[int, list[Any]]) -> None:
@@ -205,6 +210,7 @@ class _Model:
         room = problem.room[rank]
         byte_counts = [*problem.kept_bytes, *problem.workspace_bytes, *problem.waiting_bytes, room]
         has_whole_bytes = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
+        # Amounts are rounded down: what does not fit here does not fit in truth, either.
         bytes_per_level = room / _LEVELS
         if has_whole_bytes:
             bytes_per_level = 1.0

@@ -42,6 +42,7 @@ class _Lists:
         self.microbatch_bytes: list[float] = []
         for rank, room in enumerate(problem.room):
             workspaces = [problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]]
+            # With room set apart for the largest workspace, only activations have to be counted.
             self.free_bytes.append(room - max(workspaces))
             stages = problem.stages_of_rank[rank]
             self.microbatch_bytes.append(sum(problem.kept_bytes[stage] for stage in stages))
@@ -70,6 +71,7 @@ class _Lists:
                 if needed_ends[microbatch] + lag > start:
                     start = needed_ends[microbatch] + lag
             else:
+                # Only a forward keeps more than before, so a backward always fits.
                 if chain % n_kinds or self._fits(rank, chain // n_kinds):
                     key = self.keys[chain] + microbatch * self.interval
                     candidates.append((key, start, chain))
@@ -148,6 +150,7 @@ def simple_keys(problem: OrderProblem) -> Iterator[tuple[float, ...]]:
                 keys = [*start_alone]
                 for stage in range(problem.n_stages):
                     forward, backward, *weight_chains = problem.chains(stage)
+                    # With the lead, a forward is after all backwards of earlier micro-batches.
                     keys[forward] += backward_lead
                     for chain in weight_chains:
                         keys[chain] = keys[backward] + weight_delay

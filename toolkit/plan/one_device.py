@@ -241,6 +241,7 @@ class _Search:
             if peak_bytes >= best_bytes:
                 break
             best_bytes = peak_bytes
+        # A bin counts the most of its time, so binned peaks may be too high: exact ones decide.
         uniform = np.arange(self.n) / self.n
         offsets = shifts / self.bins
         curve = stage_curve(recomputing(self.costs, sorted(chosen_stages)), self.hardware)
@@ -250,9 +251,11 @@ class _Search:
         """Return the most bytes that a micro-batch keeps in each bin."""
         if chosen not in self.rows:
             curve = stage_curve(recomputing(self.costs, sorted(chosen)), self.hardware)
+            # Bins are shares of the period, which is longer the more stages compute again.
             bin_edges = curve.edges / curve.edges[-1] * self.bins
             row = np.zeros(self.bins)
             for start, end, level in zip(bin_edges, bin_edges[1:], curve.levels, strict=False):
+                # A level that ends on a border of bins, up to rounding, does not count in the next.
                 bins = slice(int(start + 1e-6), int(np.ceil(end - 1e-6)))
                 row[bins] = np.maximum(row[bins], level)
             self.rows[chosen] = row
@@ -308,6 +311,7 @@ class _Search:
         rolled = shifted_levels(self.row(chosen), np.arange(self.bins))  # [bin, shift]
         shifts = shifts.copy()
         total_bytes = rolled[:, shifts].sum(axis=1)
+        # Micro-batch 0 stays, since a shift of all of them changes nothing.
         for microbatch in range(1, self.n):
             other_bytes = total_bytes - rolled[:, shifts[microbatch]]
             peak_of_shift = (other_bytes[:, None] + rolled).max(axis=0)

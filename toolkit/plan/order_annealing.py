@@ -52,6 +52,7 @@ class OrderAnnealing:
         self._last_report = time.monotonic()
         room_of_attempt = tuple(room)
 
+        # The room is the same in the whole attempt, so a placement alone names its problem.
         @lru_cache(1000)
         def groups_of(placement: Places) -> StageGroups:
             return StageGroups(space.problem(placement, room_of_attempt))
@@ -167,6 +168,8 @@ class OrderAnnealing:
         """Return ``orders`` or better ones, and a bound, by OR-tools."""
         seconds = end - time.monotonic()
         exact_orders, bound = exact_solver.solve(problem, orders, seconds, self._report)
+        # The solver rounds bytes down, so its orders may exceed a room. They then replace only
+        # orders that exceed one, too.
         is_better = _fits(problem, exact_orders) or not _fits(problem, orders)
         if is_better:
             orders = exact_orders
@@ -257,6 +260,7 @@ class OrderAnnealing:
             heat = hot * (cold / hot) ** ((now - begin) / (end - begin)) * current_seconds
             now = time.monotonic()
             changed = change(current)
+            # Orders that a rank has no room for come back unchanged. They are not timed again.
             if changed is current:
                 continue
             self.n_tried += 1
@@ -267,6 +271,7 @@ class OrderAnnealing:
             ):
                 current = changed
                 current_seconds = changed_seconds
+                # Peaks take a second simulation, so only orders that would be the best need them.
                 if current_seconds < best_seconds and fits(current):
                     best = current
                     best_seconds = current_seconds
@@ -321,6 +326,7 @@ def _catalogue_orders(
             continue
         placements = {*zip(*schedule.layout.cycles, strict=True)}  # of each micro-batch
         kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
+        # A problem is a flush with one placement for all micro-batches, and its kinds of ops.
         if schedule.max_staleness or len(placements) != 1 or kinds != {*any_problem.kinds}:
             continue
         problem = problems.get(placements.pop())

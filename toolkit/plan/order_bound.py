@@ -27,6 +27,7 @@ def _bound_of_rank(problem: OrderProblem, rank: int) -> float:
     if len(stages) == 1:  # with more, ops of others may run during an update
         busy_seconds += problem.update_seconds[stages[0]]
 
+    # The first op is a forward of the first stage, the first gradient that of the last stage.
     first_forward = problem.chains(stages[0])[0]
     last_backward = problem.chains(stages[-1])[1]
     gradient_arrival = (
@@ -51,6 +52,7 @@ def _forward_seconds_in_room(problem: OrderProblem, rank: int) -> float:
     for stage in sorted(problem.stages_of_rank[rank], key=bytes_a_second):
         kept_bytes = problem.kept_bytes[stage]
         n_forwards: float = problem.n_microbatches
+        # Parts of a forward count, too: no choice of whole ones takes more seconds in this room.
         if kept_bytes > 0:
             n_forwards = min(n_forwards, room / kept_bytes)
         total_seconds += n_forwards * problem.seconds[problem.chains(stage)[0]]
@@ -66,6 +68,8 @@ def _idle_after_last_forward(problem: OrderProblem, rank: int, stage: int) -> fl
     chains = problem.chains(stage)
     forward, *backwards = (problem.seconds[chain] for chain in chains)
     n_in_flight = problem.room[rank] // kept_bytes
+    # After the last forward begins, the rank has that one to run, and the backwards of the
+    # micro-batches in flight. It is idle for the rest of the last one's round trip.
     round_trip = _path_seconds(problem, chains[0], chains[1]) + sum(backwards[1:])
     return max(0.0, round_trip - forward - n_in_flight * sum(backwards))
 

@@ -169,6 +169,8 @@ class OrderProblem:
             for stage in stages:
                 for chain in self.chains(stage):
                     changes += self._memory_changes(stage, chain, ends)
+            # Of changes at the same time those with negative bytes sort first: an op has the room
+            # of the one that ends as it starts.
             peaks.append(max(itertools.accumulate(n_bytes for _, n_bytes in sorted(changes))))
         return peaks
 
@@ -187,6 +189,8 @@ class OrderProblem:
         for start, end in zip(starts, ends[chain], strict=True):
             changes += [(start, taken_bytes), (end, -freed_bytes)]
         if self.waiting_bytes[chain]:
+            # The sender of a message is the last need. Ranks that wait for each other leave
+            # chains of different lengths.
             sender, lag = self.needs[chain][-1]
             for start, sender_end in zip(starts, ends[sender], strict=False):
                 changes += [
@@ -238,6 +242,7 @@ class OrderProblem:
                         ready_ranks += sleeping_ranks[chain]
                         sleeping_ranks[chain] = []
                     continue
+                # The loop over needs has stopped at the chain to wait for.
                 sleeping_ranks[needed_chain].append(rank)
                 break
             free_at[rank] = now

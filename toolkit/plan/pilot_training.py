@@ -140,6 +140,7 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
             stage_cosines.append([delay.cosine for delay in result.delays])
     losses = torch.stack(step_losses).double().tolist()
     tenth_size = max(1, len(losses) // 10)
+    # A remainder that is shorter than a tenth is left out.
     tenths = [
         mean(losses[start : start + tenth_size])
         for start in range(0, len(losses) - tenth_size + 1, tenth_size)

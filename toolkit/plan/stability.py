@@ -181,6 +181,7 @@ class Recurrence:
         shift[0, 0] = 1
         shift[0, -1] = -rate * momentum * momentum_factor
         shift[-1, -2:] = (0, momentum)
+        # Each version is `n_modes` entries of the state, next to each other.
         matrix = np.kron(shift, np.eye(n_modes))
 
         # 2. The gradient moves the newest version and the momentum.
@@ -195,12 +196,14 @@ class Recurrence:
         radius = _radius(matrix)
         if self.noise is None or radius >= 1:
             return radius
+        # 3. The gains of the noise. The sums of moments exist, since the mean is stable.
         noise_effect = np.stack(
             [np.kron(gradient_effect, (curvatures * row)[:, None]) for row in modes]
         )
         moments = _moments(matrix, noise_effect @ noise_effect.mT).reshape(
             -1, state_size, n_modes, state_size, n_modes
         )[:, :-1, :, :-1]
+        # Moments of the momentum, which is last in the state, were left out: no stage reads it.
         gains = np.einsum("de,kdaeb,la,lb->lk", self.noise, moments, modes, modes)
         return max(radius, _radius(gains))
 
@@ -255,6 +258,7 @@ def _radius(matrix: Matrix) -> float:
 def _moments(a: Matrix, q: Matrix) -> Matrix:
     """Return the sum over i of A^i Q (A^T)^i for each Q of ``q``, by doubling; A is stable."""
     for _ in range(64):
+        # After k rounds q sums the first 2^k terms, and a is A to the power of 2^k.
         terms = a @ q @ a.T
         q, a = q + terms, a @ a
         if np.abs(terms).max() <= 1e-12 * np.abs(q).max():
@@ -278,6 +282,7 @@ def _first_unstable(stable: Callable[[float], bool], stable_rate: float) -> floa
             return inf
         unstable_rate = stable_rate * _SCAN
     while unstable_rate > stable_rate * (1 + _PRECISION):
+        # The geometric mean, since the precision is relative.
         middle_rate = (stable_rate * unstable_rate) ** 0.5
         if stable(middle_rate):
             stable_rate = middle_rate

@@ -66,6 +66,7 @@ def _groups(problem: OrderProblem) -> tuple[tuple[int, ...], ...]:
     for run, (_, stages_of_run) in enumerate(runs):
         stages = [*stages_of_run]
         run_seconds = sum(stage_seconds[stage] for stage in stages)
+        # Two groups for as much time as a rank has on average.
         n_groups = max(1, round(2 * problem.n_ranks * run_seconds / sum(stage_seconds)))
         end = 0.0
         for stage in stages:

@@ -72,6 +72,7 @@ def _balanced(
 
     Random moves of the cuts are kept if the busiest ranks become no busier.
     """
+    # A fixed seed: the same stages always have the same placements.
     draw = random.Random(0)
     n_stages = len(stage_seconds)
 
@@ -89,6 +90,8 @@ def _balanced(
         edges = [0, *new_cuts, n_stages]
         if edges != sorted({*edges}):  # a segment without stages
             continue
+        # Lists compare by the busiest rank, then by the next one. Equal loads are kept, too, so
+        # that the cuts go on moving.
         new_loads = loads(places(new_cuts), stage_seconds, speeds)
         if new_loads <= best_loads:
             best_cuts = new_cuts

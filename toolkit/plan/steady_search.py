@@ -60,11 +60,13 @@ def search_steady(
         if progress:
             progress("packing", stretch * space.n_microbatches * problem.busiest_seconds, bound)
         packing = _Packing(problem, stretch, draw)
+        # The attempts that are left share the time that is left.
         attempt_end = time.monotonic() + (end - time.monotonic()) / (len(attempts) - index)
         while True:
             n_tried += 1
             schedule = packing.draw_schedule(delay)
             if schedule is not None:
+                # A packing does not count messages that wait. The simulator does, so it decides.
                 timeline = space.simulate(schedule)
                 limits = zip(space.peaks(timeline), space.limits, strict=True)
                 if all(peak <= limit * (1 + 1e-9) for peak, limit in limits):
@@ -139,6 +141,8 @@ class _Packing:
         one gap instead of two, which a full rank needs.
         """
         problem = self.problem
+        # Backwards of weights come last. Of whole backwards the range has the forwards again,
+        # which the cut of the list below drops.
         chains = [*problem.path, *range(2, len(problem.seconds), problem.n_kinds)]
         busy: list[list[tuple[int, int]]] = [[] for _ in problem.room]  # starts and lengths
         starts = [0] * len(problem.seconds)
@@ -152,6 +156,7 @@ class _Packing:
             possible_starts = {ready}
             for busy_start, busy_ticks in busy_spans:
                 for start in (busy_start + busy_ticks, busy_start - length):
+                    # The first tick from `ready` on that is at the same place of an interval.
                     possible_starts.add(ready + (start - ready) % self.interval)
             if busy_spans and self.draw.random() < patience:
                 possible_starts.remove(ready)
@@ -193,6 +198,7 @@ class _Packing:
         chains = self.problem.chains(stage)
         forward_start = starts[chains[0]]
         backward_end = starts[chains[-1]] + self.op_ticks[chains[-1]]
+        # The numbers of the last micro-batches that have begun and ended; below 0: of steps before.
         n_begun = (tick - forward_start) // self.interval
         n_ended = (tick - backward_end) // self.interval
         return n_begun - n_ended

@@ -286,6 +286,7 @@ def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals)
         run = make_run(*key)
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         if signals.number:
+            # The run has not begun to train, so nothing is lost.
             return _Stopped(signals.number, saved=True)
         with environment(WANDB_CACHE_DIR=str(cache)):
             ended = train_one(run, key, setting.folder, progress, signals)
@@ -293,6 +294,7 @@ def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals)
     except StoppedError as stopped:
         return _Stopped(signals.agreed or signals.number, stopped.saved)
     except UserError as error:
+        # A plain UserError can be pickled; subclasses with other arguments might not arrive whole.
         return _Failed(UserError(str(error)))
     except Exception:
         rule, seed = key

@@ -97,6 +97,7 @@ class Progress(_EpochBar):
             self._samples += step.samples
         if self._new_run:
             self._new_run = False
+            # tqdm's rate counts from `initial` on, so without what was trained before.
             self._bar.initial += epochs - 1 / step.n_steps
         if step.step == 1:
             self._losses.clear()

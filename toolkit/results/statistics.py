@@ -95,6 +95,7 @@ def equivalence(
     from scipy.stats import t
 
     df = len(values) - 1
+    # The standard error of the mean, back from the half width.
     error = difference.half_width / float(t.ppf(0.975, df))
     gain = difference.mean
     if by.lower_is_better:
@@ -166,6 +167,7 @@ def over_seeds(
             f"runs are paired by their seeds, and share none: got {value_seeds} and"
             f" {baseline_seeds}; train both with the same seeds"
         )
+    # A sum is NaN if either value is: a pair counts if both runs have ended.
     paired_seeds = [seed for seed in shared if not isnan(values[seed] + baseline[seed])]
     paired_values = [values[seed] for seed in paired_seeds]
     paired_baseline = [baseline[seed] for seed in paired_seeds]

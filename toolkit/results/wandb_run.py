@@ -146,6 +146,7 @@ def _start(options: TrackingOptions, identity_path: Path, **run_fields: Any) -> 
         import wandb
 
         Path(run_fields["dir"], "wandb").mkdir(parents=True, exist_ok=True)
+        # Before W&B starts, so that a run that is killed meanwhile keeps its id.
         identity = {name: run_fields[name] for name in ("id", "group")}
         write_json(identity_path, identity)
         return Tracker(_init(wandb, options, run_fields), options.every)

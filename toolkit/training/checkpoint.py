@@ -128,6 +128,7 @@ def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
     names = {file.name for file in path.iterdir()}
     n_ranks = read_checkpoint(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
+    # The number may be of a damaged file. One name more than there are files shows a gap.
     expected = [f"rank_{rank}.ckpt" for rank in range(min(n_ranks, len(names) + 1))]
     differing = sorted(names ^ {*expected})
     if differing:
@@ -225,6 +226,7 @@ class Checkpoints:
             if best:
                 _remove(link)
                 link.symlink_to(path.name)
+            # The hidden ones are unfinished: a run was killed while it wrote them.
             for path_to_remove in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
                 if path_to_remove.name != link.resolve().name:
                     _remove(path_to_remove)
@@ -248,6 +250,7 @@ class Checkpoints:
                     state = read_checkpoint(path) if runtime.rank == 0 else None
                 return from_rank_0(runtime, state), damaged
             except (DamagedCheckpointError, OSError) as error:
+                # All ranks raise or none does, so they all try the same one next.
                 damaged.append(str(error))
         reasons = f" that is whole ({'; '.join(damaged)})" if damaged else ""
         raise UserError(

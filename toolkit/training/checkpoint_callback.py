@@ -96,6 +96,7 @@ class CheckpointCallback(LoopCallback):
 
     def save(self, position: Position) -> bool:
         """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
+        # Set even if the write fails, so that save.minutes does not try again at every pause.
         self._saved_at = time.monotonic()
         # As text: what a damaged checkpoint holds here is then read whole, or not at all.
         run_state = {

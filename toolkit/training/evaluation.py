@@ -154,6 +154,7 @@ def evaluate(
     for inputs, targets in batches:
         with options.autocast(inputs.device):
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
+        # Scores of 16 bits are tested in 32; float64 stays.
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         is_right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = F.cross_entropy(
@@ -164,6 +165,7 @@ def evaluate(
         sums.append(torch.stack([number.double() for number in answers]))
     for module, mode in modes.items():
         module.training = mode
+    # A rank without samples still calls `total`, for which all others wait.
     rank_sums = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
     loss, top1, top5, n_answers = total(rank_sums).tolist()
     if not isfinite(loss):

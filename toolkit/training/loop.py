@@ -157,6 +157,7 @@ def fit(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
             learning_rate=position.learning_rate,
+            # Only the steps that were timed, if the run was resumed in this epoch.
             samples_per_second=(len(batches) - first_step) * run.batch_size / seconds,
             **evaluations.metrics(),
         )
@@ -190,6 +191,7 @@ def _train_epoch(
         losses = []
         batches_until_pause = batches.between(position.step, position.step + n_steps)
         for index, result in enumerate(run.runtime.run(batches_until_pause)):
+            # It stays on the device: to read it here would wait for each step.
             losses.append(result.loss_sum())
             on_step(
                 Step(

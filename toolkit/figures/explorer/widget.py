@@ -158,6 +158,7 @@ class Explorer(ui.VBox):
         for control in self.shared:
             control.observe(self._redraw, "value")
         for column in self.columns:
+            # The default binds this column: without it, all would switch the last one.
             column.schedule.observe(lambda _, column=column: self._switch(column), "value")
             for control in (*column.options.values(), column.orders):
                 control.observe(self._redraw, "value")

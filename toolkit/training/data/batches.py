@@ -82,6 +82,7 @@ class Batches:
         return self.source.read(self._drawn(), self.seed, self.device)
 
     def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # A copy, so that each pass over the batches draws the same numbers.
         generator = self.generator.clone_state() if self.generator else None
         batches = self.order.split(self.batch_size)[: self.span.stop]
         for batch_number, sample_numbers in enumerate(batches, start=-self.span.start):
@@ -134,6 +135,7 @@ class SampleSet:
                 f"a training step takes {batch_size} {self.form.samples} and there are {n_samples}:"
                 " make batch or microbatches smaller"
             )
+        # The hash of integers is the same in all processes, unlike that of strings.
         seed = hash((seed, epoch))
         generator = torch.Generator().manual_seed(seed)
         order, span = torch.randperm(n_samples, generator=generator), range(n_samples // batch_size)
@@ -281,6 +283,8 @@ def _described(value: Any) -> str:
 
 def seeded(seed: int, function: Callable[..., T], *arguments: Any) -> T:
     """Return ``function(*arguments)``, drawn by ``seed``; torch's generator stays unchanged."""
+    # Neither call touches GPUs: no state of theirs is saved, and torch.manual_seed, which would
+    # seed them, is not used.
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(seed)
         return function(*arguments)

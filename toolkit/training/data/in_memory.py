@@ -125,10 +125,12 @@ class _Images(Source):
         """Return crops of padded images ``x`` from ``row`` and ``column`` on, some mirrored."""
         row_offsets, column_offsets = (torch.arange(size, device=x.device) for size in x.shape[2:])
         column_offsets = torch.where(mirrored[:, None] > 0, column_offsets.flip(0), column_offsets)
+        # Of each image's pixels: rows [n, height] and columns [n, width] in its padded copy.
         rows = row_offsets + row[:, None]
         columns = column_offsets + column[:, None]
         image = torch.arange(len(x), device=x.device)[:, None, None]
         padded = F.pad(x, (self.crop_padding,) * 4)
+        # Dimensions of separated indices come first: [n, height, width, channels].
         cropped = padded[image, :, rows[:, :, None], columns[:, None, :]]
         return cropped.permute(0, 3, 1, 2).contiguous()
 
@@ -281,7 +283,9 @@ def fashion_mnist(
 def _read_idx(file: Path) -> Tensor:
     """Return the bytes of a gzip IDX file, in the shape that its header gives."""
     try:
+        # A bytearray, since torch warns of arrays that cannot be written.
         content = bytearray(gzip.decompress(file.read_bytes()))
+        # Byte 3 is the number of dimensions. Their sizes, big-endian, and the values follow.
         n_dims = content[3]
         shape = np.frombuffer(content, ">u4", n_dims, offset=4)
         values = np.frombuffer(content, np.uint8, offset=4 + 4 * n_dims).reshape(shape)
@@ -328,4 +332,5 @@ def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
     for label in labels.unique():
         of_class = shuffled[labels[shuffled] == label]
         rank_in_class[of_class] = torch.arange(len(of_class))
+    # By rank: one image of each class, then a second one of each, and so on.
     return shuffled[rank_in_class[shuffled].argsort(stable=True)][:n].sort().values
