@@ -3,14 +3,18 @@
     cyclic-dp stability schedule=cdp_v1 workers=8 stages=8
     cyclic-dp stability model=resnet8 data=digits +schedule@also.cdp_v1=cdp_v1
     cyclic-dp stability measured=networks
+    cyclic-dp stability tuned=outputs/compare/...
 
 With a model and data: the curvature at the first weights, and the largest stable rates. More
 schedules: +schedule@also.NAME=... With measured=quadratic or measured=networks: rates found by
-training next to certified ones, on a quadratic loss or on three small networks.
+training next to certified ones, on a quadratic loss or on three small networks. With tuned=FOLDER:
+the rates that a comparison has tuned next to certified ones, for the model and data if given.
 """
 
 import time
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -36,12 +40,24 @@ def main(config: DictConfig) -> None:
     from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
+    if (config.model is None) != (config.data is None):
+        raise UserError("model and data go together: give both, or none of them")
+    if config.tuned is not None and config.measured is not None:
+        raise UserError("measured and tuned are different questions: give one of them")
     start = time.perf_counter()
     folder = output_folder()
     device = pick_device(config.device)
     result_fields: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    if config.measured is not None:
+    if config.tuned is not None:
+        rows, result_fields["summary"] = compare_with_tuned(config, folder)
+        measured_columns = {name for row in rows for name in row if row[name] is not None}
+        table_rows = [
+            {name: cell for name, cell in cells(row).items() if name in measured_columns}
+            for row in rows
+        ]
+        show(f"\nlearning rates of {config.tuned}: tuned, and the largest stable\n")
+    elif config.measured is not None:
         for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
             case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
             show(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}")
@@ -50,8 +66,6 @@ def main(config: DictConfig) -> None:
         show(f"\nlargest stable rates of {config.stages} stages, found by training\n")
     else:
         schedules = build_schedules(config)
-        if (config.model is None) != (config.data is None):
-            raise UserError("model and data go together: give both, or none of them")
         momentum = config.optimizer.get("momentum")
         if momentum is None:
             raise UserError("optimizer has no momentum: stability is that of SGD, optimizer=sgd")
@@ -62,7 +76,10 @@ def main(config: DictConfig) -> None:
         show(f"\nlargest stable rate times curvature, momentum {momentum:g}\n")
     seconds = time.perf_counter() - start
     write_result(folder, "stability", rows, config, describe(device), seconds, **result_fields)
-    show(f"{table(table_rows)}\n\nwritten to {folder}: stability.csv, result.json")
+    show(table(table_rows))
+    if config.tuned is not None:
+        show(f"\n{table(result_fields['summary'])}")
+    show(f"\nwritten to {folder}: stability.csv, result.json")
 
 
 def limits(
@@ -118,6 +135,35 @@ def curvature(config: DictConfig, schedule: "Schedule") -> "tuple[Curvature, lis
     )
     measured = first_curvature(run, schedule.n_microbatches, tolerance=config.tolerance)
     return measured, stage_shares(run, measured)
+
+
+def compare_with_tuned(
+    config: DictConfig, folder: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Draw the rates that a comparison has tuned beside certified ones.
+
+    Returns:
+        a row for each rule, and a row with the correlations of the two rates.
+    """
+    from benchmarks import tuned_rates
+
+    from toolkit.figures import save
+    from toolkit.figures import tuned_rates as draw
+    from toolkit.results.runs import rebuild_schedule
+
+    runs = tuned_rates.tuned_runs(config.tuned)
+    curvature_value: float | None = None
+    shares: list[float] | None = None
+    if config.model is not None:
+        measured, shares = curvature(config, rebuild_schedule(runs[0].config["schedule"]))
+        curvature_value = measured.value
+    rows = tuned_rates.rate_rows(runs, curvature_value, shares)
+    cosines = tuned_rates.cosines(config.tuned, runs)
+    for row in rows:
+        values = [value for step, value in cosines.get(row["rule"], ()) if step > 0]
+        row["cosine"] = fmean(values) if values else None
+    save(draw(rows, cosines), folder / "tuned_rates")
+    return rows, [tuned_rates.correlations(rows)]
 
 
 def cells(row: dict[str, Any]) -> dict[str, Any]:

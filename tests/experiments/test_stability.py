@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.experiments.command import TINY, complete, refused, run, succeeded
+from tests.experiments.command import EXPERIMENTS, TINY, complete, refused, run, succeeded
 from toolkit.schedule import catalog
 
 ALSO = ("+schedule@also.v1=cdp_v1", "+schedule@also.dp=dp")
@@ -41,6 +41,10 @@ def test_rates_of_a_model(tmp_path):
         (["+schedule@also.schedule=dp"], "also.schedule is the name of the first"),
         (["measured=network"], "models of measured 'network'"),
         (["schedule=no"], "schedule=no is unknown"),
+        (["tuned=nowhere"], "nowhere is not a folder"),
+        ([f"tuned={EXPERIMENTS / 'results' / 'papers'}"], "0 rules with finished runs"),
+        ([f"tuned={EXPERIMENTS / 'results' / 'text_tuned'}"], "the certificate is that of SGD"),
+        (["tuned=nowhere", "measured=networks"], "different questions"),
     ],
 )
 def test_refuses(tmp_path, options, message):
@@ -85,6 +89,46 @@ def test_measured_rates_are_the_result(benchmark_module, monkeypatch, tmp_path):
     result = complete("stability", tmp_path, "measured=networks")
     assert result["metrics"] == rows
     assert result["summary"][0]["found / certified, least"] == 0.995
+
+
+KEPT = EXPERIMENTS / "results"
+
+
+def test_tuned_rates_beside_certified_ones(tmp_path):
+    result = complete("stability", tmp_path, f"tuned={KEPT / 'cifar10_corrections'}")
+    rates = {row["rule"]: (row["tuned / first"], row["limit"]) for row in result["metrics"]}
+    assert rates["DP (dp)"] == pytest.approx((1, 3.8), abs=1e-3)
+    assert rates["CDP-v1 (cdp_v1)"] == pytest.approx((0.5, 0.1), abs=1e-3)
+    assert rates["DP (dp_nesterov)"] == pytest.approx((1, 1.357), abs=1e-3)
+    (summary,) = result["summary"]
+    assert summary["rules"] == 8
+    assert summary["rank correlation"] == pytest.approx(0.63, abs=1e-3)
+    assert (tmp_path / "tuned_rates.png").exists()
+
+
+def test_tuned_rates_of_a_model_and_how_far_gradients_turn(tmp_path, benchmark_module):
+    small = [option for option in TINY if not option.startswith("epochs")]
+    tuned = tmp_path / "compared"
+    options = ("epochs=2", "diagnostics=1", "~rules.cdp_v1", "seeds=1", "tracking.mode=disabled")
+    succeeded("compare", tuned, *small, *options, "+own.cdp_v2.optimizer.lr=0.05")
+    small.remove("stability=false")
+    result = complete("stability", tmp_path, *small, f"tuned={tuned}", "tolerance=0.1")
+    fresh, late = result["metrics"]
+    assert fresh["cosine"] == pytest.approx(1, abs=1e-6)
+    assert late["cosine"] < 1
+    assert late["tuned / first"] == pytest.approx(0.5)
+    assert late["certified"] / fresh["certified"] == pytest.approx(late["certified / first"])
+    rates = benchmark_module("tuned_rates")
+    curves = rates.cosines(tuned, rates.tuned_runs(tuned))
+    assert [len(points) for points in curves.values()] == [8, 8]
+
+
+def test_correlations_are_of_the_rates(benchmark_module):
+    rows = [{"tuned": rate, "limit": 3 * rate**2} for rate in (0.1, 0.2, 0.4)]
+    correlations = benchmark_module("tuned_rates").correlations(rows)
+    assert (correlations["rank correlation"], correlations["correlation of logarithms"]) == (1, 1)
+    rows[0]["tuned"] = 1.0
+    assert benchmark_module("tuned_rates").correlations(rows)["rank correlation"] == -0.5
 
 
 FAR = (*TINY[:-1], "data.n_train=16", "tracking.mode=disabled", "optimizer.lr=1000")

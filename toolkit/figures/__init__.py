@@ -6,6 +6,7 @@ from toolkit.figures.curves_figure import accuracy, loss, memory_curves
 from toolkit.figures.links_figure import link_times
 from toolkit.figures.pipelines_figure import pipelines
 from toolkit.figures.plan_figure import plan_figure
+from toolkit.figures.rates_figure import tuned_rates
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save, style
 from toolkit.figures.switching_figure import switching
@@ -27,6 +28,7 @@ __all__ = [
     "style",
     "switching",
     "timelines",
+    "tuned_rates",
 ]
 
 
