@@ -26,6 +26,7 @@ def options(rates=(3, 1, 0.5), **more):
         "seeds": 5,
         "epochs": 30,
         "diagnostics": 20,
+        "readout": "newest",
         "tracking": {"mode": "online", "project": "cdp"},
     } | more
 
@@ -49,6 +50,14 @@ def test_trials_are_each_rule_at_each_rate():
     assert [found[name] for name in ("seed", "seeds", "epochs")] == [1000, 1, 2]
     assert found["tracking"] == {"mode": "disabled", "project": "cdp"}
     assert found["optimizer"] == SGD
+
+
+@pytest.mark.parametrize(
+    ("readout", "of_trials"),
+    [("newest", "newest"), ("extrapolated", "extrapolated"), ("as_published", "newest")],
+)
+def test_trials_read_out_the_weights_that_judge_them(readout, of_trials):
+    assert trials(options(readout=readout))["readout"] == of_trials
 
 
 @pytest.mark.parametrize(
