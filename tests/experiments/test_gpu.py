@@ -97,7 +97,7 @@ def test_speed_comes_first_and_trainings_need_data(gpu):
     assert names == [
         *speed,
         *("bench_gaps_gpu", "bench_loader_gpu", "gpu_tests", "bench_peak"),
-        *("cifar10_resnet18_corrections_30", "imagenette_128", "imagenette_224"),
+        *("cifar10_resnet18_corrections_30", "imagenette_resnet18_corrections"),
         *(*cifar10, "cifar10_short", "cifar10_corrections"),
     ]
     assert sum(job.minutes for job in everything[: len(speed)]) <= 4
@@ -106,7 +106,7 @@ def test_speed_comes_first_and_trainings_need_data(gpu):
     assert without_data[-1].name == "bench_peak"
     assert {job.name for job in gpu.jobs(None, "/imagenette")} == {
         *(job.name for job in without_data),
-        *("imagenette_128", "imagenette_224"),
+        "imagenette_resnet18_corrections",
     }
 
 
@@ -120,8 +120,7 @@ def test_trainings_grow_by_a_seed(gpu):
         name: [f"seeds={n}" for n in range(1, last + 1)]
         for name, last in (
             ("cifar10_resnet18_corrections_30", 3),
-            ("imagenette_128", 3),
-            ("imagenette_224", 3),
+            ("imagenette_resnet18_corrections", 3),
             ("cifar10_resnet18_corrections", 3),
             ("cifar10_paper", 3),
             ("cifar10_corrections_24", 5),
@@ -149,15 +148,23 @@ def test_every_command_composes(gpu):
         assert config.data.root == ("/imagenette" if "imagenette" in job.name else "/cifar10")
 
 
-def test_corrections_of_the_papers_recipe(gpu):
+@pytest.mark.parametrize(
+    ("name", "epochs", "rate"),
+    [
+        ("cifar10_resnet18_corrections", (100, 30), 0.05),
+        ("imagenette_resnet18_corrections", (30, 10), 0.1),
+    ],
+)
+def test_corrections_of_the_papers_recipe(gpu, name, epochs, rate):
     """ResNet-18 at full width: plain rules, with Nesterov momentum, and with prediction."""
-    job = next(j for j in gpu.jobs("/cifar10", None) if j.name == "cifar10_resnet18_corrections")
+    job = next(job for job in gpu.jobs("/cifar10", "/imagenette") if job.name == name)
     config = composed("compare", *job.command[1:])
     plain = ["dp", "cdp_v1", "cdp_v2"]
     with_nesterov = ["dp_nesterov", "cdp_v1_nesterov", "cdp_v2_nesterov"]
     assert [*config.rules] == [*plain, *with_nesterov, "cdp_v1_predicted", "cdp_v2_predicted"]
     assert (config.model.name, config.model.width) == ("resnet18", None)
-    assert (config.epochs, config.lr.every_epochs, config.optimizer.lr) == (100, 30, 0.05)
+    assert (config.epochs, config.lr.every_epochs) == epochs
+    assert config.optimizer.lr == rate
     assert len(config.tune.rates) == 5
     for name in config.rules:
         assert rule_config(config, name, 0).optimizer.nesterov == (name not in plain)
