@@ -28,7 +28,6 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_compressed, check_counts
 from toolkit.errors import UserError, check_choice
-from toolkit.format import GIB, MB
 from toolkit.terminal import show, show_activity
 
 if TYPE_CHECKING:
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
 
     from toolkit.cost import Costs, Hardware, Timeline
     from toolkit.cost.cost_file import FileCosts
+    from toolkit.cost.slow_link_rivals import Averaging
     from toolkit.cost.tensor_width import Width
-    from toolkit.cost.worker_forms import CostsOf, Cut, Form
+    from toolkit.cost.worker_forms import CostsOf, Cut, DataParallelJob, Form
     from toolkit.model import InputSpec
     from toolkit.schedule import Schedule
 
@@ -62,6 +62,7 @@ def main(config: DictConfig) -> None:
     )
     from toolkit.cost import write_chakra
     from toolkit.cost.tensor_width import Width
+    from toolkit.cost.timeline_rows import by_rank
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.results import describe, write_result
@@ -105,8 +106,7 @@ def main(config: DictConfig) -> None:
                 write_chakra(program, costs, comparison.hardware, chakra_folder)
     timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
     figures = save(timelines(timelines_drawn), folder / "timeline")
-    rows = [comparison.row(prediction) for prediction in predicted]
-    rows += comparison.rival_rows()
+    rows = [comparison.row(prediction) for prediction in [*predicted, *comparison.rivals()]]
     rank_rows = []
     for prediction in predicted:
         rank_rows += by_rank(prediction.name, prediction.form.timeline)
@@ -146,18 +146,29 @@ class Prediction:
         name: label in tables.
         form: chains and cut.
         n_samples: of a training step.
+        accuracy: how training differs from plain data parallelism.
         drawn: timeline of the steps that are drawn; None for the baseline.
         baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
             micro-batches of another size.
         width: devices of a rank.
+        averaging: what averages of the weights add to a step; None: there are none.
     """
 
     name: str
     form: "Form"
     n_samples: int
+    accuracy: str
     drawn: "Timeline | None" = None
     baseline: float | None = None
     width: int = 1
+    averaging: "Averaging | None" = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training step."""
+        if self.averaging is None:
+            return self.form.seconds
+        return self.form.seconds + self.averaging.seconds
 
 
 @dataclass
@@ -184,6 +195,7 @@ class Comparison:
 
     def predict(self, name: str, schedule: "Schedule") -> list[Prediction]:
         """Return the prediction of a schedule, after that of a baseline that is new."""
+        from toolkit.cost.compression import accuracy_class
         from toolkit.cost.worker_forms import CUTS, fastest_form
         from toolkit.schedule import CHAINS
 
@@ -199,10 +211,15 @@ class Comparison:
             optimizer_words=config.optimizer_words,
         )
         predictions = self._baseline_of(schedule)
-        n_samples = config.batch * schedule.n_microbatches
-        prediction = Prediction(name, best_form, n_samples, width=self.width.devices)
-        key = self._baseline_key(schedule)
-        prediction.baseline = self._baselines.get(key)
+        is_late = best_form.schedule.max_staleness > 0
+        prediction = Prediction(
+            name,
+            best_form,
+            n_samples=config.batch * schedule.n_microbatches,
+            accuracy=accuracy_class(config.compression, is_late=is_late),
+            baseline=self._baselines.get(self._baseline_key(schedule)),
+            width=self.width.devices,
+        )
         return [*predictions, prediction]
 
     def _baseline_key(self, schedule: "Schedule") -> tuple[int, int]:
@@ -217,19 +234,34 @@ class Comparison:
 
     def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
         """Return DistributedDataParallel on as many devices and micro-batches, unless done."""
-        from toolkit.cost.worker_forms import ddp_form
+        from toolkit.cost.compression import accuracy_class
 
         key = self._baseline_key(schedule)
         n_ranks, n_microbatches = key
         if n_ranks == 1 or n_microbatches % n_ranks or key in self._baselines:
             return []
-        words = self.config.optimizer_words
-        hardware = self.width.hardware
-        costs_of = self.baseline_costs_of
-        form = ddp_form(costs_of, hardware, n_ranks, n_microbatches // n_ranks, words)
+        form = self._job(n_ranks, n_microbatches).form()
         self._baselines[key] = form.seconds
-        n_samples = self.config.batch * n_microbatches
-        return [Prediction(form.schedule.name, form, n_samples, baseline=form.seconds)]
+        prediction = Prediction(
+            form.schedule.name,
+            form,
+            n_samples=self.config.batch * n_microbatches,
+            accuracy=accuracy_class("none", is_late=False),
+            baseline=form.seconds,
+        )
+        return [prediction]
+
+    def _job(self, n_ranks: int, n_microbatches: int) -> "DataParallelJob":
+        """Return the training of the whole model on every device."""
+        from toolkit.cost.worker_forms import DataParallelJob
+
+        return DataParallelJob(
+            self.baseline_costs_of,
+            self.width.hardware,
+            n_ranks,
+            accumulate=n_microbatches // n_ranks,
+            optimizer_words=self.config.optimizer_words,
+        )
 
     def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
         """Simulate the steps that are drawn."""
@@ -245,39 +277,38 @@ class Comparison:
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a row of the table."""
-        from toolkit.cost.compression import accuracy_class
-        from toolkit.cost.worker_forms import BUCKETS
+        from toolkit.cost.timeline_rows import summary
 
         form = prediction.form
-        seconds = form.seconds
-        ratio = f"{seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
+        ratio = f"{prediction.seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
         row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
-        row |= summary(form.timeline, prediction.n_samples, self.hardware)
+        row |= summary(
+            form.timeline, prediction.n_samples, self.hardware, averaging=prediction.averaging
+        )
         row["devices"] = row["ranks"] * prediction.width
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
-        compression = "none" if form.partition == BUCKETS else self.config.compression
-        accuracy = accuracy_class(compression, late=form.schedule.max_staleness > 0)
-        return row | {"form": form.words, "accuracy": accuracy}
+        return row | {"form": form.words, "accuracy": prediction.accuracy}
 
-    def rival_rows(self) -> list[dict[str, Any]]:
-        """Return rows of what is used on slow links, if messages are compressed."""
+    def rivals(self) -> list[Prediction]:
+        """Return what people use on slow links, if messages are compressed."""
         from toolkit.cost.slow_link_rivals import rivals_on_slow_links
 
         if self.config.compression == "none":
             return []
-        rows = []
+        predictions = []
         for (n_ranks, n_microbatches), baseline in self._baselines.items():
-            rivals = rivals_on_slow_links(
-                self.baseline_costs_of,
-                self.width.hardware,
-                n_ranks,
-                self.config.compression,
-                accumulate=n_microbatches // n_ranks,
-                optimizer_words=self.config.optimizer_words,
-            )
-            n_samples = self.config.batch * n_microbatches
-            rows += [rival.cells(baseline, n_samples, self.width.hardware) for rival in rivals]
-        return rows
+            job = self._job(n_ranks, n_microbatches)
+            for rival in rivals_on_slow_links(job, self.config.compression):
+                prediction = Prediction(
+                    rival.name,
+                    rival.form,
+                    n_samples=self.config.batch * n_microbatches,
+                    accuracy=rival.accuracy,
+                    baseline=baseline,
+                    averaging=rival.averaging,
+                )
+                predictions.append(prediction)
+        return predictions
 
 
 def check(config: DictConfig) -> None:
@@ -360,40 +391,6 @@ def seconds_of(schedule: "Schedule") -> str:
     n_steps = n_forms * steps_to_time(schedule, TIMED_STEPS)
     n_ops = 2 * schedule.n_stages * schedule.n_microbatches * n_steps
     return f"about {max(1, round(n_ops / _OPS_A_SECOND))} s"
-
-
-def summary(timeline: Any, n_samples: int, hardware: Any) -> dict[str, Any]:
-    """Return a row: rates in the steady state, memory of the fullest rank."""
-    from toolkit.cost.timeline import ACTIVATIONS, INPUTS
-
-    peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
-    fits = all(peak <= hardware.memory_of(rank) for rank, peak in enumerate(peaks))
-    fullest = max(range(timeline.n_ranks), key=peaks.__getitem__)
-    bytes_of_kind = timeline.at_peak(fullest)
-    return {
-        "ranks": timeline.n_ranks,
-        "ms a step": round(timeline.step_time * 1e3, 3),
-        "samples/s": round(n_samples / timeline.step_time, 1),
-        "idle": f"{timeline.idle_share:z.1%}",
-        "GiB, fullest rank": round(peaks[fullest] / GIB, 3),
-        "of it activations": round((bytes_of_kind[ACTIVATIONS] + bytes_of_kind[INPUTS]) / GIB, 3),
-        "fits": "yes" if fits else "no",
-        "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / MB, 2),
-    }
-
-
-def by_rank(name: str, timeline: Any) -> list[dict[str, Any]]:
-    """Return a row per rank: its memory at the peak, its largest activations, what it sends."""
-    from toolkit.cost.timeline import ACTIVATIONS
-
-    rows = []
-    for rank, bytes_sent in enumerate(timeline.bytes_a_step()):
-        row = {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
-        for kind, n_bytes in timeline.at_peak(rank).items():
-            row[f"of it {kind}"] = round(n_bytes / GIB, 3)
-        row["most activations"] = round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)
-        rows.append(row | {"MB a step": round(bytes_sent / MB, 2)})
-    return rows
 
 
 if __name__ == "__main__":

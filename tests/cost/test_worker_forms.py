@@ -8,8 +8,8 @@ from toolkit.cost import Hardware, simulate
 from toolkit.cost.worker_forms import (
     BUCKETS,
     CUTS,
+    DataParallelJob,
     ModelCosts,
-    ddp_form,
     fastest_form,
     steady_timeline,
 )
@@ -73,8 +73,8 @@ def test_buckets_of_a_model_hold_each_weight_once(costs_of):
 
 def test_ddp_takes_no_account_of_stages_and_of_accumulation_only_its_compute(costs_of):
     ethernet = Hardware.preset("ethernet_10")
-    once = ddp_form(costs_of, ethernet, 8)
-    twice = ddp_form(costs_of, ethernet, 8, accumulate=2)
+    once = DataParallelJob(costs_of, ethernet, 8).form()
+    twice = DataParallelJob(costs_of, ethernet, 8, accumulate=2).form()
     compute = sum(sum(cost.seconds(ethernet)) for cost in costs_of(1, BUCKETS))
     assert once.schedule.n_stages == len(costs_of(1, BUCKETS))
     assert twice.seconds == pytest.approx(once.seconds + compute, rel=0.01)

@@ -63,15 +63,15 @@ def compressed_costs(costs: Costs, compression: str, item_bytes: int = 4) -> Cos
     return tuple(compressed)
 
 
-def accuracy_class(compression: str, late: bool) -> str:
+def accuracy_class(compression: str, *, is_late: bool) -> str:
     """Return in a few words how training differs from plain data parallelism.
 
     Args:
         compression: of the messages.
-        late: whether some weights are read late.
+        is_late: whether some weights are read late.
     """
     words = []
-    if late:
+    if is_late:
         words.append("late weights")
     if compression in SIXTEEN_BITS:
         words.append("16-bit messages")

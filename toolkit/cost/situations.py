@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.cost.affordable_delay import affordable_schedule, fastest, step_seconds
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.stage_costs import unit_costs
-from toolkit.cost.worker_forms import BUCKETS, CostsOf, ddp_form, fastest_form
+from toolkit.cost.worker_forms import BUCKETS, CostsOf, DataParallelJob, fastest_form
 from toolkit.errors import UserError, whole
 from toolkit.format import digits
 from toolkit.schedule import FRESHEST, catalog
@@ -145,7 +145,7 @@ def assess_model(costs_of: CostsOf, hardware: Hardware, workers: int) -> dict[st
     bucket_costs = costs_of(1, BUCKETS)
     parameter_bytes = sum(cost.parameter_bytes for cost in bucket_costs)
     compute_seconds = sum(sum(cost.seconds(hardware)) for cost in bucket_costs)
-    ddp_seconds = ddp_form(costs_of, hardware, workers).seconds
+    ddp_seconds = DataParallelJob(costs_of, hardware, workers).form().seconds
     row: dict[str, Any] = {
         "machine": hardware.name,
         "workers": workers,

@@ -15,9 +15,7 @@ Source: arXiv 1905.13727, algorithm 1, as torch's ``powerSGD_hook``; arXiv 1805.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
-from typing import Any
 
 from toolkit.cost.compression import (
     GRADIENT_BITS,
@@ -28,10 +26,8 @@ from toolkit.cost.compression import (
 )
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.stage_costs import Costs, StageCost
-from toolkit.cost.timeline import ACTIVATIONS, INPUTS, Timeline
-from toolkit.cost.worker_forms import BUCKETS, CostsOf, ddp_schedule, steady_timeline
+from toolkit.cost.worker_forms import DataParallelJob, Form
 from toolkit.errors import UserError, check_choice
-from toolkit.format import GIB, MB
 from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 
@@ -45,62 +41,50 @@ PERIOD = 8
 """Steps of local SGD from one average of the weights to the next."""
 
 _MATRIX_PRODUCTS = 3  # M Q, M^T P and P Q^T
-_PASSES = (
-    11  # read or write all of a gradient: 3 for M + error, 2 for its copy, 3 for the new error
-)
+# Times that all of a gradient is read or written: 3 for M + error, 2 for its copy, 3 for the new
+# error, and one for each of the products.
+_PASSES = 11
 _MESSAGES = 3  # all-reduces of PowerSGD for a bucket, one after the other
 _LEAST_RATE = 2  # torch's: a matrix that would shrink by less travels as it is
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """What local steps spend on averages of the weights, as a share of each training step.
+
+    Attributes:
+        seconds: of a training step.
+        sent_bytes: that a rank sends in a training step.
+        peak_bytes: of a rank while it averages.
+    """
+
+    seconds: float
+    sent_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
 class Rival:
-    """What a step of a rival takes.
+    """What people use on slow links, simulated as the baseline is.
 
     Attributes:
         name: label in tables.
         accuracy: how its training differs from data parallelism.
-        seconds: of a training step.
-        memory: peak bytes of a rank.
-        traffic: bytes that a rank sends in a step.
-        timeline: of the simulator; of local SGD, of a step without messages.
+        form: what its step takes; of local SGD, of a step without messages.
+        averaging: what averages of the weights add to a step; None: there are none.
     """
 
     name: str
     accuracy: str
-    seconds: float
-    memory: float
-    traffic: float
-    timeline: Timeline
+    form: Form
+    averaging: Averaging | None = None
 
-    def cells(self, baseline: float, n_samples: int, hardware: Hardware) -> dict[str, Any]:
-        """Return a row of the table of ``simulate``.
-
-        Args:
-            baseline: step seconds of plain DistributedDataParallel.
-            n_samples: of a training step.
-            hardware: the machines.
-        """
-        timeline = self.timeline
-        busy_seconds = (1 - timeline.idle_share) * timeline.step_time
-        fullest = max(range(timeline.n_ranks), key=timeline.peak_memory)
-        bytes_of_kind = timeline.at_peak(fullest)
-        activation_bytes = bytes_of_kind[ACTIVATIONS] + bytes_of_kind[INPUTS]
-        return {
-            "schedule": self.name,
-            "by DDP's time": f"{self.seconds / baseline:.2f}",
-            "ranks": timeline.n_ranks,
-            "ms a step": round(self.seconds * 1e3, 3),
-            "samples/s": round(n_samples / self.seconds, 1),
-            "idle": f"{1 - busy_seconds / self.seconds:z.1%}",
-            "GiB, fullest rank": round(self.memory / GIB, 3),
-            "of it activations": round(activation_bytes / GIB, 3),
-            "fits": "yes" if self.memory <= hardware.memory else "no",
-            "MB a step, busiest rank": round(self.traffic / MB, 2),
-            "devices": timeline.n_ranks,
-            "mean staleness": 0.0,
-            "form": "buckets of 25 MB",
-            "accuracy": self.accuracy,
-        }
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training step, averages of the weights included."""
+        if self.averaging is None:
+            return self.form.seconds
+        return self.form.seconds + self.averaging.seconds
 
 
 def low_rank_numbers(matrices: Sequence[tuple[int, int]], low_rank: int) -> int:
@@ -173,129 +157,73 @@ def _low_rank_cost(cost: StageCost, hardware: Hardware, low_rank: int) -> StageC
     )
 
 
-def ddp_rival(
-    costs_of: CostsOf,
-    hardware: Hardware,
-    n_workers: int,
-    compression: str,
-    *,
-    low_rank: int = 2,
-    accumulate: int = 1,
-    optimizer_words: float = 1.0,
-) -> Rival:
+def ddp_rival(job: DataParallelJob, compression: str, low_rank: int = 2) -> Rival:
     """Simulate DistributedDataParallel with compressed messages.
 
     Args:
-        costs_of: of the model.
-        hardware: the machines.
-        n_workers: ranks.
+        job: what trains where.
         compression: one of ``DDP_COMPRESSIONS``.
         low_rank: of ``powersgd``.
-        accumulate: micro-batches of each worker in a step.
-        optimizer_words: numbers that the optimizer keeps of each parameter.
+
+    Raises:
+        UserError: see :func:`ddp_costs`.
     """
-    costs, links = ddp_costs(costs_of(1, BUCKETS), hardware, n_workers, compression, low_rank)
-    schedule = ddp_schedule(n_workers, len(costs), accumulate)
-    timeline = steady_timeline(schedule, costs, links, optimizer_words)
-    name = f"{schedule.name} {compression}"
-    accuracy = accuracy_class(compression, late=False)
+    costs, links = ddp_costs(
+        job.bucket_costs, job.hardware, job.n_workers, compression, low_rank=low_rank
+    )
+    form = job.form(costs, links)
+    name = f"{form.schedule.name} {compression}"
+    accuracy = accuracy_class(compression, is_late=False)
     if compression == "powersgd":
         name += f" rank {low_rank}"
         accuracy = accuracy.replace("low rank", f"rank {low_rank}")
-    peaks = [timeline.peak_memory(rank) for rank in range(n_workers)]
-    return Rival(
-        name=name,
-        accuracy=accuracy,
-        seconds=timeline.step_time,
-        memory=max(peaks),
-        traffic=max(timeline.bytes_a_step()),
-        timeline=timeline,
-    )
+    return Rival(name, accuracy, form)
 
 
-def local_sgd_rival(
-    costs_of: CostsOf,
-    hardware: Hardware,
-    n_workers: int,
-    *,
-    period: int = PERIOD,
-    accumulate: int = 1,
-    optimizer_words: float = 1.0,
-) -> Rival:
+def local_sgd_rival(job: DataParallelJob, period: int = PERIOD) -> Rival:
     """Return what a step of local SGD takes, on average over a period.
 
     Args:
-        costs_of: of the model.
-        hardware: the machines.
-        n_workers: ranks.
+        job: what trains where.
         period: steps from one average of the weights to the next.
-        accumulate: micro-batches of each worker in a step.
-        optimizer_words: numbers that the optimizer keeps of each parameter.
     """
-    costs = costs_of(1, BUCKETS)
+    # A step sends nothing: its messages have no bytes, and links that take no time.
+    costs = [replace(cost, compressed_gradient_bytes=0.0) for cost in job.bucket_costs]
     no_links = replace(
-        hardware,
+        job.hardware,
         link_bandwidth=inf,
         link_latency=0.0,
         local_bandwidth=inf,
         local_latency=0.0,
         ranks_per_machine=1,
     )
-    schedule = ddp_schedule(n_workers, len(costs), accumulate)
-    timeline = steady_timeline(schedule, costs, no_links, optimizer_words)
+    form = job.form(costs, no_links)
+    n_workers = job.n_workers
     weight_bytes = sum(cost.parameter_bytes for cost in costs)
-    ranks = range(n_workers)
-    average_seconds = hardware.collective(Action.ALL_REDUCE, weight_bytes, ranks)
-    # When ranks meet, no activations are alive: weights, optimizer, gradients, and two copies.
-    meeting_bytes = (4 + optimizer_words) * weight_bytes
-    step_peak = max(timeline.peak_memory(rank) for rank in ranks)
-    sent_bytes = 2 * (n_workers - 1) / n_workers * weight_bytes
-    return Rival(
-        name=f"local SGD every {period}",
-        accuracy="local steps",
-        seconds=timeline.step_time + average_seconds / period,
-        memory=max(step_peak, meeting_bytes),
-        traffic=sent_bytes / period,
-        timeline=timeline,
+    average_seconds = job.hardware.collective(Action.ALL_REDUCE, weight_bytes, range(n_workers))
+    ring_bytes = 2 * (n_workers - 1) / n_workers * weight_bytes
+    averaging = Averaging(
+        seconds=average_seconds / period,
+        sent_bytes=ring_bytes / period,
+        # No activations are alive then: weights, optimizer, gradients, and two copies.
+        peak_bytes=(4 + job.optimizer_words) * weight_bytes,
     )
+    return Rival(f"local SGD every {period}", "local steps", form, averaging)
 
 
-def rivals_on_slow_links(
-    costs_of: CostsOf,
-    hardware: Hardware,
-    n_workers: int,
-    compression: str,
-    *,
-    accumulate: int = 1,
-    optimizer_words: float = 1.0,
-) -> list[Rival]:
+def rivals_on_slow_links(job: DataParallelJob, compression: str) -> list[Rival]:
     """Return DDP with the same compression and by PowerSGD, where they exist, and local SGD.
 
     Args:
-        costs_of: of the model.
-        hardware: the machines.
-        n_workers: ranks.
+        job: what trains where.
         compression: of the messages that the rivals are compared with.
-        accumulate: micro-batches of each worker in a step.
-        optimizer_words: numbers that the optimizer keeps of each parameter.
     """
-    price_ddp = partial(
-        ddp_rival,
-        costs_of,
-        hardware,
-        n_workers,
-        accumulate=accumulate,
-        optimizer_words=optimizer_words,
-    )
     rivals = []
     if compression != "none" and compression in DDP_COMPRESSIONS:
-        rivals.append(price_ddp(compression))
-    has_shapes = all(cost.matrices or not cost.parameter_bytes for cost in costs_of(1, BUCKETS))
+        rivals.append(ddp_rival(job, compression))
+    has_shapes = all(cost.matrices or not cost.parameter_bytes for cost in job.bucket_costs)
     if has_shapes:
         for low_rank in LOW_RANKS:
-            rivals.append(price_ddp("powersgd", low_rank=low_rank))
-    local_steps = local_sgd_rival(
-        costs_of, hardware, n_workers, accumulate=accumulate, optimizer_words=optimizer_words
-    )
-    rivals.append(local_steps)
+            rivals.append(ddp_rival(job, "powersgd", low_rank))
+    rivals.append(local_sgd_rival(job))
     return rivals

@@ -154,26 +154,43 @@ def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedul
     return replace(schedule, name=schedule.name.replace("DP", "DDP", 1))
 
 
-def ddp_form(
-    costs_of: CostsOf,
-    hardware: Hardware,
-    n_workers: int,
-    accumulate: int = 1,
-    optimizer_words: float = 1.0,
-) -> Form:
-    """Simulate DistributedDataParallel: the baseline of every comparison.
+@dataclass(frozen=True)
+class DataParallelJob:
+    """Training by workers that each have the whole model, as DistributedDataParallel runs it.
 
-    Args:
+    Attributes:
         costs_of: of the model.
         hardware: the machines.
         n_workers: ranks.
         accumulate: micro-batches of each worker in a step.
         optimizer_words: numbers that the optimizer keeps of each parameter.
     """
-    costs = costs_of(1, BUCKETS)
-    schedule = ddp_schedule(n_workers, len(costs), accumulate)
-    timeline = steady_timeline(schedule, costs, hardware, optimizer_words)
-    return Form(schedule, BUCKETS, timeline)
+
+    costs_of: CostsOf = field(repr=False)
+    hardware: Hardware
+    n_workers: int
+    accumulate: int = 1
+    optimizer_words: float = 1.0
+
+    @property
+    def bucket_costs(self) -> Costs:
+        """Costs of the model, one entry per bucket."""
+        return self.costs_of(1, BUCKETS)
+
+    def form(self, costs: Costs | None = None, hardware: Hardware | None = None) -> Form:
+        """Simulate the job: the baseline of every comparison, and what differs in its messages.
+
+        Args:
+            costs: one entry per bucket; None: :attr:`bucket_costs`, whose messages are whole.
+            hardware: machines that carry other messages; None: :attr:`hardware`.
+        """
+        if costs is None:
+            costs = self.bucket_costs
+        if hardware is None:
+            hardware = self.hardware
+        schedule = ddp_schedule(self.n_workers, len(costs), self.accumulate)
+        timeline = steady_timeline(schedule, costs, hardware, self.optimizer_words)
+        return Form(schedule, BUCKETS, timeline)
 
 
 def has_forms(schedule: Schedule) -> bool:

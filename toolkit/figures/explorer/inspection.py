@@ -13,9 +13,9 @@ from toolkit.cost.worker_forms import (
     CUTS,
     CostsOf,
     Cut,
+    DataParallelJob,
     Form,
     ModelCosts,
-    ddp_form,
     fastest_form,
     has_forms,
     steady_timeline,
@@ -299,7 +299,8 @@ def ddp_seconds(
     """
     if n_ranks == 1 or n_microbatches % n_ranks:
         return None
-    return ddp_form(costs_of, hardware, n_ranks, n_microbatches // n_ranks).seconds
+    job = DataParallelJob(costs_of, hardware, n_ranks, accumulate=n_microbatches // n_ranks)
+    return job.form().seconds
 
 
 def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
