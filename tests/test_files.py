@@ -1,10 +1,12 @@
 import csv
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from toolkit.files import write_csv, write_json
+from toolkit.files import digest_of, write_csv, write_json
 
 ROWS = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
 
@@ -49,3 +51,15 @@ def test_rows_that_cannot_be_written_change_nothing(tmp_path):
         write_csv(path, [*ROWS, {"rule": "x", "other": 1}])
     assert path.read_text() == before
     assert [found.name for found in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_digest_is_of_a_regular_file_of_moderate_size(tmp_path):
+    path = tmp_path / "orders.csv"
+    path.write_bytes(b"0F0,0B0\r\n")
+    assert digest_of(path) == hashlib.sha256(b"0F0,0B0\r\n").hexdigest()
+    os.truncate(path, 2**26 + 1)  # without blocks on the disk
+    with pytest.raises(OSError, match="67108864"):
+        digest_of(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="regular"):
+        digest_of(tmp_path / "pipe")

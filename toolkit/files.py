@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import hashlib
 import io
 import json
 import os
@@ -62,6 +63,17 @@ def read_plain(path: Path) -> Any:
         if index > _MOST_VALUES:
             raise ValueError(f"it has more than {_MOST_VALUES} values")
     return content
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 digest of a file's bytes, in hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular one, or is too large.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import UserError
-from toolkit.files import note_write_errors, write_csv, write_text
+from toolkit.files import digest_of, note_write_errors, write_csv, write_text
 from toolkit.options import INDIFFERENT, TrackingOptions
 from toolkit.results.progress import Progress, RunProgress
 from toolkit.results.record import RESULT, PlainRow, read_csv, read_result, read_yaml
@@ -340,5 +339,5 @@ def _with_digests(options: RunOptions) -> dict[str, Any]:
     rules = {name: dict(rule) for name, rule in options["rules"].items()}
     for rule in rules.values():
         if rule.get("file"):
-            rule[DIGEST] = sha256(Path(rule["file"]).read_bytes()).hexdigest()[:16]
+            rule[DIGEST] = digest_of(Path(rule["file"]))[:16]
     return {**options, "rules": rules}

@@ -1,10 +1,10 @@
 """What a run records of its options, and how they differ from those of a checkpoint."""
 
 from collections.abc import Collection, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from toolkit.files import digest_of
 from toolkit.options import INDIFFERENT, differing, flat, without
 from toolkit.training.training_run import TrainingRun
 
@@ -18,7 +18,7 @@ def options_to_save(run: TrainingRun) -> Mapping[str, Any]:
     file = (run.recorded_options.get("schedule") or {}).get("file")
     digest = None
     if file:
-        digest = sha256(Path(file).read_bytes()).hexdigest()[:12]
+        digest = digest_of(Path(file))[:12]
     return {**run.recorded_options, "orders": digest}
 
 
