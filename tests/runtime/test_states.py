@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import re
 
 import pytest
 import torch
 
 from tests.runtime.models import assert_same, learning_rates
 from tests.runtime.test_baselines import CASES
+from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.process_group.launch import launch
 from toolkit.runtime.state import difference
@@ -108,6 +110,18 @@ def test_a_state_of_another_form_is_refused_on_every_rank(found):
     for on_rank in found:
         for name in NAMES:
             assert on_rank[name][-1].startswith("the state is not of this run: state['model']")
+
+
+@pytest.mark.parametrize("unused", [None, {}, "x", ["no weight"], [[]], [0]], ids=repr)
+def test_unused_weights_that_are_no_names_are_refused(unused):
+    case = CASES["ddp-mixed-2"]
+    runtime = make(case, SingleProcess)
+    state = runtime.state_dict()
+    state["stages"][1]["unused"] = unused
+    with pytest.raises(UserError, match=re.escape(f"['stages'][1]['unused'] is {unused!r}")):
+        runtime.load_state_dict(state)
+    state["stages"][1]["unused"] = []
+    runtime.load_state_dict(state)
 
 
 # The first difference in form

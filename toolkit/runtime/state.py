@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, shortened
 from toolkit.model import Stages
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule
@@ -217,7 +217,17 @@ def check_state(
                 " saved it"
             )
 
-    # 4. Shapes and types are those of this run.
+    # 4. Weights that had no gradient are some of the stage's.
+    for stage in updated_stages:
+        unused = state["stages"][stage].get("unused")
+        if not _are_names_of(unused, updaters[stage]):
+            raise UserError(
+                f"the state is not of this run: state['stages'][{stage}]['unused'] is"
+                f" {shortened(repr(unused))}; expected a list of names of the stage's weights, as"
+                " state_dict() returns it"
+            )
+
+    # 5. Shapes and types are those of this run.
     forms: dict[Any, Any] = {"model": state["model"]}
     expected_forms: dict[Any, Any] = {"model": model}
     for stage in updated_stages:
@@ -249,18 +259,22 @@ def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: A
     return True
 
 
+def _are_names_of(unused: Any, updater: Updater) -> bool:
+    """Whether ``unused`` is a list of names of the updater's weights."""
+    if not isinstance(unused, list):
+        return False
+    return all(isinstance(name, str) and name in updater.masters for name in unused)
+
+
 def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[str, Any]:
     """Return a template of a stage's state: its values have the kinds that the state needs."""
     stage_state = state["stages"][stage]
-    unused = stage_state.get("unused")
     n_skipped = stage_state.get("n_skipped")
     average = stage_state.get("average")
     # An optimizer makes its state in the first update that is not skipped.
     updated = isinstance(n_skipped, int) and state["steps_done"] > n_skipped
-    if not (isinstance(unused, list) and all(name in updater.masters for name in unused)):
-        unused = None
-    form = updater.form(updated=updated, unused=unused or ())
-    form["unused"] = unused
+    form = updater.form(updated=updated, unused=stage_state["unused"])
+    form["unused"] = stage_state["unused"]
     if updater.options.ema is None:
         form["average"] = average  # this run keeps no average, so any will do
     elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
