@@ -307,6 +307,23 @@ def test_a_rank_that_is_lost_before_the_first_step_is_replaced(controller, tmp_p
     assert_same(runtime.module().state_dict(), expected.module().state_dict())
 
 
+def test_a_rank_lost_before_its_first_step_is_in_no_step_of_the_training_before(controller):
+    schedule = catalog.cyclic(2, 1)
+    list(controller.train(*arguments(schedule), models.make_batches(2, 3)))
+    assert all("in step 2" in row["at"] for row in controller.status())
+
+    def optimizer(parameters):
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return conform.sgd(parameters)
+
+    stages, *_, loss = arguments(schedule)
+    with pytest.raises(JobFailedError, match="rank 1") as caught:
+        list(controller.train(stages, schedule, optimizer, loss, models.make_batches(2, 3)))
+    of_rank_1, _, _ = str(caught.value).partition(";")
+    assert "step" not in of_rank_1
+
+
 def test_a_loaded_state_takes_the_place_of_the_kept_one_of_its_step(controller):
     """Also where both are of the same step, and a rank is lost before the next."""
     schedule = catalog.cyclic(2, 1)

@@ -41,6 +41,7 @@ def join_training(
     global _training
     _training = None  # its memory is free before the next takes any
     world = join(**join_options)
+    world.watch.begin_training()
     stages: Stages = training[0]
     stages.model.to(world.device)
     _training = Distributed(*training, world=world, **options)

@@ -133,6 +133,11 @@ class Watch:
         since = self._clock + self._beat
         self._write(activity=activity, step=step, peers=tuple(peers), since=since)
 
+    def begin_training(self) -> None:
+        """Forget the training before, in whose last step a rank lost now would be reported."""
+        since = self._clock + self._beat
+        self._write(activity="the start of a training", step=None, peers=(), since=since)
+
     def _write(self, **changes: Any) -> None:
         with self._write_lock:
             self.record = self.record._replace(now=self._clock, **changes)
