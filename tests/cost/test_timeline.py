@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from tests.cost.test_simulate import FIRST, SECOND, SLOW, costs, machines
 from tests.schedule.strategies import programs, quick
-from toolkit.cost import UNIT, Change, Span, Timeline, simulate, unit_costs
+from toolkit.cost import (
+    UNIT,
+    Change,
+    Hardware,
+    Span,
+    StageCost,
+    Timeline,
+    simulate,
+    unit_costs,
+)
 from toolkit.cost.timeline import KINDS, LANES
+from toolkit.cost.worker_forms import steady_timeline
 from toolkit.schedule import catalog, steady_state
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -77,6 +87,29 @@ def test_rates_are_of_the_steady_steps():
     # The first step takes longer where ranks are new to it
     spans = [compute(0, 0.0, 100.0), compute(0, 100.0, 101.0, 1), compute(0, 102.0, 103.0, 2)]
     assert timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0)).idle_share == 0.5
+
+
+def test_a_rank_that_gets_ahead_is_not_less_than_idle():
+    """Steps 1 and 2 take 5 seconds; the rank has done half of the first before that time."""
+    spans = [compute(0, 4.0 * step, 4.0 * step + 4.0, step) for step in range(4)]
+    ahead = timeline(spans, n_ranks=1, step_ends=(6.0, 9.0, 11.0, 16.0))
+    assert ahead.idle_share == 1 - 12 / 10
+    assert replace(ahead, steady=range(1, 3)).idle_share == 0
+    late = [*spans[:3], compute(0, 12.0, 13.0, 3)]
+    found = timeline(late, n_ranks=1, step_ends=(6.0, 9.0, 14.0))
+    assert replace(found, steady=range(1, 3)).idle_share == 1 - 7 / 8
+
+
+def test_groups_in_rotated_chains_are_not_less_than_idle():
+    """Ranks get ahead in the first steps, and so do less than whole steps in the timed ones."""
+    seconds = ((1.3, 0.9), (1.0, 1.8), (1.7, 0.9), (1.3, 2.2))
+    costs = [
+        StageCost(0, 0, parameter_bytes=1e6, forward_seconds=f / 1e3, backward_seconds=b / 1e3)
+        for f, b in seconds
+    ]
+    schedule = catalog.cyclic(4, 1, groups=2, chains="rotated")
+    found = steady_timeline(schedule, costs, Hardware.preset("ethernet_10"))
+    assert found.idle_share == pytest.approx(0, abs=1e-6)
 
 
 def test_what_a_rank_holds_at_its_peak():

@@ -109,8 +109,12 @@ class Timeline:
     def idle_share(self) -> float:
         """Share of all ranks' time without compute, over the steps of :attr:`step_time`.
 
-        Measured over few overlapping steps it is inexact, and may be below 0.
+        Without steady steps it is inexact where steps overlap, and may be below 0.
         """
+        if self.steady and self.steady[0] > 0:
+            return self._idle_share_of_steady()
+        # The compute of whole steps: what ranks do after the end of the last step would be done
+        # beside the next one.
         steps = self._timed()
         step_of = self._steps_from_0()
         busy_seconds = sum(
@@ -120,6 +124,23 @@ class Timeline:
         )
         seconds_per_step = self.step_time if len(self.step_ends) > 1 else self.end
         return 1 - busy_seconds / len(steps) / (self.n_ranks * seconds_per_step)
+
+    def _idle_share_of_steady(self) -> float:
+        """Return the share of idle time between the ends of two steady steps.
+
+        Only compute in that time counts, whatever its step. A rank may get ahead of the others for
+        a few steps. The compute of as many steps then takes more time than there is::
+
+            ends of steps       |- step 5 -|- step 6 -|
+            a rank's compute   [  6  ][  7  ][  8  ]        clipped at both ends
+        """
+        begin = self.step_ends[self.steady[0] - 1]
+        end = self.step_ends[self.steady[-1]]
+        busy_seconds = 0.0
+        for span in self.spans:
+            if span.lane == COMPUTE and span.start < end and span.end > begin:
+                busy_seconds += min(span.end, end) - max(span.start, begin)
+        return 1 - busy_seconds / (self.n_ranks * (end - begin))
 
     def _timed(self) -> range:
         """Return the steps that rates use."""
