@@ -1,5 +1,6 @@
 """The loop and evaluation, on models whose answers are known."""
 
+import pickle
 from dataclasses import replace
 from functools import partial
 from math import exp, inf, log, nan
@@ -209,3 +210,11 @@ def test_a_resumed_epoch_counts_its_own_steps_per_second(images, monkeypatch):
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     (epoch,) = prepared(images, epochs=1).run(position=Position(step=6, steps_done=6))
     assert epoch.samples_per_second == 2 * 16 / 2
+
+
+def test_a_divergence_says_the_same_in_another_process():
+    error = DivergedError("the loss is nan", [Epoch(0, *range(6))], more=", or save.steps=10")
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error)
+    assert str(copied).count("optimizer.lr") == 1
+    assert (copied.reason, copied.epochs) == (error.reason, error.epochs)

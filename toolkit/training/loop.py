@@ -107,6 +107,12 @@ class DivergedError(UserError, FloatingPointError):
         super().__init__(f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}")
         self.reason = reason
         self.epochs = tuple(epochs)
+        self.more = more
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is unpickled from its message, to which advice would be added
+        # again in another process.
+        return type(self), (self.reason, self.epochs, self.more), self.__dict__
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
