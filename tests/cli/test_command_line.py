@@ -37,7 +37,10 @@ model.arguments=3 | model.arguments=3: .* \+model.arguments.NAME=
 epochs | 'epochs'
 =3 | '=3'
 seed=[1 | 'seed=\[1'
-data.root=/ü | "data.root='/ü'"
+data.root=/ü | 'ü' .* "data.root='/ü'"
+tracking.name=grün | 'ü' .* "tracking.name='grün'"
+sëed=1 | 'ë'$
+rules.ä.delay=[1 | OPTION=VALUE
 seed=1,2 | seed=1,2
 model.target=torchvision.models.mobilenet_v3_small data=synthetic | \[4, 10\]
 workers=0 | workers .* got 0
@@ -158,6 +161,11 @@ compare rules.mat=dp | option rules.mat
 compare rules.dp.dealy=2 | rules.dp.dealy: .* rules.dp.delay
 simulate +also.g=gpipe | \+schedule@also.gpipe
 train model.arguments.n=3 | \+model.arguments.n=
+memory workers=[2] schedule.file=x | ^there is no option schedule.file
+plan model=resnet8 data=digits ranks=[8] batch=12 | ranks=8
+plan model=resnet8 data=digits ranks=[5,8] batch=24 | ranks=\[5,8\]
+simulate hardware.link_bandwidth=10 | hardware.link_bandwidth .*bytes a second.* got 10; .*1.25e9
+memory hardware=machines_of_8 hardware.local_bandwidth=600 | local_bandwidth .* got 600
 simulate optimizer_words=-1 | optimizer_words .* got -1
 bench bench.model=foo | model 'foo'
 report title=x | runs=\.\.\. .* got None

@@ -60,7 +60,7 @@ def made(line):
 def composed(overrides, experiment="simulate"):
     schema.register()
     given = shlex.split(overrides)
-    check_given(given)
+    check_given(experiment, given)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return build_schedule(compose(experiment, given).schedule)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from toolkit.cli import schema
 from toolkit.cli.explain import nearest
 from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
@@ -83,8 +84,12 @@ def check_compressed(schedules: "Mapping[str, Schedule]", compression: str, widt
             check_handed_on(schedule, GRADIENT_BITS[compression])
 
 
-def check_given(arguments: Sequence[str]) -> None:
+def check_given(experiment: str, arguments: Sequence[str]) -> None:
     """Validate a command line before Hydra composes it.
+
+    Args:
+        experiment: name of the experiment.
+        arguments: flags and options.
 
     Raises:
         UserError: it names an unknown choice of a group, or gives a size twice.
@@ -102,6 +107,16 @@ def check_given(arguments: Sequence[str]) -> None:
             argument_of_option[name] for name in argument_of_option if name in _SAME
         )
         raise UserError(f"{size_pair}: workers sets microbatches, so leave one of them out")
+    if "schedule.file" in schema.option_names(experiment):
+        _check_sizes_of_file(argument_of_option)
+
+
+def _check_sizes_of_file(argument_of_option: Mapping[str, str]) -> None:
+    """Raise UserError if ``schedule.file`` has company that sets the sizes of its schedule.
+
+    Args:
+        argument_of_option: the options of a command line by name, as they are written.
+    """
     file = argument_of_option.get("schedule.file", "=null")
     compares_schedules = any(name.startswith("schedule@also.") for name in argument_of_option)
     size_options = ["schedule.n_ranks"]

@@ -132,7 +132,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
         raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, experiments)}")
     schema.register()
     try:
-        check_given(options)
+        check_given(experiment, options)
         with hydra.initialize_config_dir(str(conf()), version_base="1.3"):
             config = hydra.compose(experiment, list(options))
         resolve_options(config, options)
@@ -180,7 +180,7 @@ class _CommandLine:
                 # 1. Help needs no valid options of a resumed run.
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
-                    check_given(arguments)
+                    check_given(self._name, arguments)
                     print(description(sys.modules[self._function.__module__].__doc__ or ""))
                     print(help_text(self._name, arguments))
                     return
@@ -188,7 +188,7 @@ class _CommandLine:
                 # 2. A wrong option is refused before Hydra composes any configuration.
                 process.check_working_directory()
                 arguments = flags_first(resume_arguments(arguments, self._name))
-                check_given(arguments)
+                check_given(self._name, arguments)
 
                 # 3. Hydra reads the command line from sys.argv, and calls _job for each run.
                 options = sweeps.with_defaults(arguments)

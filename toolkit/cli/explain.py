@@ -8,6 +8,7 @@ from pathlib import Path
 from traceback import walk_tb
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -147,16 +148,42 @@ def _of_composition(error: Exception, experiment: str) -> str | None:
     if isinstance(error, MissingConfigException):
         return _missing_choice(error)
     if isinstance(error, OverrideParseException):
-        option, value = key_of(error.override), value_of(error.override)
-        hint = ""
-        if "/" in value:
-            hint = f"; a path is quoted twice: {shell_option(option, value)}"
-        return f"{error.override!r} is not OPTION=VALUE{hint}"
+        return _unparsed(error.override)
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return " ".join(str(error).split())
     return None
+
+
+def _unparsed(override: str) -> str:
+    """Return the message for an option that Hydra cannot read."""
+    option = key_of(override)
+    value = value_of(override)
+    hint = ""
+    if "/" in value:
+        hint = f"; a path is quoted twice: {shell_option(option, value)}"
+    letter = _foreign_letter(override)
+    if letter is None:
+        return f"{override!r} is not OPTION=VALUE{hint}"
+    if letter in option:
+        return f"{override!r}: names of options have letters from a to z: got {letter!r}"
+    if not hint and value[0] not in "[{":
+        hint = f": {shell_option(option, value)}"
+    return f"{override!r}: a text with the letter {letter!r} is quoted twice{hint}"
+
+
+def _foreign_letter(override: str) -> str | None:
+    """Return the first letter outside ASCII if Hydra cannot read ``override`` because of it."""
+    letters = [letter for letter in override if not letter.isascii()]
+    if not letters:
+        return None
+    try:
+        ascii_override = re.sub(r"[^\x00-\x7f]", "x", override)
+        OverridesParser.create().parse_override(ascii_override)
+    except HydraException:
+        return None
+    return letters[0]
 
 
 def _argument_of(file_name: str) -> str:

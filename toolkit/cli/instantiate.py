@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from toolkit.training.data import SampleSet
 
 
+_LEAST_BANDWIDTH = 1e4  # bytes a second; a smaller number is of gigabits or gigabytes
+
+
 def plain(config: DictConfig) -> dict[str, Any]:
     """The resolved configuration as nested dicts and lists."""
     options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -66,7 +69,14 @@ def build_hardware(config: DictConfig) -> "Hardware":
             :class:`toolkit.cost.Hardware`.
 
     Raises:
-        UserError: a field is impossible.
+        UserError: a field is impossible, or a link is as slow as if its unit were another.
     """
     hardware: Hardware = make(config, "hardware", "toolkit.cost.Hardware")
+    for name in ("link_bandwidth", "local_bandwidth"):
+        bandwidth = getattr(hardware, name)
+        if bandwidth < _LEAST_BANDWIDTH:
+            raise UserError(
+                f"hardware.{name} is in bytes a second, {_LEAST_BANDWIDTH:g} or more: got"
+                f" {bandwidth:g}; 10 Gbit/s are hardware.{name}=1.25e9"
+            )
     return hardware
