@@ -31,9 +31,12 @@ class Sharding(NamedTuple):
             local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
-    def shard(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return this device's shard of ``whole``, in memory of its own, without messages."""
-        sharded = distribute_tensor(whole.detach(), mesh, self.placements, src_data_rank=None)
+    def shard(self, whole_tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return this device's shard of a tensor, in memory of its own, without messages."""
+        # Without a source rank torch takes the tensor of this device, instead of that of rank 0.
+        sharded = distribute_tensor(
+            whole_tensor.detach(), mesh, self.placements, src_data_rank=None
+        )
         return sharded.to_local().clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:

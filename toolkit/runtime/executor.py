@@ -34,7 +34,7 @@ from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import after_marks, current_stream, mark, own_stream
-from toolkit.runtime.waiters import Begun, BegunQueue, Waiters
+from toolkit.runtime.waiters import PendingMessage, PendingQueue, Waiters
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 
@@ -348,18 +348,19 @@ class Executor:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._instructions[position]
         began = 0.0 if self._meter is None else self._meter.now()
-        self._waiters.put(waiter_of(i), Begun(position, transfer, began), self._wait_for_all)
+        message = PendingMessage(position, transfer, began)
+        self._waiters.put(waiter_of(i), message, self._wait_for_all)
 
     # The waiters' threads.
 
-    def _wait_for_all(self, messages: BegunQueue) -> None:
+    def _wait_for_all(self, queue: PendingQueue) -> None:
         position = 0  # to blame if not even a stream can be made
         try:
             with own_stream(self._device):
-                while (begun := messages.get()) is not None:
-                    position = begun.position
-                    self._wait_for(*begun)
-                    del begun  # or the message would live until the next one
+                while (message := queue.get()) is not None:
+                    position = message.position
+                    self._wait_for(*message)
+                    del message  # or its memory would live until the next one
         except BaseException as error:
             self._fail(position, error)
 

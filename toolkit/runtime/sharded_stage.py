@@ -193,11 +193,11 @@ class ShardedStage:
 
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return an updater's state with whole tensors. Every device of the row calls it."""
-        whole = {**state}
+        whole_state = {**state}
         if state["average"] is not None:
             average = state["average"]
-            whole["average"] = {**average, "weights": self.whole(average["weights"])}
-        return cast(dict[str, Any], tree_map_only(DTensor, DTensor.full_tensor, whole))
+            whole_state["average"] = {**average, "weights": self.whole(average["weights"])}
+        return cast(dict[str, Any], tree_map_only(DTensor, DTensor.full_tensor, whole_state))
 
     def local_state(self, state: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
         """Return an updater's state with DTensors where its ``form`` has them.

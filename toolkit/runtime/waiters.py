@@ -8,8 +8,8 @@ from typing import NamedTuple
 from toolkit.runtime.message_transfer import Transfer
 
 
-class Begun(NamedTuple):
-    """A message that is under way.
+class PendingMessage(NamedTuple):
+    """A message that has begun and not ended.
 
     Attributes:
         position: of its instruction in the rank's program.
@@ -22,8 +22,8 @@ class Begun(NamedTuple):
     began: float
 
 
-BegunQueue = SimpleQueue[Begun | None]
-"""Messages that a thread waits for, in order; None ends it."""
+PendingQueue = SimpleQueue[PendingMessage | None]
+"""Messages that a thread waits for, in order; None ends the thread."""
 
 
 class Waiters:
@@ -32,34 +32,36 @@ class Waiters:
     def __init__(self) -> None:
         # Guards the dictionary: a waiter that begins the next send may create another waiter.
         self._lock = threading.Lock()
-        self._threads: dict[tuple, tuple[BegunQueue, threading.Thread]] = {}
+        self._threads: dict[tuple, tuple[PendingQueue, threading.Thread]] = {}
 
-    def put(self, name: tuple, begun: Begun, wait_for_all: Callable[[BegunQueue], None]) -> None:
+    def put(
+        self, name: tuple, message: PendingMessage, wait_for_all: Callable[[PendingQueue], None]
+    ) -> None:
         """Let the waiter called ``name`` wait for a message.
 
         Args:
             name: of the waiter, which begins with its first message.
-            begun: the message.
-            wait_for_all: what the thread does. Only the thread keeps it: the caller's memory is
-                free as soon as the threads have ended.
+            message: a message that has begun.
+            wait_for_all: function that the thread runs on its queue. Only the thread keeps it: the
+                caller's memory is free as soon as the threads have ended.
         """
         with self._lock:
             if name not in self._threads:
-                messages: BegunQueue = SimpleQueue()
+                queue: PendingQueue = SimpleQueue()
                 # Daemons: a message from a dead rank never ends, but the process must.
                 thread = threading.Thread(
-                    target=wait_for_all, args=(messages,), name="waiter", daemon=True
+                    target=wait_for_all, args=(queue,), name="waiter", daemon=True
                 )
-                self._threads[name] = messages, thread
+                self._threads[name] = queue, thread
                 thread.start()
-            messages, _ = self._threads[name]
-        messages.put(begun)
+            queue, _ = self._threads[name]
+        queue.put(message)
 
     def close(self) -> None:
         """Let each thread end after its last message."""
         with self._lock:
-            for messages, _ in self._threads.values():
-                messages.put(None)
+            for queue, _ in self._threads.values():
+                queue.put(None)
 
     def join(self) -> None:
         """Wait until the threads have ended. After a failure they may never."""
