@@ -169,7 +169,7 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
         unchecked_rules.discard(rule)
         return run
 
-    runs, saved_keys = comparison.before(options, folder, world)
+    runs, saved_keys = comparison.runs_so_far(options, folder, world)
     trained = Trained(runs)
     n_before = len(runs)
     n_ended = len(comparison.select_runs(options, runs))

@@ -18,7 +18,7 @@ from toolkit.figures import Explorer
 from toolkit.model import Images, build
 from toolkit.model.node_costs import meta_copy
 from toolkit.plan.candidates import Candidate
-from toolkit.plan.predictions import Limits, Machines, stage_costs
+from toolkit.plan.predictions import Limits, Predictor, stage_costs
 from toolkit.runtime.loop_arguments import choose_rule
 from toolkit.schedule import ScheduleSpec
 
@@ -69,7 +69,7 @@ def test_explorer(situation):
 
 def test_plan(situation, model):
     """Candidates as the plan enumerates them, predicted as it confirms them."""
-    machines = Machines(ETHERNET, Limits(), 1.0)
+    predictor = Predictor(ETHERNET, Limits(), 1.0)
     late = ScheduleSpec("cdp_v1", N, N)
     candidates = {
         "DDP": [Candidate(ScheduleSpec("dp", 5, N), 32, BUCKETS)],
@@ -85,7 +85,7 @@ def test_plan(situation, model):
     for name, forms in candidates.items():
         costs = stage_costs(meta_copy(model), IMAGES, "fp32", forms)
         seconds = [
-            machines.predict([form], [cost], timed=16)[0].seconds
+            predictor.predict([form], [cost], timed=16)[0].seconds
             for form, cost in zip(forms, costs, strict=True)
         ]
         assert min(seconds) == pytest.approx(situation[name], **TOLERANCE)

@@ -192,7 +192,7 @@ def test_tests_equivalence_at_a_margin(kept):
     """Differences of CDP-v1 are -10, 0 and 1 points: mean -3, standard deviation sqrt(37)."""
     changed = [
         run if run.rule == "dp" else replace(run, epochs=[run.epochs[0] | {"top1": top1}])
-        for run in comparison.ended_before(kept, plain(settings("compare", *KEPT)))
+        for run in comparison.read_ended_runs(kept, plain(settings("compare", *KEPT)))
         for top1 in [{0: -0.1, 1: 0.1, 2: 0.21}[run.seed]]
     ]
     keep_runs(kept, changed)

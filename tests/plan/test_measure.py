@@ -16,7 +16,7 @@ from toolkit.plan import pilot_training
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import Data, step_memory
 from toolkit.plan.pilot_bench import _predicted, _speed
-from toolkit.plan.predictions import Limits, Machines
+from toolkit.plan.predictions import Limits, Predictor
 from toolkit.runtime.meters.predicted_vs_measured import equal_stages
 from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import ScheduleSpec, catalog
@@ -135,7 +135,7 @@ def test_predictions_include_slack_latency_and_the_optimizers_state():
     slow = Hardware("slow", 1.0, 1e9, 1e9, link_latency=1.0)
     candidate, costs = Candidate(ScheduleSpec("gpipe", 2, 2), 1), unit_costs(2)
     found, without = (
-        _predicted(candidate, costs, Machines(slow, Limits(), words), (0.5, 2.0))
+        _predicted(candidate, costs, Predictor(slow, Limits(), words), (0.5, 2.0))
         for words in (1.0, 0.0)
     )
     usual, quick, long, free = (one.seconds for one in found)

@@ -17,7 +17,7 @@ from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan, plan_costs
 from toolkit.plan.candidates import Candidate, candidates, data_options
 from toolkit.plan.choice import choose_prediction, reason_to_stay, worth_a_fresher_delay
-from toolkit.plan.predictions import Machines, front
+from toolkit.plan.predictions import Predictor, front
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.steady_state import steps_to_time
@@ -112,11 +112,11 @@ def test_options_of_samples(form, own, options):
 
 @pytest.mark.parametrize("memory", [20.0])
 def test_no_prediction_is_below_its_bound(memory):
-    machines = Machines(replace(UNIT, link_bandwidth=2.0), Limits(memory=memory), 1.0)
+    predictor = Predictor(replace(UNIT, link_bandwidth=2.0), Limits(memory=memory), 1.0)
     for candidate in (c for c in candidates(3, 12) if c.is_plain):
         costs = unit_costs(candidate.spec.stages, backward=2.0)
-        (predicted,) = machines.predict([candidate], [costs])
-        bound = machines.bound(candidate, costs)
+        (predicted,) = predictor.predict([candidate], [costs])
+        bound = predictor.bound(candidate, costs)
         assert bound.seconds <= predicted.seconds * (1 + 1e-9)
         assert bound.memory <= predicted.memory
         assert bound.fits >= predicted.fits
@@ -193,7 +193,7 @@ def test_fast_schedules_with_late_weights_are_settled():
 
 def test_settled_candidates_have_the_affordable_delay():
     hardware, costs = replace(UNIT, link_bandwidth=0.25), unit_costs(8, backward=2.0)
-    settled = Machines(hardware, Limits(), 1.0).find_affordable_delay(ON_4, costs, 0.1)
+    settled = Predictor(hardware, Limits(), 1.0).find_affordable_delay(ON_4, costs, 0.1)
     delay = affordable_delay(ON_4.schedule, costs, hardware, within=0.1, optimizer_bytes=[1.0] * 8)
     assert settled.schedule.staleness == delay
     assert 0 < settled.staleness < 1
@@ -219,13 +219,13 @@ def test_the_hardware_limits_memory_where_the_limit_is_above_it():
     """Rank 0 has less memory than the limit, and rank 1 has more."""
     costs = unit_costs(2)
     dp = Candidate(ScheduleSpec("dp", 2, 2), 1)
-    free = Machines(UNIT, Limits(), 1.0)
+    free = Predictor(UNIT, Limits(), 1.0)
     (needed,) = (prediction.memory for prediction in free.predict([dp], [costs]))
     for memory, fits in ((needed, True), (0.9 * needed, False)):
         hardware = replace(UNIT, memories=(memory, 4 * needed))
-        machines = Machines(hardware, Limits(memory=2 * needed), 1.0)
-        assert [machines.memory_of(rank) for rank in range(2)] == [memory, 2 * needed]
-        assert [prediction.fits for prediction in machines.predict([dp], [costs])] == [fits]
+        predictor = Predictor(hardware, Limits(memory=2 * needed), 1.0)
+        assert [predictor.memory_of(rank) for rank in range(2)] == [memory, 2 * needed]
+        assert [prediction.fits for prediction in predictor.predict([dp], [costs])] == [fits]
 
 
 def test_nothing_within_the_limits():

@@ -8,11 +8,11 @@ import pytest
 from toolkit.errors import UserError
 from toolkit.results.comparison import (
     RuleRun,
-    ended_before,
+    folder_of_run,
     keep_options,
     keep_runs,
+    read_ended_runs,
     select_runs,
-    under_way,
 )
 
 RULES = {"dp": {"delay": 0}, "late": {"delay": {"distribution": "uniform", "most": 2}}}
@@ -40,10 +40,10 @@ def folder(tmp_path):
 
 
 def test_runs_are_read_as_they_were_kept(folder):
-    assert ended_before(folder, options()) == [
+    assert read_ended_runs(folder, options()) == [
         ended(rule, seed) for seed in (0, 1) for rule in RULES
     ]
-    assert ended_before(folder / "nowhere", options()) == []
+    assert read_ended_runs(folder / "nowhere", options()) == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_runs_are_read_as_they_were_kept(folder):
 )
 def test_other_options_are_refused(folder, change, expected):
     with pytest.raises(UserError, match=re.escape(expected)):
-        ended_before(folder, options(**change))
+        read_ended_runs(folder, options(**change))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_other_options_are_refused(folder, change, expected):
     ],
 )
 def test_what_changes_no_trajectory_may_change(folder, change):
-    assert len(ended_before(folder, options(**change))) == 4
+    assert len(read_ended_runs(folder, options(**change))) == 4
 
 
 def test_options_of_one_rule_count_where_it_has_run(tmp_path):
@@ -85,29 +85,29 @@ def test_options_of_one_rule_count_where_it_has_run(tmp_path):
     keep(tmp_path, options(own=own), [ended("dp", 0), ended("late", 0)])
     new = RULES | {"new": {"delay": 1}}
     more = own | {"new": {"optimizer": {"lr": 3.0}}}
-    assert len(ended_before(tmp_path, options(rules=new, own=more))) == 2
+    assert len(read_ended_runs(tmp_path, options(rules=new, own=more))) == 2
     keep_options(tmp_path, options(rules={"dp": RULES["dp"]}, own={}))
-    assert len(ended_before(tmp_path, options(own=own))) == 2
+    assert len(read_ended_runs(tmp_path, options(own=own))) == 2
     for other, was in (({}, "None (was 0.05)"), ({"late": {"optimizer": {"lr": 1.0}}}, "1.0 (was")):
         with pytest.raises(UserError, match=re.escape(f"own.late.optimizer.lr={was}")):
-            ended_before(tmp_path, options(own=other))
+            read_ended_runs(tmp_path, options(own=other))
 
 
 def test_a_rule_without_runs_may_change(tmp_path):
     keep(tmp_path, options(), [ended("dp", 0)])
-    assert ended_before(tmp_path, options(rules=RULES | {"late": {"delay": 7}}))
+    assert read_ended_runs(tmp_path, options(rules=RULES | {"late": {"delay": 7}}))
 
 
 def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
-    begun = [under_way(tmp_path, rule, 2) for rule in RULES]
+    begun = [folder_of_run(tmp_path, rule, 2) for rule in RULES]
     for path in begun:
         (path / "checkpoints").mkdir(parents=True)
     (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()  # the other has not saved anything
     keep_options(tmp_path, options())
-    assert ended_before(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
+    assert read_ended_runs(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
     other = options(rules=RULES | {"late": {"delay": 4}})
     with pytest.raises(ValueError, match=re.escape("rules.late.delay=4 (was None)")):
-        ended_before(tmp_path, other)
+        read_ended_runs(tmp_path, other)
     keep_runs(tmp_path, [ended("dp", 2)])
     assert [path.exists() for path in begun] == [False, True]
     keep_runs(tmp_path, [ended("dp", 2), ended("late", 2)])
@@ -117,19 +117,19 @@ def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
 def test_runs_that_are_not_asked_for_are_kept(folder):
     """With the options of their rules, which count when they are asked for again."""
     less = options(seed=1, seeds=1, rules={"dp": RULES["dp"]})
-    runs = ended_before(folder, less)
+    runs = read_ended_runs(folder, less)
     assert [(run.rule, run.seed) for run in select_runs(less, runs)] == [("dp", 1)]
     keep(folder, less, [*runs, ended("dp", 2)])
-    assert len(ended_before(folder, options())) == 5
+    assert len(read_ended_runs(folder, options())) == 5
     with pytest.raises(ValueError, match=re.escape("rules.late.delay=9 (was None)")):
-        ended_before(folder, options(rules=RULES | {"late": {"delay": 9}}))
+        read_ended_runs(folder, options(rules=RULES | {"late": {"delay": 9}}))
 
 
 def test_a_run_that_was_broken_off_has_not_ended_and_one_that_diverged_has(tmp_path):
     lost = ended("late", 0)
     lost.epochs[1] |= {"train_loss": nan, "top1": nan}
     keep(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1), lost])
-    found = ended_before(tmp_path, options())
+    found = read_ended_runs(tmp_path, options())
     assert [(run.rule, run.seed, run.diverged_in) for run in found] == [
         ("dp", 0, None),
         ("late", 0, 1),
@@ -143,4 +143,4 @@ def test_runs_of_unknown_options_are_refused(folder, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=r"no readable runs\.yaml"):
-        ended_before(folder, options())
+        read_ended_runs(folder, options())

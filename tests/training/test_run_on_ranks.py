@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.stages import cut
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, thorough
 from tests.training.test_run_with_checkpoints import assert_identical, built, weights
+from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.training import Listeners, StoppedError, run_with_checkpoints
 
@@ -108,3 +109,12 @@ def test_another_runtime_resumes_what_ranks_have_saved(distributed, name):
         mine, theirs = weights(outcome), found[0][name][0]
         alike.append(all(torch.allclose(mine[k], theirs[k], rtol=1e-3, atol=1e-4) for k in theirs))
     assert alike == [True, False]
+
+
+@thorough
+def test_a_runtime_without_compression_refuses_errors_of_compressed_messages(distributed, tmp_path):
+    folder, _ = distributed
+    shutil.copytree(folder / "distributed, int8" / "whole", tmp_path / "saved")
+    run = built("schedule=cdp_v1", *SHORT)
+    with pytest.raises(UserError, match="compression=int8"):
+        run_with_checkpoints(run, tmp_path / "saved", resume=True)

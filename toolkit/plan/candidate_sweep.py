@@ -15,7 +15,7 @@ from toolkit.plan.candidates import MAX_OPS, Candidate, of_microbatch
 from toolkit.plan.candidates import candidates as candidates_on
 from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
 from toolkit.plan.measure import OnProgress
-from toolkit.plan.predictions import Machines, Prediction, front
+from toolkit.plan.predictions import Prediction, Predictor, front
 from toolkit.plan.search import search
 from toolkit.plan.search_space import SearchResult, SearchSpace
 from toolkit.schedule import ScheduleSpec
@@ -58,14 +58,14 @@ class CandidateSweep:
 
     def __init__(
         self,
-        machines: Machines,
+        predictor: Predictor,
         costs_of: CostsOf,
         jobs: int,
         on_progress: OnProgress,
     ) -> None:
         from joblib import Parallel
 
-        self.machines = machines
+        self.predictor = predictor
         self.costs_of = costs_of
         self.on_progress = on_progress
         # Results come one by one, in the order of the tasks, whatever task ends first.
@@ -136,7 +136,7 @@ class CandidateSweep:
                 if chosen:
                     yield chosen, [*map(self._costs, chosen)]
 
-        for predictions in self._each(activity, self.machines.predict, unbeaten(), len(groups)):
+        for predictions in self._each(activity, self.predictor.predict, unbeaten(), len(groups)):
             self._add(predictions)
 
     def _analyse_stages(self, candidates: Sequence[Candidate]) -> None:
@@ -167,7 +167,7 @@ class CandidateSweep:
             (candidate, self._costs(candidate), STALENESS_PRICE) for candidate in late_candidates
         ]
         activity = "searching for affordable delays"
-        self._add(self._each(activity, self.machines.find_affordable_delay, tasks, len(tasks)))
+        self._add(self._each(activity, self.predictor.find_affordable_delay, tasks, len(tasks)))
 
     def search_rank_orders(self, seconds: float) -> SearchResult | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
@@ -181,17 +181,17 @@ class CandidateSweep:
         fastest = min(
             pipelines, key=lambda prediction: (not prediction.fits, prediction.seconds)
         ).candidate
-        machines = self.machines
+        predictor = self.predictor
         costs = self._costs(fastest)
-        limits = [machines.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
+        limits = [predictor.memory_of(rank) for rank in range(fastest.schedule.n_ranks)]
         begin = time.monotonic()
         space = SearchSpace(
             costs,
             fastest.schedule.n_microbatches,
             ranks=fastest.schedule.n_ranks,
-            hardware=machines.hardware,
+            hardware=predictor.hardware,
             memory=limits,
-            optimizer_bytes=machines.optimizer_bytes(costs),
+            optimizer_bytes=predictor.optimizer_bytes(costs),
         )
         search_result = search(
             space,
@@ -203,7 +203,7 @@ class CandidateSweep:
         )
         orders_spec = ScheduleSpec.of(search_result.schedule)
         searched_candidate = replace(fastest, spec=orders_spec)
-        self._add(machines.predict([searched_candidate], [costs]))
+        self._add(predictor.predict([searched_candidate], [costs]))
         return search_result
 
     def confirm_choice(self, baseline: Prediction) -> Prediction | None:
@@ -231,12 +231,12 @@ class CandidateSweep:
                 ([candidate], [self._costs(candidate)], TIMED_STEPS) for candidate in new_candidates
             ]
             for predictions in self._each(
-                "confirming the best", self.machines.predict, tasks, len(tasks)
+                "confirming the best", self.predictor.predict, tasks, len(tasks)
             ):
                 self._add(predictions)
 
     def _beaten(self, candidate: Candidate) -> bool:
-        bound = self.machines.bound(candidate, self._costs(candidate))
+        bound = self.predictor.bound(candidate, self._costs(candidate))
         # The pool calls this from its own thread while this thread adds predictions. A list copied
         # at once cannot change size during the iteration.
         predictions = [*self.done.values()]

@@ -14,7 +14,7 @@ from toolkit.plan.candidates import Candidate
 from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.plan.measure import Data, OnProgress, ratios, step_memory, step_times
 from toolkit.plan.pilot_training import train_by
-from toolkit.plan.predictions import Limits, Machines, Prediction
+from toolkit.plan.predictions import Limits, Prediction, Predictor
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
@@ -97,9 +97,9 @@ class PilotBench:
         costs = recomputing(profile(stages, microbatch), checkpoint)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
-        machines = Machines(findings.hardware, Limits(), optimizer_words)
+        predictor = Predictor(findings.hardware, Limits(), optimizer_words)
         predicted = {
-            rule: _predicted(candidate, costs, machines, slack)
+            rule: _predicted(candidate, costs, predictor, slack)
             for rule, candidate in self.candidates.items()
         }
         on_progress("predicting", 1.0)
@@ -127,10 +127,10 @@ class PilotBench:
 
 
 def _predicted(
-    candidate: Candidate, costs: Costs, machines: Machines, slack: tuple[float, float]
+    candidate: Candidate, costs: Costs, predictor: Predictor, slack: tuple[float, float]
 ) -> list[Prediction]:
     """Predict a candidate with the measured costs, their least and most, and without messages."""
-    seconds = [cost.seconds(machines.hardware) for cost in costs]
+    seconds = [cost.seconds(predictor.hardware) for cost in costs]
     cost_variants = [costs]
     for factor in slack:
         scaled_costs = []
@@ -139,9 +139,9 @@ def _predicted(
                 replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
             )
         cost_variants.append(tuple(scaled_costs))
-    free_links = replace(machines.hardware, link_bandwidth=inf, link_latency=0.0)
-    predictions = machines.predict([candidate] * len(cost_variants), cost_variants)
-    return predictions + replace(machines, hardware=free_links).predict([candidate], [costs])
+    free_links = replace(predictor.hardware, link_bandwidth=inf, link_latency=0.0)
+    predictions = predictor.predict([candidate] * len(cost_variants), cost_variants)
+    return predictions + replace(predictor, hardware=free_links).predict([candidate], [costs])
 
 
 def _speed(

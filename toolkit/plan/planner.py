@@ -24,7 +24,7 @@ from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
 from toolkit.plan.plan_table import LEGEND, plan_cells, terminal_cells
-from toolkit.plan.predictions import Limits, Machines, Prediction, front, stage_costs
+from toolkit.plan.predictions import Limits, Prediction, Predictor, front, stage_costs
 from toolkit.plan.search_space import SearchResult
 
 if TYPE_CHECKING:
@@ -301,7 +301,10 @@ def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
     numbers = ranks if isinstance(ranks, Sequence) else [ranks]
     sizes = [whole(n_ranks, "ranks", 1) for n_ranks in numbers]
     if not sizes or any(whole(batch, "batch", 1) % n_ranks for n_ranks in sizes):
-        raise UserError(f"batch={batch} must be a multiple of ranks: got {sizes}; change either")
+        option = f"ranks=[{','.join(map(str, sizes))}]"
+        if len(sizes) == 1:
+            option = f"ranks={sizes[0]}"
+        raise UserError(f"batch={batch} must be a multiple of ranks: got {option}; change either")
     return sorted(set(sizes), reverse=True)
 
 
@@ -309,15 +312,15 @@ def new_sweep(
     hardware: Hardware, costs_of: CostsOf, options: PlanOptions, on_progress: OnProgress
 ) -> CandidateSweep:
     """Return a sweep over the machines and limits of a plan."""
-    machines = Machines(check_hardware(hardware), options.limits, options.optimizer_words)
-    return CandidateSweep(machines, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
+    predictor = Predictor(check_hardware(hardware), options.limits, options.optimizer_words)
+    return CandidateSweep(predictor, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
 
 
 def choose_plan(
     sweep: CandidateSweep, all_candidates: Sequence[Candidate], options: PlanOptions
 ) -> Plan:
     """Simulate all candidates that may be the best, and choose."""
-    machines = sweep.machines
+    predictor = sweep.predictor
     _simulate_candidates(sweep, all_candidates)
     sweep.find_affordable_delays()
     searched = None
@@ -333,8 +336,8 @@ def choose_plan(
         front=tuple(front(sweep.done.values())),
         baseline=baseline,
         best=best_prediction,
-        limits=machines.limits,
-        hardware=machines.hardware,
+        limits=predictor.limits,
+        hardware=predictor.hardware,
         command_options=options.command_options,
         n_candidates=len(all_candidates),
         left_out=sweep.left_out,

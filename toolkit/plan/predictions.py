@@ -42,6 +42,9 @@ class Limits:
 class Prediction:
     """What a candidate takes in its steady state.
 
+    Predictions are compared by four criteria, of which less is better: time, memory, staleness and
+    ranks, in the order in which :func:`front` sorts by them.
+
     Attributes:
         candidate: what is simulated.
         seconds: of a training step.
@@ -66,22 +69,22 @@ class Prediction:
         return self.candidate.schedule
 
     def dominates(self, rival: "Prediction") -> bool:
-        """Whether it is nowhere worse in time, memory, ranks and staleness."""
+        """Whether it is nowhere worse in time, memory, staleness and ranks."""
         return (
             self.seconds <= rival.seconds
             and self.memory <= rival.memory
-            and self.ranks <= rival.ranks
             and self.staleness <= rival.staleness
+            and self.ranks <= rival.ranks
         )
 
 
 @dataclass(frozen=True)
-class Machines:
-    """Where candidates run: the hardware, the limits, and what the optimizer keeps.
+class Predictor:
+    """Predicts candidates, all on the same machines, with the same optimizer and limits.
 
     Attributes:
-        hardware: seconds and memory.
-        limits: of each candidate.
+        hardware: the machines: seconds of kernels and messages, memory of each rank.
+        limits: what a candidate may take.
         optimizer_words: numbers that the optimizer keeps of each parameter.
     """
 
@@ -212,7 +215,8 @@ def front(predictions: Iterable[Prediction]) -> list[Prediction]:
 
     The fastest is first.
     """
-    # Sorted, so that no later prediction dominates an earlier one; of equal ones the first stays.
+    # In this order no prediction dominates one before it, unless all four criteria are equal. So a
+    # prediction is compared only with those before it, and of equal ones the first stays.
     front_predictions: list[Prediction] = []
     for prediction in sorted(
         predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")

@@ -1,9 +1,9 @@
 """A comparison: each rule with each seed, one run after another, and the files of its runs.
 
-Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``; one that is under way
-has a folder of its own for its checkpoints, in ``under_way``. The options that they are trained
-with are in ``runs.yaml``, which has every rule so far. What the runs show is computed in
-:mod:`toolkit.results.statistics`; this module trains them.
+Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``. One that has begun and
+not ended has its own folder for checkpoints, in the folder ``under_way``. The options that runs are
+trained with are in ``runs.yaml``, which has every rule so far. This module trains the runs;
+:mod:`toolkit.results.statistics` computes what they show.
 """
 
 import shutil
@@ -82,19 +82,27 @@ def select_runs(options: RunOptions, runs: Sequence[RuleRun]) -> list[RuleRun]:
     return [run for run in runs if run.rule in options["rules"] and run.seed in seeds]
 
 
-def before(
+def runs_so_far(
     options: RunOptions, folder: Path, world: World | None
 ) -> tuple[list[RuleRun], list[Key]]:
-    """Return the finished runs and the saved keys of ``folder``, and write the options to it.
+    """Return the runs in ``folder`` that have ended, and the keys of those that are saved.
 
-    Every rank of ``world`` calls it, and gets what the first rank finds. Runs that were trained
-    with other options raise UserError.
+    It also writes the options to ``folder``. Every rank of ``world`` calls it, and gets what the
+    first rank finds. Without resume there are no runs.
+
+    Args:
+        options: those of the comparison.
+        folder: folder of the comparison.
+        world: the ranks, if there are several.
+
+    Raises:
+        UserError: runs in the folder were trained with other options.
     """
     runs_and_saved = None
     if is_rank_zero():
         runs: list[RuleRun] = []
         if options["resume"] or restarted():
-            runs = ended_before(folder, options)
+            runs = read_ended_runs(folder, options)
         keep_options(folder, options)
         if runs:  # writes the tables without the rows of runs that were interrupted
             keep_runs(folder, runs)
@@ -110,10 +118,10 @@ def train_all(
     build: Callable[[str, int], TrainingRun],
     folder: Path,
     ended: Sequence[RuleRun],
-    under_way: Sequence[Key],
+    saved_keys: Sequence[Key],
     world: World | None = None,
 ) -> Iterator[RuleRun]:
-    """Train the runs that have not ended, those saved ``under_way`` first.
+    """Train the runs that have not ended, those with a checkpoint first.
 
     ``build`` makes the run of a rule with a seed, in the comparison's ``folder``.
 
@@ -121,7 +129,7 @@ def train_all(
         UserError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
-    keys = unfinished(options, ended, under_way)
+    keys = unfinished(options, ended, saved_keys)
     check_runs(options, build, keys)
     n_epochs = options["epochs"] * len(keys)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
@@ -140,14 +148,14 @@ def train_all(
 
 
 def unfinished(
-    options: RunOptions, ended: Sequence[RuleRun], under_way: Sequence[Key]
+    options: RunOptions, ended: Sequence[RuleRun], saved_keys: Sequence[Key]
 ) -> list[Key]:
-    """Return the runs that have not ended in their order, those saved ``under_way`` first."""
+    """Return the runs that have not ended in their order, those with a checkpoint first."""
     ended_keys = {(run.rule, run.seed) for run in ended}
     keys = []
     for seed in seeds_of(options):
         keys += [(rule, seed) for rule in options["rules"] if (rule, seed) not in ended_keys]
-    return sorted(keys, key=lambda key: key not in under_way)
+    return sorted(keys, key=lambda key: key not in saved_keys)
 
 
 def check_runs(
@@ -185,7 +193,7 @@ def train_one(
     rule, seed = key
     n_epochs = run.options.epochs
     notes: list[str] = []
-    run_folder = under_way(folder, rule, seed)
+    run_folder = folder_of_run(folder, rule, seed)
     with RunRecorder(
         run, run_folder, resume=True, group=group_of(folder), comparison=folder, rule=rule
     ) as recorder:
@@ -217,7 +225,7 @@ def train_one(
     )
 
 
-def ended_before(folder: Path, options: RunOptions) -> list[RuleRun]:
+def read_ended_runs(folder: Path, options: RunOptions) -> list[RuleRun]:
     """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
 
     Runs that cannot be read, or were trained with other ``options``, raise UserError.
@@ -243,7 +251,7 @@ def ended_before(folder: Path, options: RunOptions) -> list[RuleRun]:
 
 def _check_options(folder: Path, options: RunOptions, trained_rules: set[str]) -> None:
     """Raise UserError if runs of ``trained_rules`` were trained with other options."""
-    earlier_options = _options_before(folder)
+    earlier_options = _earlier_options(folder)
     new_options = _with_digests(options)
     if not isinstance(earlier_options.get("rules"), dict):
         raise UserError(
@@ -262,7 +270,7 @@ def _check_options(folder: Path, options: RunOptions, trained_rules: set[str]) -
         )
 
 
-def _options_before(folder: Path) -> PlainRow:
+def _earlier_options(folder: Path) -> PlainRow:
     """Return the options of the runs in ``folder``, from its result if it has no options file."""
     if (folder / OPTIONS_FILE).exists() or not (folder / RESULT).exists():
         return read_yaml(folder / OPTIONS_FILE)
@@ -272,7 +280,7 @@ def _options_before(folder: Path) -> PlainRow:
 def keep_options(folder: Path, options: RunOptions) -> None:
     """Write the options of runs to ``folder``; rules of earlier runs stay in its file."""
     content = _with_digests(options)
-    earlier_options = _options_before(folder)
+    earlier_options = _earlier_options(folder)
     own_options = {**(earlier_options.get("own") or {})}
     for rule in content["rules"]:
         own_options.pop(rule, None)
@@ -296,7 +304,7 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
         if rows:
             write_csv(folder / name, rows)
     for run in runs:
-        shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
+        shutil.rmtree(folder_of_run(folder, run.rule, run.seed), ignore_errors=True)
     with suppress(OSError):  # other runs are under way
         (folder / UNDER_WAY_FOLDER).rmdir()
 
@@ -309,14 +317,14 @@ def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
     return "".join(errors)
 
 
-def under_way(folder: Path, rule: str, seed: int) -> Path:
+def folder_of_run(folder: Path, rule: str, seed: int) -> Path:
     """Return the folder of a run of a comparison, which exists until the run has ended."""
     return folder / UNDER_WAY_FOLDER / f"{rule}_{seed}"
 
 
 def prepare_folder(folder: Path, rule: str, seed: int) -> None:
     """Make the folder of a run under way, empty unless it has a checkpoint."""
-    run_folder = under_way(folder, rule, seed)
+    run_folder = folder_of_run(folder, rule, seed)
     if not has_checkpoint(run_folder):
         shutil.rmtree(run_folder, ignore_errors=True)
         run_folder.parent.mkdir(exist_ok=True)

@@ -32,9 +32,9 @@ from toolkit.results.comparison import (
     RuleRun,
     RunOptions,
     check_runs,
+    folder_of_run,
     prepare_folder,
     train_one,
-    under_way,
 )
 from toolkit.results.progress import ParallelProgress
 from toolkit.results.wandb_run import environment
@@ -279,7 +279,7 @@ def _train_key(make_run: MakeRun, key: Key, setting: _Setting, signals: Signals)
     """Train a run; return the message that reports how it ended."""
     progress = _Reported()
     # A tracked run removes its cache when it ends, which others must not share.
-    cache = under_way(setting.folder, *key) / "wandb_cache"
+    cache = folder_of_run(setting.folder, *key) / "wandb_cache"
     try:
         # Each process gets its share of the cores for the processes that read its images.
         os.environ["LOCAL_WORLD_SIZE"] = str(setting.n_processes)
