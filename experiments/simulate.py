@@ -7,13 +7,13 @@ With costs=FILE the stages are your own profile: a CSV file with the columns for
 backward_inputs_ms, backward_weights_ms, activation_mb, output_mb and parameter_mb. A stage is a
 row, or several consecutive ones; a column batch is the measured micro-batch.
 
-With width=2 two devices share the stages of each rank, by tensor parallelism: of gpt and vit_b_16.
-Memory is then that of a device, and DistributedDataParallel has as many devices.
+With width=2 two devices share the stages of each rank, by tensor parallelism (gpt and vit_b_16).
+Memory is then that of a device, and the baseline runs on as many devices.
 
-With compression= messages are compressed, and what people use on slow links is priced beside it:
-DDP with the same compression and by PowerSGD, and local SGD.
+With compression= messages are compressed, and what people use on slow links is simulated too: DDP
+with the same compression, DDP with PowerSGD, and local SGD.
 
-More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
++schedule@also.gpipe=gpipe adds a schedule to the table. The trace opens in ui.perfetto.dev.
 """
 
 import time
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from toolkit.model import InputSpec
     from toolkit.schedule import Schedule
 
-_MAX_RANKS = 16  # that are printed
-_OPS_A_SECOND = 20_000  # that are lowered, verified and simulated
+_MAX_RANKS = 16  # more are written to ranks.csv only
+_OPS_A_SECOND = 20_000  # lowered, verified and simulated, on one core; an estimate
 _CHAINS = ("fastest", "given")
 _PRINTED = ("schedule", "by DDP's time", "ms a step", "idle", "GiB, fullest rank", "fits", "form")
 _PRINTED_COMPRESSED = (*_PRINTED[:-1], "MB a step, busiest rank", "accuracy")
@@ -140,18 +140,18 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 @dataclass
 class Prediction:
-    """A schedule in its fastest form, simulated.
+    """A row of the table: a schedule in its fastest form, the baseline, or a rival of it.
 
     Attributes:
         name: label in tables.
-        form: chains and cut.
+        form: schedule, cut of the model, and simulated timeline.
         n_samples: of a training step.
         accuracy: how training differs from plain data parallelism.
-        drawn: timeline of the steps that are drawn; None for the baseline.
+        drawn: timeline of the steps that the figure shows; None for the baseline and rivals.
         baseline: step seconds of DistributedDataParallel on as many ranks; None if it would need
             micro-batches of another size.
         width: devices of a rank.
-        averaging: what averages of the weights add to a step; None: there are none.
+        averaging: what averages of the weights add to a step; None: weights are not averaged.
     """
 
     name: str
@@ -173,12 +173,12 @@ class Prediction:
 
 @dataclass
 class Comparison:
-    """Simulates schedules in their fastest form, each with DistributedDataParallel before it.
+    """Simulates schedules in their fastest form, and DistributedDataParallel as their baseline.
 
     Attributes:
         config: options of the command.
-        costs_of: costs of the model's stages.
-        baseline_costs_of: likewise, of the model whole on each device.
+        costs_of: costs of the model's stages, on one of the devices of a rank.
+        baseline_costs_of: costs of the whole model on each device.
         width: devices of a rank, and the machines.
     """
 
@@ -194,7 +194,7 @@ class Comparison:
         return self.width.hardware_of_ranks
 
     def predict(self, name: str, schedule: "Schedule") -> list[Prediction]:
-        """Return the prediction of a schedule, after that of a baseline that is new."""
+        """Return the prediction of a schedule; before it that of its baseline, if that is new."""
         from toolkit.cost.compression import accuracy_class
         from toolkit.cost.worker_forms import CUTS, fastest_form
         from toolkit.schedule import CHAINS
@@ -233,7 +233,10 @@ class Comparison:
         return compressed_costs(self.costs_of(n_stages, cut), self.config.compression)
 
     def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
-        """Return DistributedDataParallel on as many devices and micro-batches, unless done."""
+        """Return the baseline of a schedule in a list, which is empty if there is no new one.
+
+        There is none for one device, or if workers would have unequal numbers of micro-batches.
+        """
         from toolkit.cost.compression import accuracy_class
 
         key = self._baseline_key(schedule)
@@ -264,7 +267,7 @@ class Comparison:
         )
 
     def draw(self, prediction: Prediction, n_steps: int) -> "Timeline":
-        """Simulate the steps that are drawn."""
+        """Simulate the ``n_steps`` that the figure and traces show."""
         from toolkit.cost import simulate
 
         form = prediction.form
@@ -330,7 +333,7 @@ def check(config: DictConfig) -> None:
 def costs_of_model(
     config: DictConfig, form: "InputSpec", device: "torch.device", width: "Width"
 ) -> "tuple[CostsOf, CostsOf]":
-    """Return the costs of the model's stages on a device of a rank, and whole for the baseline."""
+    """Return the costs of stages on a device of a rank, and those of whole models (baseline)."""
     import torch
 
     from toolkit.cli import build_model
@@ -355,7 +358,7 @@ def write_traces(timeline: "Timeline", folder: Path, suffix: str, kineto: bool) 
 
 
 def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of schedules; and that of ranks if there is one schedule of few ranks."""
+    """Return the table of schedules; below it a table of ranks, if one schedule has few ranks."""
     from toolkit.format import table
 
     is_compressed = any(row["accuracy"] not in ("exact", "late weights") for row in rows)
@@ -372,7 +375,7 @@ def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) 
 
 
 def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
-    """Return a note if schedules differ in their stages or micro-batches."""
+    """Return a note in a list if schedules differ in stages or micro-batches; else no note."""
     sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
     if len(set(sizes.values())) == 1:
         return []
@@ -383,7 +386,7 @@ def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
 
 
 def seconds_of(schedule: "Schedule") -> str:
-    """Return about how long it takes to simulate a schedule in its forms, in words."""
+    """Return an estimate of how long the simulation of a schedule takes, such as about 3 s."""
     from toolkit.cost.worker_forms import TIMED_STEPS, has_forms
     from toolkit.schedule.steady_state import steps_to_time
 

@@ -40,7 +40,7 @@ def main() -> None:
     else:
         script = str(scripts[name])
         sys.argv[:] = [script, *sys.argv[2:]]
-        sys.path.insert(0, str(EXPERIMENTS))  # as for a script, whose modules lie beside it
+        sys.path.insert(0, str(EXPERIMENTS))  # as Python does for a script
         try:
             runpy.run_path(script, run_name="__main__")
         except ModuleNotFoundError as error:

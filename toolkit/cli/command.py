@@ -57,8 +57,8 @@ class Ended:
     Attributes:
         status: exit status of the process: 0, :data:`toolkit.options.EXIT_STOPPED` after a signal,
             or another number for a failure.
-        objective: value that a sweep optimizes, such as the final accuracy; None: the experiment
-            has none.
+        objective: value that a sweep optimizes, such as the final accuracy; None: there is no such
+            value.
     """
 
     status: int = 0

@@ -43,7 +43,7 @@ def check_working_directory() -> None:
 
 def report_mistake(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
-    # The watch ends all ranks with this message. One that left alone would keep the others waiting.
+    # The watch ends all ranks with this message. If one rank left alone, the others would wait.
     world = _world()
     if world is not None:
         world.watch.fail(message)

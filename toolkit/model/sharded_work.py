@@ -1,7 +1,11 @@
 """Work, messages and memory of one of the devices that share a stage, from meta tensors.
 
-The stage runs on DTensors over a process group that moves nothing. What DTensor makes of each
-operation is seen here: kernels on local shards, and collectives.
+The stage runs on DTensors over a process group that moves nothing. DTensor turns each operation
+into kernels on local shards and collectives, and this module records both::
+
+    stage(DTensors)  -->  DTensor  -->  kernels on local shards   listed by _KernelLog
+                                   -->  collectives                listed by _KernelLog
+                                        new and freed tensors      counted by _LocalMemory
 """
 
 import logging
@@ -45,7 +49,7 @@ class Exchange:
 
     Attributes:
         action: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: of the whole tensor.
+        bytes: of the whole tensor, of which each device has a shard or a term.
     """
 
     action: str
@@ -64,7 +68,7 @@ class DeviceWork:
         activation_bytes: saved for the backward, without parameters and stage inputs.
         input_bytes: of the tensors that the device receives.
         output_bytes: of the tensors that it sends on.
-        unkept_bytes: part of them that it does not keep for its own backward.
+        unkept_bytes: of the outputs that the device does not keep for its own backward.
         parameter_bytes: of its trained weights.
         forward_working_bytes: peak of the forward besides what it keeps.
         backward_working_bytes: peak of the backward besides what the forward has kept.
@@ -85,7 +89,7 @@ class DeviceWork:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep back what torch says about a mesh of CPUs, which has no values here."""
+    """Suppress torch's warnings about a mesh of CPUs: here it moves no values."""
     logger = logging.getLogger("torch.distributed.tensor._collective_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)  # all-to-all on CPUs
@@ -99,7 +103,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def mesh_without_messages(width: int) -> Iterator[DeviceMesh]:
-    """Give a mesh of ``width`` devices, this process being the first, that moves nothing.
+    """Yield a mesh of ``width`` devices that moves nothing. This process is the first of them.
 
     Raises:
         UserError: this process is one of a job.
@@ -192,7 +196,7 @@ def _analyse(
 
 
 class _SavedTensors:
-    """Storages that autograd saves, besides those that are there before."""
+    """Counts the storages that autograd saves, except those of ``tensors_before``."""
 
     def __init__(self, tensors_before: Sequence[Tensor]) -> None:
         # Storages are identified by address: keep them alive so that none is reused.
@@ -223,7 +227,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _finds_shapes(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operation is one by which DTensor finds shapes, once for each kind."""
+    """Whether DTensor runs an operation only to find the shapes of its outputs.
+
+    DTensor does so on fake tensors, once for each kind of operation. It is no work of the device.
+    """
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
@@ -240,7 +247,8 @@ class _LocalMemory(LiveMemory):
         if _finds_shapes([*arguments, *tensors_in(output)]):
             return output
         if func.namespace == _COLLECTIVE and func._overloadpacket.__name__ not in _COLLECTIVES:
-            # What waits for a collective returns its result, of which meta tensors make a copy.
+            # The op that waits for a collective returns its result. On meta tensors it returns a
+            # copy, which would count as a second tensor.
             for argument in arguments:
                 self._forget(_storage(argument))
         self._count(output, arguments)
@@ -251,8 +259,10 @@ class _KernelLog(TorchDispatchMode):
     """Lists kernels on local tensors, and collectives.
 
     Attributes:
-        kernels: work of each since the forward ended, or since the beginning.
-        exchanges: likewise collectives.
+        kernels: work of each kernel of the forward, or of the backward after :meth:`end_forward`.
+        exchanges: likewise the collectives.
+        forward_kernels: those of the forward, once it has ended.
+        forward_exchanges: likewise the collectives.
     """
 
     def __init__(self) -> None:
@@ -263,7 +273,7 @@ class _KernelLog(TorchDispatchMode):
         self.forward_exchanges: list[Exchange] = []
 
     def end_forward(self) -> None:
-        """Begin with the backward."""
+        """List what follows as the backward."""
         self.forward_kernels, self.kernels = self.kernels, []
         self.forward_exchanges, self.exchanges = self.exchanges, []
 

@@ -123,7 +123,7 @@ def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
 
     Args:
         kept: a row for each epoch of each kept run, as :func:`by_epoch` takes them.
-        own: the same of one's own runs.
+        own: likewise of the reader's own runs.
         measure: accuracy or loss.
 
     Raises:

@@ -1,4 +1,13 @@
-"""Predictions of all candidates of a plan, made in several processes."""
+"""Predictions of all candidates of a plan, made in several processes.
+
+::
+
+    candidates of the catalogue
+        |  analyse their stages; leave out what the model cannot be cut into
+        |  leave out those whose lower bound a prediction already dominates
+        v
+    simulate the others  ->  affordable delays, searched rank orders  ->  confirm the best
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,15 +31,15 @@ from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
 
 SLOW = 2.0
-"""Times the fastest that a schedule may take for other cuts of it to be tried."""
+"""Other cuts of a schedule are tried if it takes at most so many times the fastest one's time."""
 
 
 CostsOf = Callable[[Sequence[Candidate]], list[Costs | UserError]]
-"""Returns the costs of each candidate's stages, or why it has none."""
+"""Returns the costs of each candidate's stages, or the reason why the model cannot be cut so."""
 
 
 class StagesKey(NamedTuple):
-    """What the costs of a candidate's stages depend on; recomputation is added to them later."""
+    """What determines the costs of a candidate's stages, before recomputation is added."""
 
     n_stages: int
     batch: int
@@ -43,7 +52,7 @@ class StagesKey(NamedTuple):
 
     @property
     def traced(self) -> tuple[int, str]:
-        """What stages share that are cut from one trace: enough groups for several processes."""
+        """Key of the stages that are cut from one trace, which one process analyses together."""
         return self.batch, self.partition
 
 
@@ -83,7 +92,7 @@ class CandidateSweep:
             ranks: numbers of ranks.
             batch: samples of a training step.
             buckets: number of the buckets of DistributedDataParallel.
-            microbatch: samples of a micro-batch, of which costs are known; None: of any.
+            microbatch: samples of a micro-batch, if costs are known of that one alone; else None.
 
         Raises:
             UserError: the model cannot be analysed even as one stage, or some number of ranks has
@@ -140,7 +149,7 @@ class CandidateSweep:
             self._add(predictions)
 
     def _analyse_stages(self, candidates: Sequence[Candidate]) -> None:
-        """Find the costs of stages that have none yet; a task has those that share a trace."""
+        """Compute missing costs of stages; those that share a trace are one task."""
         uncosted = {}
         for candidate in candidates:
             key = StagesKey.of(candidate)

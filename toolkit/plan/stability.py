@@ -129,7 +129,7 @@ class Recurrence:
         probabilities = np.array(delay.probabilities)
         deviations = share_rows - probabilities @ share_rows
         covariance: Matrix = deviations.T @ np.diag(probabilities) @ deviations
-        if delay.per == "microbatch":  # independent draws, of which a step takes the mean
+        if delay.per == "microbatch":  # a step takes the mean of independent draws
             return covariance / self.schedule.n_microbatches
         return covariance
 

@@ -91,7 +91,7 @@ def _balanced(
         if edges != sorted({*edges}):  # a segment without stages
             continue
         # Lists compare by the busiest rank, then by the next one. Equal loads are kept, too, so
-        # that the cuts go on moving.
+        # that the cuts move on over plateaus.
         new_loads = loads(places(new_cuts), stage_seconds, speeds)
         if new_loads <= best_loads:
             best_cuts = new_cuts

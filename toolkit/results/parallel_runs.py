@@ -56,19 +56,19 @@ MakeRun = Callable[[str, int], TrainingRun]
 
 @dataclass(frozen=True)
 class _Ready:
-    """A process waits for a run."""
+    """Report that a process waits for its next run."""
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """Report of the epochs that a run has done so far."""
+    """Report of the epochs that a run has trained so far."""
 
     epochs: float
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A run has ended."""
+    """Report that a run has ended."""
 
     run: RuleRun
     note: str  # for the bar
@@ -76,7 +76,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Stopped:
-    """The signal ``number`` has ended a run."""
+    """Report that the signal ``number`` has ended a run, which is ``saved`` or lost."""
 
     number: int
     saved: bool
@@ -84,7 +84,7 @@ class _Stopped:
 
 @dataclass(frozen=True)
 class _Failed:
-    """A run has raised an exception."""
+    """Report that a run has raised an exception."""
 
     error: UserError | RuntimeError  # what the comparison raises
 
@@ -154,7 +154,8 @@ def train_in_parallel(
                     if waiting and not (signals.number or stopped or failed):
                         key = waiting.popleft()
                         running[process] = key
-                        # Made here: keep_runs, which this process calls, removes empty folders.
+                        # Made by this process, not the one that trains: keep_runs, which runs here,
+                        # removes empty folders, and would remove this one at the wrong moment.
                         prepare_folder(folder, *key)
                     processes.send(key, [process])  # None ends the process
                 elif isinstance(message, _Trained):
@@ -182,7 +183,17 @@ def train_in_parallel(
 
 @contextmanager
 def _explained(running: Mapping[int, Key], folder: Path, signals: Signals) -> Iterator[None]:
-    """Say which runs trained, by process, when a process died."""
+    """Name the runs that were training when a process dies within.
+
+    Args:
+        running: key of the run of each process.
+        folder: folder of the comparison, for the way out.
+        signals: those that this process has received.
+
+    Raises:
+        StoppedError: a signal has ended the process.
+        JobFailedError: something else has.
+    """
     try:
         yield
     except (JobFailedError, RankError) as error:
@@ -236,14 +247,14 @@ class _Setting:
 
 
 class _Reported:
-    """Progress of a run, reported to the process that shows the bar."""
+    """Progress bar of a training process: reports to the process that shows the bar."""
 
     def __init__(self) -> None:
         self._reported_at = time.monotonic()
         self.text = ""
 
     def run(self, name: str) -> None:
-        """Begin a run, whose name the other process knows."""
+        """Begin a run. Nothing is reported, since the other process knows its name."""
 
     def trained(self, step: "Step") -> None:
         """Report the epochs so far, now and then."""
@@ -253,7 +264,7 @@ class _Reported:
             report(_Trained((step.result.step + 1) / step.n_steps))
 
     def ended(self, n_epochs: int) -> None:
-        """End a run, which is reported with its metrics."""
+        """End a run. Its report with the metrics follows."""
 
     def note(self, text: str) -> None:
         """Keep a short text for the bar."""

@@ -272,7 +272,7 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
     phases = [(name, n_steps) for name, n_steps in switching.phases() if n_steps]
     in_words = " and then ".join(f"{n_steps} steps by {name}" for name, n_steps in phases)
     note = f"trained {in_words}"
-    with suppress(UserError):  # a schedule of the user's own has no name
+    with suppress(UserError):  # a user's schedule has no name in the catalogue
         repeated = in_order(
             (switching.candidates[name], n_steps) for name, n_steps in phases
         ).overrides()
@@ -310,7 +310,7 @@ def _write_measured(
         model, form = run.build_model(), run.samples.form
         timeline, predicted = beside_prediction(measured, model, form, run.options)
     except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
-        notes.append(f"nothing is predicted beside what was measured: {first_line(error)}")
+        notes.append(f"the measurements are without a prediction: {first_line(error)}")
         timeline = measured.timeline()
     compared = [timeline]
     if predicted is not None:

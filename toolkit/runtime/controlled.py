@@ -40,7 +40,7 @@ from toolkit.schedule import Schedule
 from toolkit.terminal import show
 
 _STEPS_AHEAD = 2  # training steps whose data are sent before they can begin
-_MAX_ATTEMPTS = 3  # of one stretch of training, each of which loses a rank
+_MAX_ATTEMPTS = 3  # to train one stretch; each attempt but the last loses a rank
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class LoopRuntime(Distributed):
         if self.compression in GRADIENT_BITS:
             # What messages lost is by stages, and a session may cut others than the one before.
             raise UserError(
-                f"compression={self.compression} is not for a loop of one's own: use"
+                f"compression={self.compression} is not for a training loop of yours: use"
                 " compression=bf16, or Distributed"
             )
         super().__post_init__()

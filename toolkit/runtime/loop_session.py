@@ -33,7 +33,7 @@ class LoopSession:
     Args:
         runtime: what trains, ready to begin.
         passes: the order of the loop's calls.
-        script: tells the script's calls from others.
+        script: distinguishes the script's calls from others.
         counted: whether losses are sums with a count.
     """
 

@@ -27,7 +27,7 @@ class PassOrder:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no training step has begun that has not ended."""
+        """Whether every training step that has begun has ended."""
         return self.next_call == "forward" and not self.n_passes
 
     def check(self, call: str, caller: str, *, between_steps: bool = False) -> None:

@@ -266,8 +266,8 @@ class Rank:
         if i.buffer == Buffer.COMPENSATED:
             stale_weights, newest_weights = (self.weights[key] for key in i.reads)
             scale = self.runners[i.stage].options.scale
-            # The correction is quadratic in the gradient of the mean loss, of which these gradients
-            # are ``factor`` times as large.
+            # The correction is quadratic in the gradient of the mean loss. These gradients are
+            # ``factor`` times that one.
             factor = loss_factor(saved.count, self.schedule.n_microbatches, scale)
             strength = self.schedule.corrected.c / factor
             gradients = compensated(gradients, stale_weights, newest_weights, strength)

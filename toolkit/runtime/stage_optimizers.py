@@ -18,8 +18,8 @@ GroupOptions = dict[str, Any]
 """The options of a parameter group, without its parameters."""
 
 _COUPLING_STEPS = 10  # Prodigy's first steps are the same, whatever the parameters
-_PARAMETER_KEYS = ("params", "param_names")  # of a group: they list its parameters
-_SCHEDULER_KEYS = ("step", "_opt_called")  # what learning-rate schedulers put on an optimizer
+_PARAMETER_KEYS = ("params", "param_names")  # entries of a group that list its parameters
+_SCHEDULER_KEYS = ("step", "_opt_called")  # attributes that learning-rate schedulers set
 
 
 def options_of_group(group: Mapping[str, Any]) -> GroupOptions:
@@ -65,7 +65,7 @@ class StageOptimizers:
         self.note_options()
 
     def note_options(self) -> None:
-        """Let :meth:`make` begin with the options that the finished optimizer has now."""
+        """Copy the finished optimizer's present options, with which :meth:`make` begins."""
         groups = self.optimizer.param_groups
         self._options = [copy.deepcopy(options_of_group(group)) for group in groups]
 
@@ -132,7 +132,12 @@ class StageOptimizers:
         return parameter_states
 
     def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, GroupOptions]) -> None:
-        """Let the finished optimizer have this state, from which those of stages begin."""
+        """Load a state into the finished optimizer; stage optimizers made later begin with it.
+
+        Args:
+            of_parameters: state of each parameter, by name.
+            options: options of the group of each parameter, by name.
+        """
         state = self.as_torch(of_parameters)
         for group, names in zip(state["param_groups"], self.groups, strict=True):
             if names:
@@ -153,7 +158,12 @@ class StageOptimizers:
     def named(
         self, names: Collection[str], state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, GroupOptions]]:
-        """Return the state and the options of each parameter, of a stage optimizer's state_dict."""
+        """Return the state and the group options of each parameter, by name.
+
+        Args:
+            names: those of the stage's parameters.
+            state: state_dict of the stage's optimizer, which numbers parameters.
+        """
         order = self.order(names)
         flat_names = [*chain.from_iterable(order)]
         parameter_states = {flat_names[index]: values for index, values in state["state"].items()}
@@ -179,7 +189,7 @@ class StageOptimizers:
                     state[index] = of_parameters[name]
                 index += 1
             group_options = options_of_group(group)
-            # Parameters of a group share its options: the first tells them.
+            # Parameters of a group share its options, so those of the first are taken.
             for name in group_names[:1]:
                 # Schedulers add entries of their own, which another run may not have.
                 named_options = options.get(name, {})
@@ -210,10 +220,13 @@ class StageOptimizers:
     def from_torch(
         self, state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, GroupOptions]]:
-        """Return the state and options of each parameter, of such a state_dict.
+        """Return the state and the group options of each parameter, by name.
+
+        Args:
+            state: state_dict of the whole optimizer, as :meth:`as_torch` returns it.
 
         Raises:
-            UserError: its groups are others.
+            UserError: its groups have other numbers of parameters.
         """
         sizes = [len(group["params"]) for group in state["param_groups"]]
         expected = [len(names) for names in self.groups]
@@ -233,7 +246,7 @@ class StageOptimizers:
 
 
 def _couples(stage_optimizers: StageOptimizers) -> bool:
-    """See :meth:`StageOptimizers.couples`."""
+    """Whether two parameters end elsewhere if they are updated together than if apart."""
     original = stage_optimizers.optimizer
     options = options_of_group(original.param_groups[0])
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +279,7 @@ def _copy_attributes(original: Optimizer, twin: Optimizer) -> None:
 
 
 def _train_mode(optimizer: Optimizer) -> None:
-    """Let an optimizer train, such as those of schedule-free, which evaluate with averages."""
+    """Switch an optimizer to training, if it has modes, as schedule-free ones have."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()

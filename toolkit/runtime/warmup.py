@@ -30,7 +30,7 @@ def warm_up(
         layouts: the messages between them.
         inputs: of a micro-batch, on the meta device.
         device: where the stages compute.
-        computed: stages of which this rank runs ops.
+        computed: stages whose ops this rank runs.
         updated: stages that it updates.
     """
     passed_on: Values | None = None

@@ -15,7 +15,7 @@ from torch import nn
 
 
 class ScriptCalls:
-    """Tells the training script's calls from those that a runtime makes of the same model.
+    """Distinguishes the training script's calls from a runtime's calls of the same model.
 
     The thread that constructs it is that of the script. Threads of the executor and of other
     ranks' questions use the model as well, and so does the wrapper itself, :meth:`inside`.

@@ -54,7 +54,7 @@ class Action(IntEnum):
         PREDICT: make weights that stand for a later version.
         SEND: send a buffer to one rank; it waits for the receive.
         RECV: receive a buffer from one rank.
-        ALL_REDUCE: sum gradients over ranks, all of which get the sum.
+        ALL_REDUCE: sum gradients over ranks; all of them get the sum.
         REDUCE: sum gradients over ranks; the first of its peers gets the sum.
         BROADCAST: the first of its peers sends weights to the others.
         FREE: release activations, weights or a prediction.

@@ -72,7 +72,7 @@ class _PartialOrder:
         numbers = _sorted(waits)
         for g in numbers:
             for earlier in waits[g]:
-                # The default, for what is no op, leaves the bound of rank 0 as it is.
+                # Only ops are in gaps. For others the default leaves the bound of rank 0 as it is.
                 rank, gap = ops.get(earlier, (0, -1))
                 self.since[g] = [*map(max, self.since[g], self.since[earlier])]
                 self.since[g][rank] = max(self.since[g][rank], gap + 1)

@@ -99,7 +99,7 @@ class Placement:
 
 
 class Assigned(Placement):
-    """A placement of the user's own, the same at every step.
+    """A placement that a table gives, the same at every step.
 
     Args:
         table: ``[stage][microbatch]``, the rank that runs it, from 0.

@@ -17,7 +17,7 @@ class RankMemory:
     Attributes:
         activations: what forwards keep for their backwards.
         boundaries: outputs and gradients of inputs that the next op of a micro-batch reads.
-        halves: backwards of which only the first half is done.
+        halves: backwards whose first half is done and whose second is not.
         sums: of gradients, as the set of their micro-batches: bit m is micro-batch m.
         weights: versions and predictions.
     """

@@ -67,8 +67,8 @@ class Schedule:
             delays are random.
         least_staleness: ``[stage][microbatch]``, the least; differs only if delays are random.
         layout: the ranks of each stage.
-        spec: the plain values that make it; None unless the catalogue built it. A copy by
-            ``dataclasses.replace`` has none.
+        spec: the plain values that make it; None unless the catalogue built it. It is None
+            in a copy by ``dataclasses.replace``.
 
     Raises:
         UserError: the choices contradict each other. If an op is to blame, the message shows the

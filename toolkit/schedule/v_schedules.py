@@ -1,25 +1,29 @@
 """V-shaped pipelines: a micro-batch goes down the ranks and up again, once or several times.
 
-Two stages per rank and backwards in halves hold a third to all of 1F1B's memory.
+With two stages per rank and backwards in two halves, a rank holds from a third to all of the
+activations that 1F1B's first rank holds.
 
 Rank r of p has stages r and 2p-1-r, so a micro-batch goes down the ranks and up again, forward and
-backward. All micro-batches repeat one building block, six slots apart. That of V-Min on four ranks,
-one column per slot (``.`` free)::
+backward. All micro-batches repeat one building block, six slots apart. This is the block of V-Min
+on four ranks, with one column per slot (``.`` is a free slot)::
 
     rank 0  F . . . . . . f . . b . . . . . . B
     rank 1  . F . . . . f . . . . b . . . . B .
     rank 2  . . F . . f . . . . . . b . . B . .
     rank 3  . . . F f . . . . . . . . b B . . .
 
-``F`` and ``B`` are forward and backward (input) of the rank's first stage, ``f`` and ``b`` of its
-second. They fall into different slots of six, and leave two for the backwards of the weights.
+``F`` is the forward and ``B`` the backward of inputs of the rank's first stage; ``f`` and ``b`` are
+those of its second stage. The four take different slots of six. The two slots that are left take
+the backwards of weights.
 
-A rank runs its ops in this order, each as early as it can within the bound on what it holds. While
-the next op cannot start, backwards of the weights run, and then later ops that can start. These
-shorten the first and the last micro-batches. If all micro-batches fit, later ops go first.
+A rank runs its ops in the order of the blocks, each as early as possible, without holding more
+activations than its bound k. While the next op cannot start, the rank runs a backward of weights
+or, if there is none, a later op that can start. This shortens the first and the last micro-batches.
+If the activations of all micro-batches fit into k, later ops go before backwards of weights.
 
-The most stage-activations k of a rank, two for each micro-batch, and the slots in which it idles in
-a step (many micro-batches): 6p-1-3k, or 0. 1F1B's first rank holds 2p and idles for 6(p-1)::
+k counts stage-activations; a micro-batch has two on each rank. With many micro-batches a rank idles
+for 6p-1-3k slots in a step, or 0 if that is negative. For comparison, 1F1B's first rank holds 2p
+stage-activations and idles for 6(p-1) slots::
 
     ZB-V      k = 2p              0
     V-Half    k = 2 ((p+2) // 2)  3p-4, or 3p-7 if 2 divides p
@@ -43,7 +47,7 @@ _INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of
 
 @dataclass(frozen=True)
 class _Block:
-    """When each rank runs a micro-batch, without the backwards of the weights."""
+    """A building block: when each rank runs the ops of one micro-batch, but those of weights."""
 
     down: int  # slots from a rank to the next
     up: int  # slots from a rank to the one before
@@ -75,14 +79,14 @@ class _Block:
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Orders:
-    """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on."""
+    """Every rank holds what 1F1B's first rank holds; no rank idles from 2p-1 micro-batches on."""
     p = _n_ranks(n_stages)
     block = _Block(down=4, up=2, turns=(3, 1, 3), bound=2 * p)
     return _squeeze(block, p, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Orders:
-    """About half the activations of 1F1B's first rank, and half of its bubble."""
+    """A rank holds and idles about half as much as 1F1B's first rank."""
     p = _n_ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
     block = _Block(down=2, up=1, turns=(1, turn, 2), bound=2 * ((p + 2) // 2))
@@ -90,7 +94,7 @@ def v_half(n_stages: int, n_microbatches: int) -> Orders:
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Orders:
-    """About a third of the activations of 1F1B's first rank, and two thirds of its bubble."""
+    """A rank holds about a third as much as 1F1B's first rank, and idles two thirds as long."""
     p = _n_ranks(n_stages)
     turn = 5 if p % 3 == 2 else 3  # as long as the bound allows, and an odd number
     block = _Block(down=1, up=1, turns=(1, turn, 1), bound=2 * ((p + 4) // 3))
@@ -107,8 +111,8 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     """Return each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
-    scarce = 2 * n_microbatches > block.bound  # not all micro-batches fit
-    weight_halves: list[list[Op]] = [[] for _ in planned]  # that may run
+    scarce = 2 * n_microbatches > block.bound  # activations of all micro-batches do not fit
+    weight_halves: list[list[Op]] = [[] for _ in planned]  # that may run now, by rank
     n_held = [0] * n_ranks
     orders: list[list[Op]] = [[] for _ in planned]
     ends: dict[Op, int] = {}
@@ -116,7 +120,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
 
     def ready(op: Op) -> bool:
         needed_ops = dependencies(op, split, 2 * n_ranks)
-        # An op that has not run counts as one that ends too late.
+        # An op that has not run has no end yet: one after this slot stands for it.
         return all(ends.get(needed_op, slot + 1) <= slot for needed_op in needed_ops)
 
     def choose(rank: int) -> Op | None:
@@ -165,7 +169,7 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
 
 
 def one_f_one_b_v(n_stages: int, n_microbatches: int) -> Orders:
-    """About two thirds of the activations of 1F1B's first rank, with whole backwards.
+    """With whole backwards, a rank holds about two thirds as much as 1F1B's first rank.
 
     A backward takes two of a block's six slots. Each op of the repeated block moves to the first
     gap of its rank in which it fits, a forward only while the rank then holds no more than before.

@@ -110,7 +110,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
 
     Args:
         outputs: scores.
-        targets: classes ``[b]``, or tokens ``[b, length]``, of which :data:`IGNORED` do not count.
+        targets: classes ``[b]``, or tokens ``[b, length]``; :data:`IGNORED` tokens do not count.
         options: those of torch's ``cross_entropy``.
 
     Returns:

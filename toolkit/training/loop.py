@@ -127,7 +127,7 @@ class LoopCallback:
         return n_steps
 
     def end(self, position: Position) -> None:
-        """Act at a pause, at which the loss has not diverged. Every rank calls it."""
+        """Act at a pause, unless the loss has diverged. Every rank calls it."""
 
 
 def fit(

@@ -146,7 +146,7 @@ def _footprint(
     settled = settled_steps(schedule)
     slots = steady_slots(schedule, settled)
 
-    # Bytes of a model, of which each stage is an equal share.
+    # Bytes of a whole model; each stage is an equal share of it.
     model_bytes = stage_bytes * schedule.n_stages
     model_activation_bytes = activation_bytes * schedule.n_stages
 

@@ -121,7 +121,7 @@ class Processes:
             *args: positional arguments of ``function``.
             **kwargs: keyword arguments of ``function``.
         """
-        # Before any rank is told: an error of pickling leaves the ranks alive.
+        # Before any rank gets a message, so that an error of pickling leaves the ranks alive.
         message = dumps((function, args, kwargs))
         if not self.ready():
             self._start()

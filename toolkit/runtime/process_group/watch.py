@@ -1,6 +1,6 @@
 """The failure watch: it ends the job with one sentence that names the rank at fault.
 
-Each rank has a thread beside its main thread::
+Each rank has a second thread, which watches while the main thread computes or waits::
 
     main thread     at("FORWARD ...")      waiting("RECV ...", [1]) ............... (blocked)
                           | record               | record
