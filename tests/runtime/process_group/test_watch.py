@@ -7,11 +7,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
+from tests import warm_python
 from tests.ports import free_port
 from tests.thorough import more, thorough
 from toolkit.runtime.process_group.shared_status import Process, RankStatus, Record, SharedStatus
@@ -40,11 +42,11 @@ class Job:
         self.folder.mkdir()
         self.arguments = [str(RING), fault, str(TIMEOUT), str(faulty), str(self.folder)]
         self.size, self.machines = size, machines
-        self.started: list[subprocess.Popen] = []
+        self.started: list[Any] = []
 
     def torchrun(self) -> "Job":
         run = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.size)]
-        self._start([*run, "--master-port", str(free_port())])
+        self._start(subprocess.Popen, [*run, "--master-port", str(free_port())])
         return self
 
     def ranks(self, *ranks: int, port: int | None = None) -> "Job":
@@ -57,15 +59,15 @@ class Job:
             (self.folder / str(absent)).touch()
         for rank in ranks:
             place = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
-            self._start([], MASTER_ADDR="localhost", **agent, **place)
+            self._start(warm_python.Popen, [], MASTER_ADDR="localhost", **agent, **place)
         return self
 
-    def _start(self, options: list[str], **environment: object) -> None:
+    def _start(self, start: Callable, options: list[str], **environment: object) -> None:
         environment |= {"OMP_NUM_THREADS": 1} | ({"MACHINES": 1} if self.machines else {})
         env = os.environ | {name: str(value) for name, value in environment.items()}
         with self.path.open("a") as output:
             command = [sys.executable, *options, *self.arguments]
-            self.started.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
+            self.started.append(start(command, env=env, stdout=output, stderr=output))
 
     def end(self) -> str:
         """The one message, once all processes have ended, which has to be in time."""
@@ -300,9 +302,8 @@ here = watch()
 here.start()
 {program}
 """
-    command = [sys.executable, "-c", program]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == status, finished.stderr
+    process = warm_python.Popen([sys.executable, "-c", program])
+    assert process.wait(60) == status
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
