@@ -3,14 +3,17 @@
 Nothing is tracked unless a test asks for it. Ctrl-C works even where a shell that runs the tests in
 the background has switched it off. What is loaded before the first test stays to the end, and
 garbage is not looked for in it. Ranks are forked from a process that has imported torch, unless a
-test asks for a new interpreter.
+test asks for a new interpreter. Files of tests that take long begin first, so that no worker waits
+at the end for another one.
 """
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -18,6 +21,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
+
+SLOW = ("tests/experiments", "tests/runtime", "tests/training", "tests/cli", "tests/plan")
+STAGES = "ANALYSED_STAGES"  # see tests/stages.py
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if STAGES not in os.environ:  # workers have that of the process that starts them
+        os.environ[STAGES] = tempfile.mkdtemp(prefix="stages_")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(STAGES)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        folders = [k for k, folder in enumerate(SLOW) if item.nodeid.startswith(folder)]
+        return min(folders, default=len(SLOW))
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

@@ -74,6 +74,7 @@ def serve(descriptor: int) -> None:
     running: dict[int, tuple[int, Connection]] = {}  # process and who waits, by its pidfd
     for module in PRELOADED:
         importlib.import_module(module)
+    plan_few_steps()
     analyse_a_model()
     gc.freeze()
     while True:
@@ -108,6 +109,13 @@ def serve(descriptor: int) -> None:
             connection = Connection(waiting)
             connection.send(process)
             running[os.pidfd_open(process)] = process, connection
+
+
+def plan_few_steps() -> None:
+    """Let loops lower and verify 400 ops at first: tests train few steps, on several ranks."""
+    from toolkit.runtime import loop_runtime
+
+    loop_runtime.FIRST_WINDOW = 400
 
 
 def analyse_a_model() -> None:

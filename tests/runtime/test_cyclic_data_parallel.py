@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.runtime import conform, models, train_by_loop
 from tests.runtime.models import assert_same, name_of
 from tests.runtime.train_by_loop import STEPS
+from tests.stages import in_loops
 from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError
 from toolkit.model import partition
@@ -23,12 +24,12 @@ CASES = [pytest.param(k, s, id=f"{k} {name_of(s)}") for k, s in enumerate(SCHEDU
 
 @pytest.fixture(scope="module")
 def trained():
-    return launch(train_by_loop.all_methods, 4)
+    return launch(in_loops(train_by_loop.all_methods), 4)
 
 
 @pytest.fixture(scope="module")
 def odd_jobs():
-    return launch(train_by_loop.odd_jobs, 4)
+    return launch(in_loops(train_by_loop.odd_jobs), 4)
 
 
 @pytest.fixture(scope="module")
