@@ -43,10 +43,8 @@ from toolkit.cli import (
     output_folder,
     settle_delays,
 )
-from toolkit.cli.check_options import check_counts, check_own
 from toolkit.cli.instantiate import plain
-from toolkit.cli.runs import RuleBuilder, check_parallel, join_world, rule_config
-from toolkit.errors import UserError
+from toolkit.cli.runs import RuleBuilder, check_comparison, join_world, rule_config
 from toolkit.files import note_write_errors
 from toolkit.format import (
     count,
@@ -58,10 +56,10 @@ from toolkit.format import (
     table,
 )
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import TrackingOptions, TuneOptions
+from toolkit.options import TuneOptions
 from toolkit.results.run_files import TUNING_FOLDER
 from toolkit.schedule import Schedule, labels
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_activity, show_import
 
 if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
@@ -80,19 +78,15 @@ class Trained:
 
 @entry_point("compare")
 def main(config: DictConfig) -> Ended:
-    show_activity("importing torch")
+    show_import()
     from toolkit.results.provenance import resume_command
     from toolkit.results.statistics import check_margin
     from toolkit.results.tuning import trials, tried, with_best
     from toolkit.training import StoppedError
 
     # 1. Check all options before the first run.
-    check_counts(config, "seeds")
     check_margin(config.margin)
-    check_own(config)
-    check_parallel(config)
-    if not config.rules:
-        raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
+    check_comparison(config)
     start = time.perf_counter()
     folder = output_folder()
     show_activity("reading the data")
@@ -101,7 +95,6 @@ def main(config: DictConfig) -> Ended:
     schedules = {rule: build_schedule(options) for rule, options in config.rules.items()}
     world = join_world(config, next(iter(schedules.values())))
     options = plain(config)
-    TrackingOptions(**options["tracking"])
     samples = load()
     measure = samples.form.metric
     notes = batch_size_notes(schedules, config.batch)

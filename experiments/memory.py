@@ -20,7 +20,7 @@ from toolkit.cli.check_options import check_counts, counts
 from toolkit.cli.hydra_args import shell_option
 from toolkit.errors import check_choice
 from toolkit.format import size
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_import
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ below: saved of "together"; limit: of infinitely many workers"""
 
 @entry_point("memory")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     import torch
 
     from toolkit.cli import analysed_form, build_hardware, build_model, model_name

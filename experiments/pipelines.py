@@ -21,7 +21,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError
 from toolkit.format import count, table
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_import
 
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule
@@ -60,7 +60,7 @@ def with_more_stages(schedules: "dict[str, Schedule]", n_rows: int) -> dict[str,
 
 @entry_point("pipelines")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     from toolkit.cost.cost_file import read_costs
     from toolkit.cost.pipeline_table import (
         PIPELINES,

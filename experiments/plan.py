@@ -24,7 +24,7 @@ from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import UserError, check_seconds
 from toolkit.format import bytes_in
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_activity, show_import
 
 if TYPE_CHECKING:
     from toolkit.cost.cost_file import FileCosts
@@ -68,7 +68,7 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 @entry_point("plan")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     import torch
 
     from toolkit.cli import (

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_compressed, check_counts
 from toolkit.errors import UserError, check_choice
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_import
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ _PRINTED_COMPRESSED = (*_PRINTED[:-1], "MB a step, busiest rank", "accuracy")
 
 @entry_point("simulate")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     import torch
 
     from toolkit.cli import (

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import counts
 from toolkit.format import table
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_import
 
 LEGEND = """\
 M/C: time in which all parameters cross a link once, by a step's computing time
@@ -35,7 +35,7 @@ CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
 
 @entry_point("situations")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     from toolkit.cost.situations import (
         assess_situation,
         model_cells,

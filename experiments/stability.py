@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_import
 
 if TYPE_CHECKING:
     from toolkit.plan.curvature import Curvature
@@ -32,7 +32,7 @@ _FORMS = (("heavy ball", False), ("Nesterov", True))
 
 @entry_point("stability")
 def main(config: DictConfig) -> None:
-    show_activity("importing torch")
+    show_import()
     from benchmarks import stable_rates
 
     from toolkit.cli import build_schedules

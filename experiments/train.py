@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from toolkit.cli import EXIT_STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import delay_table, rank_cells, run_cells, table
-from toolkit.terminal import show, show_activity
+from toolkit.terminal import show, show_activity, show_import
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @entry_point("train")
 def main(config: DictConfig) -> Ended:
-    show_activity("importing torch")
+    show_import()
     from toolkit.plan.rate_check import check_rate
     from toolkit.results import Progress
     from toolkit.results.provenance import resume_command

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from toolkit.terminal import show, show_activity, wrapped_lines
+from toolkit.terminal import show, show_activity, show_import, wrapped_lines
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,16 @@ def test_activities_are_shown_on_a_terminal_by_the_first_rank(monkeypatch, capsy
     monkeypatch.setenv("RANK", "1")
     show_activity("hidden on another rank")
     assert capsys.readouterr() == ("", "reading ...\n")
+
+
+def test_an_import_of_torch_is_shown_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    show_import()
+    assert "torch" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    show_import()
+    assert capsys.readouterr().err == ""
 
 
 def test_texts_end_between_words_and_commands_can_be_copied(monkeypatch, capsys):

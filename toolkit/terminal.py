@@ -25,6 +25,12 @@ def show_activity(text: str) -> None:
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
+def show_import() -> None:
+    """Show that torch is imported, which takes seconds, unless it has been."""
+    if "torch" not in sys.modules:
+        show_activity("importing torch")
+
+
 def show(text: str = "", file: TextIO | None = None) -> None:
     """Print ``text``; on a terminal, its lines end between words, and commands can be copied.
 

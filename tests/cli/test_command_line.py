@@ -55,7 +55,7 @@ partition=[fc] | 4 stages .* got 1
 runtime.order=fast | 'fast'
 optimizer.lr=nan | lr .* got nan
 optimizer=adamw optimizer.betas=[0.9] | optimizer cannot be made
-optimizer.lr=-1 | optimizer.lr$
+optimizer.lr=-1 | optimizer.lr .* got -1
 optimizer.momentum=2 | optimizer.momentum .* got 2
 optimizer=muon optimizer.momentum=1 | momentum .* got 1
 optimizer.weight_decay=-1 | -1.0; .* optimizer.weight_decay$
@@ -120,6 +120,44 @@ def test_train_refuses(tmp_path, arguments, pattern):
     tiny = [a for a in tiny if not (own_data and a.startswith("data"))]
     dirs = f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}"
     refused("train", *arguments, *tiny, *dirs, match=pattern)
+
+
+BEFORE_DATA = r"""
+optimizer.lr=-1 | optimizer.lr .* got -1
+optimizer.momentum=1.5 | optimizer.momentum .* got 1.5
+optimizer.weight_decay=-1 | optimizer.weight_decay$
+optimizer=adamw optimizer.betas=[0.9,3] | optimizer.betas$
+lr.warmup_epochs=-1 | lr.warmup_epochs .* got -1
+epochs=0 | epochs .* got 0
+batch=0 | batch .* got 0
+clip=0 | clip: got 0
+ema=2 | ema: got 2
+precision=half | precision .*'half'
+label_smoothing=1 | label_smoothing .* got 1
+save.keep=0 | save.keep .* got 0
+tracking.every=0 | tracking.every .* got 0
+seed=-1 | seed .* got -1
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+@pytest.mark.parametrize(("arguments", "pattern"), cases(BEFORE_DATA))
+def test_plain_mistakes_are_refused_before_data_are_loaded(
+    monkeypatch, tmp_path, name, arguments, pattern
+):
+    monkeypatch.delattr("toolkit.training.data.synthetic")
+    given = {argument.partition("=")[0] for argument in arguments}
+    tiny = [argument for argument in TINY if argument.partition("=")[0] not in given]
+    refused(name, *arguments, *tiny, f"hydra.run.dir={tmp_path}", match=pattern)
+
+
+@pytest.mark.parametrize("option", ["optimizer.momentum=2", "clip=0"])
+def test_mistakes_in_the_options_of_a_rule_are_refused_before_data_are_loaded(
+    monkeypatch, tmp_path, option
+):
+    monkeypatch.delattr("toolkit.training.data.synthetic")
+    where = f"hydra.run.dir={tmp_path}"
+    refused("compare", f"+own.cdp_v1.{option}", *TINY, where, match="momentum|clip")
 
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own
@@ -401,6 +439,7 @@ def test_help_does_not_wait_for_torch():
     [
         ("train", "seed=abc", "seed=abc"),
         ("compare", "sed=1", "option sed: .* seed"),
+        ("compare", "epochs=0", "epochs .* got 0"),
         ("bench", "foo", "bench=foo .* .* controller, .*, fuzz"),
     ],
 )

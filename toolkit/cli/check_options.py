@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -12,10 +12,12 @@ from toolkit.cli import schema
 from toolkit.cli.explain import nearest
 from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
+from toolkit.cli.instantiate import plain
 from toolkit.errors import UserError, suggest
 from toolkit.files import conf
-from toolkit.options import OWN
+from toolkit.options import OWN, SaveOptions, SwitchOptions, TrackingOptions, TrainingOptions
 from toolkit.schedule import Schedule
+from toolkit.terminal import show_import
 
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
@@ -70,6 +72,27 @@ def check_own(config: Mapping[Any, Any]) -> None:
                             f"own.{rule}.{name}.{key}: there is no option {name}.{key} here:"
                             f" {suggest(key, option_names)}"
                         )
+
+
+def check_training(config: DictConfig) -> TrainingOptions:
+    """Return the plain options of a training run; torch is not imported.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    learning_rate = config.optimizer.get("lr", 0)
+    is_number = isinstance(learning_rate, int | float) and not isinstance(learning_rate, bool)
+    if not is_number or not 0 <= learning_rate < inf:
+        raise UserError(f"optimizer.lr is a number, 0 or more: got {learning_rate!r}")
+    options = plain(config)
+    if "tracking" in options:
+        TrackingOptions(**options["tracking"])
+    nested = {"save": SaveOptions, "switch": SwitchOptions}
+    names = {field.name for field in fields(TrainingOptions)}
+    values = {name: value for name, value in options.items() if name in names}
+    return TrainingOptions(
+        **values | {name: option_class(**options[name]) for name, option_class in nested.items()}
+    )
 
 
 def check_compressed(schedules: "Mapping[str, Schedule]", compression: str, width: int) -> None:
@@ -171,12 +194,15 @@ def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
     OmegaConf.resolve(config)
     _check_known(config)
     _check_size(config)
+    if "epochs" in config:
+        check_training(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise UserError(f"seed is 0 or more, and below 2**63: got {config.seed}")
     threads, max_threads = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
     if threads is not None:
         if not 1 <= threads <= max_threads:
             raise UserError(f"threads is from 1 to {max_threads} here: got {threads}")
+        show_import()
         import torch
 
         torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """Build the runs of a configuration, and the options that all parts of a run share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli.check_options import check_counts, check_own
+from toolkit.cli.check_options import check_counts, check_own, check_training
 from toolkit.cli.instantiate import build_hardware, load_samples, make, plain
 from toolkit.cli.models import build_model
 from toolkit.cli.schedules import build_schedule
 from toolkit.errors import UserError
-from toolkit.options import SaveOptions, SwitchOptions, TrainingOptions, with_own
+from toolkit.options import TrainingOptions, TuneOptions, with_own
 from toolkit.schedule import Schedule
+from toolkit.terminal import show_import
 
 if TYPE_CHECKING:
     from toolkit.cost.worker_forms import CostsOf
@@ -28,15 +29,37 @@ _JOIN = ("backend", "timeout", "interface")  # options of a runtime that are tho
 _AFFORDABLE = "affordable"  # a delay; {within: 0.1} is one that may cost a tenth of a step
 
 
-def training_options(config: DictConfig) -> TrainingOptions:
-    """The plain options of a training run; raise UserError if a value is out of range."""
-    options = plain(config)
-    nested = {"save": SaveOptions, "switch": SwitchOptions}
-    names = {field.name for field in fields(TrainingOptions)}
-    values = {name: value for name, value in options.items() if name in names}
-    return TrainingOptions(
-        **values | {name: option_class(**options[name]) for name, option_class in nested.items()}
-    )
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a training run that depend neither on its data nor on its model.
+
+    Attributes:
+        options: plain values.
+        optimizer: function from a stage's parameters to its optimizer.
+        lr: learning rate's factor.
+    """
+
+    options: TrainingOptions
+    optimizer: Any
+    lr: Any
+
+
+def build_settings(config: DictConfig) -> Settings:
+    """Build and check the settings of a run, which takes no time once torch is imported.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    options = check_training(config)
+    show_import()
+    from toolkit.training.training_run import check_settings
+
+    lr = make(config.lr, "lr", "toolkit.training.lr.Constant")
+    # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
+    as_factory = {"_partial_": True, "_convert_": "all"}
+    optimizer = make(config.optimizer, "optimizer", "torch.optim.SGD", **as_factory)
+    check_settings(options, optimizer, lr)
+    return Settings(options, optimizer, lr)
 
 
 def build_run(
@@ -58,9 +81,9 @@ def build_run(
     """
     from toolkit.training import prepare
 
-    on_activity("reading the data")
     check_counts(config, "stages", "microbatches")
-    options = training_options(config)
+    settings = build_settings(config)
+    on_activity("reading the data")
     load = cache(lambda: samples or load_samples(config.data))
     settle_delays(config, lambda: load().form)
     schedule = build_schedule(config.schedule)
@@ -69,25 +92,18 @@ def build_run(
     config.microbatches = schedule.n_workers
     world = join_world(config, schedule)
     samples = load()
-    lr = make(config.lr, "lr", "toolkit.training.lr.Constant")
-    # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
-    as_factory = {"_partial_": True, "_convert_": "all"}
-    optimizer = make(config.optimizer, "optimizer", "torch.optim.SGD", **as_factory)
-    learning_rate = config.optimizer.get("lr", 0)
-    if not isinstance(learning_rate, int | float):
-        raise UserError(f"optimizer.lr is a number: got {learning_rate!r}")
     runtime = dict(config.runtime)
     if world is not None:  # which has the options of join() already
         for name in _JOIN:
             runtime.pop(name, None)
     on_activity("tracing the model")
     return prepare(
-        options,
+        settings.options,
         model=partial(build_model, config.model, samples.form),
         samples=samples,
         schedule=schedule,
-        optimizer=optimizer,
-        lr=lr,
+        optimizer=settings.optimizer,
+        lr=settings.lr,
         runtime=instantiate(runtime, _partial_=True),
         world=world,
         recorded_options=plain(config),
@@ -143,6 +159,22 @@ class RuleBuilder:
     def samples(self) -> "SampleSet":
         """The samples of all runs."""
         return self.loaded or load_samples(OmegaConf.create(self.options["data"]))
+
+
+def check_comparison(config: DictConfig) -> None:
+    """Check the options of ``cyclic-dp compare`` that depend neither on data nor on a model.
+
+    Raises:
+        UserError: a value is out of range, or there are no rules.
+    """
+    check_counts(config, "seeds")
+    check_own(config)
+    check_parallel(config)
+    if not config.rules:
+        raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
+    TuneOptions(**plain(config)["tune"])
+    for rule in config.rules:
+        build_settings(rule_config(config, rule, config.seed))
 
 
 def check_parallel(config: DictConfig) -> None:

@@ -137,9 +137,9 @@ def beside_prediction(measurements: "Measurements", config: Any) -> tuple["Timel
         config: options, from which the stages are built again, without ranks.
     """
     from toolkit.cli import build_model, load_samples
-    from toolkit.cli.runs import training_options
+    from toolkit.cli.check_options import check_training
     from toolkit.training.profiling import beside_prediction
 
     form = load_samples(config.data).form
     model = build_model(config.model, form)
-    return beside_prediction(measurements, model, form, training_options(config))
+    return beside_prediction(measurements, model, form, check_training(config))

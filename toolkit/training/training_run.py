@@ -190,6 +190,7 @@ def _build(arguments: _RunArguments) -> TrainingRun:
             " runtime=single_process, whose trajectory is the same"
         )
     device = world.device if world else pick_device(options.device)
+    step_options = check_settings(options, arguments.optimizer, arguments.lr)
 
     # 1. The stages. A copy of a module has its weights; a function draws them from the seed.
     gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
@@ -203,7 +204,6 @@ def _build(arguments: _RunArguments) -> TrainingRun:
     # 2. The steps of an epoch, in which phases and learning rates are counted.
     batch_size = options.batch * arguments.schedule.n_microbatches
     steps_per_epoch = _steps_per_epoch(arguments.samples, batch_size, options.seed, device)
-    _check_method("lr:", arguments.lr, "factor", "lr.Constant")
     schedule = arguments.schedule.in_steps(steps_per_epoch)
     optimizer_of_one_number = check_optimizer(arguments.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
@@ -212,9 +212,6 @@ def _build(arguments: _RunArguments) -> TrainingRun:
         return float(arguments.lr.factor(step, steps_per_epoch, options.epochs, batch_size))
 
     # 3. The runtime.
-    step_options = StepOptions(
-        **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
-    )
     runtime = _make_runtime(arguments, stages, schedule, step_options, factor)
     return TrainingRun(
         options=options,
@@ -231,6 +228,22 @@ def _build(arguments: _RunArguments) -> TrainingRun:
         recorded_options=arguments.recorded_options,
         again=lambda schedule: _build(replace(arguments, schedule=schedule)),
     )
+
+
+def check_settings(options: TrainingOptions, optimizer: MakeOptimizer, lr: Any) -> StepOptions:
+    """Check what takes no time to check; return the options that a runtime takes.
+
+    Data and models take seconds or minutes to load and to trace, so this is the first check.
+
+    Raises:
+        UserError: a value is out of range, or the optimizer cannot be made.
+    """
+    step_options = StepOptions(
+        **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
+    )
+    check_optimizer(optimizer)
+    _check_method("lr:", lr, "factor", "lr.Constant")
+    return step_options
 
 
 def _make_runtime(
