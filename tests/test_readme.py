@@ -1,9 +1,14 @@
 """README's Python runs as it stands; links of all pages lead somewhere."""
 
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from tests.experiments.command import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,6 +28,27 @@ def test_runs(block, capsys):
     printed = capsys.readouterr().out
     if "grid()" in block:
         assert printed.strip() in README
+
+
+def test_own_model_of_readme_trains_and_is_planned(tmp_path, monkeypatch):
+    (module,) = [block for block in BLOCKS if "def mlp" in block]
+    commands = re.findall(
+        r"^    cyclic-dp (.* model\.target=my_net\.mlp .*)$", README, re.MULTILINE
+    )
+    (tmp_path / "my_net.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_net", raising=False)
+    options = {"train": ("epochs=1", "tracking.mode=disabled"), "plan": ()}
+    experiments = []
+    for command in commands:
+        experiment, *arguments = shlex.split(command)
+        experiments.append(experiment)
+        finished = run(experiment, *arguments, *options[experiment])
+        assert finished.status == 0, finished.err
+        (result,) = Path("outputs", experiment).glob("*/result.json")
+        assert OmegaConf.load(result).provenance.config.model.target == "my_net.mlp"
+    assert experiments == ["train", "plan"]
 
 
 def test_diff_is_that_of_an_example():

@@ -87,6 +87,8 @@ def test_rates_are_of_the_steady_steps():
     # The first step takes longer where ranks are new to it
     spans = [compute(0, 0.0, 100.0), compute(0, 100.0, 101.0, 1), compute(0, 102.0, 103.0, 2)]
     assert timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0)).idle_share == 0.5
+    # Ends of overlapping steps can be nearer than the time that their ops take.
+    assert timeline(spans, n_ranks=1, step_ends=(100.0, 100.5, 101.0)).idle_share == 0
 
 
 def test_a_rank_that_gets_ahead_is_not_less_than_idle():

@@ -109,7 +109,7 @@ class Timeline:
     def idle_share(self) -> float:
         """Share of all ranks' time without compute, over the steps of :attr:`step_time`.
 
-        Without steady steps it is inexact where steps overlap, and may be below 0.
+        Without steady steps it is inexact where steps overlap: a share below 0 counts as 0.
         """
         if self.steady and self.steady[0] > 0:
             return self._idle_share_of_steady()
@@ -123,7 +123,8 @@ class Timeline:
             if span.lane == COMPUTE and step_of(span) in steps
         )
         seconds_per_step = self.step_time if len(self.step_ends) > 1 else self.end
-        return 1 - busy_seconds / len(steps) / (self.n_ranks * seconds_per_step)
+        busy_share = busy_seconds / len(steps) / (self.n_ranks * seconds_per_step)
+        return max(0.0, 1 - busy_share)
 
     def _idle_share_of_steady(self) -> float:
         """Return the share of idle time between the ends of two steady steps.
