@@ -4,10 +4,13 @@
     cyclic-dp plan model.target=my_lab.net shape=[3,160,160] ranks=[4,8] staleness=1
     cyclic-dp plan model=resnet8 data=digits ranks=4 batch=64 pilot=true
     cyclic-dp plan costs=my_profile.csv ranks=8 batch=64
+    cyclic-dp plan model=gpt2 hardware=machines_of_8 ranks=8 batch=64 precision=bf16 widths=[1,2,4]
 
 Every method of the catalogue is simulated with several stages, groups, micro-batches and cuts. The
 machine is a file of conf/hardware. With pilot=true, the best is then measured here beside data
 parallelism: memory, computing times, and accuracy by short trainings. Links are the hardware's.
+widths are the devices of a rank, to choose from: they share its stages by tensor parallelism. A
+candidate then has ranks times width devices, at most as many as ranks=.
 costs=FILE has your own profile in place of a model, as for simulate; its column batch says of how
 many samples a micro-batch is.
 """
@@ -36,7 +39,7 @@ names of the modules that begin the stages: partition=[NAMES]."""
 
 def check_options(config: DictConfig) -> None:
     """Raise UserError for numbers out of range, and a pilot without samples."""
-    check_counts(config, "batch")
+    check_counts(config, "batch", "widths")
     if config.jobs is not None:
         check_counts(config, "jobs")
     if not config.optimizer_words >= 0:
@@ -45,6 +48,12 @@ def check_options(config: DictConfig) -> None:
         check_seconds("search_seconds", config.search_seconds)
     if config.pilot:
         check_seconds("pilot_seconds", config.pilot_seconds)
+        widths = counts(config, "widths")
+        if max(widths) > 1:
+            raise UserError(
+                f"pilot=true measures ranks of one device: got widths={widths}; leave out one of"
+                " them"
+            )
         if not config.data:
             raise UserError("pilot=true trains for a while: choose samples, such as data=digits")
 
@@ -110,6 +119,8 @@ def main(config: DictConfig) -> None:
         search_seconds=config.search_seconds if config.search else 0.0,
         jobs=config.jobs,
         command_options=options,
+        widths=counts(config, "widths"),
+        width_efficiency=config.width_efficiency,
     )
     device = pick_device(config.device)
     # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.

@@ -284,6 +284,18 @@ def test_plan(tmp_path):
     assert "optimizer=nesterov" in measured["command"]
 
 
+def test_plan_chooses_among_widths(tmp_path):
+    gpt = ("model=gpt", "model.layers=1", "model.width=16", "shape=[8]", "classes=32")
+    options = ("ranks=2", "batch=2", "widths=[1,2]", "hardware=machines_of_8", "jobs=1")
+    out = succeeded("plan", tmp_path, *gpt, *options)
+    simulated = rows(tmp_path / "candidates.csv")
+    assert {row["width"] for row in simulated} == {"1", "2"}
+    for row in simulated:
+        assert int(row["devices"]) == int(row["ranks"]) * int(row["width"]) <= 2
+    listed = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert ("1 x 2" in out) == any(row["width"] == 2 for row in listed)
+
+
 def test_plan_searches_for_orders(tmp_path):
     search = "search=true", "search_seconds=1", "jobs=1"
     given = "model=resnet6", *SMALL[1:3], "ranks=2", "batch=2", *search
@@ -362,6 +374,11 @@ plan ranks=[0] | ranks .* got \[0\]
 plan ranks=3 batch=64 | batch=64 .* \[3\]
 plan pilot=true | pilot=true .* data=digits
 plan data=digits classes=3 | classes .* data
+plan widths=[2] ranks=1 | widths=2 .* ranks=1
+plan widths=[0] | widths .* got \[0\]
+plan widths=[3] ranks=6 batch=6 hardware=machines_of_8 | width=3 .* 8
+plan model=resnet8 widths=[2] | width=2: .* Sequential
+plan pilot=true data=digits widths=[1,2] | pilot=true .* widths=\[1, 2\]
 plan memory=16GB/s | memory .* 16GB/s
 plan staleness=-1 | staleness .* got -1
 plan model.target=my_package.broken | my_package.broken gives a int

@@ -12,7 +12,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -44,16 +44,22 @@ class StagesKey(NamedTuple):
     n_stages: int
     batch: int
     partition: str
+    width: int = 1
 
     @classmethod
     def of(cls, candidate: Candidate) -> "StagesKey":
         """Return the key of a candidate's stages."""
-        return cls(candidate.schedule.n_stages, candidate.batch, candidate.partition)
+        return cls(
+            n_stages=candidate.schedule.n_stages,
+            batch=candidate.batch,
+            partition=candidate.partition,
+            width=candidate.width,
+        )
 
     @property
-    def traced(self) -> tuple[int, str]:
+    def traced(self) -> tuple[int, str, int]:
         """Key of the stages that are cut from one trace, which one process analyses together."""
-        return self.batch, self.partition
+        return self.batch, self.partition, self.width
 
 
 class CandidateSweep:
@@ -84,14 +90,22 @@ class CandidateSweep:
         self.done: dict[Candidate, Prediction] = {}
 
     def find_candidates(
-        self, ranks: Sequence[int], batch: int, buckets: int, microbatch: int | None = None
+        self,
+        devices: Sequence[int],
+        batch: int,
+        buckets: int,
+        *,
+        widths: Sequence[int] = (1,),
+        microbatch: int | None = None,
     ) -> list[Candidate]:
         """Return the candidates that the model can have, and keep the costs found on the way.
 
         Args:
-            ranks: numbers of ranks.
+            devices: numbers of devices, the largest first.
             batch: samples of a training step.
-            buckets: number of the buckets of DistributedDataParallel.
+            buckets: number of the buckets of DistributedDataParallel, the baseline. It has ranks of
+                one device, also where ``widths`` has no 1.
+            widths: devices of a rank, the least first.
             microbatch: samples of a micro-batch, if costs are known of that one alone; else None.
 
         Raises:
@@ -103,11 +117,17 @@ class CandidateSweep:
         max_stages = MAX_OPS
         while True:
             all_candidates: list[Candidate] = []
-            for n_ranks in ranks:
-                on_ranks = candidates_on(n_ranks, batch, max_stages, buckets)
+            for n_devices in devices:
+                on_ranks = candidates_on(n_devices, batch, max_stages, buckets)
+                if 1 not in widths:
+                    on_ranks = [each for each in on_ranks if each.partition == BUCKETS]
                 if microbatch is not None:
-                    on_ranks = of_microbatch(on_ranks, microbatch, n_ranks, batch)
+                    on_ranks = of_microbatch(on_ranks, microbatch, n_devices, batch)
                 all_candidates += on_ranks
+            for width, n_devices in product(widths, devices):
+                if 1 < width <= n_devices:
+                    n_ranks = n_devices // width
+                    all_candidates += candidates_on(n_ranks, batch, max_stages, width=width)
             first_cut = next(each for each in all_candidates if each.partition != BUCKETS)
             (costs,) = self.costs_of([first_cut])
             if not isinstance(costs, UserError):
@@ -198,7 +218,7 @@ class CandidateSweep:
             costs,
             fastest.schedule.n_microbatches,
             ranks=fastest.schedule.n_ranks,
-            hardware=predictor.hardware,
+            hardware=predictor.hardware_of(fastest),
             memory=limits,
             optimizer_bytes=predictor.optimizer_bytes(costs),
         )

@@ -38,6 +38,7 @@ class Candidate:
         checkpoint: ``none`` or ``all``: stages that compute their forward twice.
         within: share of a step that the fresher weights of an affordable delay may cost; None: the
             delay is that of the spec.
+        width: devices of a rank, which share its stages by tensor parallelism.
     """
 
     spec: ScheduleSpec
@@ -45,11 +46,17 @@ class Candidate:
     partition: str = "flops"
     checkpoint: str = "none"
     within: float | None = None
+    width: int = 1
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule; built anew in another process."""
         return self.spec.build()
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of all ranks."""
+        return self.schedule.n_ranks * self.width
 
     @property
     def is_plain(self) -> bool:
@@ -90,6 +97,8 @@ class Candidate:
         words = [self.name, stages, f"micro-batches of {self.batch}"]
         if self.checkpoint != "none":
             words.append("recomputed")
+        if self.width > 1:
+            words.append(f"{self.width} devices a rank")
         return ", ".join(words)
 
     def options(self) -> str:
@@ -112,22 +121,30 @@ class Candidate:
         runtime_option = "runtime.order=scheduled"
         if self.partition == BUCKETS:
             runtime_option = "runtime=ddp"
+        elif self.width > 1:
+            runtime_option = f"runtime=distributed runtime.width={self.width}"
         elif n_ranks > 1:
             runtime_option = "runtime=distributed"
-        return f"{started_by('train', n_ranks)} {runtime_option} {self.options()} {more_options}"
+        start = started_by("train", self.n_devices)
+        return f"{start} {runtime_option} {self.options()} {more_options}"
 
 
 def candidates(
-    n_ranks: int, batch: int, stages: int = MAX_OPS, buckets: int | None = None
+    n_ranks: int,
+    batch: int,
+    stages: int = MAX_OPS,
+    buckets: int | None = None,
+    width: int = 1,
 ) -> list[Candidate]:
     """Return all candidates for ``n_ranks``, the plainest data parallelism first.
 
     Args:
-        n_ranks: devices; a method that arranges them in a triangle or a square may leave some.
+        n_ranks: ranks; a method that arranges them in a triangle or a square may leave some.
         batch: samples of a training step; candidates have micro-batches of equal size.
         stages: of workers that have the whole model, at most, or twice as many.
         buckets: of DistributedDataParallel, which then takes the place of data parallelism with a
             message per stage.
+        width: devices of a rank.
     """
     all_candidates: list[Candidate] = []
     specs = [*_specs(n_ranks, stages)]
@@ -140,7 +157,9 @@ def candidates(
         if is_small and batch % microbatches_per_step == 0 and _exists(spec):
             microbatch_size = batch // microbatches_per_step
             for partition, checkpoint in product(MEASURES, _CHECKPOINTS):
-                all_candidates.append(Candidate(spec, microbatch_size, partition, checkpoint))
+                all_candidates.append(
+                    Candidate(spec, microbatch_size, partition, checkpoint, width=width)
+                )
     return all_candidates
 
 

@@ -67,6 +67,9 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
         if not prediction.fits or not is_small or not is_late:
             continue
+        # A training finds its affordable delay by the costs of whole stages.
+        if prediction.candidate.width > 1:
+            continue
         near_seconds = (1 + STALENESS_PRICE) * prediction.seconds
         has_fresher_rival = any(
             rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds

@@ -10,14 +10,8 @@ from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.measure import OnProgress
-from toolkit.plan.planner import (
-    DEFAULT_PLAN_OPTIONS,
-    Plan,
-    PlanOptions,
-    choose_plan,
-    new_sweep,
-    rank_numbers,
-)
+from toolkit.plan.plan_options import DEFAULT_PLAN_OPTIONS, PlanOptions
+from toolkit.plan.planner import Plan, choose_plan, new_sweep, rank_numbers
 
 _COMMAND_OPTIONS = "model.target=MY_PACKAGE.MY_MODEL data=MY_DATA"
 
@@ -44,20 +38,25 @@ def plan_costs(
         on_progress: called with the present activity, and the share of it that is done.
 
     Raises:
-        UserError: the file does not say its micro-batch, or ``batch`` is not 1, 2 or 4 of them for
-            each rank.
+        UserError: the file does not say its micro-batch, ``batch`` is not 1, 2 or 4 of them for
+            each rank, or ranks of several devices.
     """
     if costs.batch is None:
         raise UserError(
             f"costs={costs.path} do not say with which micro-batch they were measured: add a column"
             f" {BATCH} of its samples"
         )
+    if {*options.widths} != {1}:
+        raise UserError(
+            f"costs={costs.path} are those of ranks of one device: got"
+            f" widths={[*options.widths]}; leave out widths, or give a model"
+        )
     if not options.command_options:
         options = replace(options, command_options=_COMMAND_OPTIONS)
     sizes = rank_numbers(ranks, batch)
     n_buckets = len(costs(1, BUCKETS))
     sweep = new_sweep(hardware, partial(_costs_of_candidates, costs), options, on_progress)
-    all_candidates = sweep.find_candidates(sizes, batch, n_buckets, costs.batch)
+    all_candidates = sweep.find_candidates(sizes, batch, n_buckets, microbatch=costs.batch)
     return choose_plan(sweep, all_candidates, options)
 
 

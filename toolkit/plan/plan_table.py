@@ -20,25 +20,34 @@ def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, An
         "by DDP": f"{prediction.seconds / baseline.seconds:.2f}",
         "memory": size(prediction.memory),
         "late": f"{prediction.staleness:.2f}",
-        "ranks": prediction.ranks,
+        "ranks": _ranks_cell(prediction),
         "fits": "yes" if prediction.fits else "no",
     }
+
+
+def _ranks_cell(prediction: Prediction) -> str:
+    width = prediction.candidate.width
+    return f"{prediction.ranks} x {width}" if width > 1 else str(prediction.ranks)
 
 
 LEGEND = """\
 batch: samples of a micro-batch, times the micro-batches of a worker in a step
 again: forwards are recomputed; by DDP: step time by DDP's
-memory: of the fullest rank; late: mean staleness in steps"""
+memory: of the fullest rank; late: mean staleness in steps
+ranks: times the devices of each, if several"""
 
 
 def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of :meth:`Plan.rows` as the cells of a printed table, by heading."""
+    # Results of before ranks had several devices have no width.
+    width_cells = {"width": row["width"]} if "width" in row else {}
     return {
         "schedule": row["schedule"],
         "by DDP's time": f"{row['ratio']:.2f}",
         "ms a step": digits(row["seconds"] * 1e3),
         "fullest rank": size(row["memory"]),
         "ranks": row["ranks"],
+        **width_cells,
         "staleness": f"{row['staleness']:.2f}",
         "MB a step": digits(row["traffic"] / MB),
         "fits": "yes" if row["fits"] else "no",

@@ -23,6 +23,7 @@ from toolkit.plan.choice import reason_to_stay
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
+from toolkit.plan.plan_options import DEFAULT_PLAN_OPTIONS, PlanOptions, checked_widths
 from toolkit.plan.plan_table import LEGEND, plan_cells, terminal_cells
 from toolkit.plan.predictions import Limits, Prediction, Predictor, front, stage_costs
 from toolkit.plan.search_space import SearchResult
@@ -130,9 +131,17 @@ class Plan:
             options: as for :func:`toolkit.plan.pilot`. Batch, placement and hardware are replaced
                 by those of the plan.
             on_progress: called with the name of the activity and its completed share.
+
+        Raises:
+            UserError: ranks of the best have several devices.
         """
         best_prediction = self.best or self.baseline
         candidate = best_prediction.candidate
+        if candidate.width > 1:
+            raise UserError(
+                f"a pilot measures ranks of one device: got a plan whose best has {candidate.width}"
+                " a rank. Plan with widths=[1]"
+            )
         schedule = candidate.schedule
         spec = candidate.spec
         is_pipeline = spec.family == "pipeline"
@@ -181,6 +190,8 @@ class Plan:
             "schedule": prediction.candidate.label,
             "ratio": prediction.seconds / self.baseline.seconds,
             **fields,
+            "width": prediction.candidate.width,
+            "devices": prediction.devices,
             "options": prediction.candidate.options(),
         }
 
@@ -230,32 +241,6 @@ class Plan:
         return lines + pd.DataFrame(map(plan_cells, self.rows())).to_html(index=False)
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What candidates of a plan may take, and how far it looks for them.
-
-    Args:
-        limits: what a candidate may take.
-        precision: as for :func:`toolkit.cost.profile`.
-        optimizer_words: numbers that an optimizer keeps of each parameter: 1, momentum; 2, Adam's.
-        search_seconds: for a search of rank orders that the catalogue lacks, on the stages of its
-            fastest pipeline: see :func:`toolkit.plan.search`. 0: none.
-        jobs: processes; by default as many as CPUs.
-        command_options: options of a command line that describe the model, its samples and the
-            machines.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    precision: str = "fp32"
-    optimizer_words: float = 1.0
-    search_seconds: float = 0.0
-    jobs: int | None = None
-    command_options: str = ""
-
-
-DEFAULT_PLAN_OPTIONS = PlanOptions()
-
-
 def plan(
     model: nn.Module,
     form: InputSpec,
@@ -282,18 +267,21 @@ def plan(
         on_progress: called with the present activity, and the share of it that is done.
 
     Raises:
-        UserError: the model cannot be cut, workers' shares of the batch differ, or an invalid
-            number.
+        UserError: the model cannot be cut, workers' shares of the batch differ, an invalid number,
+            or a width that the model or the machines cannot have.
     """
     sizes = rank_numbers(ranks, batch)
     meta_model = meta_copy(model)
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
-    costs_of = partial(stage_costs, meta_model, form, options.precision)
+    predictor = _predictor(hardware, options)
+    widths = checked_widths(options, sizes[0], predictor, meta_model)
+    costs_of = partial(stage_costs, meta_model, form, options.precision, predictor=predictor)
     if not options.command_options:
         default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
         options = replace(options, command_options=default_options)
     sweep = new_sweep(hardware, costs_of, options, on_progress)
-    return choose_plan(sweep, sweep.find_candidates(sizes, batch, n_buckets), options)
+    all_candidates = sweep.find_candidates(sizes, batch, n_buckets, widths=widths)
+    return choose_plan(sweep, all_candidates, options)
 
 
 def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
@@ -312,8 +300,17 @@ def new_sweep(
     hardware: Hardware, costs_of: CostsOf, options: PlanOptions, on_progress: OnProgress
 ) -> CandidateSweep:
     """Return a sweep over the machines and limits of a plan."""
-    predictor = Predictor(check_hardware(hardware), options.limits, options.optimizer_words)
+    predictor = _predictor(hardware, options)
     return CandidateSweep(predictor, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
+
+
+def _predictor(hardware: Hardware, options: PlanOptions) -> Predictor:
+    return Predictor(
+        hardware=check_hardware(hardware),
+        limits=options.limits,
+        optimizer_words=options.optimizer_words,
+        width_efficiency=options.width_efficiency,
+    )
 
 
 def choose_plan(
@@ -378,7 +375,7 @@ def _ddp_alike(
             ddp.partition == BUCKETS
             and ddp.batch == candidate.batch
             and ddp.checkpoint == candidate.checkpoint
-            and ddp.schedule.n_ranks == best.ranks
+            and ddp.schedule.n_ranks == best.devices
         ):
             sweep.simulate("simulating DDP with the same micro-batches", [ddp], ddp)
             return sweep.done[ddp]

@@ -8,10 +8,12 @@ from operator import attrgetter
 from torch import nn
 
 from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
+from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
 from toolkit.model import InputSpec
 from toolkit.model.partition import Traced
+from toolkit.model.tensor_parallel import tensor_parallel
 from toolkit.plan.candidates import Candidate
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady_state import steps_to_time
@@ -48,10 +50,10 @@ class Prediction:
     Attributes:
         candidate: what is simulated.
         seconds: of a training step.
-        memory: peak bytes of the fullest rank.
-        ranks: devices.
+        memory: peak bytes of the fullest rank, on each of its devices.
+        ranks: ranks of the schedule.
         staleness: steps by which weights are late on average.
-        traffic: bytes that the busiest rank sends in a step.
+        traffic: bytes that a device of the busiest rank sends in a step.
         fits: whether it keeps all limits.
     """
 
@@ -68,13 +70,18 @@ class Prediction:
         """The schedule, to explore, save or train."""
         return self.candidate.schedule
 
+    @property
+    def devices(self) -> int:
+        """Devices of all ranks."""
+        return self.ranks * self.candidate.width
+
     def dominates(self, rival: "Prediction") -> bool:
-        """Whether it is nowhere worse in time, memory, staleness and ranks."""
+        """Whether it is nowhere worse in time, memory, staleness and devices."""
         return (
             self.seconds <= rival.seconds
             and self.memory <= rival.memory
             and self.staleness <= rival.staleness
-            and self.ranks <= rival.ranks
+            and self.devices <= rival.devices
         )
 
 
@@ -83,14 +90,24 @@ class Predictor:
     """Predicts candidates, all on the same machines, with the same optimizer and limits.
 
     Attributes:
-        hardware: the machines: seconds of kernels and messages, memory of each rank.
+        hardware: the machines: seconds of kernels and messages, memory of each device.
         limits: what a candidate may take.
         optimizer_words: numbers that the optimizer keeps of each parameter.
+        width_efficiency: as for :class:`toolkit.cost.tensor_width.Width`.
     """
 
     hardware: Hardware
     limits: Limits
     optimizer_words: float
+    width_efficiency: float = 1.0
+
+    def width(self, devices: int) -> Width:
+        """Return the width of ranks of ``devices``; raise UserError if they cannot share."""
+        return Width(devices, self.hardware, self.width_efficiency)
+
+    def hardware_of(self, candidate: Candidate) -> Hardware:
+        """Return the machines as one device of every rank sees them."""
+        return self.width(candidate.width).hardware_of_ranks
 
     def predict(
         self, candidates: Sequence[Candidate], costs: Sequence[Costs], timed: int = 2
@@ -109,9 +126,9 @@ class Predictor:
         program = schedule.lower(steps_to_time(schedule, timed)).verify()
         predictions = []
         for candidate, candidate_costs in zip(candidates, costs, strict=True):
-            timeline = simulate(
-                program, candidate_costs, self.hardware, self.optimizer_bytes(candidate_costs)
-            )
+            hardware = self.hardware_of(candidate)
+            state_bytes = self.optimizer_bytes(candidate_costs)
+            timeline = simulate(program, candidate_costs, hardware, state_bytes)
             peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
             sent_bytes = max(timeline.bytes_a_step())
             predictions.append(self._prediction(candidate, timeline.step_time, peaks, sent_bytes))
@@ -149,8 +166,9 @@ class Predictor:
         No single weight could be fresher in that time.
         """
         state_bytes = self.optimizer_bytes(costs)
+        hardware = self.hardware_of(candidate)
         delay = affordable_delay(
-            candidate.schedule, costs, self.hardware, within=within, optimizer_bytes=state_bytes
+            candidate.schedule, costs, hardware, within=within, optimizer_bytes=state_bytes
         )
         fresher = replace(candidate, spec=replace(candidate.spec, delay=delay), within=within)
         return self.predict([fresher], [costs])[0]
@@ -186,11 +204,22 @@ class Predictor:
 
 
 def stage_costs(
-    model: nn.Module, form: InputSpec, precision: str, candidates: Sequence[Candidate]
+    model: nn.Module,
+    form: InputSpec,
+    precision: str,
+    candidates: Sequence[Candidate],
+    predictor: Predictor | None = None,
 ) -> list[Costs | UserError]:
     """Return the costs of stages without recomputation, or why the model cannot be cut so.
 
     Precondition: the candidates have equal micro-batches, so that one trace serves all of them.
+
+    Args:
+        model: on the meta device.
+        form: its samples.
+        precision: as for :func:`toolkit.cost.profile`.
+        candidates: those whose stages are analysed.
+        predictor: knows the links of a rank's devices; None if all ranks have one device.
     """
     example = form.example(candidates[0].batch, "meta")
     try:
@@ -204,7 +233,13 @@ def stage_costs(
                 stages = traced.cut_in_buckets()
             else:
                 stages = traced.cut(candidate.schedule.n_stages, candidate.partition)
-            costs_or_errors.append(profile(stages, example, precision=precision))
+            if predictor is not None and candidate.width > 1:
+                parallelize = tensor_parallel(model, candidate.width, share_loss=True)
+                width = predictor.width(candidate.width)
+                costs = profile_width(stages, example, parallelize, width, precision)
+            else:
+                costs = profile(stages, example, precision=precision)
+            costs_or_errors.append(costs)
         except UserError as error:
             costs_or_errors.append(error)
     return costs_or_errors
@@ -219,7 +254,7 @@ def front(predictions: Iterable[Prediction]) -> list[Prediction]:
     # prediction is compared only with those before it, and of equal ones the first stays.
     front_predictions: list[Prediction] = []
     for prediction in sorted(
-        predictions, key=attrgetter("seconds", "memory", "staleness", "ranks")
+        predictions, key=attrgetter("seconds", "memory", "staleness", "devices")
     ):
         if prediction.fits and not any(
             front_prediction.dominates(prediction) for front_prediction in front_predictions
