@@ -83,6 +83,21 @@ def test_devices_of_a_decoder_hold_shards(decoder):
     assert 0.5 < block.activation_bytes / whole_block.activation_bytes < 1
 
 
+def test_devices_that_share_the_loss_do_not_gather_scores(decoder):
+    """A number for each token travels three times in place of all scores."""
+    stages, tokens = decoder
+    whole_scores = works_on(decoder, 2)[-1]
+    parallelize = tensor_parallel(stages.model, 2, share_loss=True)
+    head = device_works(stages, (tokens,), parallelize, 2)[-1]
+    assert list(head.exchanges) == [
+        Exchange("all_gather", BOUNDARY),
+        *3 * [Exchange("all_reduce", BATCH * TOKENS * FLOAT)],
+    ]
+    assert head.backward_exchanges == whole_scores.backward_exchanges
+    assert head.output_bytes == whole_scores.output_bytes / 2
+    assert head.backward_working_bytes < whole_scores.backward_working_bytes
+
+
 def test_devices_of_vit_sum_activations():
     with torch.device("meta"):
         model = VisionTransformer(16, 8, 1, num_heads=2, hidden_dim=8, mlp_dim=16, num_classes=3)

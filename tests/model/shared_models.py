@@ -30,6 +30,13 @@ def token_loss(scores, tokens):
     return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
 
+def token_sum(scores, tokens):
+    """The sum over tokens that count, and their number."""
+    classes = tokens.flatten()
+    total = F.cross_entropy(scores.flatten(0, 1), classes, ignore_index=3, reduction="sum")
+    return total, (classes != 3).sum()
+
+
 def batch_of(name, n_samples):
     generator = torch.Generator().manual_seed(1)
     if name == "decoder":
@@ -43,6 +50,8 @@ def batch_of(name, n_samples):
 
 # Four stages are cut within blocks, also between the projection to heads and their attention.
 CASES = {
+    ("decoder", "1F1B, shared loss"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
+    ("decoder", "ZB, shared loss"): (decoder, token_sum, catalog.zero_bubble(2, 4)),
     ("decoder", "1F1B"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
     ("decoder", "interleaved"): (decoder, token_loss, catalog.interleaved_1f1b(4, 4, 2)),
     ("vit", "CDP-v2"): (vit, F.cross_entropy, catalog.cyclic(2)),
@@ -55,7 +64,9 @@ def trained(case, runtime, **options):
     inputs, targets = batch_of(case[0], 2 * schedule.n_microbatches)
     model = make()
     if runtime is Distributed:
-        options |= {"width": 2, "parallelize": tensor_parallel(model, 2)}
+        share_loss = case[1].endswith("shared loss")
+        parallelize = tensor_parallel(model, 2, share_loss=share_loss)
+        options |= {"width": 2, "parallelize": parallelize}
     made = runtime(
         partition(model, schedule.n_stages, inputs[:2]),
         schedule,

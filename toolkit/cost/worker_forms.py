@@ -70,7 +70,7 @@ class ModelCosts:
 
             self._profile = partial(
                 profile_width,
-                parallelize=tensor_parallel(model, width.devices),
+                parallelize=tensor_parallel(model, width.devices, share_loss=True),
                 width=width,
                 precision=precision,
             )

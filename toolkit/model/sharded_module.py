@@ -62,14 +62,14 @@ class ShardedModule:
     Attributes:
         module: the stage, whose trained weights are on the meta device.
         mesh: mesh of its collectives.
-        is_last: whether its outputs are the model's, which are whole on every device.
+        gathers: whether every device returns whole outputs: those of the model.
         inputs: sharding of each input; None for a plain tensor.
         outputs: likewise of each output, as the last call has found it.
     """
 
     module: fx.GraphModule
     mesh: DeviceMesh
-    is_last: bool
+    gathers: bool
     inputs: Sequence[Sharding | None] = ()
     outputs: Sequence[Sharding | None] = ()
     weights: dict[str, Sharding] = field(init=False)
@@ -97,13 +97,13 @@ class ShardedModule:
         results = torch.func.functional_call(
             self.module, tensors, tuple(received), tie_weights=tie_weights
         )
-        self.outputs = [None if self.is_last else _sharding_of(output) for output in results]
+        self.outputs = [None if self.gathers else _sharding_of(output) for output in results]
         return tuple(self._local(output) for output in results)
 
     def _local(self, output: Tensor) -> Tensor:
         if not isinstance(output, DTensor):
             return output
-        if self.is_last:
+        if self.gathers:
             return output.full_tensor()
         return output.to_local()
 

@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from toolkit.errors import UserError
 from toolkit.model.kernel_work import Work, reads_memory, tensors_in
+from toolkit.model.loss_parallel import REDUCTIONS, is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.peak_memory import LiveMemory, peaks_beside_kept
 from toolkit.model.precision import HALVES, as_trained
@@ -63,7 +64,8 @@ class DeviceWork:
     Attributes:
         kernels: work of each kernel of the forward.
         backward_kernels: work of each kernel of the backward.
-        exchanges: collectives of the forward.
+        exchanges: collectives of the forward; of the last stage also of its loss, if devices share
+            the classes.
         backward_exchanges: collectives of the backward.
         activation_bytes: saved for the backward, without parameters and stage inputs.
         input_bytes: of the tensors that the device receives.
@@ -145,15 +147,29 @@ def device_works(
     with mesh_without_messages(width) as mesh, _quietly():
         for index, stage in enumerate(stages):
             module = parallelized(meta_copy(stage), mesh, parallelize)  # type: ignore[arg-type]
-            sharded = ShardedModule(module, mesh, is_last=index == len(stages) - 1)
+            is_last = index == len(stages) - 1
+            shares_loss = is_last and is_loss_parallel(parallelize)
+            sharded = ShardedModule(module, mesh, gathers=is_last and not shares_loss)
             sharded.inputs = shardings
             work, outputs = _analyse(sharded, inputs, device, precision)
+            if shares_loss:
+                work = replace(work, exchanges=(*work.exchanges, *_exchanges_of_loss(outputs)))
             works.append(work)
             shardings = sharded.outputs
             inputs = tuple(
                 output.detach().requires_grad_(output.is_floating_point()) for output in outputs
             )
     return works
+
+
+def _exchanges_of_loss(outputs: Sequence[Tensor]) -> list[Exchange]:
+    """Return the collectives of a loss of scores ``[..., n_classes]``, in 32 bits."""
+    exchanges = []
+    for scores in outputs:
+        n_samples = scores.numel() // scores.shape[-1]
+        n_bytes = float(n_samples * torch.float32.itemsize)
+        exchanges += [Exchange("all_reduce", n_bytes)] * REDUCTIONS
+    return exchanges
 
 
 def _analyse(

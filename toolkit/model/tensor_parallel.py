@@ -25,25 +25,32 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.model.gpt import is_block
+from toolkit.model.loss_parallel import LossParallel
 from toolkit.model.random_draws import seed_layer
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
+
+_WHOLE = Replicate()
 
 # Rows of queries, keys and values follow each other, and each of the three is shared by heads.
 _HEADS = _StridedShard(0, split_factor=3)
 
 
-def tensor_parallel(model: nn.Module, width: int) -> Parallelize:
+def tensor_parallel(
+    model: nn.Module, width: int, *, share_loss: bool = False
+) -> Parallelize | LossParallel:
     """Return the function by which ``width`` devices share stages of ``model``.
 
     Args:
         model: a decoder of :func:`toolkit.model.gpt`, or torchvision's ``VisionTransformer``.
         width: number of devices.
+        share_loss: whether a decoder's scores stay sharded by tokens of the vocabulary: see
+            :class:`toolkit.model.loss_parallel.LossParallel`. Few classes are whole everywhere.
 
     Raises:
         UserError: there is no plan for the model, or the width does not divide its heads, its
@@ -53,6 +60,8 @@ def tensor_parallel(model: nn.Module, width: int) -> Parallelize:
     if blocks:
         _check_divides(width, "model.heads", blocks[0].heads)
         _check_divides(width, "the length of sequences", model.get_parameter("embed.places"))
+        if share_loss:
+            return LossParallel(partial(_share_decoder, scores=Shard(-1)))
         return _share_decoder
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     if type(model).__name__ == "VisionTransformer" and attentions:
@@ -75,7 +84,7 @@ def _check_divides(width: int, name: str, size: Any) -> None:
         raise UserError(f"width={width} does not divide {name}, {n_parts}: choose a divisor of it")
 
 
-def _share_decoder(stage: nn.Module, mesh: DeviceMesh) -> None:
+def _share_decoder(stage: nn.Module, mesh: DeviceMesh, scores: Placement = _WHOLE) -> None:
     by_tokens = Shard(1)
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(
@@ -88,7 +97,9 @@ def _share_decoder(stage: nn.Module, mesh: DeviceMesh) -> None:
         "gather": RowwiseParallel(output_layouts=by_tokens, use_local_output=False),
         "widen": ColwiseParallel(input_layouts=by_tokens, use_local_output=False),
         "narrow": RowwiseParallel(output_layouts=by_tokens, use_local_output=False),
-        "head": ColwiseParallel(input_layouts=by_tokens, output_layouts=Replicate()),
+        "head": ColwiseParallel(
+            input_layouts=by_tokens, output_layouts=scores, use_local_output=False
+        ),
     }
     _apply(stage, mesh, styles)
     for module in stage.modules():

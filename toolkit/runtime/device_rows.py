@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.sharded_module import Sharding
+from toolkit.runtime.losses import CheckedLoss
 from toolkit.runtime.process_group.columns import Column, Parallelize
+from toolkit.runtime.sharded_loss import ShardedLoss
 from toolkit.runtime.sharded_stage import ShardedStage
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import Updater, Weights
@@ -54,6 +56,13 @@ class DeviceRow:
                 "parallelize: got stages without a sharded weight; expected some. Modules of a"
                 f" stage have their names in the whole model, such as those of {names[:2]}"
             )
+
+    def loss(self, loss: CheckedLoss) -> CheckedLoss:
+        """Return ``loss`` of what the last stage returns: local scores, if devices share them."""
+        last_stage = self.stages[-1].skeleton
+        if last_stage.gathers:
+            return loss
+        return ShardedLoss(loss, last_stage, self.row.compute)
 
     def shardings(self) -> list[Sequence[Sharding | None]]:
         """Return how the inputs of each stage lie."""

@@ -72,10 +72,10 @@ class Distributed(OnRanks):
             is device t. Or a ``DeviceMesh`` of all processes with dimensions ``("schedule",
             "tensor")``. With more than one, weights of ``stages.model`` are local shards during
             training, and :meth:`module` and states have whole tensors.
-        parallelize: function of a stage and a mesh of the devices of a rank, which shards the
-            stage's modules, as ``torch.distributed.tensor.parallel.parallelize_module`` does by a
-            plan. Parameters have their names in the whole model. It is called with copies of the
-            stage on the meta device.
+        parallelize: shards the modules of a stage over a mesh of the devices of a rank, as torch's
+            ``parallelize_module`` does by a plan. Parameters have their names in the whole model.
+            It is called with copies of the stage on the meta device. Scores are whole on every
+            device, unless it is a :class:`toolkit.model.loss_parallel.LossParallel`.
 
     Attributes:
         n_recorded: training steps that have been measured.
@@ -149,11 +149,11 @@ class Distributed(OnRanks):
         # Only here: to import torch's DTensors takes a second.
         from toolkit.runtime.device_rows import DeviceRow, check_rows
 
-        assert self.parallelize is not None
         self.world = column = columns.column(self.world, self.width)
         check_rows(column, self.schedule, self.seed, self.options, self.stages)
         self.knows_costs = False
-        self._row = DeviceRow(column, self.stages, self.parallelize)
+        self._row = DeviceRow(column, self.stages, cast(columns.Parallelize, self.parallelize))
+        self._loss = self._row.loss(self._loss)
 
     @property
     def writes(self) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
+from toolkit.model.loss_parallel import is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.sharded_module import ShardedModule, Sharding, parallelized
 from toolkit.model.traced_stage import in_training
@@ -31,7 +32,8 @@ class ShardedStage:
         stage: the stage, with whole weights. They become local shards here.
         row: the devices.
         parallelize: shards the modules.
-        is_last: whether it is the last stage.
+        is_last: whether it is the last stage, whose outputs are whole on every device unless the
+            plan is a :class:`toolkit.model.loss_parallel.LossParallel`.
 
     Attributes:
         compute: computes with messages.
@@ -46,14 +48,15 @@ class ShardedStage:
         self, stage: fx.GraphModule, row: Row, parallelize: Parallelize, *, is_last: bool
     ) -> None:
         self.row = row
+        gathers = is_last and not is_loss_parallel(parallelize)
         self.compute = ShardedModule(
             _parallelized(_with_meta_weights(stage), row.compute, parallelize, row),
             row.compute,
-            is_last,
+            gathers,
         )
         skeleton = cast(fx.GraphModule, meta_copy(stage))
         skeleton = _parallelized(skeleton, row.trace, parallelize, row)
-        self.skeleton = ShardedModule(skeleton, row.trace, is_last)
+        self.skeleton = ShardedModule(skeleton, row.trace, gathers)
         self.shardings: dict[str, Sharding] = {}
         self._has_alike_gradients = False  # of weights that every device has whole
         self._shard(stage)

@@ -271,7 +271,9 @@ def _make_runtime(
         further_options["world"] = arguments.world
     if options.diagnostics:
         further_options["diagnostics"] = options.diagnostics
-    further_options |= options_of_width(arguments.runtime, stages.model, options.save)
+    further_options |= options_of_width(
+        arguments.runtime, stages.model, options.save, options.label_smoothing
+    )
     return arguments.runtime(
         stages,
         schedule,
