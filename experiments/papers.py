@@ -31,7 +31,9 @@ equal: within 0.5 %, or in four digits; at most: the largest difference
 p: ranks; m: micro-batches; N: workers
 bubble rate: idle share of the rank with the longest span
 idle share: of the whole step; bubble time: in forwards of a rank
-activations: in micro-batches over the whole model"""
+activations: in micro-batches over the whole model
+TFLOP/s a device: as the paper counts operations; TP, PP, DP: devices of a rank,
+ranks of a pipeline, workers"""
 
 
 @entry_point("papers")

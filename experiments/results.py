@@ -229,6 +229,15 @@ def _papers_short(result: Result) -> Rows:
     return [{name: row[name] for name in columns} for row in result["metrics"] if _differs(row)]
 
 
+def _rate(row: Row) -> Row:
+    """A published rate of a training, and ours."""
+    rates: Row = {"paper": row["paper"], "setting": row["setting"]}
+    rates["published, TFLOP/s a device"] = f"{row['published']:.0f}"
+    rates["simulated"] = f"{row['ours']:.0f}"
+    rates["error (%)"] = f"{100 * row['difference'] / row['published']:+.0f}"
+    return rates
+
+
 def _differs(row: Row) -> bool:
     return abs(row["difference"]) > max(1e-4, 0.005 * abs(row["published"]))
 
@@ -291,6 +300,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("plan", _each(plan_cells)),
     ("pipelines", _each(pipeline_cells)),
+    ("papers_rates", _each(_rate)),
     (f"papers{_SHORT}", _papers_short),
     ("papers", _papers),
     ("simulated", _simulated),

@@ -1,14 +1,19 @@
 """Published values: reproduced from the paper's own settings, or explained."""
 
+from dataclasses import replace
+
 import pytest
+import yaml
 
 from experiments.papers import is_equal
 from toolkit.cost.published import QUANTITIES, Setting, papers, published_values
+from toolkit.cost.published_training import Training
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
 
 SLOW = ("zero_bubble",)  # as many micro-batches as there, on up to 32 ranks
-FILES = [pytest.param(path, id=path.stem) for path in papers() if path.stem not in SLOW]
+RATES = ("llama_3", "megatron_scaling")  # whose efficiency of products is assumed
+FILES = [pytest.param(path, id=path.stem) for path in papers() if path.stem not in (*SLOW, *RATES)]
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -17,6 +22,56 @@ def test_values_are_those_of_the_paper_unless_a_note_says_why(path):
         if not is_equal(value):
             assert value.note, value
             assert value.ours == pytest.approx(value.value, rel=0.2)
+
+
+def trainings(name):
+    """Published rates and trainings of a file."""
+    (path,) = (path for path in papers() if path.stem == name)
+    cases = yaml.safe_load(path.read_text())["cases"]
+    return [
+        (case["published"]["interleaved_1f1b"], Training.of(case["training"])) for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "billions"),
+    [("megatron_scaling", 0, 145.6), ("megatron_scaling", 1, 1008.0), ("llama_3", 0, 405.0)],
+)
+def test_sizes_of_published_models_come_out(name, row, billions):
+    """From layers, hidden units and the output; embeddings and norms add little."""
+    _, training = trainings(name)[row]
+    n_weights = sum(cost.parameter_bytes for cost in training.costs()) / 2 * training.tensor
+    assert n_weights / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_operations_are_counted_as_the_paper_counts_them():
+    """Megatron-LM, equation 3: F = 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
+    _, training = trainings("megatron_scaling")[0]
+    model = training.model
+    s, h, n_layers, n_words = model.sequence, model.hidden, model.layers, model.vocabulary
+    expected = 96 * training.batch * s * n_layers * h**2
+    expected *= 1 + s / (6 * h) + n_words / (16 * n_layers * h)
+    assert training.counted_flops() == pytest.approx(expected)
+
+
+def test_more_workers_lose_what_the_paper_publishes():
+    """Llama 3 with 64 and with 128 workers: the efficiency of products cancels out."""
+    (few_published, few), (many_published, many) = trainings("llama_3")
+    assert (few.workers, many.workers) == (64, 128)
+    rates = [training.rate(training.schedule("interleaved_1f1b")) for training in (few, many)]
+    assert rates[1] / rates[0] == pytest.approx(many_published / few_published, rel=0.03)
+    # Nothing but products, exchanges and the pipeline: an upper bound, by about a quarter.
+    for rate, published in zip(rates, (few_published, many_published), strict=True):
+        assert published < rate < 1.3 * published
+
+
+def test_a_rate_follows_the_efficiency_of_products():
+    _, training = trainings("megatron_scaling")[0]
+    schedule = training.schedule("interleaved_1f1b")
+    assert schedule.n_microbatches == 96
+    slower = replace(training, cluster=replace(training.cluster, efficiency=0.4))
+    rates = [each.rate(schedule) for each in (training, slower)]
+    assert 0.5 < rates[1] / rates[0] < 0.65
 
 
 def test_at_least_60_values_of_10_papers_can_be_compared():

@@ -33,6 +33,19 @@ def test_bench_grouped(tmp_path):
     assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
+def test_bench_widths(tmp_path):
+    small = options(workers="[2]", widths="[1,2]", layers=2, hidden=16, heads=2, tokens=8, batch=1)
+    found = complete("bench", tmp_path, "bench=widths", "device=cpu", *small)["metrics"]
+    devices = {}
+    for row in found:
+        devices.setdefault(row["method"], []).append(row["devices"])
+    # Of 2 workers with 2 stages: all, without one, and a rank for each stage.
+    assert [*devices.values()] == [[4, 8], [3, 6], [2, 4], [2, 4]]
+    for one, two in zip(found[::2], found[1::2], strict=True):
+        assert (one["width"], two["width"]) == (1, 2)
+        assert two["GiB a device"] <= one["GiB a device"]
+
+
 def test_bench_loops(tmp_path):
     small = options(model="resnet8", batch=2, rounds=2, steps=8)
     found = complete("bench", tmp_path, "bench=loops", "device=cpu", *small)["metrics"]

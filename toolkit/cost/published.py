@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.cost.hardware import Hardware
+from toolkit.cost.published_training import RATE, Training
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import StageCost
 from toolkit.cost.timeline import COMPUTE, Timeline
@@ -103,7 +104,7 @@ class PublishedValue:
     Attributes:
         paper: its title.
         source: where the value is printed.
-        quantity: a key of :data:`QUANTITIES`.
+        quantity: a key of :data:`QUANTITIES`, or the rate of a training.
         method: a method of the catalogue.
         setting: where it was measured or derived.
         value: as published.
@@ -115,7 +116,7 @@ class PublishedValue:
     source: str
     quantity: str
     method: str
-    setting: Setting
+    setting: Setting | Training
     value: float
     ours: float
     note: str = ""
@@ -234,8 +235,7 @@ def published_values(path: Path) -> Iterator[PublishedValue]:
     try:
         title, source, cases = paper["title"], paper["source"], paper["cases"]
         for case in cases:
-            setting = Setting(**case["setting"])
-            _, quantity_of = QUANTITIES[case["quantity"]]
+            setting, quantity_of = _read_case(case)
             for method, value in case["published"].items():
                 yield PublishedValue(
                     paper=title,
@@ -249,3 +249,12 @@ def published_values(path: Path) -> Iterator[PublishedValue]:
                 )
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is not a complete paper: {error}") from error
+
+
+def _read_case(case: dict[str, Any]) -> tuple[Setting | Training, Callable[[Schedule, Any], float]]:
+    """Return the setting of a case and the function that gives its quantity."""
+    quantity = case["quantity"]
+    if quantity == RATE:
+        return Training.of(case["training"]), lambda schedule, training: training.rate(schedule)
+    _, quantity_of = QUANTITIES[quantity]
+    return Setting(**case["setting"]), quantity_of
