@@ -17,7 +17,7 @@ from toolkit.model.tensor_parallel import tensor_parallel
 from toolkit.plan import Limits, PlanOptions, plan, plan_costs
 from toolkit.plan.candidates import Candidate, candidates
 from toolkit.plan.plan_table import plan_cells, terminal_cells
-from toolkit.plan.predictions import Machines, Prediction, front, stage_costs
+from toolkit.plan.predictions import Prediction, Predictor, front, stage_costs
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -75,9 +75,9 @@ def test_a_slower_rate_of_small_products_takes_longer():
     candidate = Candidate(ScheduleSpec("gpipe", 2, 2), 1, width=2)
     seconds = []
     for efficiency in (1.0, 0.5):
-        machines = Machines(slow, Limits(), 1.0, efficiency)
-        (costs,) = stage_costs(decoder(), FORM, "fp32", [candidate], machines)
-        (prediction,) = machines.predict([candidate], [costs])
+        predictor = Predictor(slow, Limits(), 1.0, efficiency)
+        (costs,) = stage_costs(decoder(), FORM, "fp32", [candidate], predictor)
+        (prediction,) = predictor.predict([candidate], [costs])
         seconds.append(prediction.seconds)
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.01)
 
