@@ -234,7 +234,7 @@ def found_weights(compression, error_feedback=True):
         compression=compression,
     )
     for compressor in runtime._compressors.values():
-        compressor.error_feedback = error_feedback
+        compressor.sums.error_feedback = error_feedback
     list(runtime.run([(inputs, targets)] * 300))
     return runtime.module()[0].weight.detach().flatten()
 

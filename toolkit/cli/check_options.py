@@ -98,7 +98,7 @@ def check_training(config: DictConfig) -> TrainingOptions:
 def check_compressed(schedules: "Mapping[str, Schedule]", compression: str, width: int) -> None:
     """Raise UserError if ``int8`` or ``int4`` cannot compress the messages of a schedule."""
     from toolkit.cost.compression import GRADIENT_BITS
-    from toolkit.runtime.compressed_sums import check_handed_on
+    from toolkit.runtime.rank_compression import check_handed_on
 
     if compression in GRADIENT_BITS:
         if width > 1:

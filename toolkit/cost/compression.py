@@ -27,14 +27,33 @@ def quantized_bytes(n_numbers: int, bits: int) -> int:
     return n_blocks * SCALE_BYTES + -(-n_numbers * bits // 8)
 
 
-def compressed_costs(costs: Costs, compression: str, item_bytes: int = 4) -> Costs:
-    """Return ``costs`` whose gradients, and weights in 16 bits, travel compressed between ranks.
+def sends_differences(state: str) -> bool:
+    """Whether weights in 8 or 4 bits travel as differences to the version before.
+
+    Args:
+        state: of the schedule. Only where it is ``replicated`` a receiver keeps that version.
+    """
+    return state == "replicated"
+
+
+def weight_bits(bits: int, *, differences: bool) -> int:
+    """Return the bits of a weight in a message, for gradients of ``bits``.
+
+    Weights that are no differences take 8: to 4 bits they would lose too much.
+    """
+    return bits if differences else 8
+
+
+def compressed_costs(
+    costs: Costs, compression: str, item_bytes: int = 4, state: str = "replicated"
+) -> Costs:
+    """Return ``costs`` whose gradients and weights travel compressed between ranks.
 
     Args:
         costs: one entry per stage.
-        compression: as of :class:`toolkit.runtime.Distributed`. ``fp16`` and ``bf16`` are of
-            gradients and weights, ``int8`` and ``int4`` of gradients alone, which ranks hand on.
+        compression: as of :class:`toolkit.runtime.Distributed`.
         item_bytes: bytes of a number of the parameters.
+        state: of the schedule.
 
     Raises:
         UserError: the compression is unknown.
@@ -53,11 +72,17 @@ def compressed_costs(costs: Costs, compression: str, item_bytes: int = 4) -> Cos
             )
         else:
             n_numbers = round(cost.parameter_bytes / item_bytes)
-            n_bytes = quantized_bytes(n_numbers, GRADIENT_BITS[compression])
+            bits = GRADIENT_BITS[compression]
+            differences = sends_differences(state)
+            bits_of_weight = weight_bits(bits, differences=differences)
+            n_bytes = quantized_bytes(n_numbers, bits)
             compressed_cost = replace(
                 cost,
                 compressed_gradient_bytes=float(n_bytes + cost.statistics_bytes),
+                compressed_weight_bytes=float(quantized_bytes(n_numbers, bits_of_weight)),
                 error_bytes=cost.parameter_bytes,
+                exact_weight_bytes=cost.parameter_bytes,
+                weight_differences=differences,
             )
         compressed.append(compressed_cost)
     return tuple(compressed)

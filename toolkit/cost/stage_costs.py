@@ -56,6 +56,9 @@ class StageCost:
         compressed_gradient_bytes: a gradient sum and statistics in a message; None: as they are.
         compressed_weight_bytes: weights in a message; None: as they are.
         error_bytes: what a sender keeps of its last compressed sum to each receiver, or to all.
+        exact_weight_bytes: weights that their owner keeps beside the versions that travel.
+        weight_differences: whether messages of weights are differences to the version before, which
+            receivers keep until then.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.
         exchange_seconds: of the forward's collectives among the devices of a rank.
         backward_exchange_seconds: of the backward's.
@@ -83,6 +86,8 @@ class StageCost:
     compressed_gradient_bytes: float | None = None
     compressed_weight_bytes: float | None = None
     error_bytes: float = 0.0
+    exact_weight_bytes: float = 0.0
+    weight_differences: bool = False
     matrices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0

@@ -20,7 +20,7 @@ def queue_of(
     *,
     ordered: bool,
     ordered_updates: bool = False,
-    ordered_sums: bool = False,
+    chained: Collection[Buffer] = (),
 ) -> tuple | None:
     """Return the queue of an instruction in the background; None if it may begin at any time.
 
@@ -31,13 +31,13 @@ def queue_of(
         i: the instruction.
         ordered: messages between two ranks match by their order alone.
         ordered_updates: so do the exchanges within updates.
-        ordered_sums: each message of a gradient sum depends on the one before.
+        chained: kinds of which a stage's message depends on the one before.
     """
     if ordered_updates and i.action == Action.UPDATE:
         return waiter_of(i)
     if i.action == Action.SEND and ordered:
         return ("send", *i.peers)
-    if i.action == Action.SEND and i.buffer == Buffer.GRADIENT and ordered_sums:
+    if i.action == Action.SEND and i.buffer == Buffer.GRADIENT and i.buffer in chained:
         return ("send", *i.peers, i.buffer, i.stage)
     if i.action == Action.RECV and ordered:
         return ("receive", *i.peers)
@@ -103,8 +103,8 @@ class Dataflow:
         update_limit: training step; only updates of steps up to it can begin.
         ordered_updates: updates begin in the order of the program, since the devices of a rank
             exchange within them.
-        ordered_sums: sums of a stage to a rank begin in the order of the program, since each
-            message adds what the one before lost.
+        chained: kinds of which a stage's message depends on the one before: sums to a rank begin
+            in the order of the program, and weights come in it.
 
     Attributes:
         needs: for each position, the positions that have to end before.
@@ -121,10 +121,12 @@ class Dataflow:
         limit: float = inf,
         update_limit: float = inf,
         ordered_updates: bool = False,
-        ordered_sums: bool = False,
+        chained: Collection[Buffer] = (),
     ) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
+        if Buffer.WEIGHTS in chained:
+            _order_weights(instructions, self.needs)
         self.n_left = len(instructions)
         self.ended = bytearray(len(instructions))
         self._n_lacking = list(map(len, self.needs))  # by position: needs that have not ended
@@ -151,7 +153,7 @@ class Dataflow:
                 instructions[position],
                 ordered=ordered,
                 ordered_updates=ordered_updates,
-                ordered_sums=ordered_sums,
+                chained=chained,
             )
             if name is not None:
                 self._queue_of[position] = queues[name]
@@ -314,3 +316,16 @@ class Dataflow:
             self._updates_beyond_limit[step].append(position)
         else:
             heappush(self._ready, position)
+
+
+def _order_weights(instructions: Sequence[Instruction], needs: list[tuple[int, ...]]) -> None:
+    """Let each receive of a stage's weights wait for the one before, which it is a difference to.
+
+    Messages from one rank come in order anyway; those of two ranks may not.
+    """
+    last_receive: dict[int, int] = {}
+    for position, i in enumerate(instructions):
+        if i.action == Action.RECV and i.buffer == Buffer.WEIGHTS:
+            if i.stage in last_receive:
+                needs[position] = tuple(sorted({*needs[position], last_receive[i.stage]}))
+            last_receive[i.stage] = position

@@ -16,7 +16,6 @@ from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.generators import kept_generators
 from toolkit.model.node_costs import meta_copy
 from toolkit.runtime.base import Steps
-from toolkit.runtime.compressed_sums import load_ranks_state, ranks_state
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
 from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
@@ -27,6 +26,7 @@ from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, microbatches_read
 from toolkit.runtime.process_group import columns
 from toolkit.runtime.rank import MicrobatchSource, Rank
+from toolkit.runtime.rank_compression import load_ranks_state, ranks_state
 from toolkit.runtime.row_executor import RowExecutor
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
@@ -63,8 +63,8 @@ class Distributed(OnRanks):
             Sums that are handed from rank to rank are made in the model's own type, those of
             collectives in 16 bits. The rank that updates a stage keeps its exact weights; other
             ranks compute with rounded ones. Weights that they predict d steps ahead have up to
-            1 + 2d times the rounding error. ``int8`` or ``int4``: of gradients that are handed from
-            rank to rank, with error feedback; see :mod:`toolkit.runtime.compressed_sums`.
+            1 + 2d times the rounding error. ``int8`` or ``int4``: of gradients and weights that are
+            handed from rank to rank; see :mod:`toolkit.runtime.rank_compression`.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own all-reduce.
         pacing: whether each rank spreads what it sends, in small chunks, over the training step.
@@ -113,12 +113,12 @@ class Distributed(OnRanks):
             self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         else:
             self._skeletons = [stage.skeleton.module for stage in self._row.stages]
-        self._make_compressors([self.rank])
         self._layouts: dict[Shape, Layouts] = {}
         self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}  # if ranks have devices
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
         self._stage_bytes = [sum(w.nbytes for w in r.masters.values()) for r in self._runners]
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
+        self._make_compressors([self.rank], self._weight_store.versions)
         self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
         if self.record:
@@ -221,7 +221,7 @@ class Distributed(OnRanks):
         """Return this rank's buffers at the start of ``program``. Every rank calls it."""
         groups, pairs = groups_and_pairs(program, self.per_machine)
         self.world.make_groups(groups, pairs)
-        first_weights = self._weight_store.share(messages, program.first_step)
+        first_weights = self._weight_store.share(messages.of_exact_weights(), program.first_step)
         runners = dict(enumerate(self._runners))
         updaters = {stage: self._runners[stage] for stage in self.updated_stages}
         rank = Rank(program, runners, updaters, self._weight_store.versions, loss, microbatches)
@@ -300,7 +300,7 @@ class Distributed(OnRanks):
         self._weight_store.load(state)
         for stage in self.updated_stages:
             self._runners[stage].load(state["stages"][stage])
-        load_ranks_state(self._compressors, state)
+        load_ranks_state(self._compressors, state, self._weight_store.versions)
 
     # What it measures.
 
@@ -365,8 +365,8 @@ class Distributed(OnRanks):
                 device,
                 self._row.stages if self._row is not None else (),
             )
-        if self._gradient_bits is not None:
-            layouts = layouts.with_compressed_gradients(self._gradient_bits)
+        for compressor in self._compressors.values():
+            layouts = layouts.with_compression(compressor.sums.bits, compressor.weights.bits)
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
             computed_stages = [

@@ -87,7 +87,7 @@ class Executor:
             # Without overlap the main thread waits for each update, so no limit may hold one back.
             update_limit=update_limit if overlap else inf,
             ordered_updates=self._world.shares_ranks,
-            ordered_sums=rank.compressor is not None,
+            chained=rank.compressor.chained if rank.compressor is not None else (),
         )
         # All threads share _dataflow, _unsent, _turns, _received, _failure and _closed:
         # they change them with this condition held, and notify the others. Without it they use

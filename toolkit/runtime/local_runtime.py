@@ -12,10 +12,15 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.compressed_sums import SumCompressor, check_handed_on, check_ranks_state
 from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.world import World
+from toolkit.runtime.rank_compression import (
+    RankCompressor,
+    check_handed_on,
+    check_ranks_state,
+    travelling_stages,
+)
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import check_state, form_of, join_states
 from toolkit.runtime.updater import Updater, Weights
@@ -39,7 +44,7 @@ class LocalRuntime(Runtime):
         super().__post_init__()
         self._form = form_of(self.stages)
         self._updaters: Sequence[Updater] = ()  # of each stage
-        self._compressors: dict[int, SumCompressor] = {}  # of the ranks in this process
+        self._compressors: dict[int, RankCompressor] = {}  # of the ranks in this process
 
     def _make_runners(self) -> list[StageRunner]:
         runners = []
@@ -62,11 +67,18 @@ class LocalRuntime(Runtime):
         if self._gradient_bits is not None:
             check_handed_on(schedule_plan, self._gradient_bits)
 
-    def _make_compressors(self, ranks: Iterable[int]) -> None:
-        """Make what compresses the sums that ``ranks`` hand on, if they are compressed."""
-        if self._gradient_bits is not None:
-            for rank in ranks:
-                self._compressors[rank] = SumCompressor(self._gradient_bits)
+    def _make_compressors(
+        self, ranks: Iterable[int], versions: Mapping[int, dict[int, Weights]]
+    ) -> None:
+        """Make what compresses the messages that ``ranks`` hand on, if they are compressed."""
+        if self._gradient_bits is None:
+            return
+        for rank in ranks:
+            compressor = RankCompressor.of(self.schedule, rank, self._gradient_bits)
+            compressor.weights.encode_all(versions)
+            self._compressors[rank] = compressor
+        for stage in travelling_stages(self.schedule):
+            self._updaters[stage].is_rounded = True
 
     def _stage_sizes(self) -> dict[int, int]:
         """Return the numbers of the trained weights of each stage."""
@@ -105,6 +117,11 @@ class LocalRuntime(Runtime):
     def set_schedule(self, schedule_plan: Schedule) -> None:
         """Train by ``schedule_plan`` from the next step on; see :meth:`Runtime.set_schedule`."""
         self._check_ended()
+        if self._gradient_bits is not None:
+            raise UserError(
+                f"compression=int{self._gradient_bits} takes one schedule, since a message depends"
+                " on the one before: got another in training; use compression=bf16"
+            )
         self.check_schedule_plan(schedule_plan)
         self.schedule_plan = schedule_plan
         self._use_schedule_of(self.steps_done)

@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import UserError
 from toolkit.model.node_costs import differentiable
-from toolkit.runtime.compressed_sums import CODES, CompressedForm, CompressedSum, GradientForm
+from toolkit.runtime.compressed_form import CODES, CompressedForm, TensorForm
+from toolkit.runtime.compressed_sums import CompressedSum
+from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT
 from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
@@ -143,6 +145,7 @@ class Layouts:
         gradients: gradients of each stage's weights, with the statistics of its norms.
         weights: one version of each stage's weights.
         compressed: what travels compressed of each stage's gradients; empty: nothing.
+        compressed_weights: likewise of each stage's weights.
     """
 
     activations: tuple[Layout, ...]
@@ -151,25 +154,46 @@ class Layouts:
     gradients: tuple[Layout, ...]
     weights: tuple[Layout, ...]
     compressed: tuple[CompressedForm, ...] = ()
+    compressed_weights: tuple[CompressedForm, ...] = ()
 
-    def with_compressed_gradients(self, bits: int) -> "Layouts":
-        """Return the layouts of gradients of ``bits`` each; see :class:`CompressedForm`."""
+    def with_compression(self, bits: int, bits_of_weight: int) -> "Layouts":
+        """Return the layouts of messages of few bits.
+
+        Args:
+            bits: of a gradient.
+            bits_of_weight: likewise.
+        """
         layouts = []
         forms = []
+        weight_forms = []
         for layout, weights in zip(self.gradients, self.weights, strict=True):
             names = {tensor.place for tensor in weights.tensors}
-            compressed = []
-            exact = []
-            for tensor in layout.tensors:
-                if tensor.place in names and tensor.dtype.is_floating_point:
-                    compressed.append(GradientForm(str(tensor.place), tensor.shape, tensor.dtype))
-                else:
-                    exact.append(tensor)
-            form = CompressedForm.of(compressed, bits)
-            codes = torch.empty(form.n_bytes, dtype=torch.uint8, device="meta")
-            layouts.append(Layout(tuple(exact)).extended({CODES: codes}))
+            form, sent_layout = _compressed(layout, names, bits)
+            layouts.append(sent_layout)
             forms.append(form)
-        return replace(self, gradients=tuple(layouts), compressed=tuple(forms))
+            weight_form, _ = _compressed(weights, names, bits_of_weight)
+            weight_forms.append(weight_form)
+        return replace(
+            self,
+            gradients=tuple(layouts),
+            compressed=tuple(forms),
+            compressed_weights=tuple(weight_forms),
+        )
+
+    def with_exact_weights(self) -> "Layouts":
+        """Return the layouts whose weights travel as they are."""
+        return replace(self, compressed_weights=())
+
+    @cached_property
+    def sent_weights(self) -> tuple[Layout, ...]:
+        """One version of each stage's weights, as it travels."""
+        if not self.compressed_weights:
+            return self.weights
+        layouts = []
+        for layout, form in zip(self.weights, self.compressed_weights, strict=True):
+            names = {tensor.name for tensor in form.tensors}
+            layouts.append(_compressed(layout, names, form.bits)[1])
+        return tuple(layouts)
 
     def with_counts(self) -> "Layouts":
         """Return the layouts for a loss with a count, which travels with the gradients."""
@@ -193,11 +217,11 @@ class Layouts:
                 return self.activation_gradients[i.stage]
             case Buffer.GRADIENT:
                 return self.gradients[i.stage]
-        return self.weights[i.stage]
+        return self.sent_weights[i.stage]
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
-        if isinstance(payload, GradientSum | CompressedSum):
+        if isinstance(payload, GradientSum | CompressedSum | CompressedWeights):
             named: Mapping[Any, Any] = payload.tensors
         elif isinstance(payload, tuple):
             named = dict(enumerate(payload))
@@ -223,6 +247,8 @@ class Layouts:
     def unpack(self, i: Instruction, flat: Tensor) -> Payload:
         """Return what instruction ``i`` received."""
         tensors = self.of(i).unpack(flat)
+        if i.buffer == Buffer.WEIGHTS and self.compressed_weights:
+            return CompressedWeights(tensors, self.compressed_weights[i.stage])
         if i.buffer == Buffer.WEIGHTS:
             return tensors
         if i.buffer == Buffer.GRADIENT and self.compressed:
@@ -234,6 +260,22 @@ class Layouts:
             n_tensors = self.n_inputs[i.stage]
         # What needs no gradient has no place in the message, and is None here.
         return tuple(tensors.get(index) for index in range(n_tensors))
+
+
+def _compressed(
+    layout: Layout, names: Container[str | int], bits: int
+) -> tuple[CompressedForm, Layout]:
+    """Return the form of the real numbers of ``names`` in a layout, and the layout with codes."""
+    compressed = []
+    exact = []
+    for tensor in layout.tensors:
+        if tensor.place in names and tensor.dtype.is_floating_point:
+            compressed.append(TensorForm(str(tensor.place), tensor.shape, tensor.dtype))
+        else:
+            exact.append(tensor)
+    form = CompressedForm.of(compressed, bits)
+    codes = torch.empty(form.n_bytes, dtype=torch.uint8, device="meta")
+    return form, Layout(tuple(exact)).extended({CODES: codes})
 
 
 def find_layouts(

@@ -5,6 +5,7 @@ NCCL has no tags: there each direction between two ranks is a separate channel, 
 keep the order of the program.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -129,6 +130,12 @@ class Messages:
     def __exit__(self, *error: object) -> None:
         if self.pacer is not None:
             self.pacer.close()
+
+    def of_exact_weights(self) -> "Messages":
+        """Return messages of the same rank, whose weights travel as they are."""
+        messages = copy.copy(self)
+        messages.layouts = self.layouts.with_exact_weights()
+        return messages
 
     def begin_program(self, instructions: Sequence[Instruction], n_steps: int) -> None:
         """Let the pacer spread what ``instructions`` send in ``n_steps`` over each step."""

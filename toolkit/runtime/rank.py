@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.node_costs import differentiable
-from toolkit.runtime.compressed_sums import CompressedSum, SumCompressor
+from toolkit.runtime.compressed_sums import CompressedSum
+from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT, CheckedLoss, LossValue, loss_factor
+from toolkit.runtime.rank_compression import RankCompressor
 from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
     StageRunner,
@@ -30,7 +32,7 @@ from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 Gradients = tuple[Tensor | None, ...]
-Payload = Weights | GradientSum | CompressedSum | Gradients
+Payload = Weights | GradientSum | CompressedSum | CompressedWeights | Gradients
 """A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
 
 Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
@@ -111,7 +113,7 @@ class Rank:
         saved: what forwards have left, by stage, micro-batch and step.
         boundaries: activations and their gradients, by buffer, stage, micro-batch and step.
         sums: sums of gradients, by stage and step.
-        compressor: of the sums that this rank hands on; None: they travel as they are.
+        compressor: of the messages that this rank hands on; None: they travel as they are.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Rank:
         self.saved: dict[tuple, SavedForward] = {}
         self.boundaries: dict[tuple, Gradients] = {}
         self.sums: defaultdict[tuple, GradientSum] = defaultdict(GradientSum)
-        self.compressor: SumCompressor | None = None
+        self.compressor: RankCompressor | None = None
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that involves no other rank."""
@@ -145,6 +147,8 @@ class Rank:
 
     def give(self, i: Instruction) -> Payload:
         """Return what ``i`` sends to another rank. Only weights stay here."""
+        if i.buffer == Buffer.WEIGHTS and self.compressor is not None:
+            return self.compressor.weights.messages[i.stage, _int(i.version)]
         if i.buffer == Buffer.WEIGHTS:
             return self.weights[i.stage, i.version]  # until their FREE, which may come later
         if i.buffer == Buffer.GRADIENT:
@@ -152,7 +156,7 @@ class Rank:
             # A collective adds the parts of all ranks: their codes could not be added.
             if self.compressor is None or i.action != Action.SEND:
                 return total
-            return self.compressor.compress(i, total, self.runners[i.stage].masters)
+            return self.compressor.sums.compress(i, total, self.runners[i.stage].masters)
         return self.boundaries.pop((i.buffer, i.stage, i.microbatch, i.step))
 
     def take_outputs(self, i: Instruction) -> Values:
@@ -178,6 +182,12 @@ class Rank:
             self.sums[i.stage, i.step].add(payload.tensors)
         elif isinstance(payload, CompressedSum):
             self.sums[i.stage, i.step].add(payload.decoded())
+        elif isinstance(payload, CompressedWeights):
+            assert self.compressor is not None
+            version = _int(i.version)
+            base = self.weights.get((i.stage, version - 1))
+            weights = self.compressor.weights.receive((i.stage, version), payload, base)
+            self.weights[i.stage, version] = weights
         elif isinstance(payload, dict):
             self.weights[i.stage, i.version] = payload
         else:
@@ -289,9 +299,15 @@ class Rank:
         total = self.sums.pop((i.stage, i.step))
         # Other micro-batches may still read the old version; FREE drops it after its last reader.
         updater.update(total, self.schedule.n_microbatches, keep_old=True)
-        self.weights[i.weights] = updater.newest()
+        newest = updater.newest()
+        if self.compressor is not None and i.stage in self.compressor.weights.stages:
+            # All ranks compute with what the message says, and so does this one.
+            version = _int(i.version)
+            base = self.weights.get((i.stage, version - 1))
+            newest = self.compressor.weights.encode((i.stage, version), newest, base)
+        self.weights[i.weights] = newest
         if i.stage in self.versions:
-            self.versions[i.stage][_int(i.version)] = updater.newest()
+            self.versions[i.stage][_int(i.version)] = newest
 
     def _predict(self, i: Instruction) -> None:
         stale_weights, previous_weights = (self.weights[key] for key in i.reads)
@@ -303,14 +319,29 @@ class Rank:
         if i.buffer == Buffer.ACTIVATION:
             del self.saved[i.stage, i.microbatch, i.step]
             return
+        if i.buffer == Buffer.WEIGHTS and self.compressor is not None:
+            version = _int(i.version)
+            is_newest = (i.stage, version + 1) not in self.weights
+            # Before it is gone: another thread may receive the next version right now.
+            self.compressor.weights.free(
+                (i.stage, version), self.weights[i.weights], is_newest=is_newest
+            )
         del self.weights[i.weights]
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
-            # The next program may read versions that this one is done with.
-            oldest = self.schedule.oldest_version(i.stage, self.next_step)
-            versions_of_stage = self.versions[i.stage]
-            for version in [*versions_of_stage]:  # a copy: an update of another thread may add one
-                if version < oldest:
-                    del versions_of_stage[version]
+            self._drop_old_versions(i.stage)
+        if i.buffer == Buffer.WEIGHTS and self.compressor is not None:
+            versions_of_stage = self.versions.get(i.stage, {})
+            if i.version not in versions_of_stage:
+                self.compressor.weights.forget((i.stage, _int(i.version)))
+
+    def _drop_old_versions(self, stage: int) -> None:
+        """Drop the versions of an owned stage that neither this nor a later program reads."""
+        # The next program may read versions that this one is done with.
+        oldest = self.schedule.oldest_version(stage, self.next_step)
+        versions_of_stage = self.versions[stage]
+        for version in [*versions_of_stage]:  # a copy: an update of another thread may add one
+            if version < oldest:
+                del versions_of_stage[version]
 
 
 _METHODS: dict[Action, Callable[[Rank, Instruction], None]] = {

@@ -12,12 +12,12 @@ from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle, recorder_for
-from toolkit.runtime.compressed_sums import SumCompressor, load_ranks_state, ranks_state
 from toolkit.runtime.grouped import Grouped, GroupedPass
 from toolkit.runtime.local_runtime import LocalRuntime
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank, Watching
+from toolkit.runtime.rank_compression import RankCompressor, load_ranks_state, ranks_state
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, local_state_of
 from toolkit.runtime.step_options import Loss
@@ -52,8 +52,8 @@ class SingleProcess(LocalRuntime):
         capture: ``"auto"``: on a GPU, order "grouped" replays its gradients as CUDA graphs where
             it can, and warns once where it cannot; or ``"off"``. See
             :mod:`toolkit.runtime.capture`.
-        compression: in order "scheduled", ``int8`` or ``int4`` for gradients that the schedule's
-            ranks hand on, as in :class:`~toolkit.runtime.Distributed`; or ``none``.
+        compression: in order "scheduled", ``int8`` or ``int4`` for gradients and weights that the
+            schedule's ranks hand on, as in :class:`~toolkit.runtime.Distributed`; or ``none``.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -90,7 +90,7 @@ class SingleProcess(LocalRuntime):
         super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
-        self._make_compressors(range(self.schedule.n_ranks))
+        self._make_compressors(range(self.schedule.n_ranks), dict(enumerate(self._versions)))
         self._make_engine()
 
     def _make_engine(self) -> None:
@@ -147,7 +147,7 @@ class SingleProcess(LocalRuntime):
         for stage, runner in enumerate(self._runners):
             self._versions[stage] = loaded(state, stage, runner)
             runner.load(state["stages"][stage])
-        load_ranks_state(self._compressors, state)
+        load_ranks_state(self._compressors, state, dict(enumerate(self._versions)))
         self._make_engine()  # a new one: order "scheduled" keeps replicas of the weights before
 
 
@@ -158,7 +158,7 @@ class Scheduled:
     placement runs without starting processes.
 
     Attributes:
-        compressors: of the sums of gradients that ranks hand on, by rank; empty: not compressed.
+        compressors: of the messages that ranks hand on, by rank; empty: not compressed.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Scheduled:
         self.schedule = schedule
         self.loss = loss
         self.watching = watching
-        self.compressors: Mapping[int, SumCompressor] = {}
+        self.compressors: Mapping[int, RankCompressor] = {}
         self.updaters = {
             (schedule.owners[stage], stage): runner for stage, runner in enumerate(runners)
         }

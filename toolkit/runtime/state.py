@@ -57,6 +57,10 @@ def local_state_of(
     for index in saved_stages:
         # The model's own tensor is empty on ranks without the stage.
         newest = versions[index][steps_done]
+        if updaters[index].is_rounded:
+            # The model has the updater's own weights, and not those that ranks compute with.
+            newest = updaters[index].newest()
+            fixed |= newest
         for other_name, name in other_names.items():
             if name in newest:
                 fixed[other_name] = newest[name]
@@ -117,7 +121,9 @@ def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     stages = [state["stages"][stage] for stage in sorted(state["stages"])]
     model = dict(state["fixed"])
     for stage_versions in versions:
-        model |= stage_versions[steps_done]
+        for name, tensor in stage_versions[steps_done].items():
+            # Of a rounded stage the newest version is not what the model has.
+            model.setdefault(name, tensor)
     joined = {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
     if "ranks" in state:
         joined["ranks"] = state["ranks"]
@@ -136,15 +142,21 @@ def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any
 
 
 def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
-    """Return the versions of stage ``j``: the newest is that of ``updater``, others are copies."""
+    """Return the versions of stage ``j``: the newest is that of ``updater``, others are copies.
+
+    Of a rounded stage the newest is a copy, too.
+    """
+    newest = {state["steps_done"]: updater.newest()}
+    if updater.is_rounded:
+        newest = {}
     versions: dict[int, Weights] = {}
     for version, weights in state["versions"][j].items():
-        if version != state["steps_done"]:
+        if version not in newest:
             versions[version] = {}
             for name, tensor in weights.items():
                 # A copy, also on the same device: the state stays the caller's.
                 versions[version][name] = tensor.to(updater.masters[name].device, copy=True)
-    return versions | {state["steps_done"]: updater.newest()}
+    return versions | newest
 
 
 def load_model(

@@ -75,7 +75,13 @@ class Updater:
     """The trained parameters of a stage, their optimizer and its learning-rate schedule.
 
     The stage's parameters are the newest weights and are updated in place.
+
+    Attributes:
+        is_rounded: whether passes read, in place of these weights, what compressed messages say of
+            them.
     """
+
+    is_rounded = False
 
     def __init__(
         self,

@@ -90,11 +90,13 @@ def running_costs(
         backward = sum(backward_parts)
         splits_backward = (stage, "I") in median_seconds
         compressed = None
+        compressed_weights = None
         error = 0.0
         statistics = layouts.gradients[stage].n_bytes - weights.n_bytes
         if layouts.compressed:
             compressed = float(layouts.gradients[stage].n_bytes)
             error = float(weights.n_bytes)
+            compressed_weights = float(layouts.sent_weights[stage].n_bytes)
             statistics = layouts.gradients[stage].n_bytes - layouts.compressed[stage].n_bytes
         cost = StageCost(
             0.0,
@@ -104,7 +106,9 @@ def running_costs(
             parameter_bytes=weights.n_bytes,
             statistics_bytes=max(0, statistics),
             compressed_gradient_bytes=compressed,
+            compressed_weight_bytes=compressed_weights,
             error_bytes=error,
+            exact_weight_bytes=error,
             forward_seconds=median_seconds.get((stage, "F"), 0.0),
             backward_seconds=backward,
             weight_share=backward_parts[2] / backward if splits_backward and backward else None,

@@ -1,0 +1,108 @@
+"""What the compressed bytes of a message stand for.
+
+Floating-point tensors of a stage travel as one vector of codes, at ``CODES``; all others as they
+are.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from toolkit.cost.compression import quantized_bytes
+from toolkit.runtime.quantization import dequantize
+
+CODES = "<codes>"  # no name of a weight
+"""Place of the codes in a message."""
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Shape and type of a tensor.
+
+    Attributes:
+        name: of the weight.
+        shape: its shape.
+        dtype: its type at both ends.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CompressedForm:
+    """What the compressed part of a message stands for.
+
+    Attributes:
+        tensors: sorted by name.
+        bits: of a number, 8 or 4.
+    """
+
+    tensors: tuple[TensorForm, ...]
+    bits: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorForm], bits: int) -> "CompressedForm":
+        """Return the form of ``tensors`` in any order."""
+        # Both ends cut the numbers by this order, and neither sends it.
+        return cls(tuple(sorted(tensors, key=lambda tensor: tensor.name)), bits)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of each tensor."""
+        return [prod(tensor.shape) for tensor in self.tensors]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the codes and scales."""
+        return quantized_bytes(sum(self.sizes), self.bits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type in which numbers are compressed, and errors kept: at least 32 bits."""
+        dtypes = [tensor.dtype for tensor in self.tensors]
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
+    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the numbers of all tensors, ``[n]``, given by name."""
+        # One vector: blocks go across the ends of tensors, so small ones need no own scale.
+        pieces = [tensors[form.name].flatten().to(self.dtype) for form in self.tensors]
+        if not pieces:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.cat(pieces)
+
+    def numbers(self, content: Tensor) -> Tensor:
+        """Return the numbers of all tensors, ``[n]``, of a message's codes."""
+        return dequantize(content, sum(self.sizes), self.bits, self.dtype)
+
+    def split(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Return tensors by name, of the numbers of all, ``[n]``."""
+        tensors = {}
+        for form, piece in zip(self.tensors, numbers.split(self.sizes), strict=True):
+            tensors[form.name] = piece.view(form.shape).to(form.dtype)
+        return tensors
+
+
+def separated(
+    tensors: Mapping[str, Tensor], names: Collection[str], bits: int
+) -> tuple[CompressedForm, dict[str, Tensor]]:
+    """Return the form of what is compressed of ``tensors``, and the others by name.
+
+    Args:
+        tensors: of a message, by name.
+        names: of the tensors that are compressed if their numbers are real.
+        bits: of a number, 8 or 4.
+    """
+    compressed = []
+    exact = {}
+    for name, tensor in tensors.items():
+        if name in names and tensor.is_floating_point():
+            compressed.append(TensorForm(name, tuple(tensor.shape), tensor.dtype))
+        else:
+            exact[name] = tensor
+    return CompressedForm.of(compressed, bits), exact

@@ -1,0 +1,175 @@
+"""What ranks keep for messages in 8 or 4 bits, in a runtime and in its state.
+
+Gradients: see :mod:`toolkit.runtime.compressed_sums`. Weights, of which all ranks have the same
+bits: see :mod:`toolkit.runtime.compressed_weights`. A program knows nothing of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.cost.compression import quantized_bytes, sends_differences
+from toolkit.errors import UserError
+from toolkit.runtime.compressed_form import CODES
+from toolkit.runtime.compressed_sums import SumCompressor
+from toolkit.runtime.compressed_weights import WeightCompressor
+from toolkit.runtime.updater import Weights
+from toolkit.schedule import Action, Buffer, Schedule
+
+_COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE)
+
+
+@dataclass(frozen=True)
+class RankCompressor:
+    """What compresses the messages of one rank.
+
+    Attributes:
+        sums: of the gradients that it hands on.
+        weights: of the stages that it owns, and those that it receives.
+    """
+
+    sums: SumCompressor
+    weights: WeightCompressor
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int, bits: int) -> "RankCompressor":
+        """Return what compresses the messages of a rank.
+
+        Args:
+            schedule: that the ranks follow.
+            rank: the rank.
+            bits: of a gradient.
+        """
+        differences = sends_differences(schedule.state)
+        stages = [stage for stage in travelling_stages(schedule) if schedule.owners[stage] == rank]
+        weights = WeightCompressor(bits, stages, differences=differences)
+        return cls(SumCompressor(bits), weights)
+
+    @property
+    def chained(self) -> tuple[Buffer, ...]:
+        """Kinds of which a stage's message depends on the one before."""
+        if self.weights.differences:
+            return Buffer.GRADIENT, Buffer.WEIGHTS
+        return (Buffer.GRADIENT,)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next messages depend on, besides versions of weights."""
+        errors = {stage: dict(tensors) for stage, tensors in self.sums.errors.items()}
+        state: dict[str, Any] = {"errors": errors}
+        if not self.weights.differences:
+            state["weights"] = self.weights.state()
+        return state
+
+    def load(self, state: Mapping[str, Any], versions: Mapping[int, dict[int, Weights]]) -> None:
+        """Take over a copy of a :meth:`state`.
+
+        Args:
+            state: of the same rank.
+            versions: ``[stage][version]``, the weights in the state.
+        """
+        self.sums.errors = {}
+        for stage, tensors in state.get("errors", {}).items():
+            copies = {receiver: error.clone() for receiver, error in tensors.items()}
+            self.sums.errors[stage] = copies
+        self.weights.load(state.get("weights", {}), versions)
+
+
+def travelling_stages(schedule: Schedule) -> list[int]:
+    """Return the stages whose weights are read on other ranks than their owner's."""
+    stages = []
+    for stage, owner in enumerate(schedule.owners):
+        if {*schedule.layout.ranks(stage)} != {owner}:
+            stages.append(stage)
+    return stages
+
+
+def ranks_state(compressors: Mapping[int, RankCompressor]) -> dict[str, Any]:
+    """Return the entry of the compressors, by rank, in a state; nothing without compressors."""
+    if not compressors:
+        return {}
+    return {"ranks": {rank: compressor.state() for rank, compressor in compressors.items()}}
+
+
+def load_ranks_state(
+    compressors: Mapping[int, RankCompressor],
+    state: Mapping[str, Any],
+    versions: Mapping[int, dict[int, Weights]],
+) -> None:
+    """Take over what ranks have in ``state``, which :func:`check_ranks_state` accepts.
+
+    Args:
+        compressors: by rank.
+        state: of a run.
+        versions: ``[stage][version]``, the weights in the state.
+    """
+    ranks = state.get("ranks", {})
+    for rank, compressor in compressors.items():
+        compressor.load(ranks.get(rank, {}), versions)
+
+
+def check_ranks_state(state: Mapping[str, Any], sizes: Mapping[int, int], bits: int | None) -> None:
+    """Raise UserError if what ranks keep in ``state`` is not that of compressed messages.
+
+    Args:
+        state: of all ranks.
+        sizes: numbers of the weights of each stage.
+        bits: of the runtime's messages; None: they are not compressed.
+    """
+    for rank, entries in state.get("ranks", {}).items():
+        errors = entries.get("errors", {}) if isinstance(entries, dict) else None
+        if errors and bits is None:
+            raise UserError(
+                f"the state has what compressed messages of rank {rank} lost: give the"
+                " compression=int8 or int4 that saved it"
+            )
+        if bits is not None and not _fits(entries, sizes):
+            raise UserError(
+                f"the state of rank {rank} is not that of compressed messages of this model:"
+                " give the runtime and options that saved it"
+            )
+
+
+def _fits(entries: Any, sizes: Mapping[int, int]) -> bool:
+    """Whether a rank's errors and messages are of no more numbers than weights."""
+    if not isinstance(entries, dict) or not {"errors"} <= entries.keys() <= {"errors", "weights"}:
+        return False
+    for stage, tensors in entries["errors"].items():
+        for error in tensors.values():
+            if not (isinstance(error, Tensor) and error.ndim == 1):
+                return False
+            if len(error) > sizes.get(stage, 0):
+                return False
+    for stage, messages in entries.get("weights", {}).items():
+        for tensors in messages.values():
+            if CODES not in tensors or tensors[CODES].dtype != torch.uint8:
+                return False
+            # At most: a stage may have numbers that are not real, which travel as they are.
+            if len(tensors[CODES]) > quantized_bytes(sizes.get(stage, 0), 8):
+                return False
+    return True
+
+
+def check_handed_on(schedule_plan: Schedule, bits: int) -> None:
+    """Raise UserError unless all gradients that travel are handed from rank to rank.
+
+    Args:
+        schedule_plan: the schedule.
+        bits: of a number.
+    """
+    if any(schedule_plan.changes(range(2**31))):
+        raise UserError(
+            f"compression=int{bits} takes one schedule, since a message adds what the one before"
+            f" lost: got {schedule_plan.name} with changes; use compression=bf16"
+        )
+    actions = set()
+    for instructions in schedule_plan.at(0).lower(2).ranks:
+        actions |= {i.action for i in instructions if i.buffer == Buffer.GRADIENT}
+    if Action.SEND not in actions or not actions.isdisjoint(_COLLECTIVES):
+        raise UserError(
+            f"compression=int{bits} is of messages that are handed from rank to rank, as by"
+            f" cdp_v1 and cdp_v2: {schedule_plan.name} sums them otherwise. Use compression=bf16,"
+            f" or runtime=ddp with compression=int8"
+        )
