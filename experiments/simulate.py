@@ -19,6 +19,7 @@ with the same compression, DDP with PowerSGD, and local SGD.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,9 @@ def main(config: DictConfig) -> None:
             if config.chakra:
                 chosen = predicted[-1].form
                 program = chosen.schedule.lower(config.steps)
-                costs = comparison.costs_of_program(schedule.n_stages, chosen.partition)
+                costs = comparison.costs_of_program(
+                    schedule.n_stages, chosen.partition, schedule.state
+                )
                 chakra_folder = folder / f"chakra{index or ''}"
                 write_chakra(program, costs, comparison.hardware, chakra_folder)
     timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
@@ -204,7 +207,7 @@ class Comparison:
         given_cut = config.partition or ("flops" if config.measured else None)
         best_form = fastest_form(
             schedule,
-            self.costs_of_program,
+            partial(self.costs_of_program, state=schedule.state),
             self.hardware,
             chains=CHAINS if config.chains == "fastest" else (),
             cuts=[given_cut] if given_cut else CUTS,
@@ -226,11 +229,18 @@ class Comparison:
         """Return the numbers of devices and of micro-batches."""
         return schedule.n_ranks * self.width.devices, schedule.n_microbatches
 
-    def costs_of_program(self, n_stages: int, cut: "Cut") -> "Costs":
-        """Return the costs of stages whose messages are compressed as the options say."""
+    def costs_of_program(self, n_stages: int, cut: "Cut", state: str) -> "Costs":
+        """Return the costs of stages whose messages are compressed as the options say.
+
+        Args:
+            n_stages: of the schedule.
+            cut: of the model.
+            state: of the schedule.
+        """
         from toolkit.cost import compressed_costs
 
-        return compressed_costs(self.costs_of(n_stages, cut), self.config.compression)
+        compression = self.config.compression
+        return compressed_costs(self.costs_of(n_stages, cut), compression, state=state)
 
     def _baseline_of(self, schedule: "Schedule") -> list[Prediction]:
         """Return the baseline of a schedule in a list, which is empty if there is no new one.
@@ -271,9 +281,10 @@ class Comparison:
         from toolkit.cost import simulate
 
         form = prediction.form
-        costs = self.costs_of_program(form.schedule.n_stages, form.partition)
+        schedule = form.schedule
+        costs = self.costs_of_program(schedule.n_stages, form.partition, schedule.state)
         state_bytes = [self.config.optimizer_words * cost.parameter_bytes for cost in costs]
-        program = form.schedule.lower(n_steps).verify()
+        program = schedule.lower(n_steps).verify()
         timeline = simulate(program, costs, self.hardware, state_bytes)
         prediction.drawn = replace(timeline, name=prediction.name)
         return prediction.drawn

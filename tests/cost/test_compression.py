@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.cost import UNIT, StageCost, compressed_costs, simulate
 from toolkit.cost.compression import quantized_bytes
-from toolkit.cost.timeline import GRADIENTS
+from toolkit.cost.timeline import GRADIENTS, WEIGHTS
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
 
@@ -31,6 +31,49 @@ def test_simulated_bytes_and_memory(compression, n_bytes):
     assert saved == 4 * 2 * (4012 - n_bytes)
     kept_bytes = [compressed.memory(rank, GRADIENTS)[-1][1] for rank in (0, 1)]
     assert kept_bytes == [8000, 0]
+
+
+@pytest.mark.parametrize(
+    ("compression", "state", "n_bytes"),
+    [
+        ("int8", "replicated", 1016),
+        ("int4", "replicated", 516),
+        ("int8", "sharded", 1016),
+        ("int4", "sharded", 1016),  # no differences, so weights keep 8 bits
+    ],
+)
+def test_simulated_bytes_of_weights(compression, state, n_bytes):
+    program = catalog.cyclic(2, 1, state=state).lower(4).verify()
+    compressed = compressed_costs(COSTS, compression, state=state)
+    spans = simulate(program, compressed, UNIT).spans
+    sent = {span.bytes for span in spans if span.name == "weights"}
+    assert sent == {n_bytes}
+
+
+def test_memory_of_weights_by_hand():
+    """CDP-v2 on 2 ranks, stage 1, which both read fresh, by the times of its versions::
+
+    owner, rank 1    exact weights, and the versions that travel
+    rank 0           freed 0, and keeps it until 1 comes, and so on: one more, now and then
+    """
+    schedule = catalog.cyclic(2, "freshest")
+    program = schedule.lower(5).verify()
+    exact = simulate(program, COSTS, UNIT)
+    compressed = simulate(program, compressed_costs(COSTS, "int8"), UNIT)
+    assert {schedule.owners[stage] for stage in (0, 1)} == {1}
+
+    def at(timeline, rank, when):
+        values = [value for time, value in timeline.memory(rank, WEIGHTS) if time <= when]
+        return values[-1]
+
+    times = sorted({time for time, _ in compressed.memory(0, WEIGHTS)})
+    # The same messages take less time, so both are compared at the start and for the peak.
+    assert at(compressed, 1, 0) - at(exact, 1, 0) == 2 * 4000
+    assert compressed.peak_memory(1, WEIGHTS) == exact.peak_memory(1, WEIGHTS) + 2 * 4000
+    assert compressed.peak_memory(0, WEIGHTS) == exact.peak_memory(0, WEIGHTS)
+    # Never without a base: what rank 0 has freed stays until the next version has come.
+    assert min(at(compressed, 0, time) for time in times) >= 2 * 4000
+    assert min(at(exact, 0, time) for time in times) < 2 * 4000
 
 
 def test_refuses_other_compressions():

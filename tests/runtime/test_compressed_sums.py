@@ -1,4 +1,4 @@
-"""Gradients that are handed on in 8 or 4 bits: the trajectory, the state, bytes, and the errors."""
+"""Messages in 8 or 4 bits between ranks: the trajectory, the state, bytes; and errors of sums."""
 
 import copy
 
@@ -24,6 +24,7 @@ SCHEDULES = {
     "v2": catalog.cyclic(3, "freshest"),
     "v2 sharded": catalog.cyclic(3, "freshest", state="sharded"),
     "v1 circulating": catalog.cyclic(3, 1, state="circulating"),
+    "v2 and model parallel": catalog.cyclic(2, "freshest", "per_stage_and_microbatch"),
 }
 CASES = [
     ("v1", "int8"),
@@ -31,6 +32,8 @@ CASES = [
     ("v2", "int4"),
     ("v2 sharded", "int8"),
     ("v1 circulating", "int8"),
+    ("v2 sharded", "int4"),
+    ("v2 and model parallel", "int4"),
 ]
 N_STEPS, N_BEFORE = 6, 3
 
@@ -55,19 +58,24 @@ def trained(schedule, make, loss=F.cross_entropy, **options):
     resumed = made()
     resumed.load_state_dict(state)
     list(resumed.run(batches[N_BEFORE:]))
-    return weights(runtime), state, weights(resumed), errors(resumed, runtime)
+    return weights(runtime), state, weights(resumed), kept_of(resumed, runtime)
 
 
 def weights(runtime):
     return copy.deepcopy(runtime.module().state_dict())
 
 
-def errors(*runtimes):
-    """The errors that each runtime's ranks keep, by name."""
+def kept_of(*runtimes):
+    """What each runtime keeps for the next messages: errors of sums, and weights that travel."""
     found = []
     for runtime in runtimes:
         named = {}
-        for rank, entries in runtime.state_dict()["ranks"].items():
+        state = runtime.state_dict()
+        for stage, versions in enumerate(state["versions"]):
+            for version, tensors in versions.items():
+                for name, tensor in tensors.items():
+                    named[f"{stage} {version} {name}"] = tensor
+        for rank, entries in state["ranks"].items():
             for stage, tensors in entries["errors"].items():
                 for receiver, error in tensors.items():
                     named[f"{rank} {stage} {receiver}"] = error
@@ -106,11 +114,11 @@ def sent(world, name, compression):
         compression=compression,
         record=N_STEPS,
     )
-    list(runtime.run(models.make_batches(3, N_STEPS)))
+    list(runtime.run(models.make_batches(schedule.n_microbatches, N_STEPS)))
     measured = [row["bytes_sent"] for row in runtime.measurements().by_rank()]
     x = torch.zeros(3, 1, 6, 6, dtype=torch.float64)
     costs = profile(models.cut(models.residual(), schedule), x)
-    costs = compressed_costs(costs, compression, item_bytes=8)
+    costs = compressed_costs(costs, compression, item_bytes=8, state=schedule.state)
     program = schedule.lower(N_STEPS).verify()
     timeline = simulate(program, costs, Hardware("test", 1e9, 1e9, 1e9))
     return measured, [*timeline.bytes_sent()]

@@ -94,6 +94,18 @@ def test_follows_the_single_process(controller, schedule):
     assert {row["rank"] for row in controller.measurements().by_rank()} == {0, 1}
 
 
+def test_compressed_messages_follow_the_single_process(controller):
+    schedule = catalog.cyclic(2, 1)
+    batches = models.make_batches(2)
+    list(controller.train(*arguments(schedule), batches, compression="int4"))
+    single = SingleProcess(*arguments(schedule), order="scheduled", compression="int4")
+    list(single.run(batches))
+    assert_same(controller.module().state_dict(), single.module().state_dict())
+    found, expected = controller.state_dict(), single.state_dict()
+    torch.testing.assert_close(found["versions"], expected["versions"], rtol=1e-10, atol=1e-12)
+    assert found["ranks"].keys() == expected["ranks"].keys()
+
+
 def test_trainings_and_changed_functions_use_the_same_processes(controller):
     losses, processes = [], []
     for factor in (1.0, 2.0):

@@ -10,6 +10,9 @@ Contributions that arrive after that instruction has begun start the next sum::
     contributions   +     +            +
     use of the sum             |----|
     memory          [---------------]  [----- ...
+
+Where messages of weights are differences, a rank keeps a version that it has freed until the next
+one comes; their owner also keeps exact weights.
 """
 
 from collections import defaultdict
@@ -48,14 +51,22 @@ class MemoryChanges:
         self._inputs: dict[tuple, float] = {}  # bytes, by rank, stage, micro-batch and step
         self._contributions: defaultdict[tuple, list[float]] = defaultdict(list)  # times, by sum
         schedule = program.schedule
+        self._owners = schedule.owners
+        self._has_differences = [cost.weight_differences for cost in costs]
+        self._newest: dict[tuple[int, int], int] = {}  # versions, by rank and stage
+        self._bases: set[tuple[int, int]] = set()  # rank and stage of versions freed and kept
         if optimizer_bytes:
             for rank in range(len(program.ranks)):
                 for stage in program.updated(rank):
                     self.hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
         for stage in range(schedule.n_stages):
-            n_versions = len(schedule.versions(stage, program.first_step))
+            first_versions = schedule.versions(stage, program.first_step)
             for rank in schedule.first_holders(stage, program.first_step):
-                self.hold(0.0, rank, WEIGHTS, n_versions * self._parameter_bytes[stage])
+                self.hold(0.0, rank, WEIGHTS, len(first_versions) * self._parameter_bytes[stage])
+                self._newest[rank, stage] = first_versions[-1]
+            owner = schedule.owners[stage]
+            if {*schedule.layout.ranks(stage)} != {owner}:
+                self.hold(0.0, owner, WEIGHTS, costs[stage].exact_weight_bytes)
         for rank, instructions in enumerate(program.ranks):
             # One for each stage and receiver: what the last compressed message lost.
             for stage, _ in _compressed_sums(instructions, costs):
@@ -78,6 +89,22 @@ class MemoryChanges:
     def free_weights(self, when: float, rank: int, stage: int) -> None:
         """Free a version of a stage's weights."""
         self.hold(when, rank, WEIGHTS, -self._parameter_bytes[stage])
+
+    def receive_weights(self, when: float, rank: int, stage: int, version: int) -> None:
+        """Hold a version that came, in place of the one that it is a difference to."""
+        self.hold_weights(when, rank, stage)
+        self._newest[rank, stage] = version
+        if (rank, stage) in self._bases:
+            self._bases.remove((rank, stage))
+            self.free_weights(when, rank, stage)
+
+    def free_version(self, when: float, rank: int, stage: int, version: int) -> None:
+        """Free a version, unless the next message is a difference to it."""
+        is_newest = self._newest.get((rank, stage)) == version
+        if self._has_differences[stage] and is_newest and rank != self._owners[stage]:
+            self._bases.add((rank, stage))
+        else:
+            self.free_weights(when, rank, stage)
 
     def hold_activations(self, when: float, rank: int, stage: int) -> None:
         """Hold what a forward saves for its backward."""

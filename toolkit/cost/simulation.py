@@ -273,7 +273,7 @@ class Simulation:
         end: float,
     ) -> None:
         """Deliver a message that is under way from ``start`` to ``end``."""
-        tick, _, stage, microbatch, step, _, buffer, (peer,) = instruction
+        tick, _, stage, microbatch, step, version, buffer, (peer,) = instruction
         content = (start, end, instruction.label, stage, microbatch, instruction.of_step, n_bytes)
         slot = tick // self.slot
         self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
@@ -291,7 +291,7 @@ class Simulation:
             else:
                 self.memory.work(rank, produced_at, end, n_bytes)
         elif buffer == Buffer.WEIGHTS:
-            self.memory.hold_weights(end, peer, stage)
+            self.memory.receive_weights(end, peer, stage, version or 0)
         else:
             self.memory.use_sum(start, end, rank, stage, step)
             self.memory.add_to_sum(end, peer, stage, step)
@@ -318,9 +318,11 @@ class Simulation:
 
     def _free(self, number: int, rank: int, instruction: Instruction, when: float) -> None:
         """Free a weight version, or the activations and inputs of a micro-batch."""
-        _, _, stage, microbatch, step, *_ = instruction
+        _, _, stage, microbatch, step, version, *_ = instruction
         if instruction.buffer == ACTIVATION:
             self.memory.free_microbatch(when, (rank, stage, microbatch, step))
+        elif instruction.buffer == Buffer.WEIGHTS:
+            self.memory.free_version(when, rank, stage, version or 0)
         else:
             self.memory.free_weights(when, rank, stage)
         self.events.end(number, when)

@@ -4,16 +4,16 @@ Gradients: see :mod:`toolkit.runtime.compressed_sums`. Weights, of which all ran
 bits: see :mod:`toolkit.runtime.compressed_weights`. A program knows nothing of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.cost.compression import quantized_bytes, sends_differences
+from toolkit.cost.compression import sends_differences
 from toolkit.errors import UserError
-from toolkit.runtime.compressed_form import CODES
+from toolkit.runtime.compressed_form import CODES, separated
 from toolkit.runtime.compressed_sums import SumCompressor
 from toolkit.runtime.compressed_weights import WeightCompressor
 from toolkit.runtime.updater import Weights
@@ -125,15 +125,17 @@ def check_ranks_state(state: Mapping[str, Any], sizes: Mapping[int, int], bits: 
                 f"the state has what compressed messages of rank {rank} lost: give the"
                 " compression=int8 or int4 that saved it"
             )
-        if bits is not None and not _fits(entries, sizes):
+        if bits is not None and not _fits(entries, sizes, state["versions"]):
             raise UserError(
                 f"the state of rank {rank} is not that of compressed messages of this model:"
                 " give the runtime and options that saved it"
             )
 
 
-def _fits(entries: Any, sizes: Mapping[int, int]) -> bool:
-    """Whether a rank's errors and messages are of no more numbers than weights."""
+def _fits(
+    entries: Any, sizes: Mapping[int, int], versions: Sequence[Mapping[int, Weights]]
+) -> bool:
+    """Whether a rank's errors are of no more numbers than weights, and messages of versions."""
     if not isinstance(entries, dict) or not {"errors"} <= entries.keys() <= {"errors", "weights"}:
         return False
     for stage, tensors in entries["errors"].items():
@@ -143,11 +145,15 @@ def _fits(entries: Any, sizes: Mapping[int, int]) -> bool:
             if len(error) > sizes.get(stage, 0):
                 return False
     for stage, messages in entries.get("weights", {}).items():
-        for tensors in messages.values():
-            if CODES not in tensors or tensors[CODES].dtype != torch.uint8:
+        if stage not in sizes or not messages.keys() <= versions[stage].keys():
+            return False
+        for version, tensors in messages.items():
+            weights = versions[stage][version]
+            form, exact = separated(weights, weights, 8)
+            content = tensors.get(CODES)
+            if tensors.keys() != {CODES, *exact} or content.dtype != torch.uint8:
                 return False
-            # At most: a stage may have numbers that are not real, which travel as they are.
-            if len(tensors[CODES]) > quantized_bytes(sizes.get(stage, 0), 8):
+            if len(content) != form.n_bytes:
                 return False
     return True
 
