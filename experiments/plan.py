@@ -13,6 +13,9 @@ widths are the devices of a rank, to choose from: they share its stages by tenso
 candidate then has ranks times width devices, at most as many as ranks=.
 costs=FILE has your own profile in place of a model, as for simulate; its column batch says of how
 many samples a micro-batch is.
+
+With compressions=[none,bf16,int8,int4] messages may be compressed. The best has exact messages;
+what coarser ones would gain stands below the table, with how they change training.
 """
 
 import time
@@ -75,6 +78,13 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
     return read_costs(Path(config.costs))
 
 
+def compressions_of(config: DictConfig) -> list[str]:
+    """Return the compressions of messages, of which one may be given alone."""
+    if isinstance(config.compressions, str):
+        return [config.compressions]
+    return [*map(str, config.compressions or ())]
+
+
 @entry_point("plan")
 def main(config: DictConfig) -> None:
     show_import()
@@ -121,6 +131,7 @@ def main(config: DictConfig) -> None:
         command_options=options,
         widths=counts(config, "widths"),
         width_efficiency=config.width_efficiency,
+        compressions=compressions_of(config),
     )
     device = pick_device(config.device)
     # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.

@@ -219,7 +219,7 @@ class Comparison:
             name,
             best_form,
             n_samples=config.batch * schedule.n_microbatches,
-            accuracy=accuracy_class(config.compression, is_late=is_late),
+            accuracy=accuracy_class(config.compression, is_late=is_late, state=schedule.state),
             baseline=self._baselines.get(self._baseline_key(schedule)),
             width=self.width.devices,
         )

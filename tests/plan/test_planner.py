@@ -9,14 +9,22 @@ from torch import nn
 
 from tests.figures.test_explorer import composed
 from toolkit.cost import UNIT, Hardware, StageCost, affordable_delay, profile, simulate, unit_costs
+from toolkit.cost.compression import compressed_costs
 from toolkit.cost.cost_file import FileCosts
+from toolkit.cost.slow_link_rivals import ddp_costs
 from toolkit.cost.worker_forms import BUCKETS, TIMED_STEPS
 from toolkit.errors import UserError
 from toolkit.model import Features, Images, Sequences, partition
 from toolkit.model.partition import Traced
 from toolkit.plan import Limits, PlanOptions, Prediction, plan, plan_costs
 from toolkit.plan.candidates import Candidate, candidates, data_options
-from toolkit.plan.choice import choose_prediction, reason_to_stay, worth_a_fresher_delay
+from toolkit.plan.choice import (
+    best_of_classes,
+    choose_prediction,
+    reason_to_stay,
+    worth_a_fresher_delay,
+)
+from toolkit.plan.compressed_candidates import with_compressions
 from toolkit.plan.predictions import Predictor, front
 from toolkit.schedule import ScheduleSpec
 from toolkit.schedule.catalog import METHODS
@@ -278,3 +286,108 @@ def test_refused(arguments, match):
 def test_refused_limits(limits):
     with pytest.raises(UserError, match=next(iter(limits))):
         Limits(**limits)
+
+
+# Compressed messages
+
+
+COMPRESSIONS = ("none", "bf16", "int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def found_compressed():
+    options = PlanOptions(jobs=1, compressions=COMPRESSIONS)
+    return plan(net(), IMAGES, SLOW, 2, batch=2, options=options)
+
+
+def sent_as(prediction, compression):
+    candidate = replace(prediction.candidate, compression=compression)
+    return replace(prediction, candidate=candidate)
+
+
+def test_coarser_messages_dominate_nothing_finer():
+    exact, faster = made_up(1.0), sent_as(made_up(0.5, 0.5), "int8")
+    assert not faster.dominates(exact)
+    assert not exact.dominates(faster)
+    assert sent_as(exact, "bf16").dominates(sent_as(exact, "int8"))
+    assert not sent_as(exact, "int4").dominates(sent_as(exact, "int8"))
+    alike = [sent_as(exact, compression) for compression in reversed(COMPRESSIONS)]
+    assert front(alike) == [exact]
+    assert front([exact, faster]) == [faster, exact]
+
+
+def test_the_best_has_exact_messages():
+    dp = made_up(1.0)
+    late, coarse = made_up(0.8, 2, 1.0), sent_as(made_up(0.3), "int8")
+    slower, coarsest = sent_as(made_up(0.31), "int4"), sent_as(made_up(0.2), "int4")
+    assert best_of_classes([dp, late, coarse], dp) == [late, coarse]
+    assert best_of_classes([dp, late, coarse, slower], dp) == [late, coarse]
+    assert best_of_classes([dp, coarse, coarsest], dp) == [dp, coarse, coarsest]
+    assert best_of_classes([dp, sent_as(made_up(0.99), "int8")], dp) == [dp]
+    unfit = [replace(dp, fits=False), replace(late, fits=False), coarse]
+    assert best_of_classes(unfit, unfit[0]) == [coarse]
+    assert "0.30" not in reason_to_stay([dp, coarse], dp)
+
+
+def test_which_candidates_have_compressed_messages():
+    exact = candidates(4, 16, buckets=3)
+    tried = with_compressions(exact, COMPRESSIONS)
+    assert [c for c in tried if c.compression == "none"] == exact
+    methods = {name: set() for name in COMPRESSIONS}
+    for candidate in tried:
+        if candidate.spec.placement is None:
+            methods[candidate.compression].add(candidate.spec.method)
+            assert (candidate.compression == "none") or "messages" in candidate.label
+    assert {"dp", "cdp_v1", "cdp_v2", "zero_cdp_v1"} <= methods["int8"]
+    assert "dp" not in methods["int4"]  # torch's data parallelism has no hook of 4 bits here
+    assert {"dp", "zero_dp", "cdp_v1"} <= methods["bf16"]
+    assert not {"gpipe", "one_f_one_b", "pipedream_2bw"} & set().union(
+        *(methods[name] for name in COMPRESSIONS[1:])
+    )
+    assert with_compressions(candidates(1, 8), COMPRESSIONS) == candidates(1, 8)
+    for compressions, match in ((["int2"], "int2"), ([], "int8"), ("int8", "int8")):
+        with pytest.raises(UserError, match=match):
+            with_compressions(exact, compressions)
+
+
+def test_a_plan_with_compressed_messages(found, found_compressed):
+    """The exact part is that of the plan without; each class has a row and a note."""
+    plain = {p.candidate: p for p in found.predictions}
+    exact = {p.candidate: p for p in found_compressed.predictions if p.coarseness == 0}
+    assert exact == plain
+    assert found_compressed.best == found.best
+    assert {p for p in found_compressed.front if p.coarseness == 0} == {*found.front}
+    classes = [p.coarseness for p in found_compressed.coarser]
+    assert classes == sorted({*classes})
+    assert classes
+    assert classes[0] > 0
+    seconds = [p.seconds for p in (found_compressed.best, *found_compressed.coarser)]
+    assert seconds == sorted(seconds, reverse=True)
+    text = str(found_compressed)
+    for prediction in found_compressed.coarser:
+        compression = prediction.candidate.compression
+        assert f"Sent as {compression}" in text
+        assert prediction.accuracy in text
+        assert f"runtime.compression={compression}" in found_compressed.command(prediction)
+    assert "sent as" in text
+    assert "sent as" not in str(found)
+    rows = found_compressed.rows()
+    assert {row["compression"] for row in rows} > {"none"}
+    assert all(row["accuracy"] for row in rows)
+
+
+def test_compressed_predictions_are_those_of_the_simulator(found_compressed):
+    prediction = next(p for p in found_compressed.coarser if p.candidate.compression == "int8")
+    candidate, schedule = prediction.candidate, prediction.schedule
+    example = IMAGES.example(candidate.batch, "meta")
+    if candidate.partition == BUCKETS:
+        costs = profile(Traced.of(net().to("meta"), example).cut_in_buckets(), example)
+        costs, _ = ddp_costs(costs, SLOW, 2, "int8")
+    else:
+        stages = partition(net().to("meta"), schedule.n_stages, example, candidate.partition)
+        costs = compressed_costs(profile(stages, example), "int8", state=schedule.state)
+    timed = TIMED_STEPS if prediction.staleness else 1
+    program = schedule.lower(steps_to_time(schedule, timed)).verify()
+    timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
+    assert prediction.seconds == pytest.approx(timeline.step_time, rel=1e-9)
+    assert prediction.memory == max(map(timeline.peak_memory, range(2)))

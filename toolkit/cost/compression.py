@@ -88,12 +88,20 @@ def compressed_costs(
     return tuple(compressed)
 
 
-def accuracy_class(compression: str, *, is_late: bool) -> str:
+def coarseness(compression: str) -> int:
+    """Return how coarsely messages are rounded: 0, not at all; 1, to 16 bits; 2, 8; 3, 4."""
+    if compression in SIXTEEN_BITS:
+        return 1
+    return {"none": 0, "int8": 2, "int4": 3}[compression]
+
+
+def accuracy_class(compression: str, *, is_late: bool, state: str = "replicated") -> str:
     """Return in a few words how training differs from plain data parallelism.
 
     Args:
         compression: of the messages.
         is_late: whether some weights are read late.
+        state: of the schedule.
     """
     words = []
     if is_late:
@@ -104,4 +112,6 @@ def accuracy_class(compression: str, *, is_late: bool) -> str:
         words.append("low rank with error feedback")
     elif compression in GRADIENT_BITS:
         words.append(f"{GRADIENT_BITS[compression]} bits with error feedback")
+        if not sends_differences(state):
+            words.append("weights rounded to 8 bits")
     return ", ".join(words) or "exact"

@@ -22,7 +22,8 @@ from toolkit.errors import UserError, first_line
 from toolkit.format import duration
 from toolkit.plan.candidates import MAX_OPS, Candidate, of_microbatch
 from toolkit.plan.candidates import candidates as candidates_on
-from toolkit.plan.choice import choose_prediction, worth_a_fresher_delay
+from toolkit.plan.choice import best_of_classes, worth_a_fresher_delay
+from toolkit.plan.compressed_candidates import costs_of_messages
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.predictions import Prediction, Predictor, front
 from toolkit.plan.search import search
@@ -189,6 +190,18 @@ class CandidateSweep:
                 else:
                     self.costs[key] = costs
 
+    def near_methods(self) -> set[tuple[ScheduleSpec, str]]:
+        """Return specs and compressions not much slower than the fastest with the same messages."""
+        fastest: dict[str, float] = {}
+        for candidate, prediction in self.done.items():
+            seconds = fastest.get(candidate.compression, prediction.seconds)
+            fastest[candidate.compression] = min(seconds, prediction.seconds)
+        return {
+            (candidate.spec, candidate.compression)
+            for candidate, prediction in self.done.items()
+            if prediction.seconds <= SLOW * fastest[candidate.compression]
+        }
+
     def find_affordable_delays(self) -> None:
         """Search for the affordable delay of fast schedules with late weights."""
         late_candidates = worth_a_fresher_delay([*self.done.values()])
@@ -235,26 +248,27 @@ class CandidateSweep:
         self._add(predictor.predict([searched_candidate], [costs]))
         return search_result
 
-    def confirm_choice(self, baseline: Prediction) -> Prediction | None:
-        """Simulate the best schedules with late weights for longer; return the choice of them.
+    def confirm_choice(self, baseline: Prediction) -> list[Prediction]:
+        """Simulate the best schedules with late weights for longer; return the choices of them.
 
         Args:
             baseline: data parallelism.
+
+        Returns:
+            those of :func:`best_of_classes`.
         """
         # A longer simulation may change which schedules are the best. So it is repeated for those
         # that have become so, until all of the best have been simulated for longer.
         confirmed_candidates: set[Candidate] = set()
         while True:
-            best_prediction = choose_prediction([*self.done.values()], baseline)
-            shown_predictions = front(self.done.values())
-            if best_prediction is not None:
-                shown_predictions.append(best_prediction)
+            best_predictions = best_of_classes([*self.done.values()], baseline)
+            shown_predictions = [*front(self.done.values()), *best_predictions]
             late_candidates = {
                 prediction.candidate for prediction in shown_predictions if prediction.staleness
             }
             new_candidates = late_candidates - confirmed_candidates
             if not new_candidates:
-                return best_prediction
+                return best_predictions
             confirmed_candidates |= new_candidates
             tasks = [
                 ([candidate], [self._costs(candidate)], TIMED_STEPS) for candidate in new_candidates
@@ -274,7 +288,8 @@ class CandidateSweep:
         )
 
     def _costs(self, candidate: Candidate) -> Costs:
-        return recomputing(self.costs[StagesKey.of(candidate)], candidate.checkpoint)
+        costs = recomputing(self.costs[StagesKey.of(candidate)], candidate.checkpoint)
+        return costs_of_messages(candidate, costs, self.predictor.hardware_of(candidate))
 
     def _add(self, predictions: Iterable[Prediction]) -> None:
         self.done |= {prediction.candidate: prediction for prediction in predictions}

@@ -39,6 +39,7 @@ class Candidate:
         within: share of a step that the fresher weights of an affordable delay may cost; None: the
             delay is that of the spec.
         width: devices of a rank, which share its stages by tensor parallelism.
+        compression: of messages of gradients and weights, as ``runtime.compression``.
     """
 
     spec: ScheduleSpec
@@ -47,6 +48,7 @@ class Candidate:
     checkpoint: str = "none"
     within: float | None = None
     width: int = 1
+    compression: str = "none"
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -99,6 +101,8 @@ class Candidate:
             words.append("recomputed")
         if self.width > 1:
             words.append(f"{self.width} devices a rank")
+        if self.compression != "none":
+            words.append(f"{self.compression} messages")
         return ", ".join(words)
 
     def options(self) -> str:
@@ -125,6 +129,8 @@ class Candidate:
             runtime_option = f"runtime=distributed runtime.width={self.width}"
         elif n_ranks > 1:
             runtime_option = "runtime=distributed"
+        if self.compression != "none":
+            runtime_option += f" runtime.compression={self.compression}"
         start = started_by("train", self.n_devices)
         return f"{start} {runtime_option} {self.options()} {more_options}"
 

@@ -45,9 +45,33 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
     )
 
 
+def best_of_classes(predictions: Sequence[Prediction], baseline: Prediction) -> list[Prediction]:
+    """Return the best prediction with exact messages, and what coarser messages would gain.
+
+    A prediction with coarser messages is not compared with one with finer messages: of each class
+    the best is returned, if it is faster than all before it.
+
+    Args:
+        predictions: predictions; those within the limits count.
+        baseline: data parallelism, with exact messages.
+    """
+    best_predictions: list[Prediction] = []
+    for level in sorted({prediction.coarseness for prediction in predictions}):
+        of_class = [prediction for prediction in predictions if prediction.coarseness == level]
+        best_prediction = choose_prediction(of_class, baseline)
+        if level > 0 and best_prediction == baseline:
+            continue
+        if best_prediction is not None and all(
+            best_prediction.seconds < finer.seconds for finer in best_predictions
+        ):
+            best_predictions.append(best_prediction)
+    return best_predictions
+
+
 def reason_to_stay(predictions: Sequence[Prediction], baseline: Prediction) -> str:
-    """Return why none of some predictions is chosen instead of data parallelism, in words."""
-    fitting = [prediction for prediction in predictions if prediction.fits]
+    """Return why none with exact messages is chosen instead of data parallelism, in words."""
+    exact = [prediction for prediction in predictions if prediction.coarseness == 0]
+    fitting = [prediction for prediction in exact if prediction.fits]
     fastest = min(fitting, key=lambda prediction: prediction.seconds)
     if fastest.seconds * (1 + NEGLIGIBLE) >= baseline.seconds:
         return f"nothing within the limits is more than {NEGLIGIBLE:.0%} faster"
@@ -65,7 +89,8 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         schedule = prediction.schedule
         is_small = schedule.n_stages * schedule.n_microbatches <= _MAX_OPS_OF_SEARCH
         is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
-        if not prediction.fits or not is_small or not is_late:
+        is_exact = prediction.coarseness == 0
+        if not (prediction.fits and is_small and is_late and is_exact):
             continue
         # A training finds its affordable delay by the costs of whole stages.
         if prediction.candidate.width > 1:
@@ -74,6 +99,7 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         has_fresher_rival = any(
             rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds
             for rival in predictions
+            if rival.coarseness == 0
         )
         if not has_fresher_rival:
             late_predictions.append(prediction)

@@ -25,6 +25,7 @@ class PlanOptions:
             machines.
         widths: devices of a rank, to choose from, by tensor parallelism.
         width_efficiency: as for :class:`toolkit.cost.tensor_width.Width`.
+        compressions: of messages, which candidates may have; ``none`` is always tried.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -35,6 +36,7 @@ class PlanOptions:
     command_options: str = ""
     widths: Sequence[int] = (1,)
     width_efficiency: float = 1.0
+    compressions: Sequence[str] = ("none",)
 
 
 DEFAULT_PLAN_OPTIONS = PlanOptions()

@@ -1,9 +1,10 @@
 """Rows of a plan as cells of a table: in a terminal, and on pages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.format import MB, digits, size
+from toolkit.cost.compression import coarseness
+from toolkit.format import MB, digits, size, table
 from toolkit.plan.predictions import Prediction
 
 
@@ -21,6 +22,7 @@ def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, An
         "memory": size(prediction.memory),
         "late": f"{prediction.staleness:.2f}",
         "ranks": _ranks_cell(prediction),
+        "sent as": candidate.compression.replace("none", ""),
         "fits": "yes" if prediction.fits else "no",
     }
 
@@ -28,6 +30,40 @@ def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, An
 def _ranks_cell(prediction: Prediction) -> str:
     width = prediction.candidate.width
     return f"{prediction.ranks} x {width}" if width > 1 else str(prediction.ranks)
+
+
+def terminal_table(predictions: Sequence[Prediction], baseline: Prediction) -> str:
+    """Return the table of some predictions, without columns that tell nothing."""
+    rows = []
+    for index, prediction in enumerate(predictions):
+        cells = terminal_cells(prediction, baseline)
+        if all(each.fits for each in predictions):
+            cells.pop("fits")
+        if all(each.coarseness == 0 for each in predictions):
+            cells.pop("sent as")
+        rows.append({"": index} | cells)
+    return table(rows)
+
+
+def accuracy_notes(predictions: Sequence[Prediction], baseline: Prediction) -> str:
+    """Return a line for each compression of messages: its class of accuracy, and its fastest.
+
+    Args:
+        predictions: rows of a table, the fastest first.
+        baseline: data parallelism.
+    """
+    fastest: dict[str, Prediction] = {}
+    for prediction in predictions:
+        fastest.setdefault(prediction.candidate.compression, prediction)
+    notes = ""
+    for compression in sorted(fastest.keys() - {"none"}, key=coarseness):
+        prediction = fastest[compression]
+        share = prediction.seconds / baseline.seconds
+        notes += (
+            f"\nSent as {compression}, {share:.2f} of DDP's time: {prediction.accuracy};"
+            " accuracy may differ."
+        )
+    return notes
 
 
 LEGEND = """\
@@ -41,7 +77,7 @@ def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of :meth:`Plan.rows` as the cells of a printed table, by heading."""
     # Results of before ranks had several devices have no width.
     width_cells = {"width": row["width"]} if "width" in row else {}
-    return {
+    cells = {
         "schedule": row["schedule"],
         "by DDP's time": f"{row['ratio']:.2f}",
         "ms a step": digits(row["seconds"] * 1e3),
@@ -52,3 +88,6 @@ def plan_cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "MB a step": digits(row["traffic"] / MB),
         "fits": "yes" if row["fits"] else "no",
     }
+    if "accuracy" in row:  # results of before have exact messages
+        cells["accuracy"] = row["accuracy"]
+    return cells

@@ -13,18 +13,19 @@ from toolkit.cost import Hardware
 from toolkit.cost.hardware import check_hardware
 from toolkit.cost.worker_forms import BUCKETS, NEGLIGIBLE
 from toolkit.errors import UserError, whole
-from toolkit.format import count, duration, size, table
+from toolkit.format import count, duration, size
 from toolkit.model import InputSpec
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.partition import MEASURES, Traced
 from toolkit.plan.candidate_sweep import SLOW, CandidateSweep, CostsOf
 from toolkit.plan.candidates import Candidate, data_options, placeholder_note
 from toolkit.plan.choice import reason_to_stay
+from toolkit.plan.compressed_candidates import with_compressions
 from toolkit.plan.findings import Pilot
 from toolkit.plan.measure import OnProgress
 from toolkit.plan.pilot import DEFAULT_OPTIONS, Model, PilotOptions, pilot
 from toolkit.plan.plan_options import DEFAULT_PLAN_OPTIONS, PlanOptions, checked_widths
-from toolkit.plan.plan_table import LEGEND, plan_cells, terminal_cells
+from toolkit.plan.plan_table import LEGEND, accuracy_notes, plan_cells, terminal_table
 from toolkit.plan.predictions import Limits, Prediction, Predictor, front, stage_costs
 from toolkit.plan.search_space import SearchResult
 
@@ -43,6 +44,7 @@ class Plan:
         ddp_alike: DistributedDataParallel on the ranks of the best, with as many micro-batches and
             the same recomputation, to compare memory with; None if it has no such form.
         best: the verdict; None if nothing keeps the limits.
+        coarser: what is faster with coarser messages: the best of each class of accuracy.
         limits: of each candidate.
         hardware: the machines.
         command_options: options of a command line that describe the model, its samples and the
@@ -63,6 +65,7 @@ class Plan:
     left_out: Mapping[int, str] = field(default_factory=dict)
     searched: SearchResult | None = None
     ddp_alike: Prediction | None = None
+    coarser: tuple[Prediction, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -176,7 +179,7 @@ class Plan:
 
     def _listed(self) -> list[Prediction]:
         """Return the front, the best and data parallelism, the fastest first."""
-        named = {prediction for prediction in (self.best, self.baseline) if prediction}
+        named = {*self.coarser, self.baseline, *([self.best] if self.best else [])}
         return sorted([*self.front, *(named - {*self.front})], key=attrgetter("seconds"))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -192,6 +195,8 @@ class Plan:
             **fields,
             "width": prediction.candidate.width,
             "devices": prediction.devices,
+            "compression": prediction.candidate.compression,
+            "accuracy": prediction.accuracy,
             "options": prediction.candidate.options(),
         }
 
@@ -206,13 +211,10 @@ class Plan:
         return plan_figure(self.rows(), other_predictions, vars(self.baseline), memory_limit)
 
     def __str__(self) -> str:
-        rows = []
-        for index, prediction in enumerate(self._listed()):
-            cells = terminal_cells(prediction, self.baseline)
-            if all(listed.fits for listed in self._listed()):
-                cells.pop("fits")
-            rows.append({"": index} | cells)
-        return f"{self.verdict}\n\n{table(rows)}\n\n{LEGEND}\n\n{self.origin}"
+        listed = self._listed()
+        lines = terminal_table(listed, self.baseline)
+        notes = accuracy_notes(listed, self.baseline)
+        return f"{self.verdict}\n\n{lines}\n\n{LEGEND}\n\n{self.origin}{notes}"
 
     @property
     def origin(self) -> str:
@@ -318,13 +320,15 @@ def choose_plan(
 ) -> Plan:
     """Simulate all candidates that may be the best, and choose."""
     predictor = sweep.predictor
+    all_candidates = with_compressions(all_candidates, options.compressions)
     _simulate_candidates(sweep, all_candidates)
     sweep.find_affordable_delays()
     searched = None
     if options.search_seconds > 0:
         searched = sweep.search_rank_orders(options.search_seconds)
     baseline = _fastest_plain_cut(sweep, all_candidates[0])
-    best_prediction = sweep.confirm_choice(baseline)
+    best_of_classes = sweep.confirm_choice(baseline)
+    best_prediction = best_of_classes[0] if best_of_classes else None
     ddp_alike = None
     if best_prediction is not None:
         ddp_alike = _ddp_alike(sweep, best_prediction, all_candidates)
@@ -340,6 +344,7 @@ def choose_plan(
         left_out=sweep.left_out,
         searched=searched,
         ddp_alike=ddp_alike,
+        coarser=tuple(best_of_classes[1:]),
     )
 
 
@@ -351,16 +356,11 @@ def _simulate_candidates(sweep: CandidateSweep, all_candidates: Sequence[Candida
 
     # Other cuts and recomputation are tried only of those methods that are not much slower than
     # the fastest.
-    slowest = SLOW * min(prediction.seconds for prediction in sweep.done.values())
-    near_specs = {
-        candidate.spec
-        for candidate, prediction in sweep.done.items()
-        if prediction.seconds <= slowest
-    }
+    near_methods = sweep.near_methods()
     more_candidates = [
         candidate
         for candidate in all_candidates
-        if candidate.spec in near_specs and candidate not in sweep.done
+        if (candidate.spec, candidate.compression) in near_methods and candidate not in sweep.done
     ]
     sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
 
@@ -373,6 +373,7 @@ def _ddp_alike(
     for ddp in all_candidates:
         if (
             ddp.partition == BUCKETS
+            and ddp.compression == "none"
             and ddp.batch == candidate.batch
             and ddp.checkpoint == candidate.checkpoint
             and ddp.schedule.n_ranks == best.devices

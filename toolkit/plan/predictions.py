@@ -8,6 +8,7 @@ from operator import attrgetter
 from torch import nn
 
 from toolkit.cost import Costs, Hardware, affordable_delay, profile, simulate
+from toolkit.cost.compression import accuracy_class, coarseness
 from toolkit.cost.tensor_width import Width, profile_width
 from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError
@@ -75,13 +76,29 @@ class Prediction:
         """Devices of all ranks."""
         return self.ranks * self.candidate.width
 
+    @property
+    def coarseness(self) -> int:
+        """How coarsely messages are rounded; see :func:`toolkit.cost.compression.coarseness`."""
+        return coarseness(self.candidate.compression)
+
+    @property
+    def accuracy(self) -> str:
+        """How training differs from plain data parallelism, in words."""
+        schedule = self.schedule
+        return accuracy_class(
+            self.candidate.compression,
+            is_late=schedule.max_staleness > 0,
+            state=schedule.state,
+        )
+
     def dominates(self, rival: "Prediction") -> bool:
-        """Whether it is nowhere worse in time, memory, staleness and devices."""
+        """Whether it is nowhere worse in time, memory, staleness, devices and rounding."""
         return (
             self.seconds <= rival.seconds
             and self.memory <= rival.memory
             and self.staleness <= rival.staleness
             and self.devices <= rival.devices
+            and self.coarseness <= rival.coarseness
         )
 
 
@@ -250,11 +267,11 @@ def front(predictions: Iterable[Prediction]) -> list[Prediction]:
 
     The fastest is first.
     """
-    # In this order no prediction dominates one before it, unless all four criteria are equal. So a
+    # In this order no prediction dominates one before it, unless all five criteria are equal. So a
     # prediction is compared only with those before it, and of equal ones the first stays.
     front_predictions: list[Prediction] = []
     for prediction in sorted(
-        predictions, key=attrgetter("seconds", "memory", "staleness", "devices")
+        predictions, key=attrgetter("seconds", "memory", "staleness", "devices", "coarseness")
     ):
         if prediction.fits and not any(
             front_prediction.dominates(prediction) for front_prediction in front_predictions
