@@ -339,7 +339,8 @@ def test_which_candidates_have_compressed_messages():
             methods[candidate.compression].add(candidate.spec.method)
             assert (candidate.compression == "none") or "messages" in candidate.label
     assert {"dp", "cdp_v1", "cdp_v2", "zero_cdp_v1"} <= methods["int8"]
-    assert "dp" not in methods["int4"]  # torch's data parallelism has no hook of 4 bits here
+    assert {"dp", "cdp_v1"} <= methods["int4"]
+    assert "zero_dp" not in methods["int4"]  # its sums meet in collectives
     assert {"dp", "zero_dp", "cdp_v1"} <= methods["bf16"]
     assert not {"gpipe", "one_f_one_b", "pipedream_2bw"} & set().union(
         *(methods[name] for name in COMPRESSIONS[1:])

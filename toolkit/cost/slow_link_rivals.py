@@ -2,7 +2,7 @@
 
 ::
 
-    int8       each rank sends 2 (n-1)/n of the quantised gradient, as in a ring of that size
+    int8/int4  each rank sends 2 (n-1)/n of the quantised gradient, as in a ring of that size
     PowerSGD   a gradient of r rows and c columns travels as rank (r + c) numbers, in two
                all-reduces one after the other, and small tensors as they are in a third;
                products and errors pass over the gradient PASSES times before it
@@ -31,7 +31,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model.kernel_work import Work
 from toolkit.schedule import Action
 
-DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, "int8", "powersgd")
+DDP_COMPRESSIONS = ("none", *SIXTEEN_BITS, *GRADIENT_BITS, "powersgd")
 """Compressions of DistributedDataParallel's gradients."""
 
 LOW_RANKS = (4, 2)
@@ -116,12 +116,12 @@ def ddp_costs(
         UserError: the compression is unknown, or needs the shapes of the parameters.
     """
     check_choice("compression of DDP", compression, DDP_COMPRESSIONS)
-    if compression == "int8":
+    if compression in GRADIENT_BITS:
         compressed = []
         for cost in costs:
             # A rank also keeps what the means of its share lost.
             error_bytes = cost.parameter_bytes * (1 + 1 / n_ranks)
-            n_bytes = quantized_bytes(round(cost.parameter_bytes / 4), GRADIENT_BITS["int8"])
+            n_bytes = quantized_bytes(round(cost.parameter_bytes / 4), GRADIENT_BITS[compression])
             sent_bytes = n_bytes + cost.statistics_bytes
             compressed.append(
                 replace(cost, compressed_gradient_bytes=sent_bytes, error_bytes=error_bytes)

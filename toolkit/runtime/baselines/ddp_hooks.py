@@ -4,10 +4,11 @@
 
     P = orthogonal(sum_m M_m Q),  Q = 1/N sum_m M_m^T P,  gradient = P Q^T,  error_m = M_m - P Q^T
 
-``int8`` sends blocks of 8-bit numbers in two rounds; each rank averages its share of the gradient::
+``int8`` and ``int4`` send blocks of 8-bit or 4-bit numbers in two rounds; each rank averages its
+share of the gradient::
 
-    sent_m = int8(gradient_m + error_m),         error_m = gradient_m + error_m - sent_m
-    mean   = int8(1/N sum_m sent_m + error'),    error'  = 1/N sum_m sent_m + error' - mean
+    sent_m = Q(gradient_m + error_m),         error_m = gradient_m + error_m - sent_m
+    mean   = Q(1/N sum_m sent_m + error'),    error'  = 1/N sum_m sent_m + error' - mean
 
 Each rank sends 2 (N-1)/N of the quantised gradient, whatever N. torch's own quantisation hooks
 gather every rank's whole gradient, N-1 times as much, have one scale a bucket or loop over
@@ -31,13 +32,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.cost.compression import BLOCK, SCALE_BYTES, quantized_bytes
+from toolkit.cost.compression import BLOCK, GRADIENT_BITS, SCALE_BYTES, quantized_bytes
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.runtime.quantization import dequantize, quantize, quantize_with_error
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
-
-_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class CompressionOptions:
     """How DDP's gradients travel.
 
     Args:
-        kind: ``none``, ``fp16``, ``bf16``, ``powersgd`` or ``int8``.
+        kind: ``none``, ``fp16``, ``bf16``, ``powersgd``, ``int8`` or ``int4``.
         low_rank: columns of P and Q with ``powersgd``; torch leaves weights alone that this would
             make less than half as large.
-        start: training steps before ``powersgd`` and ``int8`` begin, 2 or more; the gradients of
-            these are exact.
+        start: training steps before ``powersgd``, ``int8`` and ``int4`` begin, 2 or more; the
+            gradients of these are exact.
         warm_start: whether PowerSGD begins with the last step's Q.
         error_feedback: whether ranks add what a message lost to their next one.
 
@@ -82,7 +81,7 @@ class Compressor:
             self._memory = _LowRankMemory(self._group, options)
             hook = powerSGD_hook
             hook_state = self._memory.torch_state
-        elif options.kind == "int8":
+        elif options.kind in GRADIENT_BITS:
             self._memory = _QuantizedMemory(self._group, options)
             hook = _quantized_hook
             hook_state = self._memory
@@ -244,6 +243,7 @@ class _QuantizedMemory:
 
     def __init__(self, group: dist.ProcessGroup, options: CompressionOptions) -> None:
         self.group = group
+        self.bits = GRADIENT_BITS[options.kind]
         self.start = options.start
         self.error_feedback = options.error_feedback
         self.n_steps = 0
@@ -265,8 +265,8 @@ class _QuantizedMemory:
     def quantized(self, errors: dict[int, Tensor], index: int, numbers: Tensor) -> Tensor:
         """Return the bytes of ``numbers`` plus their entry of ``errors``, which is renewed."""
         if not self.error_feedback:
-            return quantize(numbers, _BITS)
-        content, errors[index] = quantize_with_error(numbers, errors.get(index), _BITS)
+            return quantize(numbers, self.bits)
+        content, errors[index] = quantize_with_error(numbers, errors.get(index), self.bits)
         return content
 
 
@@ -278,9 +278,10 @@ def _copies(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
 
 
 def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket's gradients over the ranks in two rounds of 8-bit messages."""
+    """Average a bucket's gradients over the ranks in two rounds of messages."""
     gradient = bucket.buffer()
     world = memory.group.size()
+    bits = memory.bits
     is_exact = memory.n_steps < memory.start
     if bucket.is_last():
         memory.n_steps += 1
@@ -288,7 +289,7 @@ def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future
         return default_hooks.allreduce_hook(memory.group, bucket)
     # Equal shares of whole blocks: each rank averages one of them.
     n_share = -(-len(gradient) // (world * BLOCK)) * BLOCK
-    n_bytes = quantized_bytes(n_share, _BITS)
+    n_bytes = quantized_bytes(n_share, bits)
     padded = torch.nn.functional.pad(gradient, (0, world * n_share - len(gradient)))
 
     # 1. Every rank sends each share to the rank that averages it.
@@ -303,12 +304,12 @@ def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future
     # 2. It sends the average to all.
     total = torch.zeros(n_share, dtype=gradient.dtype, device=gradient.device)
     for share in received:
-        total += dequantize(share, n_share, _BITS, gradient.dtype)
+        total += dequantize(share, n_share, bits, gradient.dtype)
     mean = memory.quantized(memory.errors_of_mean, bucket.index(), total / world)
     means = torch.empty(world * n_bytes, dtype=torch.uint8, device=gradient.device)
     dist.all_gather_into_tensor(means, mean, group=memory.group)
     shares = [
-        dequantize(share, n_share, _BITS, gradient.dtype) for share in means.view(world, n_bytes)
+        dequantize(share, n_share, bits, gradient.dtype) for share in means.view(world, n_bytes)
     ]
     gradient.copy_(torch.cat(shares)[: len(gradient)])
     averaged: Future[Tensor] = Future()
@@ -321,5 +322,5 @@ _PLAIN_HOOKS: dict[str, Hook] = {
     "bf16": default_hooks.bf16_compress_hook,
 }
 
-KINDS = ("none", *_PLAIN_HOOKS, "powersgd", "int8")
+KINDS = ("none", *_PLAIN_HOOKS, "powersgd", *GRADIENT_BITS)
 """The values of ``runtime.compression``."""
