@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.cost import UNIT, StageCost, compressed_costs, simulate
-from toolkit.cost.compression import quantized_bytes
+from toolkit.cost.compression import accuracy_class, coarseness, quantized_bytes
 from toolkit.cost.timeline import GRADIENTS, WEIGHTS
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
@@ -74,6 +74,16 @@ def test_memory_of_weights_by_hand():
     # Never without a base: what rank 0 has freed stays until the next version has come.
     assert min(at(compressed, 0, time) for time in times) >= 2 * 4000
     assert min(at(exact, 0, time) for time in times) < 2 * 4000
+
+
+def test_classes_of_accuracy():
+    levels = [coarseness(name) for name in ("none", "fp16", "bf16", "int8", "int4")]
+    assert levels == [0, 1, 1, 2, 3]
+    replicated = accuracy_class("int8", late=True)
+    sharded = accuracy_class("int8", late=True, state="sharded")
+    assert sharded.startswith(replicated)
+    assert sharded != replicated
+    assert accuracy_class("none", late=True, state="sharded") == "late weights"
 
 
 def test_refuses_other_compressions():

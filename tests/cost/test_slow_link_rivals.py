@@ -97,5 +97,5 @@ def test_rivals_and_how_they_train():
     assert len({*named.values()}) == 4
     assert accuracy_class("none", is_late=False) == "exact"
     assert accuracy_class("int4", is_late=True).count("4") == 1
-    with pytest.raises(UserError, match="int4"):
-        ddp_costs((BUCKET,), LINKS, 2, "int4")
+    with pytest.raises(UserError, match="int2"):
+        ddp_costs((BUCKET,), LINKS, 2, "int2")

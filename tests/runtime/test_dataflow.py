@@ -45,6 +45,21 @@ def begun(flow):
     return found
 
 
+def test_a_difference_of_weights_waits_for_the_one_before():
+    """Messages of two ranks: the second is a difference to the first."""
+    instructions = (
+        weights(Action.RECV, 1, version=1),
+        weights(Action.RECV, 2, version=2),
+        weights(Action.RECV, 2, stage=1, version=2),
+    )
+    assert begun(flow_of(*instructions)) == [0, 1, 2]
+    flow = Dataflow(instructions, 0, ordered=False, chained=(Buffer.GRADIENT, Buffer.WEIGHTS))
+    flow.open(3)
+    assert begun(flow) == [0, 2]
+    flow.end(0)
+    assert begun(flow) == [1]
+
+
 def test_only_messages_of_one_kind_share_a_waiter():
     """An update of a row of devices waits for them, and must not hold up a collective."""
     update = Instruction(0, Action.UPDATE, 0, step=0, version=1)
