@@ -79,11 +79,11 @@ def test_memory_of_weights_by_hand():
 def test_classes_of_accuracy():
     levels = [coarseness(name) for name in ("none", "fp16", "bf16", "int8", "int4")]
     assert levels == [0, 1, 1, 2, 3]
-    replicated = accuracy_class("int8", late=True)
-    sharded = accuracy_class("int8", late=True, state="sharded")
+    replicated = accuracy_class("int8", is_late=True)
+    sharded = accuracy_class("int8", is_late=True, state="sharded")
     assert sharded.startswith(replicated)
     assert sharded != replicated
-    assert accuracy_class("none", late=True, state="sharded") == "late weights"
+    assert accuracy_class("none", is_late=True, state="sharded") == "late weights"
 
 
 def test_refuses_other_compressions():
