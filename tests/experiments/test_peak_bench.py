@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.library_memory import BACKWARD, FORWARD, LibraryMemory
+from tests.stages import cut
 from tests.thorough import more
 from toolkit.cost import profile
 from toolkit.cost.library_workspace import add_library_workspace
@@ -72,7 +73,7 @@ def peak_of_meta_tensors(schedule, options, stages, images, memory):
 
 def stages_of_resnet18(images):
     with torch.device("meta"):
-        return partition(build("resnet18", 1000, 64), 4, images)
+        return cut(build("resnet18", 1000, 64), 4, images)
 
 
 @pytest.mark.parametrize(

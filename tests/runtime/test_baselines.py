@@ -244,6 +244,8 @@ def _ops_run():
 def found():
     """By case: what each rank came to."""
     by_case = {}
+    for case in (CASES | COMPRESSED).values():
+        case.stages()  # analysed once, before all ranks would
     for n_ranks in RANKS:
         by_rank = launch(follow_all, n_ranks, n_ranks)
         by_case |= {name: [on_rank[name] for on_rank in by_rank] for name in by_rank[0]}

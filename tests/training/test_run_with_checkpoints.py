@@ -1,5 +1,7 @@
 """Runs that are stopped, resumed and rolled back end as if nothing had happened."""
 
+import copy
+import functools
 import math
 import os
 import re
@@ -44,6 +46,11 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def configured(*options):
+    return copy.deepcopy(_configured(*options))
+
+
+@functools.cache
+def _configured(*options):
     schema.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config = compose("train", [*TINY, "epochs=3", "stages=2", "microbatches=2", *options])
