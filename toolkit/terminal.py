@@ -1,5 +1,6 @@
 """Text for a terminal: lines that are broken between words, and what is being done."""
 
+import multiprocessing
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ _COMMAND = re.compile(
     r"\s*(?:[\w ,]+: )?(?:[A-Z_]+=\S+ )*"
     r"(?:cyclic-dp|torchrun|srun|(?:\S*/)?python[\d.]*|wandb sync) "
 )
+_CLEAR_LINE = "\r\x1b[K"
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
 
 
@@ -39,7 +41,10 @@ def show(text: str = "", file: TextIO | None = None) -> None:
         file: standard output by default.
     """
     stream = file or sys.stdout
-    print(fitted(text, stream), file=stream, flush=True)
+    line_begin = ""
+    if stream.isatty() and multiprocessing.parent_process() is not None:
+        line_begin = _CLEAR_LINE  # it may hold the bar of another process of a sweep
+    print(f"{line_begin}{fitted(text, stream)}", file=stream, flush=True)
 
 
 def fitted(text: str, stream: TextIO) -> str:

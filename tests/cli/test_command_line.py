@@ -186,6 +186,12 @@ situations models=[nope] | models=\[nope\]: \+model@models.NAME=
 train 'schedule.phases={epochs: 1}' | schedule.phases=\[\{epochs: 1\}\]
 pipelines data.image_size=8 | option data.image_size
 compare schedule=dp | option schedule:
+memory workers=4,8 | workers=4,8 .* workers=\[4,8\]
+situations ratios=1 | ratios=1: .* ratios=\[1\]
+compare tracking.tags=mine | tracking.tags=mine: .* tracking.tags=\[mine\]
+memory model.target=./my_net.py | model.target=./my_net.py .* model.target=my_net.NAME
+memory model.target=tests.cli.test_build | model.target=tests.cli.test_build .* module
+memory model.target=tests.cli.test_build.HERE | model.target=tests.cli.test_build.HERE .* str
 compare rules.dpp.delay=1 | rules.dpp.delay
 compare schedule@rules.mine=dp | \+schedule@rules.mine=
 compare data.batch=3 | option data.batch
@@ -253,6 +259,26 @@ def test_flags_that_go_together():
     shown = run("train", "--cfg", "job", "--resolve", "--package", "optimizer").out
     assert OmegaConf.create(shown).lr == 0.1
     assert "--resolve" not in run("train", "--resolve", "--help").err
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+def test_an_output_folder_without_a_name_is_refused(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    refused(name, *TINY, "hydra.run.dir=", match="hydra.run.dir=")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [("def net(:", "SyntaxError"), ("import not_there_at_all", "'not_there_at_all'")],
+)
+def test_an_error_in_the_users_module_is_named(monkeypatch, tmp_path, text, pattern):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    module = f"net_with_{pattern.strip(chr(39)).lower()}"
+    (tmp_path / f"{module}.py").write_text(f"{text}\n")
+    target = f"model.target={module}.net"
+    refused("memory", target, match=f"{target} .* {module} raises .*{pattern}")
 
 
 def test_a_folder_may_be_named_like_a_glob(tmp_path):

@@ -28,10 +28,13 @@ def test_each_row_is_a_stage(name, text, tmp_path):
     ("text", "wrong"),
     [
         ("", "a row per stage"),
-        ("forward_ms\n1", "columns are"),
+        ("forward_ms\n1", "columns, between commas, are"),
+        (CSV.replace(",", ";"), "columns, between commas, are"),
         (CSV.replace("12,100", "fast,100"), "stage 0: backward_weights_ms .* got 'fast'"),
-        (CSV.replace("20,16", "20,-16"), "at least 0"),
-        (CSV + ",7", "columns are"),
+        (CSV.replace("20,16", "20,-16"), "stage 1: backward_inputs_ms .* got '-16'"),
+        (CSV.replace("20,16", "nan,16"), "stage 1: forward_ms .* got 'nan'"),
+        (CSV + ",7", "columns, between commas, are"),
+        (f"{','.join(COLUMNS)}\n0,0,0,1,1,1", "no stage takes any time"),
     ],
 )
 def test_other_files_are_refused(text, wrong, tmp_path):

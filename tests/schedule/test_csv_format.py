@@ -358,3 +358,12 @@ def test_a_file_too_large_to_be_read(tmp_path):
         file.truncate(20 * 2**30)
     with pytest.raises(UserError, match=f"{path} cannot be read .*bytes"):
         Schedule.from_csv(path)
+
+
+def test_a_wrong_cell_is_named_with_its_file(tmp_path):
+    path = tmp_path / "other_tool.csv"
+    path.write_text("rank,op\n0,forward\n")
+    with pytest.raises(UserError, match=rf"{path}, row 1, column 1: 'rank'"):
+        Schedule.from_csv(path)
+    with pytest.raises(UserError, match=r"^row 1, column 1: 'rank'"):
+        Schedule.from_csv(path.read_text())

@@ -22,6 +22,7 @@ from toolkit.terminal import show_import
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
 _SIZES = ("ranks", "stages", "microbatches", "steps")
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _MAX_OPS = 1_000_000  # of a training step
 
 
@@ -115,7 +116,7 @@ def check_given(experiment: str, arguments: Sequence[str]) -> None:
         arguments: flags and options.
 
     Raises:
-        UserError: it names an unknown choice of a group, or gives a size twice.
+        UserError: it names an unknown choice of a group or no output folder, or gives a size twice.
     """
     config_folders, group_names = folders(arguments), groups(conf())
     argument_of_option = {key_of(argument): argument for argument in parse(arguments).overrides}
@@ -123,6 +124,8 @@ def check_given(experiment: str, arguments: Sequence[str]) -> None:
         group = key.partition("@")[0]
         if not key:
             raise UserError(f"{argument!r} is not OPTION=VALUE")
+        if key in _FOLDERS and not unquoted(value_of(argument)):
+            raise UserError(f"{argument} names no folder: give one, such as {key}=outputs/mine")
         if group in group_names and "=" in argument:
             _check_choice(argument, choices(config_folders, group))
     if all(name in argument_of_option for name in _SAME):

@@ -33,6 +33,8 @@ _TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
 _NO_NAME = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'\?")
 _UNLOCATED = re.compile(r"Error loading '|Empty path|Located non-")
+_NOT_CALLABLE = re.compile(r"Expected a callable target, got .* of type '(\w+)'", re.DOTALL)
+_SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes at most")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
@@ -92,6 +94,12 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
         return f"{option} takes other options: {reason}"
     missing_module = _NO_MODULE.search(reason)
     missing_name = _NO_NAME.search(reason)
+    import_error = cause.__cause__  # of the user's module; Hydra asks whether it is installed
+    if missing_module and not _is_missing(missing_module[1], import_error):
+        return (
+            f"{option} cannot be imported: {missing_module[1]} raises"
+            f" {type(import_error).__name__}: {first_line(import_error)}"
+        )
     if missing_module and missing_module[1] in _INSTALLABLE:
         reason = missing_message(missing_module[1])
     elif missing_module:
@@ -99,6 +107,11 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
     elif missing_name:
         reason = f"{missing_name[2]} has no {missing_name[1]}"
     return f"{option} cannot be imported from {Path.cwd()} or an installed package: {reason}"
+
+
+def _is_missing(module: str, error: BaseException | None) -> bool:
+    """Return whether there is no such module, rather than an error in it."""
+    return error is None or (isinstance(error, ModuleNotFoundError) and error.name == module)
 
 
 def _of_machine(error: Exception) -> str | None:
@@ -134,6 +147,12 @@ def _of_values(error: Exception) -> str | None:
         return first_line(error)
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
         return f"hydra/sweeper=optuna: {first_line(error)}"
+    not_callable = _NOT_CALLABLE.match(str(error))
+    if not_callable:
+        return (
+            f"{_target_argument()} is no function or class of a module, such as my_net.NAME: got"
+            f" something of type {not_callable[1]}"
+        )
     if _UNLOCATED.match(str(error)) and _raised_in(error, "hydra"):
         reason = " ".join(str(error).split())
         return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {reason}"
@@ -186,6 +205,14 @@ def _foreign_letter(override: str) -> str | None:
     return letters[0]
 
 
+def _target_argument() -> str:
+    """Return the argument of this command that names the user's model; else ``a _target_``."""
+    for argument in sys.argv[1:]:
+        if argument.startswith("model.target="):
+            return argument
+    return "a _target_"
+
+
 def _argument_of(file_name: str) -> str:
     """Return the argument of this command that has a part of a file's path; else the path."""
     for argument in sys.argv[1:]:
@@ -216,6 +243,13 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
     cause = ""
     if isinstance(error.__cause__, Exception):
         cause = first_line(error.__cause__)
+    several_values = _SEVERAL.match(message)
+    if several_values:
+        option, value = key_of(several_values[1]), value_of(several_values[1])
+        return (
+            f"{several_values[1]} has several values: {option}=[{value}] is a list, and -m"
+            f" {several_values[1]} is a run for each"
+        )
     option_names = schema.option_names(experiment)
     unknown_option = _NO_OPTION.match(message)
     if unknown_option:
@@ -236,7 +270,8 @@ def _refused_value(override: str, cause: str, option_names: list[str]) -> str:
     expected_type = _OF_TYPE.search(cause)
     if expected_type and expected_type[1] in _TYPES:
         return f"{override}: {option} is {_TYPES[expected_type[1]]}: got {value!r}"
-    if _OTHER_SHAPE in cause and not value.startswith("["):
+    is_list = "is not a ListConfig" in cause or _OTHER_SHAPE in cause
+    if is_list and not value.startswith("["):
         return f"{override}: {option} is a list: expected {option}=[{value}]"
     if _OTHER_SHAPE not in cause and not _WITHIN.search(cause):
         return f"{override}: {cause}"

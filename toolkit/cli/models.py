@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_method
@@ -42,6 +43,7 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
         options = _named(config, form)
         form_arguments = form.arguments
     else:
+        _check_target(str(target))
         options = {"_target_": target, **config.arguments}
         form_arguments = {}
     model = make(options, "model", "toolkit.model.build", **form_arguments)
@@ -51,6 +53,16 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
             " a function that returns one"
         )
     return model
+
+
+def _check_target(target: str) -> None:
+    """Raise UserError if ``model.target`` is a path instead of a dotted name."""
+    if "/" in target or target.endswith(".py"):
+        module = Path(target).stem
+        raise UserError(
+            f"model.target={target} is a path: give a function or a class in that file by the name"
+            f" of its module, such as model.target={module}.NAME, from the folder of the file"
+        )
 
 
 def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from toolkit.cli.hydra_args import key_of, shell_option, value_of
+from toolkit.cli.sweep_logs import make_readable
 from toolkit.errors import UserError
 from toolkit.files import read_plain, started_by, write_json
 from toolkit.format import count, table
@@ -115,6 +116,7 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
+        make_readable()
         if is_rank_zero():
             Sweep.folder = folder = Path(config.hydra.sweep.dir)
             Sweep.is_new = not folder.exists()

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +155,16 @@ def read_costs(path: Path) -> FileCosts:
             rows = read_plain(path)
     except OSError as error:
         raise UserError(f"costs={path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"costs={path} cannot be read: it is not text; save the table as a CSV file"
+        ) from error
     except (ValueError, csv.Error) as error:
         raise UserError(f"costs={path} cannot be read: {first_line(error)}") from error
     if not isinstance(rows, list) or not rows:
-        raise UserError(f"costs={path} has a row per stage: got none; columns {', '.join(COLUMNS)}")
+        raise UserError(
+            f"costs={path} is a list with a row per stage: got none; columns {', '.join(COLUMNS)}"
+        )
     costs = []
     batches = []
     input_bytes = 0.0
@@ -168,6 +174,8 @@ def read_costs(path: Path) -> FileCosts:
         input_bytes = cost.output_bytes
         costs.append(cost)
         batches.append(_batch_of_row(row, place))
+    if not any(sum(_seconds(cost)) for cost in costs):
+        raise UserError(f"costs={path}: no stage takes any time; give milliseconds above 0")
     if len({*batches}) > 1:
         raise UserError(
             f"costs={path}: all rows are of one micro-batch: got {BATCH} {batches}; measure them"
@@ -195,17 +203,21 @@ def _cost_of_row(row: Any, place: str, input_bytes: float) -> StageCost:
     if not isinstance(row, dict) or {*row} - {BATCH} != {*COLUMNS}:
         columns = sorted(map(str, row)) if isinstance(row, dict) else row
         raise UserError(
-            f"{place}: columns are {', '.join(COLUMNS)}, and {BATCH} may follow: got {columns}"
+            f"{place}: columns, between commas, are {', '.join(COLUMNS)}, and {BATCH} may follow:"
+            f" got {columns}"
         )
     values = {}
     for name in COLUMNS:
         value = row[name]
         try:
-            values[name] = float(value)
+            number = float(value)
         except (TypeError, ValueError):
+            number = nan
+        if not 0 <= number < inf:
             raise UserError(
-                f"{place}: {name} is a number, {COLUMNS[name]}: got {value!r}"
-            ) from None
+                f"{place}: {name} is a number, 0 or more, of {COLUMNS[name]}: got {value!r}"
+            )
+        values[name] = number
     backward_ms = values["backward_inputs_ms"] + values["backward_weights_ms"]
     return StageCost(
         flops=0.0,

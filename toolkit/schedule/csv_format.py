@@ -105,8 +105,11 @@ def read_csv(source: str | Path) -> CsvOrders:
     slots: dict[Op, int] = {}
     messages: dict[tuple[int, str], str] = {}
     periods: dict[int, str] = {}  # where each one is
+    content = _content(source)
+    is_text = content == str(source).removeprefix("\ufeff")
+    file_prefix = "" if is_text else f"{source}, "
     try:
-        rows = [*csv.reader(io.StringIO(_content(source)))]
+        rows = [*csv.reader(io.StringIO(content))]
     except csv.Error as error:
         raise UserError(f"rank orders that cannot be read as CSV: {error}") from None
     for row, cells in enumerate(rows, 1):
@@ -115,7 +118,7 @@ def read_csv(source: str | Path) -> CsvOrders:
         for slot, cell in enumerate(map(str.strip, cells)):
             if not cell:
                 continue
-            location = f"row {row}, column {slot + 1}"
+            location = f"{file_prefix}row {row}, column {slot + 1}"
             with_period = _WITH_PERIOD.fullmatch(cell)
             if with_period is not None:
                 cell = with_period[1]
