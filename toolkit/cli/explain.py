@@ -95,7 +95,7 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
     missing_module = _NO_MODULE.search(reason)
     missing_name = _NO_NAME.search(reason)
     import_error = cause.__cause__  # of the user's module; Hydra asks whether it is installed
-    if missing_module and not _is_missing(missing_module[1], import_error):
+    if missing_module and import_error and not _is_missing(missing_module[1], import_error):
         return (
             f"{option} cannot be imported: {missing_module[1]} raises"
             f" {type(import_error).__name__}: {first_line(import_error)}"
@@ -109,9 +109,9 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
     return f"{option} cannot be imported from {Path.cwd()} or an installed package: {reason}"
 
 
-def _is_missing(module: str, error: BaseException | None) -> bool:
+def _is_missing(module: str, error: BaseException) -> bool:
     """Return whether there is no such module, rather than an error in it."""
-    return error is None or (isinstance(error, ModuleNotFoundError) and error.name == module)
+    return isinstance(error, ModuleNotFoundError) and error.name == module
 
 
 def _of_machine(error: Exception) -> str | None:
