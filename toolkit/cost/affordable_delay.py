@@ -60,6 +60,7 @@ def affordable_delay(
     if not (isinstance(within, int | float) and within >= 0):
         raise UserError(f"within is a share of a step, 0 or more: got {within!r}")
     search = _DelaySearch(schedule, costs, hardware, optimizer_bytes)
+    # Without fresh weights no rank waits for weights: no delay takes less time.
     limit = (1 + within) * search.seconds([])
     entries = search.entries_by_slack()
 
@@ -109,6 +110,7 @@ class _DelaySearch:
         """Return the ticks for which newest weights may travel before they are read."""
         stage, microbatch = entry
         timing = self._schedule.timing
+        # Weights of an update are read at the earliest by the forward of the next period.
         next_forward = timing.starts[Op(Kind.FORWARD, stage, microbatch)] + timing.period
         return next_forward - timing.update_ready(stage, self._schedule.n_microbatches)
 
@@ -125,6 +127,8 @@ class _DelaySearch:
         """Return the delay in which these entries are fresh and all others at least a step late."""
         rows = []
         for stage, delays in enumerate(self._freshest):
+            # A weight that the timing makes late anyway stays as late as it is; others become one
+            # step late.
             row = [max(steps, 1) for steps in delays]
             for microbatch, steps in enumerate(delays):
                 if (stage, microbatch) in fresh_entries:

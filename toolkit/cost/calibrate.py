@@ -35,6 +35,8 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
             if n_bytes:
                 update_seconds_per_byte.append(span_seconds / n_bytes)
         else:
+            # Both ends of a message have a span, and so has each rank of a collective. They share
+            # all of this.
             message = (span.name, span.stage, span.step, span.microbatch, span.start)
             spans_of_message[message].append(span)
 
@@ -48,12 +50,15 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
                 n_rounds = max(1, rounds(action, len(spans)))
             message_seconds.append((span.end - span.start) / n_rounds)
 
+    # Without updates or messages there is nothing to fit: they take no time then.
     bandwidth = inf
     if update_seconds_per_byte and median(update_seconds_per_byte):
         bandwidth = 1 / median(update_seconds_per_byte)
     latency = 0.0
     if message_seconds:
         latency = median(message_seconds)
+    # Ops have measured seconds, so the rate of arithmetic does not matter. A message has a latency
+    # only: one size tells nothing of bandwidth.
     return timed_costs, Hardware("calibrated", inf, bandwidth, inf, latency)
 
 

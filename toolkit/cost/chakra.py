@@ -44,6 +44,7 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
     for index, (instruction, needed_indices) in enumerate(
         zip(order, needs(order, rank), strict=True)
     ):
+        # A trace has no node for a release, so that identifiers have gaps there.
         if instruction.action == Action.FREE:
             continue
         attributes: dict[str, Any] = {"is_cpu_op": False}
@@ -72,6 +73,7 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
             microseconds = round(
                 costs[instruction.stage].op_seconds(hardware)[instruction.action] * 1e6
             )
+            # Only ops have durations and share the rank's compute, so only they are chained.
             control_dependencies, last_op = last_op, [index]
         data_dependencies = [
             dependency for dependency in needed_indices if order[dependency].action != Action.FREE

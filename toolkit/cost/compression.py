@@ -64,6 +64,7 @@ def compressed_costs(
     compressed = []
     for cost in costs:
         if compression in SIXTEEN_BITS:
+            # A model in 16 bits sends the same bytes. Statistics of norms keep their own type.
             half_bytes = cost.parameter_bytes * min(1.0, 2 / item_bytes)
             compressed_cost = replace(
                 cost,
@@ -75,6 +76,8 @@ def compressed_costs(
             bits = GRADIENT_BITS[compression]
             differences = sends_differences(state)
             bits_of_weight = weight_bits(bits, differences=differences)
+            # The sender keeps what rounding lost and adds it to its next message, so it keeps one
+            # number for each gradient.
             n_bytes = quantized_bytes(n_numbers, bits)
             compressed_cost = replace(
                 cost,

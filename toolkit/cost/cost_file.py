@@ -85,6 +85,7 @@ class FileCosts:
                 f"partition={cut} names modules, and costs={self.path} has rows: choose"
                 f" {', '.join(MEASURES)}"
             )
+        # Equal loads may be cut in several places. The cut over which less is sent then counts.
         across = [round(cost.output_bytes) for cost in self.rows[:-1]]
         costs = self._merged(balanced(self._loads(str(cut)), across, n_stages))
         return recomputing(costs, self.checkpoint)
@@ -150,6 +151,8 @@ def read_costs(path: Path) -> FileCosts:
     try:
         check_regular(path)
         if path.suffix == ".csv":
+            # Values of a CSV file are texts, and those of a YAML file numbers: _cost_of_row takes
+            # both.
             rows: Any = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
         else:
             rows = read_plain(path)
@@ -171,6 +174,7 @@ def read_costs(path: Path) -> FileCosts:
     for stage, row in enumerate(rows):
         place = f"costs={path}, stage {stage}"
         cost = _cost_of_row(row, place, input_bytes)
+        # A stage keeps what it receives, and receives what the stage before it sends.
         input_bytes = cost.output_bytes
         costs.append(cost)
         batches.append(_batch_of_row(row, place))

@@ -98,6 +98,7 @@ class EventQueue:
                 handlers[instruction.action](number, self._ranks[number], instruction, ready_time)
             next_time = self._events[0][0] if self._events else inf
             if self._shared and self._shared.next_end() <= next_time:
+                # At equal times ends come first: what ends makes room for what begins.
                 self._end_sharing(self._shared)
             elif self._events:
                 self._serve()
@@ -173,10 +174,13 @@ class EventQueue:
             self._wishes[number] = _Wish(lanes, seconds, on_start, ports)
         else:
             self._wishes[number] = _Wish(ports, seconds, on_start)
+        # The order of the tuple is the order of service: time, then the program's order.
         heappush(self._events, (ready, instruction.tick, kind, number))
 
     def end(self, number: int, when: float) -> None:
         """End an instruction; those that waited only for it become ready."""
+        # An instruction starts when the last one that it waits for has ended, so its time is a
+        # maximum.
         ready_times = self._ready_times
         n_awaited = self._n_awaited
         for user in self._users[number]:

@@ -66,6 +66,7 @@ class Hardware:
     def __post_init__(self) -> None:
         flops_in_16_bits = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
         whole(self.ranks_per_machine, "hardware.ranks_per_machine", 1)
+        # Lists are checked item by item, so that a message names the rank.
         positive_values = vars(self) | {"flops_in_16_bits": flops_in_16_bits}
         for name in ("speeds", "memories"):
             positive_values |= {
@@ -79,6 +80,8 @@ class Hardware:
             latency = getattr(self, name)
             if not (isinstance(latency, float | int) and 0 <= latency < inf):
                 raise UserError(f"hardware.{name} is 0 or more seconds: got {latency!r}")
+        # Machines of one rank have no inner links; and the default of inner links, which take no
+        # time, is not what machines of several ranks have.
         if (self.ranks_per_machine > 1) != (self.local_bandwidth < inf):
             raise UserError(
                 "hardware.ranks_per_machine above 1 and hardware.local_bandwidth go together: got"
@@ -136,6 +139,8 @@ class Hardware:
             n_bytes: of the tensor on each rank.
             ranks: those that take part.
         """
+        # First within each machine, where the fullest one counts, then among one rank of each
+        # machine.
         members = Counter(map(self.machine, ranks))
         seconds = 0.0
         for n_members, is_local in ((max(members.values()), True), (len(members), False)):

@@ -95,6 +95,7 @@ def add_library_workspace(
     with refused(stages.model, values), kept_generators(values):
         for cost, stage in zip(costs, stages, strict=True):
             stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
+            # cuDNN chooses algorithms and loads kernels in the first run; those stay in memory.
             first_run = partial(stage_copy, *_new_leaves(values))
             *_, outputs = timed(first_run, device, precision)
             del first_run
@@ -111,6 +112,7 @@ def add_library_workspace(
                     backward_working_bytes=backward_bytes,
                 )
             )
+            # Real outputs, since the next stage has to run on the device as well.
             values = received_inputs(outputs)
     return tuple(measured)
 

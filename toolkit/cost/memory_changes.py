@@ -135,8 +135,11 @@ class MemoryChanges:
         """Free the sum that an instruction uses from ``start`` to ``end``."""
         times = self._contributions.pop((rank, stage, step))
         n_bytes = self._gradient_bytes[stage]
+        # A sum takes memory from its first gradient on, however many are added to it later.
         self.hold(min(times), rank, GRADIENTS, n_bytes)
         self.hold(end, rank, GRADIENTS, -n_bytes)
+        # Instructions are not handled in order of time. A gradient that comes after the start of
+        # this use is not in the sum that is used, but in the next one of this stage and step.
         later_times = [when for when in times if when > start]
         if later_times:
             self._contributions[rank, stage, step] = later_times

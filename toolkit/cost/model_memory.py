@@ -67,9 +67,11 @@ class MemoryCurve:
         """
         period = self.edges[-1]
         shifts = np.arange(n) * period / n
+        # The total changes only where some worker's curve does.
         times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
         rounding = 1e-9 * period  # rounding separates edges that coincide
         times = times[(np.diff(times, prepend=-period) > rounding) & (period - times > rounding)]
+        # The curve is evaluated between its edges, where rounding cannot choose the wrong side.
         middles = (times + np.append(times[1:], period)) / 2
         total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
         return times, total
@@ -117,6 +119,13 @@ def memory_curve(
     else:
         forward = [_duration(node.forward, axis, hardware) for node in costs.values()]
         backward = [_duration(node.backward, axis, hardware) for node in costs.values()]
+    # What the nodes have kept rises during the forward, and falls in reverse in the backward:
+    #
+    #     bytes        ___
+    #               __|   |__
+    #            __|         |__
+    #           |_______________|___ time
+    #            forward  backward
     kept_bytes = np.cumsum([node.activations for node in costs.values()])
     durations = [*forward, *backward[::-1]]
     if any(durations):
@@ -166,6 +175,7 @@ class _Stopwatch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        # Each node has its own graph, so that its backward contains no other node's.
         (args, kwargs), _ = cut_off((args, kwargs), changed=True)
         run = partial(getattr(self, n.op), n.target, args, kwargs)
         forward, backward, output = timed(run, self.device, self.precision)

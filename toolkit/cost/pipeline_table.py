@@ -110,6 +110,8 @@ def assess_pipeline(
     """
     counted_footprint = footprint(schedule)
     step = settled_steps(schedule)
+    # A step in the middle has as many steps before it as after it, so that all its messages are
+    # there.
     settled_program = schedule.lower(2 * step + 1)
     boundaries = 0
     for instruction in chain.from_iterable(settled_program.ranks):
@@ -118,6 +120,7 @@ def assess_pipeline(
     costs: Costs = unit_costs(schedule.n_stages, backward=2.0)
     if file_costs is not None:
         costs = file_costs(schedule.n_stages)
+    # Links take no time here, as in the tables that papers print.
     timeline = simulate_steady_steps(schedule, costs, UNIT)
     row = {
         "method": method,

@@ -61,6 +61,8 @@ class ProgramLinks:
     def _representatives(self) -> list[int]:
         """Return what stands for each instruction: a receive's send, a collective's root."""
         representatives = [*range(len(self.instructions))]
+        # A send and its receive are one event on both ranks, as is a collective on all of its
+        # ranks. One instruction stands for all of them, so that it has one start and one end.
         sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         receives: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         collectives: defaultdict[tuple, list[int]] = defaultdict(list)
@@ -149,6 +151,7 @@ def _waits(
     for index, (instruction, needed_positions) in enumerate(zip(order, needs, strict=True)):
         waited_positions = [position for position in needed_positions if not in_order[position]]
         if in_order[index]:
+            # The op before ended after all earlier ones, so it stands for every op that is needed.
             last_op = previous_op
             previous_op = index
         else:
@@ -162,9 +165,11 @@ def _waits(
                     n_ops_before_lookahead < len(ops)
                     and order[ops[n_ops_before_lookahead]].tick < first_tick
                 ):
+                    # Ticks grow along the program, so one pointer moves over the ops only once.
                     n_ops_before_lookahead += 1
                 if n_ops_before_lookahead:
                     last_op = max(last_op, ops[n_ops_before_lookahead - 1])
+                # The runtime carries out the collectives of a rank one after another.
                 if instruction.action > RECV:
                     if previous_collective >= 0:
                         waited_positions.append(previous_collective)

@@ -73,6 +73,7 @@ class Setting:
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Simulate one training step."""
+        # The paper's times are of a rank's share of the model, whichever number of stages it has.
         stages_per_rank = schedule.n_stages // self.ranks if self.workers is None else 1
         backward = self.inputs + self.weights
         cost = StageCost(
@@ -84,6 +85,7 @@ class Setting:
         )
         overlap_time = 1.0
         if self.overlapped is not None:
+            # The hardware takes a ratio, since pairs of all stages then take the same share.
             overlap_time = self.overlapped / (self.forward + backward)
         machines = Hardware(
             "as published",

@@ -38,6 +38,7 @@ class SharedPorts:
 
     def end(self, now: float) -> list[int]:
         """Remove and return the messages that end by ``now``, which is at most the next end."""
+        # Sorted, so that ties are served in the program's order, and a simulation repeats exactly.
         ended = sorted(number for number, end in self._ends.items() if end <= now)
         self._advance(now)
         for number in ended:
@@ -87,6 +88,7 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
         for port in ports[number]:
             free_share[port] -= rate
             n_unassigned[port] -= 1
+            # A port without further messages never fills up. It must not be chosen again.
             if not n_unassigned[port]:
                 del n_unassigned[port]
 

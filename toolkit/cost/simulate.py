@@ -92,6 +92,8 @@ def _check(
     n_stages = program.schedule.n_stages
     n_ranks = len(program.ranks)
     for name, entries, n_expected, unit in (
+        # Further entries of speeds and memories are fine: a machine may have more ranks than the
+        # program.
         ("costs", costs, n_stages, "stages"),
         ("optimizer_bytes", optimizer_bytes or costs, n_stages, "stages"),
         ("hardware.speeds", hardware.speeds[:n_ranks] or program.ranks, n_ranks, "ranks"),

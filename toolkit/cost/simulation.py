@@ -84,6 +84,7 @@ class Simulation:
 
     def run(self) -> None:
         """Run all instructions, from each change of the schedule to the next."""
+        # Every action that is not named here is a collective.
         begin = dict.fromkeys(Action, self._meet) | {
             **dict.fromkeys(map(Action, Kind), self._compute),
             Action.SEND: self._message,
@@ -113,6 +114,7 @@ class Simulation:
         """
         starts = [0.0] * len(self.program.ranks)
         first_ticks = self.program.first_forwards(tick)
+        # All workers start together, so that none has to wait for a clock.
         if not any(first_ticks.values()):
             return starts
         busy_seconds = [0.0] * len(starts)  # of compute in a training step
@@ -120,6 +122,8 @@ class Simulation:
             rank = schedule.rank(op.stage, op.microbatch)
             busy_seconds[rank] += self.op_seconds[op.stage][op.kind] / self.speeds[rank]
         for rank, first_tick in first_ticks.items():
+            # The stagger is a share of the period. In seconds, a period is at least the busiest
+            # rank's compute.
             starts[rank] = first_tick / schedule.timing.period * max(busy_seconds)
         return starts
 
@@ -136,10 +140,16 @@ class Simulation:
     def _compute(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
         """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
         tick, action, stage, microbatch, step, *_ = instruction
+        # An op starts at the later of two times::
+        #
+        #     ops of the rank  ... | op before |          free_at: the end of the op before
+        #     messages                 -------------->    ready: its inputs are there
+        #     ops of the rank                         | this op |
         start = self.free_at[rank]
         if ready > start:
             start = ready
         memory = self.memory
+        # The boundary is popped: it is used once, and memory stays bounded in long programs.
         if action == FORWARD and stage > 0:
             produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
             key = (rank, stage, microbatch, step)
@@ -148,6 +158,7 @@ class Simulation:
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             arrived_at = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
             gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
+            # The gradient waits in memory from its arrival until the backward takes it.
             memory.work(rank, arrived_at, start, gradient_bytes)
 
         seconds = self.op_seconds[stage][action] / self.speeds[rank]
@@ -157,6 +168,7 @@ class Simulation:
         self.free_at[rank] = end
         name = f"{stage}{LETTERS[action]}{microbatch}"
         slot = tick // self.slot
+        # Made as a plain tuple: this is the innermost loop of the simulator.
         span = (rank, COMPUTE, start, span_end, name, stage, microbatch, step, 0.0, None, slot)
         self.spans.append(_new(Span, span))
 
@@ -173,6 +185,7 @@ class Simulation:
                     activation_bytes = self.costs[stage].activation_bytes
                     memory.hold(start, rank, ACTIVATIONS, activation_bytes)
                     memory.hold(end, rank, ACTIVATIONS, -activation_bytes)
+            # The first half of a split backward has no gradients of weights yet.
             if action != BACKWARD_INPUT:
                 memory.add_to_sum(end, rank, stage, step)
         self.events.end(number, end)
@@ -254,6 +267,7 @@ class Simulation:
         n_bytes = self.message_bytes[instruction.buffer][instruction.stage]
         n_ranks = len(self.machines)
         peers = instruction.peers
+        # A collective keeps both ports of all of its ranks until it ends.
         ports: Ports = (*peers, *(n_ranks + peer for peer in peers))
         machines = {self.machines[peer] for peer in peers}
         if len(machines) > 1:

@@ -105,6 +105,7 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
         n_stages=n_stages,
         groups=situation.machines,
     )
+    # Chains may differ between the rules: each is compared in its best form.
     schedule_v1 = fastest(make, 1, costs, hardware)
     schedule_v2 = fastest(make, FRESHEST, costs, hardware)
     schedule_affordable = affordable_schedule(make, costs, hardware, within=WITHIN)
@@ -178,6 +179,8 @@ def _hardware(situation: Situation) -> Hardware:
     """Return machines on whose links all stages' bytes take ``ratio`` of a step's computation."""
     if not situation.ratio:
         return UNIT
+    # A stage has one byte and takes 1 + _BACKWARD seconds, so that M/C of a stage is that of the
+    # model.
     bandwidth = 1 / ((1 + _BACKWARD) * situation.ratio)
     links = replace(UNIT, link_bandwidth=bandwidth, shared_ports=True)
     if situation.machines is None:

@@ -183,6 +183,7 @@ class StageCost:
         forward, backward = self.seconds(hardware)
         if self.recomputes:
             return [forward, forward + backward, forward + backward, 0.0]
+        # The rest of the backward is the half that the stage before waits for.
         weights = self.weight_seconds(hardware)
         return [forward, backward, backward - weights, weights]
 
@@ -226,6 +227,7 @@ def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple
     with autocast(precision, device):
         output = run()
     forward_end = backward_end = synchronized_time(device)
+    # A stage may also send integers or tensors without a graph: nothing comes back for those.
     differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
     if differentiable_outputs:
         torch.autograd.backward(
@@ -264,6 +266,7 @@ def profile(
     inputs = tensors_of(example)
     costs: list[StageCost] = []
     values, device, extra_bytes = inputs, inputs[0].device, 0
+    # Work and bytes follow from shapes alone. Only seconds need values on the device.
     shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in inputs)
     with refused(stages.model, inputs), kept_generators(inputs):
         for stage in stages:
@@ -364,6 +367,7 @@ def _measure(
         run_inputs = (
             received_inputs(inputs) if any(value.requires_grad for value in inputs) else inputs
         )
+        # Inputs of each run are leaves of their own, or a backward would reach into the run before.
         *run_seconds, outputs = timed(partial(stage_copy, *run_inputs), device, precision)
         seconds.append(run_seconds)
     forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
@@ -375,6 +379,7 @@ def _measure(
         for _ in range(1 + repeats):
             run = partial(stage_copy, *received_inputs(inputs))
             input_backwards.append(timed(run, device, precision)[1])
+        # What is saved without gradients of weights is their share. Noise may make it negative.
         share = max(0.0, 1 - median(input_backwards[1:]) / backward)
     return forward, backward, share, received_inputs(outputs)
 

@@ -26,5 +26,6 @@ def simulate_steady_steps(
         optimizer_bytes: as in :func:`toolkit.cost.simulate`.
         timed_steps: steady steps, at least, whose mean is the step time.
     """
+    # Verified, so that the simulator may rely on the program: it checks nothing itself.
     program = schedule.lower(steps_to_time(schedule, timed_steps)).verify()
     return simulate(program, costs, hardware, optimizer_bytes)

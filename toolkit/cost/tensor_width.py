@@ -68,6 +68,7 @@ class Width:
         ranks_per_machine = per_machine // self.devices
         return replace(
             self.hardware,
+            # All devices of a rank send at the same time, each its own shard.
             link_bandwidth=self.hardware.link_bandwidth / self.devices,
             ranks_per_machine=ranks_per_machine,
             local_bandwidth=self.hardware.local_bandwidth if ranks_per_machine > 1 else inf,
@@ -75,6 +76,8 @@ class Width:
 
     def seconds(self, exchange: Exchange) -> float:
         """Return the seconds of a collective of the devices of a rank, over a ring."""
+        # A ring of w devices: an all-gather or reduce-scatter has w-1 rounds of 1/w of the bytes,
+        # and an all-reduce is one of each.
         n_rounds = self.devices - 1
         if exchange.action == "all_reduce":
             n_rounds *= 2
@@ -116,6 +119,8 @@ def _device_cost(
 ) -> StageCost:
     """Return the cost of a stage on one device."""
     _, backward_seconds = cost.seconds(width.hardware)
+    # DTensor's kernels do not say which of them make gradients of weights. The share is that of the
+    # whole stage, whose kernels do.
     weight_share = None
     if backward_seconds:
         weight_share = cost.weight_seconds(width.hardware) / backward_seconds

@@ -201,6 +201,7 @@ class Timeline:
 
     def at_peak(self, rank: int) -> dict[str, float]:
         """Return bytes by kind at the moment at which ``rank`` holds the most."""
+        # All kinds together decide on the moment: a kind's own peak may be at another one.
         when, _ = max(self.memory(rank), key=lambda point: point[1], default=(0.0, 0.0))
         bytes_of_kind = dict.fromkeys(KINDS, 0.0)
         for change in self._changes_of[rank]:
@@ -219,6 +220,7 @@ class Timeline:
 
     def bytes_a_step(self) -> tuple[float, ...]:
         """Return the bytes that each rank sends per steady step; the mean of all if none is."""
+        # The first and the last steps send other numbers of bytes than those between.
         n_steps = len(self.steady or self.step_ends)
         return tuple(n_bytes / n_steps for n_bytes in self.bytes_sent(self.steady or None))
 
@@ -298,6 +300,7 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": _HOST, "dur": 0}
         events.append(kernel | launch | {"ts": start, "args": {"correlation": correlation}})
         if span.lane == COMPUTE and span.step is not None:
+            # HTA finds training steps by annotations of the profiler, which span all ops of a step.
             steps[span.step] = [*steps.get(span.step, ()), start, end]
     for step, span_times in steps.items():
         begin = min(span_times)

@@ -81,6 +81,7 @@ class ModelCosts:
 
     def __call__(self, n_stages: int, cut: Cut) -> Costs:
         """Return the costs of ``n_stages``; see :data:`CostsOf`."""
+        # The buckets are the same for every number of stages, so they are costed once.
         key = (0 if cut == BUCKETS else n_stages, str(cut))
         if key not in self._costs:
             traced = self._traced
@@ -217,6 +218,7 @@ def fastest_form(
         cuts: measures to choose from; the first also cuts what has one form only.
         optimizer_words: numbers that the optimizer keeps of each parameter.
     """
+    # All forms are simulated: which one is the fastest depends on costs and links together.
     forms = []
     for candidate, partition in _candidates(schedule, chains, cuts):
         costs = costs_of(candidate.n_stages, partition)
@@ -233,6 +235,7 @@ def _candidates(
         yield schedule, cuts[0]
         return
     is_late = schedule.max_staleness > 0
+    # Without late weights gradients are summed by collectives, which have no order of ranks.
     orders = dict.fromkeys([schedule.chains, *chains]) if is_late else [schedule.chains]
     for order in orders:
         try:
@@ -263,6 +266,7 @@ def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate:
         schedules.append(catalog.cyclic(n_workers, delay, accumulate=accumulate))
     forms = [fastest_form(schedule, costs_of, hardware) for schedule in schedules]
     values = [priced_seconds(form.seconds, form.schedule.mean_staleness) for form in forms]
+    # DP trains exactly, so late weights have to gain something before they are chosen.
     if values[0] <= (1 + NEGLIGIBLE) * min(values):
         return forms[0]
     return forms[values.index(min(values))]
