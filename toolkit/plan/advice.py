@@ -77,6 +77,7 @@ def advise(pilot: "Pilot") -> Advice:
     roll_back: tuple[str, ...] = ()
     if pilot.rules:
         rule = pilot.late.rule
+        # A rule that reads no weight late trains as DP does: there is nothing to watch.
         if choice in (ADOPT, TRY) and pilot.late.predicted.staleness > 0:
             watch = _watch(pilot)
             roll_back = _roll_back(pilot, choice)
@@ -126,6 +127,7 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     reasons = [*gain_reasons, *remarks, _accuracy(pilot)]
     if not late_rule.predicted.staleness:
         return ADOPT, reasons
+    # A training that learned nothing, or a test that all pass, excludes no loss.
     shows_accuracy = training and training.learned and not training.blind
     if shows_accuracy and training.difference.interval[0] >= -TOLERANCE:  # type: ignore[union-attr]
         return ADOPT, reasons
@@ -137,6 +139,7 @@ def gains(pilot: "Pilot", late_rule: "RuleFindings") -> list[str]:
     reasons = []
     if late_rule.predicted.fits and not pilot.of("DP").predicted.fits:
         reasons.append(f"memory: {_needs(pilot, late_rule)}")
+    # The slowest of the range decides: a gain has to be sure.
     if late_rule.speed[2] < 1 - WORTH:
         reason = _speed(pilot, late_rule)
         if pilot.placement == "per_microbatch":
@@ -161,6 +164,7 @@ def _remarks(pilot: "Pilot") -> list[str]:
             explanation = (
                 "but none on a device of its own: it counts with placement='one' or 'per_stage'"
             )
+        # All workers run on one device here, so that this is the sum over them.
         share = 1 - late_rule.activations / dp_rule.activations if dp_rule.activations else 0.0
         difference = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
         remarks.append(
@@ -304,6 +308,7 @@ def _comparison_command(late_candidate: Candidate, pilot: "Pilot") -> str:
             arguments.append(quote(f"~rules.{usual_rule}"))
     if name not in usual_rules:
         arguments.append(f"+schedule@rules.{name}={name}")
+    # DP must see as many samples in a step as the rule that it is compared with.
     n_rounds = late_candidate.spec.accumulate or 1
     if n_rounds > 1:
         arguments.append(f"rules.dp.accumulate={n_rounds}")

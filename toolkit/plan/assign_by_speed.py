@@ -44,6 +44,7 @@ def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float])
     for microbatch in range(n_microbatches):
         _, rank = ends[0]
         microbatches_of_rank[rank].append(microbatch)
+        # Computed anew rather than added up, so that no rounding decides between equal ranks.
         next_end = (len(microbatches_of_rank[rank]) + 1) / speeds[rank]
         heapq.heapreplace(ends, (next_end, rank))
     if [] in microbatches_of_rank:

@@ -112,6 +112,8 @@ class Candidate:
             return f"{overrides} batch={self.batch} checkpoint={self.checkpoint}"
         overrides = self.spec.overrides()
         if self.within is not None:
+            # The command searches for the delay again, since a matrix is too long for a command
+            # line.
             overrides = replace(self.spec, delay=None).overrides()
             overrides += f" 'schedule.delay={{within: {self.within:g}}}'"
         return (
@@ -155,10 +157,12 @@ def candidates(
     all_candidates: list[Candidate] = []
     specs = [*_specs(n_ranks, stages)]
     if buckets is not None and n_ranks > 1:
+        # DDP sends a message per bucket, not per stage, so cuts into stages would only repeat it.
         specs = [spec for spec in specs if not _is_ddp(spec)]
         all_candidates += _ddp_candidates(n_ranks, batch, buckets)
     for spec in specs:
         microbatches_per_step = spec.microbatches * (spec.accumulate or 1)
+        # The time to simulate grows with the ops. Many ranks need that many ops in any case.
         is_small = spec.stages * microbatches_per_step <= max(MAX_OPS, n_ranks**2)
         if is_small and batch % microbatches_per_step == 0 and _exists(spec):
             microbatch_size = batch // microbatches_per_step
@@ -219,6 +223,7 @@ def _exists(spec: ScheduleSpec) -> bool:
 
 def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
     """Yield the methods of the catalogue in all sizes that ``n_ranks`` allow."""
+    # A multiple of the ranks, so that workers start whole slots apart.
     n_stages = min(n_ranks * -(-_STAGES // n_ranks), max_stages)
     for name, method in METHODS.items():
         if method.kind == "pipeline":

@@ -31,6 +31,8 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
 
     if not fitting:
         return None
+    # Predictions are not exact to a few per cent. Within that, what is certain decides: memory,
+    # recomputation and staleness.
     cost_limit = (1 + NEGLIGIBLE) * min(map(cost, fitting))
     if baseline.fits and cost(baseline) <= cost_limit:
         return baseline
@@ -88,6 +90,7 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
     for prediction in predictions:
         schedule = prediction.schedule
         is_small = schedule.n_stages * schedule.n_microbatches <= _MAX_OPS_OF_SEARCH
+        # Only CDP-v1 has room: the freshest delay is as fresh as the timing allows.
         is_late = options_of(prediction.candidate.spec.method).get("delay") == 1
         is_exact = prediction.coarseness == 0
         if not (prediction.fits and is_small and is_late and is_exact):
@@ -103,5 +106,6 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
         )
         if not has_fresher_rival:
             late_predictions.append(prediction)
+    # Each search simulates many delays, so only the fastest are worth one.
     fastest = sorted(late_predictions, key=attrgetter("seconds"))[:_MAX_DELAY_SEARCHES]
     return [prediction.candidate for prediction in fastest]

@@ -54,6 +54,7 @@ def plan_costs(
     if not options.command_options:
         options = replace(options, command_options=_COMMAND_OPTIONS)
     sizes = rank_numbers(ranks, batch)
+    # Rows are the smallest parts of a bucket, so there are as many buckets as rows allow.
     n_buckets = len(costs(1, BUCKETS))
     sweep = new_sweep(hardware, partial(_costs_of_candidates, costs), options, on_progress)
     all_candidates = sweep.find_candidates(sizes, batch, n_buckets, microbatch=costs.batch)

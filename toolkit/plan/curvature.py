@@ -87,6 +87,7 @@ def largest_curvature(
     if not batches:
         raise UserError("batches are empty: give at least one (inputs, targets)")
     generator = torch.Generator().manual_seed(seed)
+    # On the CPU, so that every device starts from the same vector.
     start = tuple(
         torch.randn(weights.shape, generator=generator).to(weights)
         for weights in parameters.values()
@@ -138,6 +139,7 @@ def _top_eigenvalue(products: Iterable[LanczosStep], tolerance: float, end: floa
         off_diagonal.append(beta)
         values, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         value = float(values[-1])
+        # The residual norm of Lanczos' estimate: |beta| times the last entry of its eigenvector.
         error = abs(beta * float(vectors[-1, -1]))
         n_products = len(diagonal)
         # The first estimates can be those of a vector without a part in the top eigenvector.
@@ -180,6 +182,9 @@ def _lanczos(product: Callable[[Vector], Vector], start: Vector) -> Iterator[Lan
                 new_vector, basis_vector, previous_vector, strict=True
             )
         )
+        # Lanczos' three-term recurrence, with H the Hessian and v the basis:
+        #
+        #     beta_k v_{k+1} = H v_k - alpha_k v_k - beta_{k-1} v_{k-1}
         beta = _dot(new_vector, new_vector) ** 0.5
         yield basis_vector, alpha, beta
         previous_vector = basis_vector
@@ -222,6 +227,8 @@ def _product(
                 gradients = grad(
                     loss_value, weight_tensors, create_graph=True, materialize_grads=True
                 )
+                # The slope of the loss along the vector; its gradient is the Hessian times the
+                # vector.
                 directional_slope = sum(
                     (gradient * tensor).sum()
                     for gradient, tensor in zip(gradients, vector, strict=True)

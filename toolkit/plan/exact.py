@@ -60,10 +60,13 @@ def solve(
     model.cp.minimize(model.period)
     first_seconds = problem.period(orders)
     for chain_starts, variables in zip(problem.starts(orders), model.starts, strict=True):
+        # The orders so far are a hint, so that the solver has a solution at once and looks for
+        # better ones.
         for start, variable in zip(chain_starts, variables, strict=True):
             model.cp.add_hint(variable, floor(start / problem.tick))
     solver = _solver(end)
     if report:
+        # The solver runs in C++ and calls back whenever its bound rises.
         solver.best_bound_callback = lambda bound: report(
             "proving", first_seconds, bound * problem.tick
         )
@@ -91,6 +94,7 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
     cp_model()  # raises before any bound decides
     end = time.monotonic() + seconds
     limited_ranks = [rank for rank, room in enumerate(problem.room) if isfinite(room)]
+    # Only if all limits together exclude such orders can some of them do so.
     if not _is_impossible(problem, limited_ranks, step_seconds, seconds / 2):
         return None
     # Small sets come first, so the first that is proven impossible has the fewest ranks.
@@ -112,6 +116,7 @@ def _is_impossible(
         return True
     end = time.monotonic() + seconds
     model = _Model(relaxed_problem)
+    # Ticks are rounded down, so that a proof in ticks holds in seconds.
     model.cp.add(model.period <= floor(step_seconds / relaxed_problem.tick + 1e-6))
     solver = _solver(end)
     return bool(solver.status_name(solver.solve(model.cp)) == "INFEASIBLE")
@@ -155,6 +160,8 @@ class _Model:
         lags = [self.ticks(lag) for _, lag in itertools.chain.from_iterable(problem.needs)]
         # The longest row of ops: all of them in turn.
         self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(update_ticks)
+        # Micro-batches are alike, so each chain runs them in order. That removes equivalent
+        # solutions.
         self.starts: list[list[Any]] = []
         for _ in self.op_ticks:
             self.starts.append([self.variable() for _ in range(n_microbatches)])
@@ -162,6 +169,8 @@ class _Model:
         # Every op follows this one, directly or not, so no solution is lost if it starts at 0.
         self.cp.add(self.starts[0][0] == 0)
         for chain, chain_needs in enumerate(problem.needs):
+            # Micro-batches are alike, so each chain runs them in order. That removes equivalent
+            # solutions.
             for previous_start, start in itertools.pairwise(self.starts[chain]):
                 self.cp.add(start >= previous_start + self.op_ticks[chain])
             for needed_chain, lag in chain_needs:

@@ -97,9 +97,11 @@ class TrainingFindings:
     def blind(self) -> str:
         """Why these accuracies could not show a difference; empty if they could."""
         base_accuracies, late_accuracies = self.accuracy.values()
+        # A test at its ceiling cannot show a loss.
         if {*late_accuracies, *base_accuracies} == {1.0}:
             return f"both rules have all {self.n_tested} test {self.tested} right: too easy a test"
         differences = {
+            # Rounded, since equal differences of shares may differ in their last bits.
             round(late_accuracy - base_accuracy, 9)
             for late_accuracy, base_accuracy in zip(late_accuracies, base_accuracies, strict=True)
         }

@@ -131,6 +131,7 @@ def step_times(
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     start = time.perf_counter()
     for round_number in range(-2, rounds):
+        # Three rounds at least, so that their quartiles mean something.
         if round_number >= 3 and time.perf_counter() - start > budget:
             break
         for name, runtime in runtimes.items():

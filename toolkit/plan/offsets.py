@@ -56,6 +56,12 @@ def best_offsets(
     activations_by_slot = np.zeros(period)  # of a worker that starts in slot 0
     for stage, activation in enumerate(activations):
         activations_by_slot[stage : period - stage] += activation
+    # Each column is a worker that starts in a slot, wrapped around the period. Of two stages that
+    # keep 1 each, as rows:
+    #
+    #     slot     0 1 2 3
+    #     start 0  1 2 2 1
+    #     start 1  1 1 2 2
     levels = shifted_levels(activations_by_slot, np.arange(period))
     workers_of_slot, bound = _best_starts(levels, n_workers, seconds)
 
@@ -89,6 +95,7 @@ def _best_starts(
     peak = np.eye(period + 1)[period]
     lower_bounds = np.zeros(period + 1)
     lower_bounds[0] = 1
+    # Minimise the peak, where levels @ workers <= peak, and the workers are n_workers in all.
     solution = milp(
         peak,
         integrality=np.append(np.ones(period), 0),

@@ -145,6 +145,7 @@ def pilot(
     candidates = _rules_to_compare(replace(plain_candidate, spec=plain_spec), placement, candidate)
     optimizer = options.optimizer
     if optimizer is None:
+        # Without an optimizer of the user's, late weights get the corrections that keep SGD stable.
         optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
         candidates = {rule: _corrected(candidate) for rule, candidate in candidates.items()}
         findings = _with_default_optimizer(findings)
@@ -258,7 +259,9 @@ def _measure_and_train(
         on_progress: as of :func:`pilot`.
     """
     device = model_cut.device
+    # The caller's random numbers stay as they were, on the CPU and on the model's device.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # A fifth of the budget: most of the time is for the training, which decides on accuracy.
         findings = bench.measure(findings, model_cut.example, options.budget / 5, on_progress)
         n_steps = options.steps
         if n_steps is None:
@@ -300,6 +303,7 @@ def _machines_like(device: torch.device) -> Hardware:
 def _affordable_steps(findings: Pilot, seconds_left: float, n_seeds: int) -> int:
     """Return the training steps that take about 80 % of the seconds left; 0 if they are few."""
     pair_seconds = findings.of("DP").seconds + findings.late.seconds
+    # A fifth is left for evaluations, and for steps that take longer than measured.
     n_steps = int(0.8 * seconds_left / (n_seeds * pair_seconds)) - NORM_BATCHES // 2
     if n_steps < _STEPS[0]:
         return 0
@@ -380,6 +384,7 @@ def _cut(
     """Cut into ``max_stages``, or the most possible; at least two stages must train."""
     # Raises if the model cannot be traced, or mixes samples.
     uncut_stages = partition(model, 1, example)
+    # The most stages first: fewer of them leave less to stagger.
     for n_stages in range(max_stages, 1, -1):
         try:
             stages = partition(model, n_stages, example, partition_by, check=False)

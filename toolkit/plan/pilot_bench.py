@@ -77,6 +77,7 @@ class PilotBench:
             memory[rule] = step_memory(
                 stages, self.schedule(rule), example, self.optimizer, self.loss, checkpoint
             )
+        # All runtimes exist at the same time, so that their steps can be timed in turns.
         runtimes = {rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates}
         times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
 
@@ -86,6 +87,8 @@ class PilotBench:
         stages = runtimes["DP"].stages
         microbatch = example[0][: findings.batch]
         if findings.compute == "measured":
+            # The spread of measured steps is the slack of the prediction; the roofline has a usual
+            # one.
             low_seconds, middle_seconds, high_seconds = quantiles(times["DP"], n=4)
             slack = (low_seconds / middle_seconds, high_seconds / middle_seconds)
         else:
@@ -96,6 +99,7 @@ class PilotBench:
             stages = partition(model, findings.n_stages, microbatch, partition_by)
         costs = recomputing(profile(stages, microbatch), checkpoint)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+        # From an optimizer that has made steps: before the first one it has no state.
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
         predictor = Predictor(findings.hardware, Limits(), optimizer_words)
         predicted = {

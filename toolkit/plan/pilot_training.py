@@ -57,6 +57,8 @@ def train_by(
     on_progress("training", 1.0)
     base_runs, late_runs = runs.values()
     late_rule = [*rules][-1]
+    # A rule has learned if it beats the best guess that ignores the sample: any class, or the most
+    # frequent.
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
     chance = 1 / data.samples.form.n_classes
     frequent = float(labels.bincount().max() / len(labels))
@@ -114,6 +116,7 @@ def _difference(
     difference = paired_difference(
         [100 * share for share in late_shares], [100 * share for share in base_shares]
     )
+    # Few seeds may agree by chance. The test set's own error then keeps the interval honest.
     least_half_width = 100 * binomial_half_width(mean([*late_shares, *base_shares]), n_tested)
     if len(late_shares) == 1 or difference.half_width >= least_half_width:
         return difference

@@ -273,6 +273,7 @@ def plan(
             or a width that the model or the machines cannot have.
     """
     sizes = rank_numbers(ranks, batch)
+    # On the meta device analysis takes no memory, and the user's model is not touched.
     meta_model = meta_copy(model)
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
     predictor = _predictor(hardware, options)
@@ -322,6 +323,7 @@ def choose_plan(
     predictor = sweep.predictor
     all_candidates = with_compressions(all_candidates, options.compressions)
     _simulate_candidates(sweep, all_candidates)
+    # Only now is it known which schedules with late weights are fast enough to deserve a search.
     sweep.find_affordable_delays()
     searched = None
     if options.search_seconds > 0:

@@ -139,7 +139,9 @@ class Predictor:
         """
         schedule = candidates[0].schedule
         if schedule.max_staleness == 0:
+            # Without late weights each steady step is like the one before.
             timed = 1
+        # Lowered and verified once: only costs differ between the candidates.
         program = schedule.lower(steps_to_time(schedule, timed)).verify()
         predictions = []
         for candidate, candidate_costs in zip(candidates, costs, strict=True):
@@ -170,6 +172,7 @@ class Predictor:
                 rank_bytes[rank] += cost.parameter_bytes
             forward, backward = cost.seconds(self.hardware)
             busy_seconds += (1 + cost.recomputes) * forward + backward
+        # No order of ops can use more than all of the ranks' speed together.
         total_speed = sum(map(self.hardware.speed, range(n_ranks)))
         return self._prediction(
             candidate, busy_seconds * schedule.n_microbatches / total_speed, rank_bytes, 0.0
@@ -240,6 +243,7 @@ def stage_costs(
     """
     example = form.example(candidates[0].batch, "meta")
     try:
+        # Tracing takes far longer than a cut, so all candidates share one trace.
         traced = Traced.of(model, example)
     except UserError as error:
         return [error] * len(candidates)

@@ -74,6 +74,8 @@ def first_curvature(
     microbatches: Sequence[Batch] = [
         *zip(inputs.split(microbatch_size), targets.split(microbatch_size), strict=True)
     ]
+    # A model of its own, with the weights that the run begins with: measuring must not change the
+    # run.
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(run.options.seed)  # for the weights that the run has
         model = run.build_model().to(run.device)
@@ -90,6 +92,7 @@ def first_curvature(
 
 def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     options = run.optimizer.param_groups[0]
+    # The limits are derived for SGD with momentum; dampening and adaptive rates have others.
     if not isinstance(run.optimizer, torch.optim.SGD) or options["dampening"]:
         return None
     batches = run.samples.train(run.batch_size, run.options.seed, 0, run.device)
@@ -97,9 +100,11 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     if schedule.max_staleness > _LATEST:
         return None
     n_steps = run.schedule.next_change(0) or len(batches) * run.options.epochs
+    # The highest rate of the schedule counts, which warm-up reaches late.
     rate = max(map(run.rate, range(0, n_steps, max(1, n_steps // _MOST_STEPS))))
     sgd_options = schedule, options["momentum"], options["nesterov"]
     on_activity("checking the learning rate: curvature of a micro-batch")
+    # One micro-batch takes a fraction of the time, and settles it for most rates.
     first_estimate = first_curvature(run, 1, tolerance=_TOLERANCE, seconds=_SECONDS)
     if (
         first_estimate.value <= 0

@@ -56,6 +56,7 @@ def search(
     room = [*space.limits]
     n_tried = 0
     for attempt in range(_ATTEMPTS):
+        # The same seed in each attempt: with less room the search takes another way by itself.
         annealing = OrderAnnealing(space, room, random.Random(seed), progress)
         problem, orders, orders_bound = annealing.best(placements, end, exact, catalogue)
         n_tried += annealing.n_tried
@@ -78,6 +79,7 @@ def search(
             f"no orders were found in a memory of {memory} bytes: give more, or more seconds"
         )
 
+    # The annealing's bound is of one placement. On any placement only the load bound holds.
     if space.placement_is_free:
         bound = space.load_bound()
     result = space.result(schedule, timeline, problem.placement, bound, n_tried)

@@ -105,6 +105,7 @@ class SearchSpace:
             "limits": limits,
         }
         for name, value in derived.items():
+            # The dataclass is frozen, and these values follow from its fields.
             object.__setattr__(self, name, value)
 
     def _check_ranks(self) -> int:
@@ -195,6 +196,8 @@ class SearchSpace:
         self, schedule: Schedule, timeline: Timeline, placement: Places, bound: float, n_tried: int
     ) -> SearchResult:
         """Return a search's result; ``bound`` is that of any orders, in seconds of a step."""
+        # The bound counts memory and messages in a simpler way, and may exceed the simulated time
+        # by rounding.
         seconds = timeline.step_time
         return SearchResult(
             schedule=schedule,

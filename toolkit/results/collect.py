@@ -57,6 +57,7 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     import pandas as pd
 
     options_of_runs = [flat_options(run.config) for run in runs]
+    # A dict keeps the order and drops repeated names.
     columns = dict.fromkeys([*PRINCIPAL, *differing(options_of_runs)])
     metrics = {"top1": None}
     for run in runs:
@@ -123,6 +124,7 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
         values["model"] = model.get("target") or model.get("name") or values.get("model")
     schedule = config.get("schedule")
     if isinstance(schedule, dict) and not schedule.get("file"):
+        # The schedule's own size is what ran; the option may be one that a preset left unused.
         for name, option in _SIZES.items():
             if isinstance(schedule.get(name), int):
                 values[option] = schedule[name]
@@ -140,6 +142,7 @@ class RunGroup:
     @property
     def by_seed(self) -> dict[int, Run]:
         """The run of each seed with a final result; of several, the one that started last."""
+        # Later runs replace earlier ones in the dict, so the last start wins.
         by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
         run_of_seed = {run.seed: run for run in by_start if run.counts and run.seed is not None}
         return dict(sorted(run_of_seed.items()))
@@ -178,6 +181,8 @@ def group_runs(runs: Sequence[Run]) -> Tasks:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             options = flat_options(run.config)
             task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
+            # The settings of a comparison are those that all its rules share. Otherwise a rule with
+            # an option of its own would have no baseline.
             settings = _text(_relevant(flat(run.shared or run.config)))
             rule = _text((run.config["schedule"], _relevant(flat(run.config))))
             runs_of_rule = runs_of_task.setdefault(task, {})
@@ -189,6 +194,7 @@ def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[RunGr
     """Return a group per configuration, labelled by its schedule and the options that differ."""
     # The first group is the baseline, so groups with late weights come after the others.
     by_lateness = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
+    # Labels name only the options that differ between the groups of a task.
     options_of_groups = [_relevant(flat_options(runs[0].config)) for _, runs in by_lateness]
     columns = differing(options_of_groups)
     labels = []
@@ -211,6 +217,7 @@ def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that distinguish configurations; of the data's folder only its name."""
     relevant_options = without(options, _FREE)
     if isinstance(relevant_options.get("data.root"), str):
+        # The same data may be in another folder on another machine.
         relevant_options["data.root"] = Path(relevant_options["data.root"]).name
     return relevant_options
 
@@ -226,4 +233,6 @@ def _is_late(run: Run) -> bool:
     try:
         return rebuild_schedule(options).max_staleness > 0
     except ValueError:
+        # A schedule of another version cannot be rebuilt. Its option is then all that is left to
+        # judge by.
         return bool(options.get("delay", 0) != 0)

@@ -98,6 +98,8 @@ def runs_so_far(
     Raises:
         UserError: runs in the folder were trained with other options.
     """
+    # Rank 0 alone reads and writes the folder; the others get its answer, so that all train the
+    # same runs in the same order.
     runs_and_saved = None
     if is_rank_zero():
         runs: list[RuleRun] = []
@@ -130,6 +132,7 @@ def train_all(
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
     keys = unfinished(options, ended, saved_keys)
+    # A run that has begun with a wrong option of another rule would be lost time.
     check_runs(options, build, keys)
     n_epochs = options["epochs"] * len(keys)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
@@ -154,6 +157,8 @@ def unfinished(
     ended_keys = {(run.rule, run.seed) for run in ended}
     keys = []
     for seed in seeds_of(options):
+        # All rules of a seed come before the next seed, so that a comparison that is stopped early
+        # has pairs.
         keys += [(rule, seed) for rule in options["rules"] if (rule, seed) not in ended_keys]
     return sorted(keys, key=lambda key: key not in saved_keys)
 
@@ -272,6 +277,7 @@ def _check_options(folder: Path, options: RunOptions, trained_rules: set[str]) -
 
 def _earlier_options(folder: Path) -> PlainRow:
     """Return the options of the runs in ``folder``, from its result if it has no options file."""
+    # Results of older versions have no options file, but their provenance has the options.
     if (folder / OPTIONS_FILE).exists() or not (folder / RESULT).exists():
         return read_yaml(folder / OPTIONS_FILE)
     return read_result(folder)["provenance"]["config"]
@@ -325,6 +331,7 @@ def folder_of_run(folder: Path, rule: str, seed: int) -> Path:
 def prepare_folder(folder: Path, rule: str, seed: int) -> None:
     """Make the folder of a run under way, empty unless it has a checkpoint."""
     run_folder = folder_of_run(folder, rule, seed)
+    # Files of a run that was killed before its first checkpoint would be taken for the new run's.
     if not has_checkpoint(run_folder):
         shutil.rmtree(run_folder, ignore_errors=True)
         run_folder.parent.mkdir(exist_ok=True)

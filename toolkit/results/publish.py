@@ -78,6 +78,10 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
 
+    # A section of the report becomes
+    #
+    #     page       a heading, its texts and tables, and a grid of panels of the runs
+    #     workspace  a section with the same panels
     blocks: list[Any] = [wr.TableOfContents()]
     sections = []
     for title, content in report.sections.items():
@@ -139,6 +143,7 @@ def _accuracy_panels(wr: Any, runs: Sequence[Run]) -> list[Any]:
 
 def _run_sets(wr: Any, runs: Sequence[Run]) -> list[Any]:
     """Return run sets of the runs' groups and of the runs without one; else of all runs."""
+    # A comparison has a group of its own. A single run has one only if its options say so.
     groups = set()
     ids = set()
     for run in runs:
@@ -176,5 +181,6 @@ def _block(wr: Any, block: Block) -> Any:
 
 def _escaped(text: str) -> str:
     """Return text that Markdown shows unchanged, on one line."""
+    # HTML is escaped first: W&B's Markdown would render tags.
     escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", escaped)

@@ -71,6 +71,8 @@ def write_result(
 
 def read_result(folder: Path) -> PlainRow:
     """Read and check ``folder/result.json``; raise DamagedError if it does not match the schema."""
+    # Fields that older versions did not write get their defaults, so that old results stay
+    # readable.
     defaults = {"schema": SCHEMA, "schedule": "", "judged_by": None}
     result = defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
     metrics = result.get("metrics")
@@ -129,11 +131,14 @@ def read_csv(
     if not path.exists():
         return rows
     try:
+        # In this order: a pipe without a writer would block in open().
         check_regular(path)
         with path.open(newline="") as file:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
                 try:
+                    # csv.DictReader puts surplus cells under None, and None into cells that are
+                    # missing.
                     if None in row or None in row.values():
                         raise UserError(f"line {reader.line_num} has too few or too many cells")
                     for column, cell in row.items():
@@ -153,6 +158,7 @@ def _number(text: str) -> float | None:
     """Return a cell as int or float, or None if it is empty."""
     if not text:
         return None
+    # Seeds and steps stay whole numbers, since they are keys of rows and of runs.
     if text.lstrip("-").isdecimal():
         return int(text)
     return float(text)
@@ -160,6 +166,7 @@ def _number(text: str) -> float | None:
 
 def numbers_of(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, with None as NaN."""
+    # A flag is no number, though bool is a kind of int in Python. Texts are left out as well.
     numbers = {}
     for name, value in row.items():
         if value is None:
@@ -198,6 +205,7 @@ class Ledger:
         self._rows: dict[tuple[int, ...], PlainRow] = {}
         self._columns: dict[str, None] = {}  # in order
         self._on_disk = False  # whether the file has all rows
+        # A killed process may have written half a row, which is left out.
         if resume:
             self._take(read_csv(path, skip_damaged=True))
 
@@ -207,6 +215,8 @@ class Ledger:
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows, which may have more or fewer columns than those before."""
+        # If all rows are new and have no new column, they can be appended. Otherwise the file is
+        # written as a whole, since a row replaces another or the heading changes.
         expected_size = len(self._rows) + len(rows), len(self._columns)
         self._take(rows)
         if not rows or not self.here:

@@ -82,6 +82,7 @@ class RunRecorder:
         self.delays = Ledger(
             folder / "delays.csv", ["step", "stage"], resume=resume, here=is_writer
         )
+        # A comparison writes the epochs of its runs itself, once a run has ended.
         self._epochs: Ledger | None = None
         if comparison is None:
             self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer)
@@ -142,6 +143,7 @@ class RunRecorder:
             self.delays.put([asdict(delay) for delay in step.result.delays])
             self.profile.step()
 
+        # Before the training, so that a run that fails early can be found by its schedule.
         track_schedule(self.tracker, self.run.schedule)
         progress.run(self._name)
         if self.run.switching is not None:
@@ -178,6 +180,7 @@ class RunRecorder:
         """Upload the latest weights to W&B, if tracking.checkpoints says so."""
         if self.run.recorded_options["tracking"]["checkpoints"]:
             checkpoints = self.folder / "checkpoints"
+            # Names have the step with leading zeros, so that the last name is the latest.
             latest = sorted(checkpoints.glob("step_*.ckpt"))[-1:]
             paths = [*latest, checkpoints / "best.ckpt", self.folder / "model.pt"]
             self.tracker.files("weights", [path for path in paths if path.exists()])
@@ -203,6 +206,7 @@ class RunRecorder:
             write_csv(folder / "epochs.csv", epochs)
             if delays:
                 write_csv(folder / "delays.csv", delays)
+        # Without measurements there is still a row per rank, so that readers need no special case.
         ranks: list[PlainRow] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
         if measured:
             ranks, measured_notes = _write_measured(measured, run, folder, self.tracker)
@@ -231,6 +235,7 @@ class RunRecorder:
         return self.result
 
     def _write_result(self, result: PlainRow) -> None:
+        # Only now are the tracker's notes complete: closing its run may fail, too.
         notes = [*result["notes"], *self.tracker.notes]
         with note_write_errors(self.unwritten, self.folder):
             write_json(self.folder / RESULT, result | {"notes": notes})

@@ -101,6 +101,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
             names[:] = sorted(filter(_may_hold_runs, names), key=_job_order)
             has_job = (folder / ".hydra" / "config.yaml").exists()
             if has_job or RESULT in files or STATUS in files:
+                # The first name of a folder counts: links may lead to it by others.
                 folder_of_path.setdefault(folder.resolve(), folder)
                 if EPOCHS_FILE in files:  # folders in a comparison's folder are part of it
                     names.clear()
@@ -257,6 +258,8 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
         name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
     }
     delays = result.get("delays", ())
+    # Runs are trained in this order, so the state of the comparison is that of the first unfinished
+    # run. Those after it have not started.
     unfinished_state = comparison.state, comparison.message  # of the first unfinished run
     runs = []
     for rule, seed in dict.fromkeys([*_planned(comparison), *epochs]):
@@ -306,10 +309,13 @@ def _options_of(folder: Path) -> PlainRow:
 
     Other interpolations stay as they are: they could read the environment of this machine.
     """
+    # Hydra writes options before the experiment resolves its shorthands.
     config = record.read_yaml(folder / ".hydra" / "config.yaml")
     if config.get("workers") is not None and "microbatches" in config:
         config["microbatches"] = config["workers"]
     values = {name: json.dumps(value, default=str) for name, value in config.items()}
+    # In JSON an interpolation is a whole quoted text, so its value can take the place of the
+    # quotes, too.
     text = json.dumps(config, default=str)
     return dict(json.loads(_INTERPOLATION.sub(lambda match: values.get(match[1], match[0]), text)))
 
@@ -329,6 +335,8 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
     if not is_of_catalogue(options):
         raise UserError(f"{options.get('_target_')!r} is not a schedule of the catalogue")
     sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
+    # A result may come from anyone: sizes without a limit could fill memory before any check of the
+    # schedule.
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")

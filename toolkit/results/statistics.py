@@ -49,6 +49,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
         raise UserError(f"pairs need as many values as baselines: got {n} and {len(baseline)}")
     from scipy.stats import t
 
+    # In pairs by seed, what the seed does to both cancels, so that the interval is narrower.
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     # Differences that are equal up to rounding have no spread to estimate.
     if max(differences) - min(differences) <= 1e-9 * max(map(abs, [*values, *baseline])):
@@ -100,6 +101,7 @@ def equivalence(
     gain = difference.mean
     if by.lower_is_better:
         gain = -gain
+    # One-sided tests: is the gain above -margin, and is it below +margin?
     p_worse = float(t.sf((margin + gain) / error, df))
     p_better = float(t.sf((margin - gain) / error, df))
     least_loss = -gain - difference.half_width  # the near end of the interval
@@ -174,6 +176,7 @@ def over_seeds(
     difference = Estimate(nan, nan)
     if paired_seeds:
         difference = paired_difference(paired_values, paired_baseline)
+    # The mean is of all runs that have ended; the difference only of pairs.
     final_values = [value for value in values.values() if not isnan(value)]
     spread = nan
     if len(final_values) > 1:
@@ -245,6 +248,7 @@ def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[
         return []
     import pandas as pd
 
+    # Means that are averaged again have no step, and count as later rows.
     later_rows = [row for row in delays if row.get("step", 1) > 0]
     groups = pd.DataFrame(later_rows or delays).groupby([*by], as_index=False, sort=False)
     return groups[_DELAY_MEASURES].mean().to_dict("records")

@@ -113,6 +113,7 @@ class Tracker:
         def upload(run: Any) -> None:
             import wandb
 
+            # The run's id keeps artifacts of different runs apart, which share a project.
             artifact = wandb.Artifact(f"{name}-{run.id}", type="model")
             for path in paths:
                 artifact.add_file(str(path))
@@ -127,12 +128,14 @@ class Tracker:
             state: the end in words, such as finished or ``failed: ...``.
             status: exit status of the run in W&B.
         """
+        # The first reason is the cause: the context's own comes later.
         self._end = self._end or (state, status)
 
     def close(self) -> None:
         """Finish the run, and set :attr:`where` to its URL or its ``wandb sync`` command."""
         if self._run is None:
             return
+        # Set before finish(), after which the summary cannot be changed.
         state, status = self._end or ("finished", 0)
         self.summary({"state": state})
         run_folder = Path(self._run.dir).parent
@@ -149,6 +152,7 @@ class Tracker:
 
     def note(self, text: str) -> None:
         """Keep a note on what went wrong, and print it once in a process."""
+        # Every run keeps the note for its result, but a comparison prints it once.
         self.notes.append(text)
         if text not in _reported:
             _reported.add(text)

@@ -42,6 +42,7 @@ def trials(options: RunOptions) -> dict[str, Any]:
         "seed": tune.seed,
         "seeds": 1,
         "epochs": tune.epochs,
+        # Trials are cheap, and nobody reads more of them than their final metric.
         "diagnostics": 0,
         # Trials are judged by the newest weights, so the late ones need no test.
         "readout": "newest" if options["readout"] == "as_published" else options["readout"],
@@ -64,6 +65,7 @@ def tried(options: RunOptions, runs: Sequence[RuleRun], by: Metric) -> list[Plai
     rows = []
     for rule in options["rules"]:
         epoch_of_rate = {}
+        # From the lowest rate on: max() returns the first of equal ones.
         for factor, rate in sorted(_rates(options, rule).items()):
             epoch_of_rate[rate] = last_epochs[_name(rule, factor)]
         best_rate = max(epoch_of_rate, key=lambda rate: _merit(epoch_of_rate[rate], by))
@@ -79,6 +81,7 @@ def _merit(last_epoch: PlainRow, by: Metric) -> list[float]:
     if by.lower_is_better:
         metric = -metric
     loss = last_epoch["test_loss"]
+    # NaN compares as false with everything, so max() would depend on the order.
     if isnan(metric):
         metric = -inf
     if isnan(loss):

@@ -106,6 +106,7 @@ def track(
     run_id = saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
     group = options.group or saved_identity.get("group") or run_labels.group
     identity = {"id": run_id, "group": group}
+    # W&B refuses a whole run for one tag that is too long or empty.
     new_tags = [tag[:_LONGEST_TAG] for tag in run_labels.tags if tag]
 
     # 2. The run itself. All of W&B's files are below the results, none in the home folder.
@@ -172,6 +173,7 @@ def _init(wandb: Any, options: TrackingOptions, run_fields: Mapping[str, Any]) -
         settings=wandb.Settings(**{name: _SETTINGS[name] for name in known_settings}),
         **run_fields,
     )
+    # W&B's own counter grows with every call of log(). Curves are drawn over steps and epochs.
     run.define_metric(STEP, hidden=True)
     run.define_metric("*", step_metric=STEP)
     run.define_metric("epoch", hidden=True)
@@ -213,6 +215,8 @@ def track_differences(
             f"difference_95/{label}": row[interval_name],
         }
         summary |= {name: value for name, value in values.items() if isfinite(value)}
+    # Without a finite value there is no difference to show, and an empty run would only be in the
+    # way.
     if not summary:
         return
     with track(
@@ -229,6 +233,7 @@ def track_differences(
 def group_of(folder: Path) -> str:
     """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
     folder = folder.resolve()
+    # Folders of a sweep's jobs have numbers as names, which several sweeps have in common.
     is_in_sweep = (folder.parent / "sweep.json").exists()
     if is_in_sweep:
         return f"{folder.parent.name}/{folder.name}"
@@ -250,6 +255,7 @@ def environment(**values: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Variables that the user has set stay as they were.
         for name in added_variables:
             os.environ.pop(name, None)
 
@@ -277,6 +283,7 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     except ValueError as error:  # training may still accept the schedule
         tracker.note(f"the schedule is not tracked: {first_line(error)}")
         return
+    # Fractions are exact, but W&B takes numbers of JSON.
     units_by_slot = [*map(float, steady.units_by_slot)]
     n_steps = len(steady.traffic) / float(schedule.period)
     activations = _activation_rows(steady)
