@@ -160,8 +160,6 @@ class _Model:
         lags = [self.ticks(lag) for _, lag in itertools.chain.from_iterable(problem.needs)]
         # The longest row of ops: all of them in turn.
         self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(update_ticks)
-        # Micro-batches are alike, so each chain runs them in order. That removes equivalent
-        # solutions.
         self.starts: list[list[Any]] = []
         for _ in self.op_ticks:
             self.starts.append([self.variable() for _ in range(n_microbatches)])

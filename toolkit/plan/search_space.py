@@ -196,8 +196,7 @@ class SearchSpace:
         self, schedule: Schedule, timeline: Timeline, placement: Places, bound: float, n_tried: int
     ) -> SearchResult:
         """Return a search's result; ``bound`` is that of any orders, in seconds of a step."""
-        # The bound counts memory and messages in a simpler way, and may exceed the simulated time
-        # by rounding.
+        # The bound is in ticks, whose rounding may lift it above the simulated seconds.
         seconds = timeline.step_time
         return SearchResult(
             schedule=schedule,
