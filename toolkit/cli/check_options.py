@@ -133,6 +133,7 @@ def check_given(experiment: str, arguments: Sequence[str]) -> None:
             argument_of_option[name] for name in argument_of_option if name in _SAME
         )
         raise UserError(f"{size_pair}: workers sets microbatches, so leave one of them out")
+    # Elsewhere Hydra says that there is no such option.
     if "schedule.file" in schema.option_names(experiment):
         _check_sizes_of_file(argument_of_option)
 
@@ -145,6 +146,7 @@ def _check_sizes_of_file(argument_of_option: Mapping[str, str]) -> None:
     """
     file = argument_of_option.get("schedule.file", "=null")
     compares_schedules = any(name.startswith("schedule@also.") for name in argument_of_option)
+    # Other schedules of the table take their sizes from the other options.
     size_options = ["schedule.n_ranks"]
     if not compares_schedules:
         size_options += [*_SAME, "stages"]
@@ -194,6 +196,7 @@ def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
         else:
             check_counts(config, "workers")
             config.microbatches = config.workers
+    # After the shorthands, so that ${microbatches} has the value that workers gives.
     OmegaConf.resolve(config)
     _check_known(config)
     _check_size(config)

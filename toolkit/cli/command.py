@@ -173,6 +173,7 @@ class _CommandLine:
             # Without c10d's warnings and their frames: the watch of a rank says why it ends.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             _let_hydra_raise()
+            # A process may execute several commands, as tests do: nothing of the last one may stay.
             Sweep.begin([])
             try:
                 schema.register()  # takes long enough to be interrupted
@@ -193,6 +194,7 @@ class _CommandLine:
                 # 3. Hydra reads the command line from sys.argv, and calls _job for each run.
                 options = sweeps.with_defaults(arguments)
                 if not is_rank_zero():
+                    # Every rank runs the command, but only the first may write to the run's folder.
                     options += process.scratch_options()
                 Sweep.begin(options)
                 sys.argv[1:] = options
@@ -282,6 +284,7 @@ class _CommandLine:
                 sys.argv = earlier_argv
             ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
             states = {0: sweeps.FINISHED, EXIT_STOPPED: sweeps.STOPPED}
+            # Other statuses are of experiments that report a failure without an exception.
             state = states.get(ended.status, sweeps.FAILED)
             message = None
             if state == sweeps.FAILED:
@@ -306,6 +309,7 @@ class _CommandLine:
             # Under torchrun each rank would look on its own, and other ranks have other folders.
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 options = list(HydraConfig.get().overrides.task)
+                # A sweep that is started again repeats its runs in the same folders.
                 earlier_status = sweeps.finished_before(folder, options)
                 if earlier_status:
                     show(f"run {folder.name} has finished before")
@@ -333,6 +337,7 @@ class _CommandLine:
         # What a user can mend: a UserError is a ValueError, and so are the mistakes that torch and
         # OmegaConf find.
         is_refusal = isinstance(error, ValueError | HydraException | ModuleNotFoundError)
+        # After a bug the files stay, since they help to find it.
         if is_refusal:
             restore(self._before)
         is_new_folder = self._before.path is None

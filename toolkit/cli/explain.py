@@ -61,6 +61,7 @@ def explain(error: Exception, experiment: str) -> str | None:
 
 def _message(error: Exception, experiment: str) -> str | None:
     """Return the message of :func:`explain`, with words of any length."""
+    # Hydra wraps the error of what it calls. The innermost one is the user's.
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         message = _of_target(error, error.__cause__)
         if message is not None:
@@ -198,6 +199,7 @@ def _foreign_letter(override: str) -> str | None:
     if not letters:
         return None
     try:
+        # If the option can be read without such letters, they are what is wrong with it.
         ascii_override = re.sub(r"[^\x00-\x7f]", "x", override)
         OverridesParser.create().parse_override(ascii_override)
     except HydraException:
@@ -215,6 +217,7 @@ def _target_argument() -> str:
 
 def _argument_of(file_name: str) -> str:
     """Return the argument of this command that has a part of a file's path; else the path."""
+    # The user knows the argument, but perhaps not the path that it has led to.
     for argument in sys.argv[1:]:
         value = value_of(argument)
         if len(value) > 1 and value in file_name:

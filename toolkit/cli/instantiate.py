@@ -37,6 +37,7 @@ def make(config: Any, group: str, such_as: str, **arguments: Any) -> Any:
 def import_from_here() -> None:
     """Add the current folder to the import path, so that a ``_target_`` can name a user's file."""
     if os.getcwd() not in sys.path:
+        # First, as Python does for a script in this folder.
         sys.path.insert(0, os.getcwd())
 
 

@@ -30,9 +30,11 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     name = value_of(argument_of_option["resume"])
     folder = Path(name)
     if not folder.is_dir():
+        # The shell may have left Hydra's quotes, which a path with commas or brackets needs.
         folder = Path(unquoted(name))
     if not folder.is_dir() or not name:
         raise UserError(f"resume={name} is not a folder: give the output directory of a run")
+    # A sweep's folder has the folders of its runs, and no options of a run.
     options_of_sweep = sweep_options(folder)
     if options_of_sweep is not None:
         return _sweep_resumed(arguments, options_of_sweep, folder, experiment)

@@ -84,6 +84,7 @@ def build_run(
     check_counts(config, "stages", "microbatches")
     settings = build_settings(config)
     on_activity("reading the data")
+    # Samples may take long to load: once, and only when a delay or the run needs them.
     load = cache(lambda: samples or load_samples(config.data))
     settle_delays(config, lambda: load().form)
     schedule = build_schedule(config.schedule)
@@ -132,6 +133,7 @@ def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictCo
         UserError: ``own`` names a rule that is not compared, or an option that it cannot have.
     """
     check_own(config)
+    # Plain dicts, since OmegaConf would refuse options that the schema of the group lacks.
     options = with_own(plain(config), plain(config.own).get(rule) or {})
     return OmegaConf.create(options | {"schedule": options["rules"][rule], "seed": seed} | more)
 
@@ -214,6 +216,7 @@ def settle_delays(
         if not isinstance(options, DictConfig):
             continue
         delay: Any = options.get("delay")
+        # The word, or a mapping of ``within`` alone: other mappings describe random delays.
         if delay == _AFFORDABLE:
             affordable_options.append((options, {}))
         elif isinstance(delay, DictConfig) and [*delay] == ["within"]:

@@ -123,6 +123,7 @@ class Sweep(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / _NAME, {"options": list(Sweep.options)})
             for option in Sweep.options:
+                # Brackets hold commas that do not separate values, so such options are not judged.
                 values = value_of(option).split(",")
                 if len({*values}) < len(values) and not re.search(r"[\[{(]", option):
                     show(f"warning: {option} runs the same more than once", sys.stderr)
@@ -228,6 +229,7 @@ def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
             if status.message:
                 line += f": {status.message}"
             lines.append(line)
+    # Only then is there a best run to report.
     all_finished = all(state == FINISHED for state in states)
     if not all_finished and resumable:
         command = f"{started_by(experiment)} -m {shlex.quote(f'resume={Sweep.folder}')}"

@@ -37,6 +37,10 @@ def sizes(
     """
     name = type(model).__name__
     n_samples = inputs[0].shape[0]
+    # What has one more row in this run grows with the batch::
+    #
+    #     run      [b, ...]      a mask [s, s]
+    #     longer   [b+1, ...]    a mask [s, s]
     longer_inputs = tuple(
         tensor.new_empty((n_samples + 1, *tensor.shape[1:]), device="meta") for tensor in inputs
     )

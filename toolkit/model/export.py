@@ -111,6 +111,7 @@ class _Rewriter:
     def _placeholder(self, node: fx.Node) -> None:
         name = next(self.names)
         shape = tuple(next(self.inputs).shape[1:])
+        # The graph has the example's lengths as constants, so inputs of another shape are refused.
         placed = self.graph.call_function(of_shape, (self.graph.placeholder(name), name, shape))
         self.copies[node] = placed
         if self.device is None:

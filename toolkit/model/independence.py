@@ -86,6 +86,7 @@ def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> N
     device = _device_of(stages, inputs)
     if device.type == "meta" or any(tensor.is_meta for tensor in inputs):
         return
+    # Each sample runs twice: in its micro-batch, and in both together.
     flops_of_runs = 2 * _N_SAMPLES * flops_of_sample
     if flops_of_runs > _MOST_FLOPS.get(device.type, _MOST_FLOPS_OF_GPU):
         return
@@ -158,6 +159,10 @@ def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> b
     """Return whether outputs are the same apart and together; add to ``places`` where they mix."""
     first_inputs = tuple(tensor[:2] for tensor in inputs)
     second_inputs = tuple(tensor[2:] for tensor in inputs)
+    # The same samples in two ways::
+    #
+    #     apart      first [0 1]   second [2 3]
+    #     together   joint [0 1 2 3]
     values: Sequence[Inputs] = [first_inputs, second_inputs, inputs]
     agree = True
     for stage, boundary in zip(stages, stages.boundaries, strict=True):
@@ -204,6 +209,7 @@ class _Lockstep:
             run.args_iter = iter(inputs)
         for node in self.module.graph.nodes:
             self._freeze_norm(node)
+            # A node that draws at random is known by the generators that it advances.
             earlier_states = generator_states()
             results = [run.run_node(node) for run in self.runs]
             if earlier_states != generator_states():
@@ -239,6 +245,7 @@ class _Lockstep:
             new_norm = type(norm)(norm.num_features).to(joint_input)
             vars(norm)["_buffers"] = vars(new_norm)["_buffers"]
             norm.track_running_stats = True
+        # A norm's own statistics differ between micro-batches by design, and are no mixing.
         norm.momentum = 1.0  # running statistics are those of this batch
         norm.train()
         self.runs[2].run_node(node)

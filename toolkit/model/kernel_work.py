@@ -76,6 +76,7 @@ class WorkCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        # Views and allocations launch no kernel.
         if not reads_memory(func):
             return output
         attention_dropout = attention_draws(func, args)

@@ -53,6 +53,7 @@ class NodeCost:
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Return ``module`` on the meta device in training mode, without copying tensors."""
+    # deepcopy takes these in place of the tensors, so no memory is allocated on the device.
     meta_of_tensor: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         meta_of_tensor[id(tensor)] = _to_meta(tensor)
@@ -80,6 +81,7 @@ def node_costs(
     inputs = tuple(_to_meta(tensor) for tensor in example)
     recorder = _Recorder(meta_copy(traced), inputs, device or example[0].device, precision)
     recorder.run(*inputs)
+    # Only now: a later node may save what an earlier one has computed.
     saved_storages = {_storage(tensor) for tensor in recorder.saved_tensors}
     costs = {}
     for name, cost in recorder.costs.items():
@@ -161,6 +163,7 @@ class _Recorder(fx.Interpreter):
         parameters = parameters_of(self.module, n)
         # A traced weight comes as an input: its leaf shares the parameter's memory.
         weights = [leaf for leaf in leaves if _storage(leaf) in self.parameter_storages]
+        # The backward runs twice: for the weights alone, and for everything.
         with counting_work() as weight_backward:
             _backward(output, [*weights, *parameters], retain_graph=True)
         with counting_work() as backward:
@@ -200,6 +203,7 @@ class _Recorder(fx.Interpreter):
             for node, value in self.env.items()
             if isinstance(value, Tensor)
         ]
+        # Without a graph, so that running the node twice saves nothing twice.
         with torch.no_grad():
             self._run(n, args, kwargs)
         return tuple(

@@ -151,6 +151,7 @@ class Traced:
         """Analyse a traced model; raise UserError if its stages would train differently."""
         inputs = _tensors_of(example)
         check_traceable(model, traced)
+        # Before the costs, which belong to the nodes of the changed graph.
         share_tied_weights(model, traced)
         costs = _costs(model, traced, inputs)
         return cls(model, Crossings(traced, costs, sizes(model, traced, inputs, costs)))
@@ -216,9 +217,11 @@ def bucket_cuts(n_bytes: Sequence[float], may_cut: Sequence[bool] = ()) -> list[
     limit = _FIRST_BUCKET_BYTES
     bucket_bytes = 0.0
     bytes_before = sum(n_bytes)
+    # From the last part on, since gradients become ready in that order.
     for index in reversed(range(1, len(n_bytes))):
         bucket_bytes += n_bytes[index]
         is_full = bucket_bytes >= limit
+        # Without weights before this part, the bucket before it would be empty.
         has_weights_before = bytes_before > bucket_bytes
         if is_full and has_weights_before and (not may_cut or may_cut[index]):
             cuts.append(index)
@@ -249,6 +252,7 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
         costs = node_costs(traced, inputs)
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
+        # In-place changes between nodes are fine: they stay within the micro-batch.
         changed_inputs = [input_name for input_name in cost.changes if input_name in received]
         if changed_inputs:
             raise UserError(

@@ -90,6 +90,8 @@ class ShardedModule:
             tensors[name] = weight
             if name in self.weights:
                 tensors[name] = self.weights[name].wrap(weight, self.mesh)
+        # A message carries the local shard alone. What it is a shard of is known from the stage
+        # before.
         received = []
         for index, tensor in enumerate(inputs):
             sharding = self.inputs[index] if self.inputs else None
@@ -97,6 +99,7 @@ class ShardedModule:
         results = torch.func.functional_call(
             self.module, tensors, tuple(received), tie_weights=tie_weights
         )
+        # The next stage wraps what it receives by these.
         self.outputs = [None if self.gathers else _sharding_of(output) for output in results]
         return tuple(self._local(output) for output in results)
 
@@ -116,6 +119,7 @@ def parallelized(
     Raises:
         UserError: ``parallelize`` does what cannot be done here.
     """
+    # Noted before the plan runs, which may replace parameters.
     trained = {name for name, p in stage.named_parameters() if p.requires_grad}
     result = parallelize(stage, mesh)
     if isinstance(result, fx.GraphModule):

@@ -38,6 +38,7 @@ def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
     tied_names = []
     calls: set[fx.Node] = set()  # of layers that read a tied weight
     for key, nodes in readers.items():
+        # A weight with one use needs no sharing, and layers stay layers where they can.
         has_several_uses = len(nodes) > 1 or weight_is_shared(traced, nodes[0])
         if key not in names or not has_several_uses:
             continue
@@ -95,6 +96,7 @@ def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
             call = graph.call_function(
                 F.linear, (input_node, weight, graph.get_attr(f"{path}.bias"))
             )
+    # Messages name the module and the line of the user's code by these.
     call.meta = dict(node.meta)
     call.stack_trace = node.stack_trace
     node.replace_all_uses_with(call)
