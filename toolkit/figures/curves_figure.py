@@ -105,6 +105,7 @@ def _draw_rule(
     """Draw the mean of a rule's runs, and the band that they span, from ``first_epoch`` on."""
     n_epochs = values.shape[1]
     n_points = min(n_epochs - first_epoch, _MOST_POINTS)
+    # At even distances, the first and the last epoch included.
     epochs = np.linspace(first_epoch, n_epochs - 1, n_points).round().astype(int)
     low = values.min(0).filled(np.nan)[epochs]
     mean = values.mean(0).filled(np.nan)[epochs]

@@ -116,6 +116,7 @@ def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: floa
     """
     panels = figure.subplots(len(methods), len(traffic), squeeze=False, sharex="col", sharey="col")
     for column, (link, curves) in zip(panels.T, traffic.items(), strict=True):
+        # A method that sends nothing, or was not measured, leaves its panel empty.
         measured_curves = [curve for curve in curves.values() if len(curve)]
         peak_rate = max((float(curve.max()) for curve in measured_curves), default=0.0)
         unit, unit_name = (1000, "Gbit/s") if peak_rate >= 2000 else (1, "Mbit/s")

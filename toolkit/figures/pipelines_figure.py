@@ -88,6 +88,7 @@ def _scale(axes: Axes, rows: Rows) -> None:
     axes.xaxis.set_major_locator(LogLocator(base=2))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    # At least 10 %, so that methods without idle time do not blow up rounding.
     top = 1.12 * max(0.1, *(row["idle"] for row in rows))
     axes.set_ylim(-0.1 * top, top)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= top])

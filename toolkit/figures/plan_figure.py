@@ -38,6 +38,7 @@ def plan_figure(
     fastest = min(row["seconds"] for row in (*unbeaten, *beaten, baseline))
     slowest = max(row["seconds"] for row in (*unbeaten, baseline))
     is_wide = slowest > SLOWEST * fastest
+    # One very slow schedule would press all others into a corner.
     beaten = [row for row in beaten if row["seconds"] <= max(slowest, SLOWEST * fastest)]
     most = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
     unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")

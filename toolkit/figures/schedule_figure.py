@@ -104,6 +104,7 @@ def _ticks(schedule: Schedule, n_slots: int) -> float:
 def _lowered(schedule: Schedule, n_steps: int) -> Program:
     """Lower a schedule to the program that is drawn; each phase before the last has one step."""
     if isinstance(schedule, PhasedSchedule):
+        # A figure of many equal steps shows nothing more, and its cells would be too small.
         phases = tuple(Phase(phase.schedule, 1) for phase in schedule.phases)
         return replace(schedule, phases=phases).lower(n_steps + len(phases) - 1)
     return schedule.lower(n_steps)

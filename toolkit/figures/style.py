@@ -75,6 +75,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     svg = path.with_name(f"{name}.svg")
     with style():
         figure.savefig(png, bbox_inches="tight")
+        # Without a date, and with a fixed salt of its ids, equal figures are equal files.
         figure.savefig(svg, bbox_inches="tight", metadata={"Date": None})
     return [png, svg]
 
@@ -88,6 +89,7 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
     """
     max_rows = max(n_rows for _, n_rows in rows)
     for column, (axes, (name, n_rows)) in enumerate(zip(panels, rows, strict=True)):
+        # The first row is on top, as in the grid of a schedule.
         axes.set_ylim(max_rows - 0.5, -0.5)
         axes.set_yticks(range(0, n_rows, -(-max_rows // _NUMBERED)))
         axes.spines["left"].set_bounds(-0.5, n_rows - 0.5)

@@ -112,6 +112,7 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
 
     Time is in ``unit`` seconds.
     """
+    # All bars of a rank, lane and colour are one artist: one each would take minutes to draw.
     bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         colour = _LANES.get(span.lane) or _OPS[span.computed]
@@ -130,6 +131,7 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
 
 def _draw_traffic(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit: float) -> None:
     """Draw the bytes a second that all ranks of each timeline send."""
+    # Bytes of a bin divided by its length, which is a share 1/_BINS of the timeline.
     rates = [bytes_sent_by_bin(timeline) * _BINS / timeline.end for timeline in timelines]
     fastest = max(rate.max() for rate in rates)
     traffic_unit, unit_name = unit_for(fastest, RATES)
@@ -165,6 +167,7 @@ def _draw_memory(
 ) -> None:
     """Draw the memory of a rank, stacked by its contents."""
     curves = {kind: timeline.memory(rank, kind) for kind in _KINDS}
+    # A stack needs the level of every kind at every change of any of them.
     change_times = {timeline.end}
     for curve in curves.values():
         change_times |= {time for time, _ in curve}
@@ -200,6 +203,7 @@ def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:
         first_bin = min(_BINS - 1, int(span.start / edges[1]))
         last_bin = min(_BINS - 1, int(span.end / edges[1]))
         bins = np.arange(first_bin, last_bin + 1)
+        # A message that lasts for several bins is shared out by the time it spends in each.
         overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(edges[bins], span.start)
         share = overlap / overlap.sum() if first_bin < last_bin else 1.0  # a span may last no time
         sent_bytes[bins] += span.bytes * share

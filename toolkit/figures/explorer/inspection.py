@@ -265,11 +265,13 @@ def settled(
         The spec, and its form; None where no message takes time, so that all forms are as fast.
     """
     is_affordable = spec.delay == AFFORDABLE
+    # Each guess of the search is simulated, so it would take minutes while a user waits.
     if is_affordable and (n_pairs := spec.stages * spec.microbatches) > _SEARCHED:
         raise UserError(
             f"the explorer finds the affordable delay of at most {_SEARCHED} stages times"
             f" micro-batches: got {n_pairs}; toolkit.cost.affordable_delay has no limit"
         )
+    # Any delay will do to build the schedule: the affordable one follows from its timing.
     schedule = drawable(replace(spec, delay=1) if is_affordable else spec)
     form = None
     cuts: Sequence[Cut] = CUTS if cut == FASTEST else (cut,)

@@ -90,6 +90,7 @@ class Picture:
             if not awaited:
                 sentences[instruction] = "It waits for no op in the drawing."
                 continue
+            # Of all that an op waits for, only the last to end is why it starts no earlier.
             last = max(awaited, key=lambda op: place[op].end)
             sentences[instruction] = _reason(instruction, last, rank_of)
             length = place[instruction].end - place[instruction].start
@@ -109,6 +110,7 @@ class Picture:
         min_spacing = (26 if self.in_slots else 50) / scale / unit
         if self.in_slots:
             min_spacing = max(1, min_spacing)
+        # Slots have a number in their middle; seconds have one at a moment.
         offset = 0.5 if self.in_slots else 0.0  # the middle of a slot
         spacing = _round_up(min_spacing)
         for multiple in range(int(self.end / unit / spacing + 0.999)):
@@ -163,6 +165,7 @@ def in_seconds(analysis: Analysis, timeline: Timeline) -> Picture:
     The window begins with the first op of a steady step. Ops that reach beyond it are cut.
     """
     window = _steady_window(timeline, n_steps=len(analysis.drawn.steps))
+    # Longer than the drawn program: steady steps begin later where messages take time.
     program = analysis.schedule.lower(len(timeline.step_ends))
     memory = timeline.memory()
     peak = max(n_bytes for _, n_bytes in memory)
@@ -190,6 +193,7 @@ class _Window(NamedTuple):
 
     def cut(self, curve: Curve) -> Curve:
         """Return the part of a curve within the window."""
+        # The curve holds its last value from before the window.
         earlier_values = [value for time, value in curve if time <= self.start]
         points = [(0.0, earlier_values[-1])]
         for time, value in curve:

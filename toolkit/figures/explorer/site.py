@@ -115,6 +115,7 @@ class _Group:
             yield name, HTML.impossible(error, "")
         pictures = pictures_of([*self.results.values()], by_slots=self.is_uniform)
         picture_of = dict(zip(self.results, pictures, strict=True))
+        # One scale for all methods of a group, so that any two can be compared by eye.
         common_frame = frame_of(pictures)
         # Cells are as wide as they are for the two methods that are shown at first.
         default_frame = frame_of([picture_of[compared_methods[0]], picture_of[first]])
@@ -131,4 +132,5 @@ class _Group:
 
 
 def _packed(text: str) -> str:
+    # Without a time in the header, so that equal pages are equal files.
     return b64encode(compress(text.encode(), mtime=0)).decode()
