@@ -77,7 +77,6 @@ class PilotBench:
             memory[rule] = step_memory(
                 stages, self.schedule(rule), example, self.optimizer, self.loss, checkpoint
             )
-        # All runtimes exist at the same time, so that their steps can be timed in turns.
         runtimes = {rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates}
         times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
 
@@ -99,7 +98,6 @@ class PilotBench:
             stages = partition(model, findings.n_stages, microbatch, partition_by)
         costs = recomputing(profile(stages, microbatch), checkpoint)
         parameter_bytes = sum(cost.parameter_bytes for cost in costs)
-        # From an optimizer that has made steps: before the first one it has no state.
         optimizer_words = _optimizer_bytes(runtimes["DP"]) / parameter_bytes
         predictor = Predictor(findings.hardware, Limits(), optimizer_words)
         predicted = {

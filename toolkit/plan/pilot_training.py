@@ -57,8 +57,6 @@ def train_by(
     on_progress("training", 1.0)
     base_runs, late_runs = runs.values()
     late_rule = [*rules][-1]
-    # A rule has learned if it beats the best guess that ignores the sample: any class, or the most
-    # frequent.
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
     chance = 1 / data.samples.form.n_classes
     frequent = float(labels.bincount().max() / len(labels))

@@ -56,7 +56,6 @@ def search(
     room = [*space.limits]
     n_tried = 0
     for attempt in range(_ATTEMPTS):
-        # The same seed in each attempt: with less room the search takes another way by itself.
         annealing = OrderAnnealing(space, room, random.Random(seed), progress)
         problem, orders, orders_bound = annealing.best(placements, end, exact, catalogue)
         n_tried += annealing.n_tried

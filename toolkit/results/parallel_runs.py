@@ -135,11 +135,6 @@ def train_in_parallel(
         UserError: a run cannot be trained. The other runs under way are saved first.
         JobFailedError: a process has died, and all others are ended.
     """
-    # Each process asks for a run when it has none, so that no process waits for a slower one:
-    #
-    #     _Ready ---> the next key, or None at the end
-    #     _Trained    the bar moves on
-    #     _Ended, _Stopped or _Failed, and _Ready again
     waiting = deque(keys)
     running: dict[int, Key] = {}  # by process
     stopped: list[_Stopped] = []
@@ -181,7 +176,6 @@ def train_in_parallel(
                     _signal(processes, running, signal.SIGTERM)
     if failed:
         raise failed[0].error
-    # A signal that came to one process alone stops the comparison as well.
     number = signals.number or next((message.number for message in stopped), 0)
     if number and (waiting or stopped):
         raise StoppedError(number, saved=all(message.saved for message in stopped))

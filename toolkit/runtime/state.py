@@ -231,13 +231,7 @@ def check_state(
 
     # 4. Weights that had no gradient are some of the stage's.
     for stage in updated_stages:
-        unused = state["stages"][stage].get("unused")
-        if not _are_names_of(unused, updaters[stage]):
-            raise UserError(
-                f"the state is not of this run: state['stages'][{stage}]['unused'] is"
-                f" {shortened(repr(unused))}; expected a list of names of the stage's weights, as"
-                " state_dict() returns it"
-            )
+        _check_unused(state["stages"][stage].get("unused"), stage, updaters[stage])
 
     # 5. Shapes and types are those of this run.
     forms: dict[Any, Any] = {"model": state["model"]}
@@ -271,11 +265,17 @@ def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: A
     return True
 
 
-def _are_names_of(unused: Any, updater: Updater) -> bool:
-    """Whether ``unused`` is a list of names of the updater's weights."""
-    if not isinstance(unused, list):
-        return False
-    return all(isinstance(name, str) and name in updater.masters for name in unused)
+def _check_unused(unused: Any, stage: int, updater: Updater) -> None:
+    """Raise UserError unless ``unused`` is a list of names of the stage's weights."""
+    if isinstance(unused, list):
+        names = [name for name in unused if isinstance(name, str) and name in updater.masters]
+        if len(names) == len(unused):
+            return
+    raise UserError(
+        f"the state is not of this run: state['stages'][{stage}]['unused'] is"
+        f" {shortened(repr(unused))}; expected a list of names of the stage's weights, as"
+        " state_dict() returns it"
+    )
 
 
 def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[str, Any]:
