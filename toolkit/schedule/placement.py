@@ -91,6 +91,8 @@ class Placement:
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         """Return the rank that runs ``stage`` on ``microbatch`` at ``step``."""
         cycle = self.cycles[stage]
+        # Micro-batches are counted over all steps, so that turns continue from one step to the
+        # next.
         return cycle[(step * self.n_microbatches + microbatch) % len(cycle)]
 
     def ranks(self, stage: int) -> Sequence[int]:

@@ -72,6 +72,7 @@ class Timing:
 
     def gradient_end(self, stage: int, microbatch: int) -> int:
         """Return the tick at which the gradient of the stage's parameters is complete."""
+        # Where the backward is split, its second half makes the gradient of the parameters.
         op = Op(Kind.BACKWARD_WEIGHT, stage, microbatch)
         return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
 

@@ -63,6 +63,7 @@ class CheckpointCallback(LoopCallback):
         if self.runtime.rank == 0:
             own_values = [now - self._saved_at, now - self._begun]
         own_values += [float(self.signals.number == number) for number in SIGNALS]
+        # One exchange for all values: each costs a round of messages.
         total = self.runtime.total(torch.tensor(own_values, dtype=torch.float64)).tolist()
         seconds_since_save, seconds_trained, *n_ranks_of_signal = total
         heard_signals = [

@@ -108,6 +108,8 @@ class Rates(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the update of ``state_dict``; load the optimizer's state first."""
+        # torch's loading replaces these by the checkpoint's, of a run that may have had another
+        # rate.
         base_rates = self.base_lrs
         groups = self.optimizer.param_groups
         super().load_state_dict(state_dict)

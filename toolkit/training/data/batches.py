@@ -138,6 +138,8 @@ class SampleSet:
         # The hash of integers is the same in all processes, unlike that of strings.
         seed = hash((seed, epoch))
         generator = torch.Generator().manual_seed(seed)
+        # The rest of the samples, less than a batch, is left out; the next epoch's order has
+        # others.
         order, span = torch.randperm(n_samples, generator=generator), range(n_samples // batch_size)
         source = self._train.begin(generator)
         return Batches(source, order, batch_size, span, device, generator, seed)
