@@ -2,10 +2,33 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 
 from tests.model import small_llama
 from tests.runtime.models import assert_same
+from toolkit.errors import UserError
+from toolkit.model import partition
+from toolkit.model.node_costs import meta_copy
+from toolkit.model.sharded_module import parallelized
+from toolkit.model.sharded_work import mesh_without_messages
 from toolkit.runtime import launch
+
+
+def test_refuses_a_plan_for_modules_that_a_stage_does_not_call():
+    """Their hooks would never run: of modules that contain others, and after torch.export."""
+    model = small_llama.Llama()
+    (stage,) = partition(model, 1, torch.zeros(2, small_llama.TOKENS, dtype=torch.long))
+
+    def shares_inputs(stage, mesh):
+        style = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        parallelize_module(stage, mesh, {"layers.0.attention": style})
+
+    with mesh_without_messages(2) as mesh:
+        sharded = parallelized(meta_copy(stage), mesh, small_llama.parallelize)
+        assert isinstance(sharded.get_parameter("output.weight"), DTensor)
+        with pytest.raises(UserError, match=r"layers\.0\.attention\b"):
+            parallelized(meta_copy(stage), mesh, shares_inputs)
 
 
 @pytest.fixture(scope="module")

@@ -139,4 +139,25 @@ def parallelized(
                 f"parallelize: got the buffer {name} as a DTensor; expected parameters only. Leave"
                 " its module out of the plan"
             )
+    _check_hooks_run(stage)
     return stage
+
+
+def _check_hooks_run(stage: fx.GraphModule) -> None:
+    """Raise UserError if the plan has a module that the stage does not call.
+
+    torch's styles move tensors in hooks of a module. A graph calls functions in place of a module
+    that contains others, and of all modules if torch.export has traced it.
+    """
+    called = {str(node.target) for node in stage.graph.nodes if node.op == "call_module"}
+    running = {id(stage)}
+    for target in called:
+        running |= {id(module) for module in stage.get_submodule(target).modules()}
+    for name, module in stage.named_modules():
+        has_hooks = module._forward_pre_hooks or module._forward_hooks
+        if has_hooks and id(module) not in running:
+            raise UserError(
+                f"parallelize: got a plan for {name}, which the traced stage does not call;"
+                f" expected modules that it calls, such as {sorted(called)[:2]}. torch.fx calls"
+                " torch's own layers; torch.export, as for models of transformers, calls none"
+            )
