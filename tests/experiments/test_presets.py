@@ -1,9 +1,14 @@
 """Every preset and every study trains, though narrow models on a few samples."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.cli.test_presets import CONF, PRESETS, composed
-from tests.experiments.command import TINY, complete
+from tests.experiments.command import EXPERIMENTS, TINY, complete
 from tests.thorough import thorough
 from tests.training.test_data import TEN, write_idx, write_images
 from toolkit.cli.help import choices
@@ -44,7 +49,7 @@ SETS = (cifar10, fashion_mnist, image_folder, digits, text)
 DATA = {function.__name__: function for function in SETS}
 """By the function of toolkit.training.data: writes a small set, and gives the options for it."""
 ON_RANKS = ("compression",)
-"""Studies whose rules train on several processes: this process is alone."""
+"""Studies whose rules train on several processes."""
 
 
 @thorough
@@ -64,3 +69,23 @@ def test_every_preset_and_study_trains(chosen, tmp_path):
     result = complete("compare", tmp_path / "run", chosen, *small, *few)
     found = [(row["rule"], row["diverged"]) for row in result["metrics"]]
     assert found == [(rule, 0) for rule in config.rules]
+
+
+@thorough
+@pytest.mark.parametrize("study", ON_RANKS)
+def test_every_study_that_needs_ranks_trains_on_four(study, tmp_path):
+    chosen = f"study={study}"
+    few = ["epochs=1", "seeds=1", "tune.rates=null", "device=cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += [str(EXPERIMENTS / "compare.py"), chosen, *TINY, *few]
+    finished = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path / 'run'}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    found = [(row["rule"], row["diverged"]) for row in result["metrics"]]
+    assert found == [(rule, 0) for rule in composed("compare", chosen).rules]
