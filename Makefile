@@ -9,7 +9,7 @@ demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/cyclic-dp compare experiment=digits
 
 test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and examples
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
 	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks tests/docs --durations 8
