@@ -371,7 +371,7 @@ pipelines microbatches=[8,0] | microbatches .* got \[8, 0\]
 pipelines microbatches=-1 | microbatches .* got -1
 pipelines rank=4 | option rank: .* ranks
 plan ranks=[0] | ranks .* got \[0\]
-plan ranks=3 batch=64 | batch=64 .* \[3\]
+plan ranks=3 batch=64 | batch=64 .* ranks=3
 plan pilot=true | pilot=true .* data=digits
 plan data=digits classes=3 | classes .* data
 plan widths=[2] ranks=1 | widths=2 .* ranks=1
