@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 _SHORT = "_short"  # ends the name of a table with some of a result's rows
+_BEST_RULES = "best_rules"  # names the table of several comparisons, each rule at its own rate
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -45,6 +46,8 @@ def rendered(page: str) -> str:
 
 def table(name: str) -> str:
     """Return the table of a kept result, and its origin."""
+    if name == _BEST_RULES:
+        return f"{cells.table(_best_rules(), 'github')}\n"
     result = read_result(RESULTS / name.removesuffix(_SHORT))
     _label(result["metrics"])
     make_rows = next(make for prefix, make in _ROWS if name.startswith(prefix))
@@ -102,6 +105,47 @@ def _each(*make_cells: Callable[[Row], Row]) -> Callable[[Result], Rows]:
 def _compared(row: Row, measure: Metric = ACCURACY) -> Row:
     rule = {"rule": row["schedule"]} | (cells.rate_cells(row) if "lr" in row else {})
     return rule | cells.metric_cells(row, measure, "DP") | cells.staleness_cells(row)
+
+
+def _best_rules() -> Rows:
+    """A row a data set: DP's accuracy, and the best form of each rule with late weights."""
+    rows = []
+    for data, name in (
+        ("digits", "corrections"),
+        ("Fashion-MNIST", "fashion_mnist"),
+        ("CIFAR-10", "cifar10_corrections"),
+        ("Imagenette", "imagenette_corrections_8"),
+    ):
+        metrics = read_result(RESULTS / name)["metrics"]
+        row: Row = {"data": data, "DP (%)": f"{metrics[0]['accuracy']:.2f}"}
+        for rule in ("CDP-v1", "CDP-v2"):
+            forms = [form for form in metrics if form["schedule"].startswith(rule)]
+            best = max(forms, key=lambda form: form["accuracy"])
+            words = "Nesterov, predicted" if "predicted" in best["rule"] else "plain"
+            if best["rule"].endswith("nesterov"):
+                words = "Nesterov"
+            row[f"best {rule}"] = words
+            row[f"{rule} - DP"] = f"{best['difference']:+.2f} ± {best['difference_95']:.2f}"
+            row[f"{rule} at the margin"] = best["verdict"]
+        rows.append(row)
+    return rows
+
+
+def _tuned_rates(result: Result) -> Rows:
+    """A row a rule: rates by those of the first rule, and how far delay turns its gradients."""
+    rows = []
+    for row in result["metrics"]:
+        rows.append(
+            {
+                "rule": row["rule"],
+                "tuned rate": f"{row['tuned']:g}",
+                "largest stable rate": f"{row['certified']:.2g}",
+                "tuned / DP": f"{row['tuned / first']:.2f}",
+                "stable / DP": f"{row['certified / first']:.2f}",
+                "mean cosine": f"{row['cosine']:.2f}",
+            }
+        )
+    return rows
 
 
 def _delays(result: Result) -> Rows:
@@ -307,6 +351,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     (f"situations{_SHORT}", _situations_short),
     ("situations", _each(situation_cells)),
     ("stability_limits", _each(_limits)),
+    ("stability_imagenette", _tuned_rates),
     ("stability", _stable_rates),
     ("bench_links_slept", _slept_links),
     ("bench_links", _links),
