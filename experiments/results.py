@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 _SHORT = "_short"  # ends the name of a table with some of a result's rows
-_BEST_RULES = "best_rules"  # names the table of several comparisons, each rule at its own rate
+_BEST_RULES = (
+    f"best_rules{_SHORT}"  # names the table of several comparisons, each rule at its own rate
+)
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = dict[str, Any]
