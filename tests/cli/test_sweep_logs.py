@@ -15,7 +15,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def make_root(monkeypatch):
-    """Give the root logger one handler, as Hydra does."""
+    """Give the root logger one handler, as Hydra does, whatever tests before have configured."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root.manager, "disable", logging.NOTSET)
+    for logger in (root, logging.getLogger("launcher"), logging.getLogger("alembic.plugins")):
+        monkeypatch.setattr(logger, "disabled", False)
+        monkeypatch.setattr(logger, "propagate", True)
+    level = root.level
+    root.setLevel(logging.INFO)
 
     def make(stream):
         handler = logging.StreamHandler(stream)
@@ -24,7 +31,8 @@ def make_root(monkeypatch):
         make_readable()
 
     monkeypatch.setenv("COLUMNS", "40")
-    return make
+    yield make
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize(("stream", "n_lines"), [(Terminal(), 2), (io.StringIO(), 1)])
@@ -43,3 +51,5 @@ def test_plugins_of_databases_and_arguments_of_joblib_are_left_out(make_root):
     logging.getLogger("alembic.plugins").info("setup plugin")
     logging.getLogger("launcher").warning("Joblib.Parallel(n_jobs=2) is launching 2 jobs")
     assert stream.getvalue() == ""
+    logging.getLogger("launcher").warning("jobs")
+    assert stream.getvalue() == "[HYDRA] jobs\n"
