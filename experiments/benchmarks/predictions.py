@@ -146,8 +146,8 @@ def measure_hardware(world: World) -> Hardware:
                 send_or_receive = dist.send if world.rank == sender else dist.recv
                 send_or_receive(message, 1 - world.rank)
             seconds.append((time.perf_counter() - begin) / 2)
-    latency, large_seconds = (max(world.gather(median(seconds))) for seconds in seconds_of_message)
-    bandwidth = (_MESSAGES[1] - _MESSAGES[0]) / (large_seconds - latency)
+    small, large = (max(world.gather(median(seconds))) for seconds in seconds_of_message)
+    bandwidth, latency = link_of(small, large)
 
     source = torch.zeros(1 << 22)
     target = torch.zeros(1 << 22)
@@ -158,6 +158,16 @@ def measure_hardware(world: World) -> Hardware:
         memory_rates.append(2 * source.nbytes / (time.perf_counter() - begin))
     memory_bandwidth = min(world.gather(median(memory_rates)))
     return Hardware("this machine", 1e11, memory_bandwidth, bandwidth, latency)
+
+
+def link_of(small_seconds: float, large_seconds: float) -> tuple[float, float]:
+    """Return bandwidth (bytes/s) and latency (s) from the times of both sizes of messages."""
+    latency = small_seconds
+    # Other work of the machine may slow small messages more than large ones. Then the latency is
+    # unknown, and all of a large message's time counts as that of its bytes.
+    if large_seconds <= small_seconds:
+        latency = 0.0
+    return (_MESSAGES[1] - _MESSAGES[0]) / (large_seconds - latency), latency
 
 
 def _mean_seconds(world: World, costs: Costs) -> Costs:
