@@ -79,7 +79,7 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
 
 
 def compressions_of(config: DictConfig) -> list[str]:
-    """Return the compressions of messages, of which one may be given alone."""
+    """Return the compressions of messages; the option may be one name or a list of names."""
     if isinstance(config.compressions, str):
         return [config.compressions]
     return [*map(str, config.compressions or ())]

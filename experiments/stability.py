@@ -140,7 +140,7 @@ def curvature(config: DictConfig, schedule: "Schedule") -> "tuple[Curvature, lis
 def compare_with_tuned(
     config: DictConfig, folder: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Draw the rates that a comparison has tuned beside certified ones.
+    """Compare the tuned learning rates of a comparison with certified ones, and draw both.
 
     Returns:
         a row for each rule, and a row with the correlations of the two rates.

@@ -1,4 +1,4 @@
-"""Learning rates that a comparison has tuned, beside the certified ones of its rules.
+"""The tuned learning rates of a comparison, compared with the certified ones of its rules.
 
 The certificate is that of a quadratic loss whose largest curvature is the one of the first weights.
 Training meets other curvatures, the same for all rules as far as they train alike: so what it can
@@ -6,6 +6,7 @@ predict is by how much one rule's rate is below another's. Both rates are theref
 those of the comparison's first rule.
 """
 
+import csv
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan, log, nan
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.plan.stability import coupling_of, largest_stable_rate
+from toolkit.results.run_files import DELAYS_FILE
 from toolkit.results.runs import Run, read_runs, rebuild_schedule
 from toolkit.schedule import labels
 
@@ -124,10 +126,6 @@ def cosines(folder: str | Path, runs: Sequence[Run]) -> dict[str, list[tuple[int
 
 
 def _delay_rows(folder: Path) -> Iterator[dict[str, str]]:
-    import csv
-
-    from toolkit.results.run_files import DELAYS_FILE
-
     path = folder / DELAYS_FILE
     if path.is_file():
         with path.open(newline="") as file:

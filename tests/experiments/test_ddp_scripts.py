@@ -129,10 +129,13 @@ def installed_names():
 
 @pytest.fixture(scope="module")
 def ddp_folder(tmp_path_factory):
-    """What the DDP versions save on two ranks."""
+    """What the DDP versions save on two ranks, with and without an interruption."""
     folder = tmp_path_factory.mktemp("ddp")
     for name in installed_names():
         run_ddp(name, folder / name, 2)
+    for name, (option, half, all_) in LENGTH.items():
+        run_ddp(name, folder / f"resumed_{name}", 2, option, half)
+        run_ddp(name, folder / f"resumed_{name}", 2, option, all_, *RESUME[name])
     return folder
 
 
@@ -380,6 +383,12 @@ def test_ddp_trains_as_a_single_process(name, ddp_folder):
     assert_equal(found, REFERENCES[name](schedule), 1e-10)
 
 
+@pytest.mark.parametrize("name", LENGTH)
+def test_ddp_resumes(name, ddp_folder):
+    expected = parameters_of(name, ddp_folder / name)
+    assert_equal(parameters_of(name, ddp_folder / f"resumed_{name}"), expected, 0)
+
+
 @every_pair
 def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
     folder, _ = cdp_folders(name, "dp")
@@ -388,12 +397,14 @@ def test_rule_dp_equals_ddp(name, ddp_folder, cdp_folders):
 
 
 def test_rule_dp_equals_ddp_on_three_ranks(tmp_path):
-    names = more(["nanogpt"], ["nanogpt", "imagenet"])
+    names = more(["nanogpt"], installed_names())
     for name in names:
         run_ddp(name, tmp_path / "ddp" / name, 3)
         run_cdp(name, tmp_path / name, 3, rule="dp")
         found = parameters_of(name, tmp_path / name)
-        assert_equal(found, parameters_of(name, tmp_path / "ddp" / name), 1e-12)
+        # transformers computes its loss in 32 bits, where sums of three parts round otherwise.
+        tolerance = 1e-6 if name == "huggingface" else 1e-12
+        assert_equal(found, parameters_of(name, tmp_path / "ddp" / name), tolerance)
 
 
 @every_pair

@@ -1,4 +1,4 @@
-"""Tuned learning rates beside certified ones."""
+"""The figure of tuned and certified learning rates."""
 
 from toolkit.figures import tuned_rates
 

@@ -10,6 +10,7 @@ from tests import stages
 from tests.runtime.reference import sgd
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, by_name
+from toolkit.schedule import catalog
 
 
 class Residual(nn.Module):
@@ -215,3 +216,28 @@ def name_of(schedule):
         f"{schedule.name}-{schedule.n_stages}x{schedule.n_microbatches}-delay={delay}"
         f"-{schedule.layout.name}-{schedule.state}"
     ).replace(" ", "_")
+
+
+def two_weights(batches, compression, compressors="sums", *, error_feedback=True):
+    """Two weights, which are 0 at first, after steps of CDP-v1 on 2 ranks.
+
+    Args:
+        batches: inputs ``[4, 2]`` and targets ``[4, 1]`` of each step.
+        compression: of messages.
+        compressors: ``sums`` or ``weights``, whose error feedback may be switched off.
+        error_feedback: whether a message has what those before lost.
+    """
+    model = nn.Sequential(nn.Linear(2, 1, bias=False)).double()
+    nn.init.zeros_(model[0].weight)
+    runtime = SingleProcess(
+        partition(model, 1, batches[0][0][:2]),
+        catalog.cyclic(2, 1, n_stages=1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        F.mse_loss,
+        order="scheduled",
+        compression=compression,
+    )
+    for compressor in runtime._compressors.values():
+        getattr(compressor, compressors).error_feedback = error_feedback
+    list(runtime.run(batches))
+    return runtime.module()[0].weight.detach().flatten()

@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tests.runtime import models
 from tests.runtime.conform import sgd
 from toolkit.cost import Hardware, compressed_costs, profile, simulate
 from toolkit.errors import UserError
-from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, join, launch
 from toolkit.runtime.compressed_sums import SumCompressor
 from toolkit.runtime.quantization import dequantize, quantize
@@ -231,20 +229,9 @@ def found_weights(compression, error_feedback=True):
     """
     inputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     targets = torch.tensor([[10.0], [0.5], [-10.0], [0.0]], dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(2, 1, bias=False)).double()
-    nn.init.zeros_(model[0].weight)
-    runtime = SingleProcess(
-        partition(model, 1, inputs[:2]),
-        catalog.cyclic(2, 1, n_stages=1),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        F.mse_loss,
-        order="scheduled",
-        compression=compression,
+    return models.two_weights(
+        [(inputs, targets)] * 300, compression, "sums", error_feedback=error_feedback
     )
-    for compressor in runtime._compressors.values():
-        compressor.sums.error_feedback = error_feedback
-    list(runtime.run([(inputs, targets)] * 300))
-    return runtime.module()[0].weight.detach().flatten()
 
 
 def test_error_feedback_is_needed():

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tests.runtime import compressed_reference, models, reference
 from tests.runtime.conform import sgd
 from toolkit.errors import UserError
-from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.compressed_form import CODES
 from toolkit.runtime.compressed_weights import WeightCompressor
@@ -221,25 +219,14 @@ def found_weights(compression, error_feedback=True):
     """The weights after many steps of CDP-v1 on 2 ranks.
 
     The first weight swings around 0, so differences of the second, which goes to 0.5, are small
-    beside its. Its gradient is the owner's own: no message of sums rounds it.
+    compared with its own. Only the owner has a gradient of the second, so no message of sums
+    rounds it.
     """
     inputs = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     targets = torch.tensor([[10.0], [0.0], [10.0], [0.5]], dtype=torch.float64)
     swinging = torch.tensor([[-10.0], [0.0], [-10.0], [0.5]], dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(2, 1, bias=False)).double()
-    nn.init.zeros_(model[0].weight)
-    runtime = SingleProcess(
-        partition(model, 1, inputs[:2]),
-        catalog.cyclic(2, 1, n_stages=1),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        F.mse_loss,
-        order="scheduled",
-        compression=compression,
-    )
-    for compressor in runtime._compressors.values():
-        compressor.weights.error_feedback = error_feedback
-    list(runtime.run([(inputs, targets), (inputs, swinging)] * 200))
-    return runtime.module()[0].weight.detach().flatten()
+    batches = [(inputs, targets), (inputs, swinging)] * 200
+    return models.two_weights(batches, compression, "weights", error_feedback=error_feedback)
 
 
 def test_error_feedback_of_weights_is_needed():

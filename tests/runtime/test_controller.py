@@ -256,7 +256,7 @@ def test_kills_at_random_moments_are_healed_to_the_same_bits(controller, schedul
 
     ``KILLS=40 pytest -k random_moments`` raises their number, for each of the schedules.
     """
-    n_kills = int(os.environ.get("KILLS", more(2, 6)))
+    n_kills = int(os.environ.get("KILLS", more(2, 14)))
     batches = models.make_batches(2, 4 * n_kills)
 
     def train(runtime, index):

@@ -58,7 +58,7 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
     if message_seconds:
         latency = median(message_seconds)
     # Ops have measured seconds, so the rate of arithmetic does not matter. A message has a latency
-    # only: one size tells nothing of bandwidth.
+    # only, because messages of one size cannot show the bandwidth.
     return timed_costs, Hardware("calibrated", inf, bandwidth, inf, latency)
 
 

@@ -56,7 +56,8 @@ class StageCost:
         compressed_gradient_bytes: a gradient sum and statistics in a message; None: as they are.
         compressed_weight_bytes: weights in a message; None: as they are.
         error_bytes: what a sender keeps of its last compressed sum to each receiver, or to all.
-        exact_weight_bytes: weights that their owner keeps beside the versions that travel.
+        exact_weight_bytes: exact weights of the owner, which it keeps in addition to the versions
+            that it sends.
         weight_differences: whether messages of weights are differences to the version before, which
             receivers keep until then.
         matrices: rows and columns of each trained parameter, as PowerSGD takes it; empty: unknown.

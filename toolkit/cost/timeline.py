@@ -113,8 +113,8 @@ class Timeline:
         """
         if self.steady and self.steady[0] > 0:
             return self._idle_share_of_steady()
-        # The compute of whole steps: what ranks do after the end of the last step would be done
-        # beside the next one.
+        # Only the compute of whole steps counts. What ranks do after the end of the last step would
+        # overlap with the next step.
         steps = self._timed()
         step_of = self._steps_from_0()
         busy_seconds = sum(

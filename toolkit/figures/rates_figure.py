@@ -1,4 +1,4 @@
-"""Tuned learning rates beside certified ones, and how far delay turns gradients."""
+"""Tuned and certified learning rates, and how far delay turns gradients."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill

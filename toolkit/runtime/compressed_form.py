@@ -88,6 +88,28 @@ class CompressedForm:
         return tensors
 
 
+@dataclass(frozen=True)
+class CompressedMessage:
+    """Tensors of a stage as they travel.
+
+    Attributes:
+        tensors: bytes at ``CODES``, and what travels as it is, by name.
+        form: of the tensors in these bytes.
+    """
+
+    tensors: dict[str, Tensor]
+    form: CompressedForm
+
+    @property
+    def exact(self) -> dict[str, Tensor]:
+        """What travels as it is, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if name != CODES}
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that the codes stand for, ``[n]``."""
+        return self.form.numbers(self.tensors[CODES])
+
+
 def separated(
     tensors: Mapping[str, Tensor], names: Collection[str], bits: int
 ) -> tuple[CompressedForm, dict[str, Tensor]]:

@@ -13,34 +13,23 @@ Source: error feedback as in arXiv 1901.09847, algorithm 2, here at each hop of 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.runtime.compressed_form import CODES, CompressedForm, separated
+from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
 from toolkit.runtime.quantization import quantize_with_error
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Instruction
 
 
-@dataclass(frozen=True)
-class CompressedSum:
-    """A sum of gradients as it travels.
-
-    Attributes:
-        tensors: bytes at ``CODES``, and what travels as it is, by name.
-        form: of the gradients in these bytes.
-    """
-
-    tensors: dict[str, Tensor]
-    form: CompressedForm
+class CompressedSum(CompressedMessage):
+    """A sum of gradients as it travels."""
 
     def decoded(self) -> dict[str, Tensor]:
         """Return the tensors of the sum, by name."""
-        exact = {name: tensor for name, tensor in self.tensors.items() if name != CODES}
-        return self.form.split(self.form.numbers(self.tensors[CODES])) | exact
+        return self.form.split(self.numbers()) | self.exact
 
 
 class SumCompressor:

@@ -19,14 +19,13 @@ in ZeRO++, arXiv 2306.10209, section 3.1.
 """
 
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.cost.compression import weight_bits
-from toolkit.runtime.compressed_form import CODES, CompressedForm, separated
+from toolkit.runtime.compressed_form import CODES, CompressedMessage, separated
 from toolkit.runtime.quantization import quantize
 from toolkit.runtime.updater import Weights
 
@@ -34,17 +33,8 @@ Key = tuple[int, int]
 """Stage and version."""
 
 
-@dataclass(frozen=True)
-class CompressedWeights:
-    """A weight version as it travels.
-
-    Attributes:
-        tensors: bytes at ``CODES``, and what travels as it is, by name.
-        form: of the weights in these bytes.
-    """
-
-    tensors: dict[str, Tensor]
-    form: CompressedForm
+class CompressedWeights(CompressedMessage):
+    """A weight version as it travels."""
 
     @torch.no_grad()
     def decoded(self, base: Weights | None) -> Weights:
@@ -53,10 +43,10 @@ class CompressedWeights:
         Args:
             base: the version before, if the message has differences to it.
         """
-        numbers = self.form.numbers(self.tensors[CODES])
+        numbers = self.numbers()
         if base is not None:
             numbers += self.form.flat(base).to(numbers.device)
-        weights = {name: tensor.clone() for name, tensor in self.tensors.items() if name != CODES}
+        weights = {name: tensor.clone() for name, tensor in self.exact.items()}
         # A copy each: a view would keep the memory of all of the stage's weights.
         for name, tensor in self.form.split(numbers).items():
             weights[name] = tensor.clone()

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import UserError
 from toolkit.model.node_costs import differentiable
-from toolkit.runtime.compressed_form import CODES, CompressedForm, TensorForm
+from toolkit.runtime.compressed_form import CODES, CompressedForm, CompressedMessage, TensorForm
 from toolkit.runtime.compressed_sums import CompressedSum
 from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT
@@ -221,7 +221,7 @@ class Layouts:
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
-        if isinstance(payload, GradientSum | CompressedSum | CompressedWeights):
+        if isinstance(payload, GradientSum | CompressedMessage):
             named: Mapping[Any, Any] = payload.tensors
         elif isinstance(payload, tuple):
             named = dict(enumerate(payload))
