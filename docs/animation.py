@@ -29,7 +29,8 @@ text {{ font: 12px system-ui, sans-serif; fill: #24292f; }}
 """
 
 _KEY = (
-    '<tspan class="forward">\u25a0</tspan> forward <tspan class="backward">\u25a0</tspan> backward'
+    '<tspan class="forward">\u25a0</tspan> forward'
+    ' <tspan class="backward">\u25a0</tspan> backward'
 )
 
 
@@ -44,7 +45,9 @@ def animation(schedule_of_title: Mapping[str, Schedule], n_slots: int = 24) -> s
     grid_shapes = [rows(schedule.layout) for schedule in schedule_of_title.values()]
     grid_height = max(n_rows for _, n_rows in grid_shapes) * _ROW
     baseline = grid_height + 16 + _CURVE
-    activations = [_activations(schedule, n_slots) for schedule in schedule_of_title.values()]
+    activations = [
+        _activations(schedule, n_slots) for schedule in schedule_of_title.values()
+    ]
     pixels_per_microbatch = _CURVE / max(map(max, activations))
     total_width = _LEFT + len(schedule_of_title) * (grid_width + _GAP)
     total_height = _TOP + baseline + _BOTTOM
@@ -60,13 +63,17 @@ def animation(schedule_of_title: Mapping[str, Schedule], n_slots: int = 24) -> s
     ]
     row_name, n_rows = grid_shapes[0]
     for row in range(n_rows):
-        elements.append(f'<text x="0" y="{_TOP + (row + 0.7) * _ROW:g}">{row_name} {row}</text>')
+        elements.append(
+            f'<text x="0" y="{_TOP + (row + 0.7) * _ROW:g}">{row_name} {row}</text>'
+        )
 
     for column, (title, schedule) in enumerate(schedule_of_title.items()):
         left_edge = _LEFT + column * (grid_width + _GAP)
         levels = activations[column]
         path = steps([*enumerate(levels)], n_slots, _SLOT, pixels_per_microbatch)
-        curve = f'<path class="memory" transform="translate(0 {baseline:g})" d="{path}"/>'
+        curve = (
+            f'<path class="memory" transform="translate(0 {baseline:g})" d="{path}"/>'
+        )
         peak_height = baseline - max(levels) * pixels_per_microbatch
         # The whole picture is drawn faintly; the moving window shows it again in full.
         elements += [
@@ -93,7 +100,9 @@ def _grid(schedule: Schedule, n_slots: int) -> str:
     elements = []
     for cell in cells(schedule.lower(_n_steps(schedule, n_slots))):
         if cell.slot < n_slots:
-            kind = "forward" if cell.instruction.action == Action.FORWARD else "backward"
+            kind = (
+                "forward" if cell.instruction.action == Action.FORWARD else "backward"
+            )
             left_edge, top_edge = cell.slot * _SLOT, cell.row * _ROW
             elements.append(
                 f'<rect class="{kind}" x="{left_edge + 0.5:g}" y="{top_edge + 1:g}"'

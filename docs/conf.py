@@ -79,7 +79,12 @@ CHANGELOG
 """
 
 project = html_title = "cyclic-dp"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 root_doc = "README"
 include_patterns = [
     "*.md",
@@ -108,7 +113,9 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 # The explorer brings a page without script; widgets would load theirs from elsewhere.
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}
-nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
+nb_mime_priority_overrides = [
+    ("html", "application/vnd.jupyter.widget-view+json", None)
+]
 suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]
 
 
@@ -119,8 +126,12 @@ def _add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 def _make_index(app: Sphinx, error: Exception | None) -> None:
     if error is None:
-        shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
-        Path(app.outdir, "explorer.html").write_text(site_page("cdp_v2", OTHERS), "utf-8")
+        shutil.copy(
+            Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html")
+        )
+        Path(app.outdir, "explorer.html").write_text(
+            site_page("cdp_v2", OTHERS), "utf-8"
+        )
 
 
 def _protect_summary(app: Sphinx, what: str, *given: Any) -> None:

@@ -61,11 +61,12 @@ def memory_curve(n: int, stagger: int, n_steps: int) -> list[float]:
     """Return what all workers store in each slot. 1 is one micro-batch in all n stages."""
     slots = schedule(n, stagger)
     n_stored = [0] * (2 * n * n_steps + stagger * (n - 1))
-    for step in range(n_steps):
-        for microbatch in range(n):
-            for stage in range(n):
-                for slot in range(slots["F", stage, microbatch], slots["B", stage, microbatch] + 1):
-                    n_stored[2 * n * step + slot] += 1
+    for (kind, stage, microbatch), slot in slots.items():
+        if kind == "F":
+            end = slots["B", stage, microbatch]
+            for step in range(n_steps):
+                for stored_slot in range(slot, end + 1):
+                    n_stored[2 * n * step + stored_slot] += 1
     return [count / n for count in n_stored]
 
 
@@ -85,43 +86,42 @@ def print_picture(n: int, stagger: int, n_steps: int = 2) -> None:
 
 # 4. The training. versions[d] holds the weights of d updates ago, by name. They are separate
 # tensors, never changed in place: the backward of a micro-batch needs the weights of its forward.
-# functional_call runs the model on any mixture of versions. One process computes all micro-batches
-# here, since only the delays change what is learned. Late weights need a lower learning rate: with
-# lr=0.1 CDP-v1 fails. Accuracies of one seed differ by chance, by a point or so.
+# functional_call runs the model on any mixture of versions. One process suffices: only delays
+# change what is learned. Late weights need a lower learning rate: with lr=0.1 CDP-v1 fails.
 def make_model(n: int) -> nn.Sequential:
     """Return a network of n stages for 8x8 images. Stage 2 has the parameters 2.0.weight, ..."""
     hidden = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(n - 1)]
     return nn.Sequential(*hidden, nn.Sequential(nn.Linear(64, 10)))
 
 
-def train_step(model, versions, momenta, delays, inputs, targets, lr=0.02, momentum=0.9):
+def train_step(model, versions, momenta, delays, inputs, targets, lr=0.02, mu=0.9):
     """Return the versions and the momenta after one step of SGD."""
     n = len(delays)
     microbatches = zip(inputs.chunk(n), targets.chunk(n), strict=True)
-    mean_gradients = {name: torch.zeros_like(weight) for name, weight in versions[0].items()}
+    mean_gradients = {name: torch.zeros_like(w) for name, w in versions[0].items()}
     for microbatch, (images, labels) in enumerate(microbatches):
         weights = {}
         for name in momenta:
-            stage = int(name.split(".")[0])
-            weights[name] = versions[delays[stage][microbatch]][name].detach().requires_grad_()
+            version = versions[delays[int(name.split(".")[0])][microbatch]]
+            weights[name] = version[name].detach().requires_grad_()
         loss = F.cross_entropy(functional_call(model, weights, (images,)), labels)
         gradients = torch.autograd.grad(loss, tuple(weights.values()))
         for name, gradient in zip(weights, gradients, strict=True):
             mean_gradients[name] += gradient / n
-    momenta = {name: momentum * momenta[name] + mean_gradients[name] for name in momenta}
+    momenta = {name: mu * momenta[name] + mean_gradients[name] for name in momenta}
     newest = {name: versions[0][name] - lr * momenta[name] for name in momenta}
     return [newest, *versions[:-1]], momenta
 
 
 def train(delays: list[list[int]], n_epochs: int, seed: int = 0) -> float:
     """Train on scikit-learn's digits; return the accuracy on 360 test images."""
-    torch.manual_seed(seed)  # every rule gets the same first weights and the same batches
+    torch.manual_seed(seed)  # the same first weights and batches for every rule
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     images = (images.float() - 5) / 6  # a mean of about 0, a deviation of about 1
     test, training = torch.randperm(len(images)).tensor_split([360])
     model = make_model(len(delays))
     first = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    versions = [first, first]  # delays are at most 1; before the first update both are the same
+    versions = [first, first]  # the same before the first update
     momenta = {name: torch.zeros_like(weight) for name, weight in first.items()}
     for _ in range(n_epochs):
         order = training[torch.randperm(len(training))]
@@ -143,7 +143,7 @@ def main(n: int = 4, n_epochs: int = 15) -> None:
         "CDP-v2": freshest_delays(n, stagger=2),
     }
     for name, delays in rules.items():
-        print(f"{name:7} test accuracy {train(delays, n_epochs):.1%}, delays by stage {delays}")
+        print(f"{name:7} test accuracy {train(delays, n_epochs):.1%}, delays {delays}")
 
 
 if __name__ == "__main__":

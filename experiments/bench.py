@@ -25,16 +25,22 @@ def main(config: DictConfig) -> int:
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    show_activity(f"measuring {HydraConfig.get().runtime.choices['bench']}, minutes without output")
+    show_activity(
+        f"measuring {HydraConfig.get().runtime.choices['bench']}, minutes without output"
+    )
     device = pick_device(config.device)
     rows = get_method(config.bench._target_)(config.bench, device, config.seed)
     hydra = HydraConfig.get().runtime
     if not rows:
-        raise UserError(f"bench={hydra.choices['bench']} has nothing to measure: a list is empty")
+        raise UserError(
+            f"bench={hydra.choices['bench']} has nothing to measure: a list is empty"
+        )
     folder = Path(hydra.output_dir)
     seconds = time.perf_counter() - start
     write_result(folder, "bench", rows, config, describe(device), seconds)
-    short_rows = [{column: shorten(cell) for column, cell in row.items()} for row in rows]
+    short_rows = [
+        {column: shorten(cell) for column, cell in row.items()} for row in rows
+    ]
     show(f"\n{table(short_rows)}\n\n{describe(device)}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
 

@@ -66,10 +66,13 @@ def main(config: DictConfig) -> int:
             for name, value in row.measured.items():
                 record[f"{name}_measured"] = float(value)
         cells = [
-            terminal_cells(measured_cells(record)) | {"as counted": agreement(record, "_measured")}
+            terminal_cells(measured_cells(record))
+            | {"as counted": agreement(record, "_measured")}
             for record in records
         ]
-        show(f"\nmeasured on processes, one per rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}")
+        show(
+            f"\nmeasured on processes, one per rank\n\n{table(cells)}\n\n{MEASURED_AND_PREDICTED}"
+        )
         mistakes += differences(measured_rows, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
@@ -130,7 +133,9 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             timeout=config.timeout,
         )
     rows = rows_of_rank[0]
-    drawn = next(row for row in rows if (row.setting, row.rule) == ("multi-device", "CDP-v2"))
+    drawn = next(
+        row for row in rows if (row.setting, row.rule) == ("multi-device", "CDP-v2")
+    )
     pair = settings.measured_and_predicted(drawn.measurements, *sizes)
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")

@@ -92,7 +92,9 @@ def main(config: DictConfig) -> Ended:
     show_activity("reading the data")
     load = cache(partial(load_samples, config.data))
     settle_delays(config, lambda: load().form)
-    schedules = {rule: build_schedule(options) for rule, options in config.rules.items()}
+    schedules = {
+        rule: build_schedule(options) for rule, options in config.rules.items()
+    }
     world = join_world(config, next(iter(schedules.values())))
     options = plain(config)
     samples = load()
@@ -105,7 +107,10 @@ def main(config: DictConfig) -> Ended:
     try:
         if TuneOptions(**options["tune"]).rates:
             tried_runs = train(
-                OmegaConf.create(trials(options)), folder / TUNING_FOLDER, samples, world
+                OmegaConf.create(trials(options)),
+                folder / TUNING_FOLDER,
+                samples,
+                world,
             )
             tuning = tried(options, tried_runs.runs, measure)
             if tried_runs.unwritten:
@@ -140,7 +145,9 @@ def print_notes(notes: Iterable[str]) -> None:
             show(f"note: {note}")
 
 
-def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None") -> Trained:
+def train(
+    config: DictConfig, folder: Path, samples: "SampleSet", world: "World | None"
+) -> Trained:
     """Train the runs of a comparison that have not ended in ``folder``; return all of its runs."""
     from toolkit.plan.rate_check import check_rate
     from toolkit.results import comparison
@@ -170,7 +177,9 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
         ended = count(n_ended, "trial" if are_trials else "run")
         trained.notes.append(f"resumed: {ended} had ended before, and take no seconds")
     if n_before > n_ended:
-        trained.notes.append(f"runs.csv has {n_before - n_ended} more, of other rules or seeds")
+        trained.notes.append(
+            f"runs.csv has {n_before - n_ended} more, of other rules or seeds"
+        )
     print_notes(trained.notes)
 
     keys = comparison.unfinished(options, runs, saved_keys)
@@ -182,19 +191,26 @@ def train(config: DictConfig, folder: Path, samples: "SampleSet", world: "World 
         )
         for note in check_parallel_runs(options, build_run, keys, n_processes):
             show(f"note: {note}")
-        new_runs = train_in_parallel(options, RuleBuilder(options), folder, keys, n_processes)
+        new_runs = train_in_parallel(
+            options, RuleBuilder(options), folder, keys, n_processes
+        )
     else:
-        new_runs = comparison.train_all(options, build_run, folder, runs, saved_keys, world)
+        new_runs = comparison.train_all(
+            options, build_run, folder, runs, saved_keys, world
+        )
     for new_run in new_runs:
         # Runs that train at the same time end in any order.
         runs[n_before:] = sorted(
-            [*runs[n_before:], new_run], key=lambda run: keys.index((run.rule, run.seed))
+            [*runs[n_before:], new_run],
+            key=lambda run: keys.index((run.rule, run.seed)),
         )
         if is_rank_zero():
             last_warning = trained.unwritten
             trained.unwritten = comparison.try_keep_runs(folder, runs)
             if trained.unwritten not in ("", last_warning):
-                show(f"warning: {trained.unwritten}; training continues", file=sys.stderr)
+                show(
+                    f"warning: {trained.unwritten}; training continues", file=sys.stderr
+                )
     trained.runs = comparison.select_runs(options, runs)
     return trained
 
@@ -226,7 +242,8 @@ class Comparison:
     def last_values(self, rule: str, measure: Metric) -> dict[int, float]:
         """Return a metric of a rule's last epochs, by seed."""
         return {
-            run.seed: measure.factor * run.epochs[-1][measure.key] for run in self.runs_of(rule)
+            run.seed: measure.factor * run.epochs[-1][measure.key]
+            for run in self.runs_of(rule)
         }
 
     def row(self, rule: str) -> dict[str, Any]:
@@ -243,7 +260,9 @@ class Comparison:
             if measure == self.measure:
                 margin = self.config.margin
             values = self.last_values(rule, measure)
-            row |= over_seeds(values, self.last_values(self.baseline, measure), measure, margin)
+            row |= over_seeds(
+                values, self.last_values(self.baseline, measure), measure, margin
+            )
         return row | {
             "staleness_mean": schedule.mean_staleness,
             "staleness_max": schedule.max_staleness,
@@ -296,7 +315,8 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
             label += f" ({row['diverged']} of {config.seeds} diverged)"
         if rule_runs := comparison.runs_of(row["rule"]):
             curves[label] = [
-                [measure.factor * epoch[measure.key] for epoch in run.epochs] for run in rule_runs
+                [measure.factor * epoch[measure.key] for epoch in run.epochs]
+                for run in rule_runs
             ]
         cells = {"rule": label}
         if has_rates:
@@ -327,13 +347,17 @@ def conclude(comparison: Comparison, notes: list[str], seconds: float) -> bool:
     device = describe(pick_device(config.device))
     unwritten: list[str] = []
     with note_write_errors(unwritten, folder):
-        write_result(folder, "comparison", rows, config, device, seconds, **result_fields)
+        write_result(
+            folder, "comparison", rows, config, device, seconds, **result_fields
+        )
         save(over_epochs(curves, measure), folder / measure.name)
         save(schedules(unlike_schedules(comparison.schedules)), folder / "schedules")
     for note in dict.fromkeys([*run_notes, *unwritten]):
         show(f"note: {note}")
     if not unwritten:
-        show(f"written to {folder}: {measure.name}.png, schedules.png, result.json, ...")
+        show(
+            f"written to {folder}: {measure.name}.png, schedules.png, result.json, ..."
+        )
     places = [run.where for run in runs if run.where]
     if places:
         track_differences(
@@ -367,7 +391,10 @@ def unlike_schedules(schedules: dict[str, Schedule]) -> list[Schedule]:
         if schedule not in first_rules.values():
             first_rules[rule] = schedule
     label_of_rule = labels_of(first_rules)
-    return [replace(schedule, name=label_of_rule[rule]) for rule, schedule in first_rules.items()]
+    return [
+        replace(schedule, name=label_of_rule[rule])
+        for rule, schedule in first_rules.items()
+    ]
 
 
 def labels_of(schedules: dict[str, Schedule]) -> dict[str, str]:
@@ -383,8 +410,12 @@ def batch_size_notes(schedules: dict[str, Schedule], batch: int) -> list[str]:
     }
     if len(set(batch_sizes.values())) == 1:
         return []
-    sizes = ", ".join(f"{label} {n_samples}" for label, n_samples in batch_sizes.items())
-    return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
+    sizes = ", ".join(
+        f"{label} {n_samples}" for label, n_samples in batch_sizes.items()
+    )
+    return [
+        f"training steps differ in their samples ({sizes}), so not by their rules alone"
+    ]
 
 
 if __name__ == "__main__":

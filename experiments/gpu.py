@@ -57,12 +57,16 @@ def jobs(cifar10: str | None, imagenette: str | None) -> Iterator[Job]:
         imagenette: folder with ``train`` and ``val``; None: no trainings on it.
     """
     yield from _speed()
-    yield Job("gpu_tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"), 2)
+    yield Job(
+        "gpu_tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"), 2
+    )
     yield _bench("bench_peak", "peak", 2, "device=cuda")
     if cifar10 is not None:
         # The paper's recipe, in 30 of its 100 epochs.
         short = "epochs=30", "lr.every_epochs=10"
-        yield from _cifar10_corrections("cifar10_resnet18_corrections_30", cifar10, 14, 22, *short)
+        yield from _cifar10_corrections(
+            "cifar10_resnet18_corrections_30", cifar10, 14, 22, *short
+        )
     if imagenette is not None:
         yield from _imagenette_corrections(imagenette, tuning_minutes=12, minutes=18)
     if cifar10 is not None:
@@ -81,7 +85,10 @@ def _speed() -> Iterator[Job]:
         "bench.rounds=3",
         "bench.steps=5",
     )
-    for compile, minutes_small, minutes_large in (("none", 0.25, 0.35), ("default", 0.6, 0.8)):
+    for compile, minutes_small, minutes_large in (
+        ("none", 0.25, 0.35),
+        ("default", 0.6, 0.8),
+    ):
         for capture in ("off", "auto"):
             options = *fast, f"bench.capture={capture}", f"bench.compile={compile}"
             suffix = f"_capture_{capture}_compile_{compile}"
@@ -109,10 +116,14 @@ def _cifar10_corrections(
 ) -> Iterator[Job]:
     """Yield a comparison of plain and corrected rules by the paper's recipe, seed by seed."""
     further = "margin=0.5", *options
-    yield from _corrections(name, "paper/cifar10_resnet18", root, tuning_minutes, minutes, *further)
+    yield from _corrections(
+        name, "paper/cifar10_resnet18", root, tuning_minutes, minutes, *further
+    )
 
 
-def _imagenette_corrections(root: str, tuning_minutes: float, minutes: float) -> Iterator[Job]:
+def _imagenette_corrections(
+    root: str, tuning_minutes: float, minutes: float
+) -> Iterator[Job]:
     """Yield the same comparison on ten classes of ImageNet, in a third of the paper's epochs."""
     yield from _corrections(
         "imagenette_resnet18_corrections",
@@ -130,7 +141,12 @@ def _imagenette_corrections(root: str, tuning_minutes: float, minutes: float) ->
 
 
 def _corrections(
-    name: str, preset: str, root: str, tuning_minutes: float, minutes: float, *options: str
+    name: str,
+    preset: str,
+    root: str,
+    tuning_minutes: float,
+    minutes: float,
+    *options: str,
 ) -> Iterator[Job]:
     """Yield a comparison of plain and corrected rules, each at its own rate, seed by seed.
 
@@ -157,10 +173,19 @@ def _cifar10(root: str) -> Iterator[Job]:
     """Yield the other trainings on CIFAR-10."""
     bf16 = "precision=bf16", "channels_last=true"
     for n_seeds in range(1, 4):
-        yield _compare("cifar10_paper", "paper/cifar10_resnet18", root, n_seeds, 27, *bf16)
-    corrections = "study=corrections", "optimizer.nesterov=false", "epochs=24", "margin=0.5"
+        yield _compare(
+            "cifar10_paper", "paper/cifar10_resnet18", root, n_seeds, 27, *bf16
+        )
+    corrections = (
+        "study=corrections",
+        "optimizer.nesterov=false",
+        "epochs=24",
+        "margin=0.5",
+    )
     for n_seeds in range(1, 6):
-        yield _compare("cifar10_corrections_24", "cifar10_convnet", root, n_seeds, 15, *corrections)
+        yield _compare(
+            "cifar10_corrections_24", "cifar10_convnet", root, n_seeds, 15, *corrections
+        )
     for n_seeds in range(1, 11):
         yield _compare("cifar10_short", "cifar10_short", root, n_seeds, 5, "parallel=8")
     # The kept comparison of this name was put together by hand: this makes it anew.
@@ -186,7 +211,9 @@ def _bench(name: str, bench: str, minutes: float, *options: str) -> Job:
     return Job(name, ("experiments/bench.py", f"bench={bench}", *options), minutes)
 
 
-def _compare(name: str, preset: str, root: str, n_seeds: int, minutes: float, *options: str) -> Job:
+def _compare(
+    name: str, preset: str, root: str, n_seeds: int, minutes: float, *options: str
+) -> Job:
     """Return a comparison that grows to ``n_seeds`` seeds."""
     command = (
         "experiments/compare.py",
@@ -198,7 +225,11 @@ def _compare(name: str, preset: str, root: str, n_seeds: int, minutes: float, *o
         "stability=false",
         f"seeds={n_seeds}",
     )
-    resume_command = ("experiments/compare.py", f"resume={_folder(name)}", f"seeds={n_seeds}")
+    resume_command = (
+        "experiments/compare.py",
+        f"resume={_folder(name)}",
+        f"seeds={n_seeds}",
+    )
     return Job(name, command, minutes, resume_command)
 
 
@@ -210,9 +241,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with CIFAR-10")
     parser.add_argument("--imagenette", help="folder with Imagenette: train/ and val/")
-    parser.add_argument("--minutes", type=float, default=9.0, help="length of the slice")
     parser.add_argument(
-        "--list", action="store_true", help="print the jobs, their minutes, and which have ended"
+        "--minutes", type=float, default=9.0, help="length of the slice"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the jobs, their minutes, and which have ended",
     )
     arguments = parser.parse_args()
     all_jobs = [*jobs(arguments.data or None, arguments.imagenette or None)]
@@ -220,7 +255,9 @@ def main() -> int:
         print_list(all_jobs)
         return 0
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU on this machine: --list prints what would run on one")
+        parser.error(
+            "torch sees no GPU on this machine: --list prints what would run on one"
+        )
     end = time.monotonic() + 60 * arguments.minutes
     for job in all_jobs:
         if _end_mark(job).exists():
@@ -267,7 +304,8 @@ def _as_typed(command: Sequence[str]) -> str:
 
 def _end_mark(job: Job) -> Path:
     """Return the file that exists once ``job`` has ended."""
-    mark = f"ended_{job.command[-1]}" if job.resume_command else "ended"  # of ended_seeds=2
+    # Of ended_seeds=2.
+    mark = f"ended_{job.command[-1]}" if job.resume_command else "ended"
     return _folder(job.name) / mark
 
 
@@ -275,7 +313,9 @@ def run(job: Job, seconds: float) -> int | None:
     """Run ``job``; return its exit status, or None if it was stopped after ``seconds``."""
     folder = _folder(job.name)
     # A comparison that was stopped in its trials of rates has options in their folder only.
-    has_options = any((place / OPTIONS_FILE).exists() for place in (folder, folder / TUNING_FOLDER))
+    has_options = any(
+        (place / OPTIONS_FILE).exists() for place in (folder, folder / TUNING_FOLDER)
+    )
     command = job.command
     if job.resume_command and has_options:
         command = job.resume_command
@@ -284,7 +324,10 @@ def run(job: Job, seconds: float) -> int | None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             return process.wait(seconds)
@@ -299,7 +342,9 @@ def run(job: Job, seconds: float) -> int | None:
 
 def keep(job: Job) -> None:
     """Copy the results of ``job`` to the kept results."""
-    patterns = ("output.txt",) if job.command[0] == "-m" else ("result.json", "*.csv", "*.png")
+    patterns = (
+        ("output.txt",) if job.command[0] == "-m" else ("result.json", "*.csv", "*.png")
+    )
     results = RESULTS / job.name
     results.mkdir(parents=True, exist_ok=True)
     for pattern in patterns:

@@ -66,7 +66,10 @@ def main(config: DictConfig) -> None:
     with torch.device(device):
         model = build_model(config.model, form)
     axes = [axis for axis in AXES if axis != "measured" or measured]
-    curves = {axis: memory_curve(model, example, axis, hardware, config.precision) for axis in axes}
+    curves = {
+        axis: memory_curve(model, example, axis, hardware, config.precision)
+        for axis in axes
+    }
 
     curve_rows, records = summary(curves, workers, hardware)
     folder = output_folder()
@@ -85,7 +88,9 @@ def main(config: DictConfig) -> None:
         records = [columns | record for record in records]
     # Only now, since the options of stages may be refused above.
     figures = save(memory_curves(curve, workers, title), folder / "memory")
-    write_result(folder, "memory", records, config, device_name, time.perf_counter() - start)
+    write_result(
+        folder, "memory", records, config, device_name, time.perf_counter() - start
+    )
 
     show(f"\n{name}: one micro-batch of {config.batch} keeps {size(curve.peak)}\n")
     show("Peak of N workers shifted uniformly, below that of N workers together:\n")

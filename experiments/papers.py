@@ -68,7 +68,9 @@ def chosen_papers(config: DictConfig) -> list[Path]:
     if config.folder is not None:
         paths = sorted(Path(config.folder).glob("*.yaml"))
         if not paths:
-            raise UserError(f"folder has files of papers, *.yaml: got {config.folder}, without any")
+            raise UserError(
+                f"folder has files of papers, *.yaml: got {config.folder}, without any"
+            )
     if config.only is None:
         return paths
     path_of_name = {path.stem: path for path in paths}

@@ -79,7 +79,9 @@ def main(config: DictConfig) -> None:
     schedules: list[tuple[int, str, Any]] = []
     left_out = []
     for n_microbatches in dict.fromkeys(counts(config, "microbatches")):
-        made_schedules, reasons = pipelines(config.ranks, n_microbatches, {**PIPELINES, **WORKERS})
+        made_schedules, reasons = pipelines(
+            config.ranks, n_microbatches, {**PIPELINES, **WORKERS}
+        )
         if file_costs is not None:
             too_fine = with_more_stages(made_schedules, len(file_costs.rows))
             reasons |= too_fine
@@ -88,7 +90,9 @@ def main(config: DictConfig) -> None:
         for method, schedule in made_schedules.items():
             schedules.append((n_microbatches, method, schedule))
         for method, reason in reasons.items():
-            left_out.append({"microbatches": n_microbatches, "method": method, "why": reason})
+            left_out.append(
+                {"microbatches": n_microbatches, "method": method, "why": reason}
+            )
 
     if not schedules:
         raise UserError(f"{left_out[0]['method']}: {left_out[0]['why']}")
@@ -99,17 +103,24 @@ def main(config: DictConfig) -> None:
         bar.set_description(f"{method}, {n_microbatches} micro-batches")
         row = assess_pipeline(method, schedule, file_costs)
         records.append(
-            {name: float(x) if isinstance(x, Fraction) else x for name, x in row.items()}
+            {
+                name: float(x) if isinstance(x, Fraction) else x
+                for name, x in row.items()
+            }
         )
 
     folder = output_folder()
     drawn = [record for record in records if record["method"] in PIPELINES]
     figures = save(draw(drawn), folder / "pipelines")
     seconds = time.perf_counter() - start
-    write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
+    write_result(
+        folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out
+    )
     if file_costs is not None:
         show(f"\n{file_costs.in_words}")
-    show(f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}")
+    show(
+        f"\n{table([terminal_cells(pipeline_cells(row)) for row in records])}\n\n{LEGEND}"
+    )
     if file_costs is not None:
         show(COSTS_LEGEND)
     for missing in left_out:

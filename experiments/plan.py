@@ -58,12 +58,18 @@ def check_options(config: DictConfig) -> None:
                 " them"
             )
         if not config.data:
-            raise UserError("pilot=true trains for a while: choose samples, such as data=digits")
+            raise UserError(
+                "pilot=true trains for a while: choose samples, such as data=digits"
+            )
 
 
 def limits_of(config: DictConfig) -> dict[str, float]:
     """Return the arguments of :class:`toolkit.plan.Limits` that are set."""
-    limits = {name: config[name] for name in ("staleness", "seconds") if config[name] is not None}
+    limits = {
+        name: config[name]
+        for name in ("staleness", "seconds")
+        if config[name] is not None
+    }
     if config.memory is not None:
         limits["memory"] = bytes_in(config.memory)
     return limits
@@ -74,7 +80,9 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
     from toolkit.cost.cost_file import read_costs
 
     if config.pilot or config.data:
-        raise UserError("costs= are in place of a model and its data: leave out pilot= and data=")
+        raise UserError(
+            "costs= are in place of a model and its data: leave out pilot= and data="
+        )
     return read_costs(Path(config.costs))
 
 
@@ -135,10 +143,14 @@ def main(config: DictConfig) -> None:
     )
     device = pick_device(config.device)
     # A CPU computes so slowly that messages weigh nothing: the pilot would contradict the plan.
-    compute = config.pilot_compute or ("roofline" if device.type == "cpu" else "measured")
+    compute = config.pilot_compute or (
+        "roofline" if device.type == "cpu" else "measured"
+    )
     pilot_options = PilotOptions(compute=compute, budget=config.pilot_seconds)
     pilot = None
-    with tqdm(total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}") as bar:
+    with tqdm(
+        total=100, bar_format="{desc}: {percentage:3.0f} %|{bar}| {elapsed}"
+    ) as bar:
 
         def show_progress(activity: str, share: float) -> None:
             bar.set_description_str(activity, refresh=share == 0)
@@ -166,7 +178,9 @@ def main(config: DictConfig) -> None:
     rows = [result.row(prediction) for prediction in result.predictions]
     write_csv(folder / "candidates.csv", rows)
     result_fields = {"pilot": pilot.record()} if pilot else {}
-    write_result(folder, "plan", result.rows(), config, describe_cpu(), seconds, **result_fields)
+    write_result(
+        folder, "plan", result.rows(), config, describe_cpu(), seconds, **result_fields
+    )
     figures = save(result.figure(), folder / "plan")
 
     text = str(result)
@@ -182,7 +196,9 @@ def main(config: DictConfig) -> None:
         title = f"{file_costs.in_words}, {config.batch} samples"
         text += f"\n{FILE_NOTE}"
     show(f"\n{title} a step, {result.hardware.name}\n\n{text}")
-    show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ...")
+    show(
+        f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, candidates.csv, ..."
+    )
 
 
 if __name__ == "__main__":

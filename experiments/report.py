@@ -27,7 +27,9 @@ _MAX_NAMED = 10
 @entry_point("report")
 def main(config: DictConfig) -> None:
     if config.publish not in (None, "wandb"):
-        raise UserError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
+        raise UserError(
+            f"unknown publish {config.publish!r}: choose wandb, or leave it out"
+        )
     if config.publish and not (config.entity and config.project):
         raise UserError("publish=wandb needs entity=... and project=... of the runs")
     folders = expanded(config.runs)
@@ -45,7 +47,9 @@ def main(config: DictConfig) -> None:
     origin = f"cyclic-dp {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_text(folder / "report.html", to_html(report, origin))
     table = frame(runs).astype(object)
-    write_csv(folder / "report.csv", table.where(table.notna(), None).to_dict("records"))
+    write_csv(
+        folder / "report.csv", table.where(table.notna(), None).to_dict("records")
+    )
     unfinished = [run for run in runs if run.state != "finished"]
     show(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
     for run in unfinished[:_MAX_NAMED]:
@@ -68,7 +72,9 @@ def expanded(runs: Any) -> list[str]:
         if Path(name).is_dir():  # also if its name has characters of a glob
             folders.append(name)
             continue
-        matches = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
+        matches = [
+            path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()
+        ]
         is_glob = any(character in name for character in "*?[")
         if is_glob and not matches:
             raise UserError(f"runs={name} matches no folder")

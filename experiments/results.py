@@ -27,7 +27,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 _SHORT = "_short"  # ends the name of a table with some of a result's rows
 _BEST_RULES = (
-    f"best_rules{_SHORT}"  # names the table of several comparisons, each rule at its own rate
+    # Names the table of several comparisons, each rule at its own rate.
+    f"best_rules{_SHORT}"
 )
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,7 +79,10 @@ def _rates(result: Result) -> str:
     if tuning := result.get("tuning"):
         tune = config["tune"]
         label_of_rule = {row["rule"]: row["schedule"] for row in result["metrics"]}
-        ends = [f", the {end} for {label_of_rule[rule]}" for rule, end in edges(tuning).items()]
+        ends = [
+            f", the {end} for {label_of_rule[rule]}"
+            for rule, end in edges(tuning).items()
+        ]
         return (
             f"; each rule at the best of {len(tune['rates'])} learning rates, tried for"
             f" {tune['epochs']} epochs with seed {tune['seed']}{''.join(ends)}"
@@ -127,7 +131,9 @@ def _best_rules() -> Rows:
             if best["rule"].endswith("nesterov"):
                 words = "Nesterov"
             row[f"best {rule}"] = words
-            row[f"{rule} - DP"] = f"{best['difference']:+.2f} ± {best['difference_95']:.2f}"
+            row[f"{rule} - DP"] = (
+                f"{best['difference']:+.2f} ± {best['difference_95']:.2f}"
+            )
             row[f"{rule} at the margin"] = best["verdict"]
         rows.append(row)
     return rows
@@ -155,7 +161,11 @@ def _delays(result: Result) -> Rows:
     column = "cosine to the fresh gradient, first and last stage"
     rows = []
     for row in result["metrics"]:
-        cosines = [delay["cosine"] for delay in result["delays"] if delay["rule"] == row["rule"]]
+        cosines = [
+            delay["cosine"]
+            for delay in result["delays"]
+            if delay["rule"] == row["rule"]
+        ]
         rows.append(_compared(row) | {column: f"{cosines[0]:.2f}, {cosines[-1]:.2f}"})
     return rows
 
@@ -174,7 +184,9 @@ def _memory(result: Result) -> Rows:
 
 
 def _least_peak(result: Result) -> Rows:
-    return [cells.again_cells(row) for row in result["metrics"] if row["axis"] == "stages"]
+    return [
+        cells.again_cells(row) for row in result["metrics"] if row["axis"] == "stages"
+    ]
 
 
 def _tokens(row: Row) -> Row:
@@ -183,21 +195,29 @@ def _tokens(row: Row) -> Row:
 
 def _bench(row: Row) -> Row:
     return {
-        column: "" if cell is None else cell for column, cell in without(row, "message").items()
+        column: "" if cell is None else cell
+        for column, cell in without(row, "message").items()
     }
 
 
 def _architecture(row: Row) -> Row:
-    table_row = {column: row[column] for column in ("library", "model", "graph", "larger stage")}
+    table_row = {
+        column: row[column] for column in ("library", "model", "graph", "larger stage")
+    }
     difference = row.get("difference")
-    table_row["difference"] = f"{difference:.0e}" if isinstance(difference, float) else ""
+    table_row["difference"] = (
+        f"{difference:.0e}" if isinstance(difference, float) else ""
+    )
     return table_row | {"result": row["reason"] or "agrees"}
 
 
 def _by_method(rows: Rows) -> dict[tuple[int, str], Row]:
     """Return the begin of a table row by workers and method."""
     return {
-        (row["workers"], row["method"]): {"workers": row["workers"], "method": row["method"]}
+        (row["workers"], row["method"]): {
+            "workers": row["workers"],
+            "method": row["method"],
+        }
         for row in rows
     }
 
@@ -227,7 +247,10 @@ def _prediction_errors(result: Result) -> Rows:
     """The distribution of the errors of a plan's predictions."""
     rows = []
     shares = {"median": 0.5, "75% below": 0.75, "90% below": 0.9, "largest": 1.0}
-    for quantity, column in (("step time", "error (%)"), ("memory", "memory error (%)")):
+    for quantity, column in (
+        ("step time", "error (%)"),
+        ("memory", "memory error (%)"),
+    ):
         errors = sorted(abs(row[column]) for row in result["metrics"])
         row: Row = {"error of": quantity, "configurations": len(errors)}
         for name, share in shares.items():
@@ -272,7 +295,11 @@ def _papers(result: Result) -> Rows:
 def _papers_short(result: Result) -> Rows:
     """The values that differ, and why."""
     columns = ("paper", "method", "setting", "published", "ours", "note")
-    return [{name: row[name] for name in columns} for row in result["metrics"] if _differs(row)]
+    return [
+        {name: row[name] for name in columns}
+        for row in result["metrics"]
+        if _differs(row)
+    ]
 
 
 def _rate(row: Row) -> Row:
@@ -316,7 +343,9 @@ def without(row: Row, column: str) -> Row:
 
 def _stable_rates(result: Result) -> Rows:
     rows: Rows = result["summary"]
-    return [{column: cell for column, cell in row.items() if cell != ""} for row in rows]
+    return [
+        {column: cell for column, cell in row.items() if cell != ""} for row in rows
+    ]
 
 
 def _on_one_device(row: Row) -> Row:
@@ -329,7 +358,9 @@ def measured(row: Row) -> Row:
 
 
 def counted(row: Row) -> Row:
-    return cells.counted_cells(row) | {"as by formula": cells.agreement(row, "_formula")}
+    return cells.counted_cells(row) | {
+        "as by formula": cells.agreement(row, "_formula")
+    }
 
 
 _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
@@ -373,7 +404,9 @@ def main() -> None:
             page.write_text(after)
         elif before != after:
             name = page.relative_to(ROOT)
-            sys.exit(f"{name} differs from experiments/results: run python experiments/results.py")
+            sys.exit(
+                f"{name} differs from experiments/results: run python experiments/results.py"
+            )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,15 @@ if TYPE_CHECKING:
 _MAX_RANKS = 16  # more are written to ranks.csv only
 _OPS_A_SECOND = 20_000  # lowered, verified and simulated, on one core; an estimate
 _CHAINS = ("fastest", "given")
-_PRINTED = ("schedule", "by DDP's time", "ms a step", "idle", "GiB, fullest rank", "fits", "form")
+_PRINTED = (
+    "schedule",
+    "by DDP's time",
+    "ms a step",
+    "idle",
+    "GiB, fullest rank",
+    "fits",
+    "form",
+)
 _PRINTED_COMPRESSED = (*_PRINTED[:-1], "MB a step, busiest rank", "accuracy")
 
 
@@ -77,7 +85,9 @@ def main(config: DictConfig) -> None:
     schedules = build_schedules(config)
     check_compressed(schedules, config.compression, config.width)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    width = Width(config.width, build_hardware(config.hardware), config.width_efficiency)
+    width = Width(
+        config.width, build_hardware(config.hardware), config.width_efficiency
+    )
 
     folder = output_folder()
     predicted: list[Prediction] = []
@@ -98,7 +108,9 @@ def main(config: DictConfig) -> None:
             # The steady state is timed over many steps, and fewer are drawn.
             drawn = comparison.draw(predicted[-1], config.steps)
             bar.update()
-            write_traces(drawn, folder, str(index) if index else "", kineto=config.kineto)
+            write_traces(
+                drawn, folder, str(index) if index else "", kineto=config.kineto
+            )
             if config.chakra:
                 chosen = predicted[-1].form
                 program = chosen.schedule.lower(config.steps)
@@ -109,13 +121,17 @@ def main(config: DictConfig) -> None:
                 write_chakra(program, costs, comparison.hardware, chakra_folder)
     timelines_drawn = [prediction.drawn for prediction in predicted if prediction.drawn]
     figures = save(timelines(timelines_drawn), folder / "timeline")
-    rows = [comparison.row(prediction) for prediction in [*predicted, *comparison.rivals()]]
+    rows = [
+        comparison.row(prediction) for prediction in [*predicted, *comparison.rivals()]
+    ]
     rank_rows = []
     for prediction in predicted:
         rank_rows += by_rank(prediction.name, prediction.form.timeline)
     write_csv(folder / "ranks.csv", rank_rows)
     device_name = describe(device) if config.measured else "meta tensors"
-    write_result(folder, "simulation", rows, config, device_name, time.perf_counter() - start)
+    write_result(
+        folder, "simulation", rows, config, device_name, time.perf_counter() - start
+    )
 
     title = f"{model_name(config.model)} in {config.precision}, micro-batches of {config.batch}"
     if file_costs is not None:
@@ -127,7 +143,9 @@ def main(config: DictConfig) -> None:
     show(tables(rows, rank_rows))
     for note in size_notes(schedules):
         show(f"\nnote: {note}")
-    show(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ...")
+    show(
+        f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, simulation.csv, ..."
+    )
 
 
 def costs_of_file(config: DictConfig) -> "FileCosts":
@@ -135,7 +153,9 @@ def costs_of_file(config: DictConfig) -> "FileCosts":
     from toolkit.cost.cost_file import read_costs
 
     if config.measured:
-        raise UserError("costs= are measured already: leave out measured=true, or costs=")
+        raise UserError(
+            "costs= are measured already: leave out measured=true, or costs="
+        )
     file_costs = read_costs(Path(config.costs))
     file_costs.check_batch(config.batch)
     return replace(file_costs, checkpoint=config.checkpoint)
@@ -219,7 +239,9 @@ class Comparison:
             name,
             best_form,
             n_samples=config.batch * schedule.n_microbatches,
-            accuracy=accuracy_class(config.compression, is_late=is_late, state=schedule.state),
+            accuracy=accuracy_class(
+                config.compression, is_late=is_late, state=schedule.state
+            ),
             baseline=self._baselines.get(self._baseline_key(schedule)),
             width=self.width.devices,
         )
@@ -283,7 +305,9 @@ class Comparison:
         form = prediction.form
         schedule = form.schedule
         costs = self.costs_of_program(schedule.n_stages, form.partition, schedule.state)
-        state_bytes = [self.config.optimizer_words * cost.parameter_bytes for cost in costs]
+        state_bytes = [
+            self.config.optimizer_words * cost.parameter_bytes for cost in costs
+        ]
         program = schedule.lower(n_steps).verify()
         timeline = simulate(program, costs, self.hardware, state_bytes)
         prediction.drawn = replace(timeline, name=prediction.name)
@@ -294,10 +318,17 @@ class Comparison:
         from toolkit.cost.timeline_rows import summary
 
         form = prediction.form
-        ratio = f"{prediction.seconds / prediction.baseline:.2f}" if prediction.baseline else "-"
+        ratio = (
+            f"{prediction.seconds / prediction.baseline:.2f}"
+            if prediction.baseline
+            else "-"
+        )
         row: dict[str, Any] = {"schedule": prediction.name, "by DDP's time": ratio}
         row |= summary(
-            form.timeline, prediction.n_samples, self.hardware, averaging=prediction.averaging
+            form.timeline,
+            prediction.n_samples,
+            self.hardware,
+            averaging=prediction.averaging,
         )
         row["devices"] = row["ranks"] * prediction.width
         row["mean staleness"] = round(form.schedule.mean_staleness, 3)
@@ -372,13 +403,18 @@ def tables(rows: Sequence[dict[str, Any]], rank_rows: Sequence[dict[str, Any]]) 
     """Return the table of schedules; below it a table of ranks, if one schedule has few ranks."""
     from toolkit.format import table
 
-    is_compressed = any(row["accuracy"] not in ("exact", "late weights") for row in rows)
+    is_compressed = any(
+        row["accuracy"] not in ("exact", "late weights") for row in rows
+    )
     headings = [*(_PRINTED_COMPRESSED if is_compressed else _PRINTED)]
     if all(row["fits"] == "yes" for row in rows):
         headings.remove("fits")
     printed_rows = [{heading: row[heading] for heading in headings} for row in rows]
     text = table(printed_rows)
-    if len({row["schedule"] for row in rank_rows}) == 1 and len(rank_rows) <= _MAX_RANKS:
+    if (
+        len({row["schedule"] for row in rank_rows}) == 1
+        and len(rank_rows) <= _MAX_RANKS
+    ):
         for rank_row in rank_rows:
             rank_row.pop("schedule")
         text += f"\n\n{table(rank_rows)}"
@@ -390,10 +426,14 @@ def size_notes(schedules: "dict[str, Schedule]") -> list[str]:
     sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
     if len(set(sizes.values())) == 1:
         return []
-    in_words = ", ".join(f"{name} {stages} and {m}" for name, (stages, m) in sizes.items())
+    in_words = ", ".join(
+        f"{name} {stages} and {m}" for name, (stages, m) in sizes.items()
+    )
     n_stages, n_microbatches = next(iter(sizes.values()))
     hint = f"stages={n_stages} microbatches={n_microbatches}"
-    return [f"stages and micro-batches differ ({in_words}); {hint} gives those of the first"]
+    return [
+        f"stages and micro-batches differ ({in_words}); {hint} gives those of the first"
+    ]
 
 
 def seconds_of(schedule: "Schedule") -> str:

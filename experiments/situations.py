@@ -87,7 +87,9 @@ def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]
     for name, batch in bar:
         bar.set_description(f"{name}, micro-batches of {batch}")
         form = analysed_form(
-            OmegaConf.create({"model": config.models[name], "shape": None, "classes": None})
+            OmegaConf.create(
+                {"model": config.models[name], "shape": None, "classes": None}
+            )
         )
         with torch.device("meta"):
             model = build_model(config.models[name], form)

@@ -51,15 +51,25 @@ def main(config: DictConfig) -> None:
     rows: list[dict[str, Any]] = []
     if config.tuned is not None:
         rows, result_fields["summary"] = compare_with_tuned(config, folder)
-        measured_columns = {name for row in rows for name in row if row[name] is not None}
+        measured_columns = {
+            name for row in rows for name in row if row[name] is not None
+        }
         table_rows = [
-            {name: cell for name, cell in cells(row).items() if name in measured_columns}
+            {
+                name: cell
+                for name, cell in cells(row).items()
+                if name in measured_columns
+            }
             for row in rows
         ]
         show(f"\nlearning rates of {config.tuned}: tuned, and the largest stable\n")
     elif config.measured is not None:
-        for row in stable_rates.measured_rates(config.measured, config.stages, config.seed):
-            case = " ".join(row[key] for key in ("model", "start", "rule", "momentum") if row[key])
+        for row in stable_rates.measured_rates(
+            config.measured, config.stages, config.seed
+        ):
+            case = " ".join(
+                row[key] for key in ("model", "start", "rule", "momentum") if row[key]
+            )
             show(f"{case}: certified {row['certified']:.4g}, found {row['found']:.4g}")
             rows.append(row)
         table_rows = result_fields["summary"] = stable_rates.summary(rows)
@@ -68,14 +78,18 @@ def main(config: DictConfig) -> None:
         schedules = build_schedules(config)
         momentum = config.optimizer.get("momentum")
         if momentum is None:
-            raise UserError("optimizer has no momentum: stability is that of SGD, optimizer=sgd")
+            raise UserError(
+                "optimizer has no momentum: stability is that of SGD, optimizer=sgd"
+            )
         for name, schedule in schedules.items():
             measured = None if config.model is None else curvature(config, schedule)
             rows.append({"schedule": name} | limits(schedule, momentum, measured))
         table_rows = [cells(row) for row in rows]
         show(f"\nlargest stable rate times curvature, momentum {momentum:g}\n")
     seconds = time.perf_counter() - start
-    write_result(folder, "stability", rows, config, describe(device), seconds, **result_fields)
+    write_result(
+        folder, "stability", rows, config, describe(device), seconds, **result_fields
+    )
     show(table(table_rows))
     if config.tuned is not None:
         show(f"\n{table(result_fields['summary'])}")
@@ -83,7 +97,9 @@ def main(config: DictConfig) -> None:
 
 
 def limits(
-    schedule: "Schedule", momentum: float, measured: "tuple[Curvature, list[float]] | None"
+    schedule: "Schedule",
+    momentum: float,
+    measured: "tuple[Curvature, list[float]] | None",
 ) -> dict[str, Any]:
     """Return the limits of a schedule, also over those of DP, and its largest stable rates.
 
@@ -111,7 +127,9 @@ def limits(
     return row
 
 
-def curvature(config: DictConfig, schedule: "Schedule") -> "tuple[Curvature, list[float]]":
+def curvature(
+    config: DictConfig, schedule: "Schedule"
+) -> "tuple[Curvature, list[float]]":
     """Measure the curvature of the first training step, and each stage's share in its direction."""
     from hydra.utils import instantiate
 
@@ -155,7 +173,9 @@ def compare_with_tuned(
     curvature_value: float | None = None
     shares: list[float] | None = None
     if config.model is not None:
-        measured, shares = curvature(config, rebuild_schedule(runs[0].config["schedule"]))
+        measured, shares = curvature(
+            config, rebuild_schedule(runs[0].config["schedule"])
+        )
         curvature_value = measured.value
     rows = tuned_rates.rate_rows(runs, curvature_value, shares)
     cosines = tuned_rates.cosines(config.tuned, runs)

@@ -16,7 +16,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.cli import EXIT_STOPPED, Ended, build_run, entry_point, is_rank_zero, output_folder
+from toolkit.cli import (
+    EXIT_STOPPED,
+    Ended,
+    build_run,
+    entry_point,
+    is_rank_zero,
+    output_folder,
+)
 from toolkit.cli.sweeps import mark_failed
 from toolkit.format import delay_table, rank_cells, run_cells, table
 from toolkit.terminal import show, show_activity, show_import
@@ -45,7 +52,9 @@ def main(config: DictConfig) -> Ended:
     rollback_schedule(run)
     folder, hydra = output_folder(), HydraConfig.get()
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
-        run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
+        run.runtime.world.watch.on_failure = partial(
+            mark_failed, from_rank_0(run.runtime, folder)
+        )
     resumed = bool(config.resume) or restarted()
     if config.stability and not resumed and is_rank_zero():
         warning = check_rate(run, on_activity=show_activity)
@@ -64,7 +73,9 @@ def main(config: DictConfig) -> Ended:
             try:
                 # Ranks that torchrun restarted resume if they can.
                 resume = True if config.resume else None if restarted() else False
-                with recorder.training(progress, resume=resume, on_note=print_line) as train:
+                with recorder.training(
+                    progress, resume=resume, on_note=print_line
+                ) as train:
                     outcome = train()
             except StoppedError as stopped:
                 recorder.upload_weights()
@@ -84,19 +95,31 @@ def main(config: DictConfig) -> Ended:
 
     for note in recorder.unwritten:
         show(f"\nnote: {note}")
-    show("\nthe result is not written" if recorder.unwritten else f"\nwritten to {folder}")
+    show(
+        "\nthe result is not written"
+        if recorder.unwritten
+        else f"\nwritten to {folder}"
+    )
     if recorder.tracker.where:
         show(recorder.tracker.where)
     return Ended(1 if recorder.unwritten or outcome.weights_lost else 0, objective)
 
 
-def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecorder") -> None:
+def show_result(
+    run: "TrainingRun", result: dict[str, Any], recorder: "RunRecorder"
+) -> None:
     """Print the result of a run and its notes."""
     from toolkit.training.profiling import WARM_UP
 
-    metrics = {name: value for name, value in result["metrics"].items() if name != "epoch"}
+    metrics = {
+        name: value for name, value in result["metrics"].items() if name != "epoch"
+    }
     n_epochs = result["metrics"]["epoch"] + 1
-    cells = {"schedule": result["schedule"], "seed": run.options.seed, "epochs": n_epochs}
+    cells = {
+        "schedule": result["schedule"],
+        "seed": run.options.seed,
+        "epochs": n_epochs,
+    }
     show(table([cells | run_cells(metrics)]))
     if "peak_weights" in result["ranks"][0]:
         show(
@@ -104,12 +127,18 @@ def show_result(run: "TrainingRun", result: dict[str, Any], recorder: "RunRecord
         )
         show(table([rank_cells(row) for row in result["ranks"]]))
     if result["delays"]:
-        show("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
+        show(
+            "\nwhat the delay does to the gradients, mean over the steps looked into:\n"
+        )
         show(delay_table(result["delays"]))
     if recorder.profile.written:
-        show(f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)")
+        show(
+            f"\nprofile: {recorder.profile.path} (for ui.perfetto.dev or chrome://tracing)"
+        )
     elif run.recorded_options["profile"]:
-        show(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
+        show(
+            f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more"
+        )
     for note in result["notes"]:
         show(f"\nnote: {note}")
 

@@ -22,7 +22,13 @@ os.environ["WANDB_MODE"] = "disabled"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
-SLOW = ("tests/experiments", "tests/runtime", "tests/training", "tests/cli", "tests/plan")
+SLOW = (
+    "tests/experiments",
+    "tests/runtime",
+    "tests/training",
+    "tests/cli",
+    "tests/plan",
+)
 STAGES = "ANALYSED_STAGES"  # see tests/stages.py
 
 

@@ -18,7 +18,8 @@ from toolkit.model import Stages, partition
 from toolkit.model.pickling import dumps
 
 _CUT: dict[tuple, Stages] = {}
-FOLDER = "ANALYSED_STAGES"  # the variable that names the folder which all processes share
+# The variable that names the folder which all processes share.
+FOLDER = "ANALYSED_STAGES"
 
 
 def cut(
@@ -36,7 +37,9 @@ def cut(
     inputs = str(structure), *map(_form_of, leaves)
     form = repr(model), parameters, modules, n_stages, inputs, str(by)
     if form not in _CUT:
-        _CUT[form] = _analyse(form, lambda: _cut_copy(model, n_stages, example, by, check))
+        _CUT[form] = _analyse(
+            form, lambda: _cut_copy(model, n_stages, example, by, check)
+        )
     theirs, own = _parts(_CUT[form].model), _parts(model)
     memo = {id(their): part for their, part in zip(theirs, own, strict=True)}
     return copy.deepcopy(_CUT[form], memo)

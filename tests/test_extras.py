@@ -15,7 +15,8 @@ def test_the_command_is_of_the_python_that_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(extras.shutil, "which", {"pip": pip, "uv": "/bin/uv"}.get)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert extras.install_command("ray") == "pip install ray"
-    monkeypatch.setattr(sys, "executable", "/my python/python")  # whose pip is another one
+    # Whose pip is another one.
+    monkeypatch.setattr(sys, "executable", "/my python/python")
     words = ["/my python/python", "-m", "pip", "install", "ray"]
     assert shlex.split(extras.install_command("ray")) == words
     without_package(monkeypatch, "pip")
@@ -25,7 +26,9 @@ def test_the_command_is_of_the_python_that_runs(monkeypatch, tmp_path):
 def test_a_package_is_asked_for_by_its_own_name(monkeypatch):
     without_package(monkeypatch, "sklearn")
     assert "pip install scikit-learn" in extras.missing_message("sklearn")
-    with pytest.raises(UserError, match=r"data=digits needs sklearn: .*install scikit-learn"):
+    with pytest.raises(
+        UserError, match=r"data=digits needs sklearn: .*install scikit-learn"
+    ):
         extras.check_installed("sklearn", "data=digits")
     with pytest.raises(UserError, match="data=digits needs sklearn: build it"):
         extras.check_installed("sklearn", "data=digits", "build it")

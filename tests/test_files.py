@@ -13,9 +13,15 @@ ROWS = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 
 
 def test_write_json(tmp_path):
     """Numbers that are not finite become null, since JSON has no NaN."""
-    content = {"metrics": ROWS, "a": [float("nan"), {"b": float("inf")}], "folder": Path("a")}
+    content = {
+        "metrics": ROWS,
+        "a": [float("nan"), {"b": float("inf")}],
+        "folder": Path("a"),
+    }
     write_json(tmp_path / "result.json", content)
-    found = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    found = json.loads(
+        (tmp_path / "result.json").read_text(), parse_constant=pytest.fail
+    )
     assert found == {"metrics": ROWS, "a": [None, {"b": None}], "folder": "a"}
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -23,13 +29,17 @@ def test_write_json(tmp_path):
 def test_write_csv(tmp_path):
     write_csv(tmp_path / "rows.csv", ROWS)
     with (tmp_path / "rows.csv").open(newline="") as file:
-        assert [{**row, "accuracy": float(row["accuracy"])} for row in csv.DictReader(file)] == ROWS
+        assert [
+            {**row, "accuracy": float(row["accuracy"])} for row in csv.DictReader(file)
+        ] == ROWS
 
 
 @pytest.mark.parametrize(
     ("write", "content"), [(write_json, {"new": 1}), (write_csv, [{"new": 1}])]
 )
-def test_old_file_stays_until_the_new_one_is_complete(tmp_path, monkeypatch, write, content):
+def test_old_file_stays_until_the_new_one_is_complete(
+    tmp_path, monkeypatch, write, content
+):
     path = tmp_path / "file"
     path.write_text("old")
 

@@ -9,13 +9,25 @@ import pytest
 from experiments.communication import terminal_cells
 from toolkit import format as form
 from toolkit.errors import UserError
-from toolkit.format import GIB, MIB, RATES, SIZES, TIMES, counted_cells, measured_cells, table
+from toolkit.format import (
+    GIB,
+    MIB,
+    RATES,
+    SIZES,
+    TIMES,
+    counted_cells,
+    measured_cells,
+    table,
+)
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.schedule.paper_table import compare, each_row
 
 
 def test_table_aligns_text_left_and_numbers_right():
-    rows = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
+    rows = [
+        {"rule": "dp", "accuracy": 97.5},
+        {"rule": 'cdp "v2", new', "accuracy": 0.1},
+    ]
     assert table(rows).splitlines() == [
         "rule             accuracy",
         "-------------  ----------",
@@ -25,19 +37,28 @@ def test_table_aligns_text_left_and_numbers_right():
 
 
 def test_table_keeps_formatted_cells():
-    found = table([{"a": "+0.90", "b": "1234567.891", "c": 0.5}, {"a": "-", "b": "2", "c": 2.0}])
+    found = table(
+        [{"a": "+0.90", "b": "1234567.891", "c": 0.5}, {"a": "-", "b": "2", "c": 2.0}]
+    )
     assert [line.split() for line in found.splitlines()[2:]] == [
         ["+0.90", "1234567.891", "0.5"],
         ["-", "2", "2"],
     ]
     found = table([{"a": 10, "b": 2}, {"a": None}, {"a": 1e-7}])
-    assert [line.rstrip() for line in found.splitlines()[2:]] == ["   10    2", "", "1e-07"]
+    assert [line.rstrip() for line in found.splitlines()[2:]] == [
+        "   10    2",
+        "",
+        "1e-07",
+    ]
     assert table([{"a": "63.30"}], "github").splitlines()[-1] == "| 63.30 |"
 
 
 def test_table_fits_into_a_line():
     rows = [{"rule": "dp", "train_loss": 0.5, "samples per second": 12}]
-    assert table(rows, width=42).splitlines()[0] == "rule      train_loss    samples per second"
+    assert (
+        table(rows, width=42).splitlines()[0]
+        == "rule      train_loss    samples per second"
+    )
     assert table(rows, width=30).splitlines() == [
         "rule      train_    samples",
         "            loss        per",
@@ -151,7 +172,9 @@ def test_counted_and_measured_cells_are_fractions():
     }  # fmt: skip
     seen = {k: v for k, v in exact.items() if k in ("setting", "rule")}
     seen |= {f"{k}_measured": v for k, v in exact.items() if k not in seen}
-    assert measured_cells(seen) == {k: counted_cells(exact)[k] for k in measured_cells(seen)}
+    assert measured_cells(seen) == {
+        k: counted_cells(exact)[k] for k in measured_cells(seen)
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,7 +187,13 @@ def test_counted_and_measured_cells_are_fractions():
     ],
 )
 def test_agreement(change, how, agree):
-    row = {"rule": "DP", "ranks": 4.0, "ranks_measured": 4.0, "sent": 1.5, "sent_measured": 1.5}
+    row = {
+        "rule": "DP",
+        "ranks": 4.0,
+        "ranks_measured": 4.0,
+        "sent": 1.5,
+        "sent_measured": 1.5,
+    }
     assert form.agreement(row | change, how) == agree
 
 
@@ -266,9 +295,23 @@ def test_metrics_of_a_run_are_shares_in_per_cent():
 
 def test_delays_are_named_by_the_labels_of_rules():
     row = {"rule": "late_2", "stage": 1, "delay": 2.0, "cosine": 0.58593}
-    row |= {"gradient": 0.70405, "fresh_gradient": 0.66921, "moved": 123.4, "weights": 10.006}
+    row |= {
+        "gradient": 0.70405,
+        "fresh_gradient": 0.66921,
+        "moved": 123.4,
+        "weights": 10.006,
+    }
     lines = form.delay_table([row], {"late_2": "DP delay 2"}).splitlines()
-    headings = ["rule", "stage", "late", "cosine", "gradient", "fresh", "moved", "weights"]
+    headings = [
+        "rule",
+        "stage",
+        "late",
+        "cosine",
+        "gradient",
+        "fresh",
+        "moved",
+        "weights",
+    ]
     assert lines[0].split() == headings
     assert lines[2].startswith("DP delay 2 ")
     assert lines[2].split()[3:] == ["1", "2", "0.586", "0.704", "0.669", "123", "10"]

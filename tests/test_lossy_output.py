@@ -28,7 +28,8 @@ def test_a_full_disk():
         for _ in range(3):
             assert stream.write("a word" * 10_000) == 60_000
             stream.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # so that it can be closed
+        # So that it can be closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def test_a_reader_that_has_gone():

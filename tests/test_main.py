@@ -19,7 +19,9 @@ def test_it_lists_every_experiment_with_its_question(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     console.main()
     lines = capsys.readouterr().out.splitlines()
-    scripts = sorted({path.stem for path in ROOT.glob("experiments/*.py")} - {"gpu", "results"})
+    scripts = sorted(
+        {path.stem for path in ROOT.glob("experiments/*.py")} - {"gpu", "results"}
+    )
     assert [line.split()[0] for line in lines[2 : 2 + len(scripts)]] == scripts
     assert "  train          Train one model by one schedule." in lines
 
@@ -87,7 +89,16 @@ def test_an_unknown_experiment_is_refused_with_the_nearest(monkeypatch, capsys):
 def installed(tmp_path_factory) -> dict[str, str]:
     """The environment variables of a process that imports the wheel and not the repository."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(folder),
+    ]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = folder.glob("cyclic_dp-*.whl")
     with zipfile.ZipFile(wheel) as packed:
@@ -95,14 +106,22 @@ def installed(tmp_path_factory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1"}
 
 
-def started(environment: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess:
+def started(
+    environment: dict[str, str], folder: Path, *words: str
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "toolkit", *words]
     given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     return subprocess.run(command, check=False, timeout=300, **given)
 
 
 def test_a_wheel_trains_from_any_folder(installed, tmp_path):
-    sizes = "model=resnet8", "data=synthetic", "data.image_size=8", "data.n_train=32", "epochs=1"
+    sizes = (
+        "model=resnet8",
+        "data=synthetic",
+        "data.image_size=8",
+        "data.n_train=32",
+        "epochs=1",
+    )
     ended = started(installed, tmp_path, "train", *sizes, "batch=4", "schedule=cdp_v2")
     assert ended.returncode == 0, ended.stderr
     (result,) = tmp_path.glob("outputs/train/*/result.json")
@@ -117,7 +136,12 @@ def test_a_wheel_trains_from_any_folder(installed, tmp_path):
 def test_a_wheel_has_help_and_benchmarks(installed, tmp_path):
     helped = started(installed, tmp_path, "plan", "--help")
     assert "cyclic-dp plan [OPTION=VALUE ...]" in helped.stdout, helped.stderr
-    options = "bench.stages=4", "bench.microbatches=4", "bench.cyclic=4", "bench.rounds=1"
+    options = (
+        "bench.stages=4",
+        "bench.microbatches=4",
+        "bench.cyclic=4",
+        "bench.rounds=1",
+    )
     bench = started(installed, tmp_path, "bench", "simulator", "device=cpu", *options)
     assert bench.returncode == 0, bench.stderr
     assert [*tmp_path.glob("outputs/bench/*/result.json")]

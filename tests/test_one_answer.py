@@ -47,12 +47,20 @@ def situation(model):
 
 
 def test_simulate(situation, tmp_path):
-    options = "model=resnet50", "batch=32", "stages=8", "microbatches=8", "hardware=ethernet_10"
+    options = (
+        "model=resnet50",
+        "batch=32",
+        "stages=8",
+        "microbatches=8",
+        "hardware=ethernet_10",
+    )
     schedules = "schedule=cdp_v1", "+schedule@also.v2=cdp_v2"
     rows = complete("simulate", tmp_path, *options, *schedules, "steps=2")["metrics"]
     assert [row["schedule"] for row in rows] == [*situation]
     for row in rows:
-        assert row["ms a step"] / 1e3 == pytest.approx(situation[row["schedule"]], **TOLERANCE)
+        assert row["ms a step"] / 1e3 == pytest.approx(
+            situation[row["schedule"]], **TOLERANCE
+        )
         ratio = situation[row["schedule"]] / situation["DDP"]
         assert float(row["by DDP's time"]) == pytest.approx(ratio, abs=0.006)
 
@@ -79,7 +87,8 @@ def test_plan(situation, model):
             for cut in ("flops", "parameters")
         ],
         "CDP-v2": [
-            Candidate(ScheduleSpec("cdp_v2", N, N), 32, cut) for cut in ("flops", "parameters")
+            Candidate(ScheduleSpec("cdp_v2", N, N), 32, cut)
+            for cut in ("flops", "parameters")
         ],
     }
     for name, forms in candidates.items():
@@ -106,7 +115,8 @@ def test_the_table_of_the_first_page_has_these_numbers(situation):
     (row,) = (
         row
         for row in rows
-        if (row["model"], row["batch"], row["machine"]) == ("resnet50", 32, ETHERNET.name)
+        if (row["model"], row["batch"], row["machine"])
+        == ("resnet50", 32, ETHERNET.name)
     )
     assert row["ddp"] == pytest.approx(situation["DDP"], **TOLERANCE)
     for name, key in (("CDP-v1", "cdp_v1_time"), ("CDP-v2", "cdp_v2_time")):

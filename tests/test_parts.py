@@ -43,7 +43,9 @@ def wrong(paths, parts):
 
 
 def test_the_table_has_all_packages():
-    assert sorted(PARTS) == sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    assert sorted(PARTS) == sorted(
+        path.parent.name for path in ROOT.glob("*/__init__.py")
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -57,7 +59,9 @@ def test_modules_next_to_the_packages_import_none():
 
 def test_only_cli_imports_hydra():
     paths = [path for path in MODULES.values() if ROOT / "cli" not in path.parents]
-    roots = {(path, name.partition(".")[0]) for path in paths for name in imported(path)}
+    roots = {
+        (path, name.partition(".")[0]) for path in paths for name in imported(path)
+    }
     assert not [path for path, name in roots if name in ("hydra", "omegaconf")]
 
 

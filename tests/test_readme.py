@@ -70,7 +70,10 @@ def prose(page):
 def anchors(page):
     """Of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
-    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return [
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -56,7 +56,9 @@ def test_texts_end_between_words_and_commands_can_be_copied(monkeypatch, capsys)
     note, note_end, *command_lines = capsys.readouterr().out.splitlines()
     assert f"{note} {note_end}" == text
     assert all(len(line) <= 30 for line in [note, note_end, *command_lines])
-    assert shlex.split("\n".join(command_lines).replace("\\\n", "")) == shlex.split(command)
+    assert shlex.split("\n".join(command_lines).replace("\\\n", "")) == shlex.split(
+        command
+    )
 
 
 def test_an_indented_command_stays_indented(monkeypatch):

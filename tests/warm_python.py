@@ -33,7 +33,11 @@ from tests.ports import free_port
 OPTIONS = {"cwd", "env", "stdin", "stdout", "stderr", "pass_fds", "start_new_session"}
 ROOT = Path(__file__).parents[1]
 SERVE = "import sys; from tests.warm_python import serve; serve(int(sys.argv[1]))"
-PRELOADED = ("torch._dynamo", "toolkit.runtime.process_group.rank_process", "toolkit.runtime")
+PRELOADED = (
+    "torch._dynamo",
+    "toolkit.runtime.process_group.rank_process",
+    "toolkit.runtime",
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,16 @@ class Program:
 
 
 def send_files(connection: Connection, files: Sequence[int]) -> None:
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+    with socket.fromfd(
+        connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM
+    ) as stream:
         sendfds(stream, files)
 
 
 def receive_files(connection: Connection, n_files: int) -> list[int]:
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+    with socket.fromfd(
+        connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM
+    ) as stream:
         return recvfds(stream, n_files)
 
 
@@ -71,7 +79,8 @@ def receive_files(connection: Connection, n_files: int) -> list[int]:
 def serve(descriptor: int) -> None:
     """Fork programs until the tests end."""
     tests = Connection(descriptor)
-    running: dict[int, tuple[int, Connection]] = {}  # process and who waits, by its pidfd
+    # Process and who waits, by its pidfd.
+    running: dict[int, tuple[int, Connection]] = {}
     for module in PRELOADED:
         importlib.import_module(module)
     plan_few_steps()
@@ -137,7 +146,9 @@ def analyse_a_model() -> None:
             x = self.norm(self.embedding(tokens))
             # Only torch.export traces this: symbolic tensors cannot be iterated over.
             query, key = (part.unsqueeze(1) for part in x.chunk(2, dim=-1))
-            x = F.scaled_dot_product_attention(query, key, x.unsqueeze(1), is_causal=True)
+            x = F.scaled_dot_product_attention(
+                query, key, x.unsqueeze(1), is_causal=True
+            )
             return self.last(F.gelu(x.squeeze(1)))
 
     # Not partitioned, since the backward of that starts a thread, which a fork would lose.
@@ -286,7 +297,11 @@ def run_ranks(
 ) -> str:
     """Run a script on ranks, as torchrun does; return what they print."""
     place = {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "OMP_NUM_THREADS": 1}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         started = []
         for rank in range(n_ranks):

@@ -17,7 +17,8 @@ from toolkit.files import CONSOLE, EXPERIMENTS
 from toolkit.lossy_output import lossy_output
 from toolkit.terminal import wrapped_lines
 
-_OF_REPOSITORY = ("gpu", "results")  # they rewrite files of the repository: run them by python
+# They rewrite files of the repository: run them by python.
+_OF_REPOSITORY = ("gpu", "results")
 
 
 def main() -> None:
@@ -35,7 +36,10 @@ def main() -> None:
             else:
                 _print_help(scripts)
     elif name not in scripts:
-        print(f"error: unknown experiment {name!r}: {suggest(name, [*scripts])}", file=sys.stderr)
+        print(
+            f"error: unknown experiment {name!r}: {suggest(name, [*scripts])}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     else:
         script = str(scripts[name])
@@ -57,11 +61,15 @@ def _print_help(scripts: Mapping[str, Path]) -> None:
     width = max(map(len, scripts))
     for name, path in scripts.items():
         print(*wrapped_lines(f"  {name:{width}}  {_first_line(path)}"), sep="\n")
-    print(f"\n{CONSOLE} EXPERIMENT --help lists its options; results go to outputs/ here.")
+    print(
+        f"\n{CONSOLE} EXPERIMENT --help lists its options; results go to outputs/ here."
+    )
 
 
 def _first_line(script: Path) -> str:
-    return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").partition(
+        "\n"
+    )[0]
 
 
 if __name__ == "__main__":

@@ -51,4 +51,6 @@ def check_installed(module: str, needed_by: str, way_out: str = "") -> None:
     """
     if module not in sys.modules and find_spec(module) is None:
         package = _PACKAGE_OF_MODULE.get(module, module)
-        raise UserError(f"{needed_by} needs {module}: {way_out or install_command(package)}")
+        raise UserError(
+            f"{needed_by} needs {module}: {way_out or install_command(package)}"
+        )

@@ -19,7 +19,8 @@ from toolkit.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parent
 ROOT = _PACKAGE.parent
-_HOME = _PACKAGE if (_PACKAGE / "experiments").is_dir() else ROOT  # a wheel has them within
+# A wheel has them within.
+_HOME = _PACKAGE if (_PACKAGE / "experiments").is_dir() else ROOT
 EXPERIMENTS = _HOME / "experiments"
 CONSOLE = "cyclic-dp"
 """The console command, and the distribution's name."""
@@ -53,7 +54,9 @@ def read_plain(path: Path) -> Any:
     text = path.read_text(encoding="utf-8")
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # C is ten times as fast
-        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
+        content = (
+            json.loads(text) if path.suffix == ".json" else yaml.load(text, loader)
+        )
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     encoder = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=str)
@@ -78,7 +81,10 @@ def digest_of(path: Path) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON; numbers that are not finite become null."""
-    write_text(path, json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n")
+    write_text(
+        path,
+        json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n",
+    )
 
 
 def write_csv(path: Path, rows: Rows) -> None:
@@ -111,7 +117,9 @@ def _finite(content: Any) -> Any:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically; raise OSError if it cannot be written."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+        temporary.write_text(
+            text, encoding="utf-8", errors="backslashreplace", newline=""
+        )
 
 
 @contextmanager
@@ -136,7 +144,9 @@ def conf() -> Path:
     """Return the folder of the configuration; raise UserError if there is none."""
     folder = _HOME / "conf"
     if not (folder / "hardware").is_dir():
-        raise UserError(f"no configuration in {folder}: install the project by pip install -e .")
+        raise UserError(
+            f"no configuration in {folder}: install the project by pip install -e ."
+        )
     return folder
 
 

@@ -62,7 +62,9 @@ def bytes_in(text: str | float) -> float:
     except ValueError:
         number = 0.0
     if not match or not number > 0:
-        raise UserError(f"memory is a number of bytes above 0, such as 16GiB: got {text}")
+        raise UserError(
+            f"memory is a number of bytes above 0, such as 16GiB: got {text}"
+        )
     base = 1024.0 if match[3] else 1000.0
     return number * base ** " KMGT".index(match[2] or " ")
 
@@ -92,12 +94,16 @@ def table(rows: Sequence[Row], form: str = "simple", width: int | None = None) -
     headers = list(rows[0])
     aligned = _aligned(headers, cells, form)
     if width is None:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        width = (
+            shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        )
     if form != "simple" or _width_of(aligned) <= width:
         return aligned
     split_headers = []
     for header, *column in zip(headers, *cells, strict=True):
-        split_headers.append(_split_header(header, max(len(str(cell)) for cell in column)))
+        split_headers.append(
+            _split_header(header, max(len(str(cell)) for cell in column))
+        )
     narrow = _aligned(split_headers, cells, form)
     if _width_of(narrow) <= width:
         return narrow
@@ -113,7 +119,9 @@ def _split_header(header: str, width: int) -> str:
     """Return a heading in lines that end between words, no wider than cells of this width."""
     text = header.replace("_", "_ ")
     longest_word = max(map(len, text.split()), default=1)
-    lines = wrap(text, max(width, longest_word), break_long_words=False, break_on_hyphens=False)
+    lines = wrap(
+        text, max(width, longest_word), break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(lines).replace("_ ", "_")
 
 
@@ -122,7 +130,9 @@ def _general(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _aligned(headers: Sequence[object], cells: Sequence[Sequence[object]], form: str) -> str:
+def _aligned(
+    headers: Sequence[object], cells: Sequence[Sequence[object]], form: str
+) -> str:
     """Return a table whose columns of numbers are aligned to the right."""
     return tabulate(
         cells,
@@ -141,7 +151,9 @@ def _alignments(cells: Sequence[Sequence[object]]) -> list[str]:
     return alignments
 
 
-def _wrapped(headers: Sequence[str], cells: Sequence[Sequence[object]], width: int) -> str:
+def _wrapped(
+    headers: Sequence[str], cells: Sequence[Sequence[object]], width: int
+) -> str:
     """Return a table whose widest texts are broken between words until it fits, if it can."""
     texts = [["" if cell is None else str(cell) for cell in row] for row in cells]
     limits: list[int] = []  # characters of a line in each column
@@ -186,11 +198,16 @@ def _width_of(text: str) -> int:
 def _is_number(cell: object) -> bool:
     """Return whether a cell is empty, or a number as value or text."""
     if isinstance(cell, str):
-        return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?|nan", cell) is not None
+        return (
+            cell in ("", "-")
+            or re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?|nan", cell) is not None
+        )
     return cell is None or isinstance(cell, int)
 
 
-def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
+def plus_minus(
+    value: float | None, width: float | None, sign: str = "", decimals: int = 2
+) -> str:
     """Return ``value ± width``, the value alone without a width, or a dash without a value."""
     if value is None or isnan(value):
         return "-"
@@ -208,7 +225,9 @@ def metric_cells(row: Row, by: Metric, first: str) -> Cells:
     value, spread, difference, width = (row[name] for name in by.columns)
     cells = {
         f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
-        f"paired difference from {first}": plus_minus(difference, width, "+", by.decimals),
+        f"paired difference from {first}": plus_minus(
+            difference, width, "+", by.decimals
+        ),
     }
     if row.get("margin") is not None:
         cells[f"at a margin of {row['margin']:g}"] = row["verdict"] or "-"
@@ -223,7 +242,9 @@ def rate_cells(row: Row) -> Cells:
 
 def staleness_cells(row: Row) -> Cells:
     """Return the mean and largest staleness of a schedule."""
-    return {"mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})"}
+    return {
+        "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})"
+    }
 
 
 def peak_cells(row: Row) -> Cells:
@@ -236,7 +257,9 @@ def peak_cells(row: Row) -> Cells:
 
 def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
     """Return how far staggered workers reduce the peak of simultaneous ones."""
-    shares = {f"N = {n_workers}": f"{share:.1%}" for n_workers, share in by_workers.items()}
+    shares = {
+        f"N = {n_workers}": f"{share:.1%}" for n_workers, share in by_workers.items()
+    }
     return shares | {"1 - mean/peak": f"{largest:.1%}"}
 
 
@@ -280,7 +303,11 @@ def _delay_cells(row: Row, labels: Mapping[str, str] | None) -> Cells:
     cells: Cells = {}
     if labels is not None:
         cells["rule"] = labels[row["rule"]]
-    cells |= {"stage": row["stage"], "late": f"{row['delay']:g}", "cosine": f"{row['cosine']:.3f}"}
+    cells |= {
+        "stage": row["stage"],
+        "late": f"{row['delay']:g}",
+        "cosine": f"{row['cosine']:.3f}",
+    }
     for name in ("gradient", "fresh_gradient", "moved", "weights"):
         cells[name.removesuffix("_gradient")] = digits(row[name])
     return cells
@@ -310,7 +337,14 @@ def counted_cells(row: Row) -> Cells:
 
 def measured_cells(row: Row, suffix: str = "_measured") -> Cells:
     """Return a footprint measured on processes, or the one in columns with another suffix."""
-    names = ("ranks", "activations", "total_activations", "weights", "traffic", "messages")
+    names = (
+        "ranks",
+        "activations",
+        "total_activations",
+        "weights",
+        "traffic",
+        "messages",
+    )
     text = {name: fraction(row[name + suffix]) for name in names}
     return {
         "setting": row["setting"],

@@ -17,7 +17,17 @@ RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
 """Beginning of the note on a run that was resumed with other options."""
 
 AROUND = frozenset(
-    {"tracking", "resume", "trust", "rules", "own", "tune", "seeds", "margin", "parallel"}
+    {
+        "tracking",
+        "resume",
+        "trust",
+        "rules",
+        "own",
+        "tune",
+        "seeds",
+        "margin",
+        "parallel",
+    }
 )
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
@@ -65,10 +75,16 @@ class StepSettings:
     )
     clip: float | None = option(None, "largest norm of a gradient")
     clip_by: str = option("stage", "stage or model: scope of that norm")
-    ema: float | None = option(None, "decay of an average of the weights, which is tested too")
-    compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
+    ema: float | None = option(
+        None, "decay of an average of the weights, which is tested too"
+    )
+    compile: str = option(
+        "none", "torch.compile: none, default, reduce-overhead, max-autotune"
+    )
     channels_last: bool = option(False, "memory format of images and convolutions")
-    norms: str = option("auto", "fused or separate: batch norms of micro-batches that run as one")
+    norms: str = option(
+        "auto", "fused or separate: batch norms of micro-batches that run as one"
+    )
 
 
 @dataclass(frozen=True)
@@ -112,17 +128,21 @@ class SwitchOptions:
     """
 
     candidates: Sequence[Any] = option(
-        (), "methods, or {schedule: METHOD} with options, to choose from; empty: never switch"
+        (),
+        "methods, or {schedule: METHOD} with options, to choose from; empty: never switch",
     )
     every: int = option(
-        20, "training steps from one decision to the next; on costs, more while all stays alike"
+        20,
+        "training steps from one decision to the next; on costs, more while all stays alike",
     )
     threshold: float = option(0.05, "share of a step's time that a switch has to gain")
     staleness_price: float = option(
-        0.0, "share of a step's time that weights one step late on average are counted as"
+        0.0,
+        "share of a step's time that weights one step late on average are counted as",
     )
     loss_factor: float | None = option(
-        None, "loss, by the lowest so far, above which delay is left until the loss is calm"
+        None,
+        "loss, by the lowest so far, above which delay is left until the loss is calm",
     )
 
     def __post_init__(self) -> None:
@@ -154,16 +174,24 @@ class TrainingOptions(StepSettings):
     partition: str | Sequence[str] = option(
         "flops", "flops, parameters, activations, or [names of modules]"
     )
-    cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
+    cudnn_benchmark: bool = option(
+        False, "on GPUs cuDNN tries which convolutions are fastest"
+    )
     readout: str = option(
         "newest",
         "weights to test and keep: newest, or extrapolated where late ones are read; as_published"
         " keeps the newest, and tests those of micro-batch 0 as well",
     )
-    label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
-    diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
+    label_smoothing: float = option(
+        0.0, "of the training loss; tests are plain cross-entropy"
+    )
+    diagnostics: int = option(
+        0, "steps between two looks at what delay does to the gradients"
+    )
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    guard: str = option("stop", "if the loss diverges: off, stop, or rollback and continue with DP")
+    guard: str = option(
+        "stop", "if the loss diverges: off, stop, or rollback and continue with DP"
+    )
     guard_factor: float = option(
         10.0, "loss, divided by that of the first step, that counts as diverged"
     )
@@ -176,7 +204,11 @@ class TrainingOptions(StepSettings):
         for name, is_valid, rule in (
             ("batch", self.batch >= 1, "is 1 or more"),
             ("epochs", self.epochs >= 1, "is 1 or more"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "is 0 or more, and below 1"),
+            (
+                "label_smoothing",
+                0 <= self.label_smoothing < 1,
+                "is 0 or more, and below 1",
+            ),
             ("guard_factor", self.guard_factor > 1, "is above 1; 10 is usual"),
         ):
             if not is_valid:
@@ -199,12 +231,18 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         if self.rates is not None:
-            is_list = isinstance(self.rates, Sequence) and not isinstance(self.rates, str)
+            is_list = isinstance(self.rates, Sequence) and not isinstance(
+                self.rates, str
+            )
             if not is_list or not self.rates or not all(map(_is_factor, self.rates)):
-                raise UserError(f"tune.rates is a list of factors above 0: got {self.rates}")
+                raise UserError(
+                    f"tune.rates is a list of factors above 0: got {self.rates}"
+                )
         for name, minimum in (("epochs", 1), ("seed", 0)):
             if getattr(self, name) < minimum:
-                raise UserError(f"tune.{name} is {minimum} or more: got {getattr(self, name)}")
+                raise UserError(
+                    f"tune.{name} is {minimum} or more: got {getattr(self, name)}"
+                )
 
 
 def _is_factor(rate: object) -> bool:
@@ -229,17 +267,23 @@ class TrackingOptions:
         default_factory=_tracking_mode, metadata={"help": "offline, online or disabled"}
     )
     project: str = "cyclic-dp"
-    entity: str | None = option(None, "user or team; null: the default one of the account")
+    entity: str | None = option(
+        None, "user or team; null: the default one of the account"
+    )
     group: str | None = option(None, "null: the folder of a sweep or a comparison")
     name: str | None = option(None, "null: the schedule and the seed")
     tags: Sequence[str] = field(default_factory=list)
     every: int = option(10, "training steps from one logged point to the next")
-    checkpoints: bool = option(False, "also upload the last and the best one, and model.pt")
+    checkpoints: bool = option(
+        False, "also upload the last and the best one, and model.pt"
+    )
 
     def __post_init__(self) -> None:
         check_choice("tracking.mode", self.mode, ("offline", "online", "disabled"))
         if self.every < 1:
-            raise UserError(f"tracking.every is 1 or more training steps: got {self.every}")
+            raise UserError(
+                f"tracking.every is 1 or more training steps: got {self.every}"
+            )
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,10 +304,16 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the options without those, or groups of them, that ``names`` lists."""
     groups = tuple(f"{name}." for name in names)
-    return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
+    return {
+        name: value
+        for name, value in options.items()
+        if not f"{name}.".startswith(groups)
+    }
 
 
-def with_own(options: Mapping[str, Any], rule_options: Mapping[str, Any]) -> dict[str, Any]:
+def with_own(
+    options: Mapping[str, Any], rule_options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return ``options`` with a rule's own; a group with a ``_target_`` replaces the shared one."""
     merged = {**options}
     for name, value in rule_options.items():

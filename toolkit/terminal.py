@@ -79,7 +79,11 @@ def wrapped_lines(line: str) -> list[str]:
     elif indent:
         indent += "    "
     return textwrap.wrap(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -88,7 +92,10 @@ def _command_lines(line: str, width: int) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()))
     lines = [indent.removesuffix(" ")]
     for word in _SHELL_WORD.findall(line):
-        if len(lines[-1]) + len(word) + len(" ") > width - len(" \\") and lines[-1].strip():
+        if (
+            len(lines[-1]) + len(word) + len(" ") > width - len(" \\")
+            and lines[-1].strip()
+        ):
             lines[-1] += " \\"
             lines.append(f"{indent}   ")
         lines[-1] += f" {word}" if lines[-1] else word

@@ -11,7 +11,9 @@ def is_rank_zero() -> bool:
     """Return whether this process prints and writes: the first rank, or the only process."""
     rank = os.environ.get("RANK", "")
     n_ranks = os.environ.get("WORLD_SIZE", "")
-    return not (rank.isdecimal() and n_ranks.isdecimal() and 0 < int(rank) < int(n_ranks))
+    return not (
+        rank.isdecimal() and n_ranks.isdecimal() and 0 < int(rank) < int(n_ranks)
+    )
 
 
 def restarted() -> bool:
@@ -25,4 +27,6 @@ def report_error(message: str) -> None:
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            Path(path).write_text(
+                json.dumps({"message": {"message": message, "extraInfo": extra}})
+            )

@@ -16,7 +16,14 @@ from torch.nn import functional as F
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError, check_choice, first_line
 from toolkit.model import Stages, check_independent, partition
-from toolkit.runtime import Distributed, SingleProcess, StepOptions, join, launch, report
+from toolkit.runtime import (
+    Distributed,
+    SingleProcess,
+    StepOptions,
+    join,
+    launch,
+    report,
+)
 from toolkit.schedule import catalog
 from toolkit.terminal import show
 
@@ -36,7 +43,11 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     change of a weight; trainings agree if it is below ``tolerance``.
     """
     check_counts(config, "batch", "steps", of="bench.")
-    names = [(library, name) for library in config.libraries for name in _chosen(config, library)]
+    names = [
+        (library, name)
+        for library in config.libraries
+        for name in _chosen(config, library)
+    ]
     options = OmegaConf.to_container(config)
     rows: list[dict[str, Any]] = []
 
@@ -50,10 +61,14 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 def _chosen(config: DictConfig, library: str) -> list[str]:
     check_choice("bench.libraries", library, LIBRARIES)
-    return [name for name in LIBRARIES[library]() if not config.only or name in config.only]
+    return [
+        name for name in LIBRARIES[library]() if not config.only or name in config.only
+    ]
 
 
-def _on_ranks(names: list[tuple[str, str]], config: Mapping[str, Any], seed: int) -> None:
+def _on_ranks(
+    names: list[tuple[str, str]], config: Mapping[str, Any], seed: int
+) -> None:
     join(_N, device="cpu")
     for library, name in names:
         try:
@@ -62,7 +77,13 @@ def _on_ranks(names: list[tuple[str, str]], config: Mapping[str, Any], seed: int
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             row = {"failed": True, "reason": kind + first_line(error)}
         empty = {"graph": "", "larger stage": None, "difference": None}
-        row = {"library": library, "model": name, **empty, "failed": False, "reason": ""} | row
+        row = {
+            "library": library,
+            "model": name,
+            **empty,
+            "failed": False,
+            "reason": "",
+        } | row
         if join(_N, device="cpu").rank == 0:
             report(row)
 
@@ -97,7 +118,9 @@ def _row(
         weights_of_runtime.append(weights)
     single, distributed = weights_of_runtime
     moved = max(_distance(single[name], initial_weights[name]) for name in single)
-    difference = max(_distance(single[name], distributed[name]) for name in single) / moved
+    difference = (
+        max(_distance(single[name], distributed[name]) for name in single) / moved
+    )
     failed = not difference < config["tolerance"]
     return {
         "graph": _graph(stages),
@@ -134,8 +157,13 @@ def _timm() -> dict[str, Case]:
     narrow = {"embed_dim": 48, "depth": 3, "num_heads": 3}
     small = {"img_size": 32, "patch_size": 8, **narrow}
     heads = {"embed_dim": 12, "depth": 3, "num_heads": 4, "local_up_to_layer": 2}
-    stages = {"depths": (1, 1, 1, 1), "embed_dims": (24, 48, 96, 192), "num_heads": (1, 2, 4, 8)}
-    models: dict[str, tuple[int, dict[str, Any]]] = {  # size of the images, and other arguments
+    stages = {
+        "depths": (1, 1, 1, 1),
+        "embed_dims": (24, 48, 96, 192),
+        "num_heads": (1, 2, 4, 8),
+    }
+    # Size of the images, and other arguments.
+    models: dict[str, tuple[int, dict[str, Any]]] = {
         "beit_base_patch16_224": (32, small),
         "lambda_resnet26t": (64, {}),
         "test_byobnet": (64, {}),
@@ -177,13 +205,30 @@ def _transformers() -> dict[str, Case]:
     text = {"vocab_size": _VOCABULARY, "max_position_embeddings": 64}
     alone = {"use_cache": False, "tie_word_embeddings": False}
     rotary = {**wide, **text, **alone, "num_key_value_heads": 2, "head_dim": 8}
-    both = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _PAIRED.items()}
+    both = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in _PAIRED.items()
+    }
     images = {"image_size": 32, "patch_size": 8}
     audio = {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
-    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    waves: dict[str, Any] = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+    marks = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
+    waves: dict[str, Any] = {
+        "conv_dim": (16, 16),
+        "conv_stride": (5, 2),
+        "conv_kernel": (10, 3),
+    }
     waves |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16}
-    waves |= {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "layerdrop": 0.0}
+    waves |= {
+        "num_conv_pos_embedding_groups": 2,
+        "apply_spec_augment": False,
+        "layerdrop": 0.0,
+    }
     opt = {k: n for k, n in wide.items() if k != "intermediate_size"} | {"ffn_dim": 64}
     classes, causal = "ForSequenceClassification", "ForCausalLM"
     generates, image = "ForConditionalGeneration", "ForImageClassification"
@@ -193,10 +238,20 @@ def _transformers() -> dict[str, Case]:
         "Bert": (classes, {**wide, **text}, _text),
         "Bloom": (
             causal,
-            {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": _VOCABULARY, **alone},
+            {
+                "hidden_size": 32,
+                "n_layer": 2,
+                "n_head": 4,
+                "vocab_size": _VOCABULARY,
+                **alone,
+            },
             _text,
         ),
-        "ConvNext": (image, {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}, _images),
+        "ConvNext": (
+            image,
+            {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]},
+            _images,
+        ),
         "DeiT": (image, {**wide, **images}, _images),
         "DistilBert": (
             classes,
@@ -206,7 +261,14 @@ def _transformers() -> dict[str, Case]:
         "Electra": (classes, {**wide, **text, "embedding_size": 16}, _text),
         "GPT2": (
             "LMHeadModel",
-            {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **text, **alone},
+            {
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 64,
+                **text,
+                **alone,
+            },
             _text,
         ),
         "GPTNeoX": (causal, {**wide, **text, **alone}, _text),
@@ -244,12 +306,21 @@ def _transformers() -> dict[str, Case]:
         "Wav2Vec2": (classes, {**wide, **waves, "vocab_size": _VOCABULARY}, _waves),
         "Whisper": (
             generates,
-            {"d_model": 32, **both, **audio, **marks, **alone, "vocab_size": _VOCABULARY},
+            {
+                "d_model": 32,
+                **both,
+                **audio,
+                **marks,
+                **alone,
+                "vocab_size": _VOCABULARY,
+            },
             _speech,
         ),
     }
 
-    def case(name: str, head: str, given: dict[str, Any], draw: Callable[[int], Example]) -> Case:
+    def case(
+        name: str, head: str, given: dict[str, Any], draw: Callable[[int], Example]
+    ) -> Case:
         def build() -> nn.Module:
             settings = getattr(transformers, f"{name}Config")(**given)
             settings.tie_word_embeddings = False  # T5's ignores the argument

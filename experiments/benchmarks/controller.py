@@ -23,7 +23,14 @@ from tqdm.auto import tqdm
 
 from toolkit.cli.check_options import check_counts
 from toolkit.model import Stages, build, partition
-from toolkit.runtime import Controlled, Controller, Distributed, JobFailedError, SingleProcess, join
+from toolkit.runtime import (
+    Controlled,
+    Controller,
+    Distributed,
+    JobFailedError,
+    SingleProcess,
+    join,
+)
 from toolkit.runtime.microbatches import GlobalBatch
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.schedule import Schedule, catalog
@@ -45,7 +52,10 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     options = {str(name): value for name, value in config.items()}
     chance = random.Random(seed)
     with Controller(config.workers) as controller:
-        rows = [*_starts(controller, options, seed), _overhead(controller, options, seed)]
+        rows = [
+            *_starts(controller, options, seed),
+            _overhead(controller, options, seed),
+        ]
         rows += [_recoveries(controller, options, seed, chance)]
     return [*rows, *_ends(options, seed)]
 
@@ -56,11 +66,15 @@ def _arguments(
     torch.manual_seed(seed)
     size = options["image_size"]
     example = torch.empty(options["batch"], 3, size, size, dtype=dtype)
-    stages = partition(build(options["model"], 10, size).to(dtype), schedule.n_stages, example)
+    stages = partition(
+        build(options["model"], 10, size).to(dtype), schedule.n_stages, example
+    )
     return stages, schedule, _OPTIMIZER, F.cross_entropy
 
 
-def _batches(options: dict[str, Any], seed: int, dtype: torch.dtype) -> list[GlobalBatch]:
+def _batches(
+    options: dict[str, Any], seed: int, dtype: torch.dtype
+) -> list[GlobalBatch]:
     torch.manual_seed(seed)
     n_images, size = options["workers"] * options["batch"], options["image_size"]
     batches = []
@@ -84,11 +98,15 @@ def _row(question: str, seconds: Sequence[float], allowed: float) -> dict[str, A
     }
 
 
-def _starts(controller: Controller, options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+def _starts(
+    controller: Controller, options: dict[str, Any], seed: int
+) -> list[dict[str, Any]]:
     """Time from the call to the first result, in new processes and in the same ones."""
     seconds: list[float] = []
     batches = _batches(options, seed, torch.float32)
-    schedules = cycle([catalog.cyclic(options["workers"]), catalog.cyclic(options["workers"], 1)])
+    schedules = cycle(
+        [catalog.cyclic(options["workers"]), catalog.cyclic(options["workers"], 1)]
+    )
     for schedule in islice(schedules, 1 + options["rounds"]):
         arguments = _arguments(options, schedule, seed, torch.float32)
         start = time.perf_counter()
@@ -102,13 +120,17 @@ def _starts(controller: Controller, options: dict[str, Any], seed: int) -> list[
     ]
 
 
-def _overhead(controller: Controller, options: dict[str, Any], seed: int) -> dict[str, Any]:
+def _overhead(
+    controller: Controller, options: dict[str, Any], seed: int
+) -> dict[str, Any]:
     """Time a step beyond one of Distributed, which has the batches, in the same ranks."""
     overheads: list[float] = []
     n_steps = options["steps"]
     batches = _batches(options, seed, torch.float32)
     for _ in tqdm(range(options["rounds"]), unit="round", leave=False):
-        distributed = controller.processes.call(_time_distributed, options, seed, batches)[0]
+        distributed = controller.processes.call(
+            _time_distributed, options, seed, batches
+        )[0]
         schedule = catalog.cyclic(options["workers"])
         arguments = _arguments(options, schedule, seed, torch.float32)
         steps = controller.train(*arguments, cycle(batches), n_steps)
@@ -116,10 +138,14 @@ def _overhead(controller: Controller, options: dict[str, Any], seed: int) -> dic
     return _row("step, beyond Distributed's", overheads, _OVERHEAD)
 
 
-def _time_distributed(options: dict[str, Any], seed: int, batches: list[GlobalBatch]) -> float:
+def _time_distributed(
+    options: dict[str, Any], seed: int, batches: list[GlobalBatch]
+) -> float:
     """Return the seconds of a step of Distributed; on each rank."""
     n_steps = options["steps"]
-    arguments = _arguments(options, catalog.cyclic(options["workers"]), seed, torch.float32)
+    arguments = _arguments(
+        options, catalog.cyclic(options["workers"]), seed, torch.float32
+    )
     runtime = Distributed(*arguments, world=join(device="cpu"))
     return _step_time(runtime.run(cycle(batches), n_steps), n_steps)
 
@@ -135,7 +161,11 @@ def _recoveries(
 ) -> dict[str, Any]:
     """Kill random ranks at random moments; compare losses and weights with a single process's."""
     n, keep_every, n_kills = options["workers"], options["keep_every"], options["kills"]
-    schedules = [catalog.cyclic(n), catalog.cyclic(n, state="sharded"), catalog.one_f_one_b(n, n)]
+    schedules = [
+        catalog.cyclic(n),
+        catalog.cyclic(n, state="sharded"),
+        catalog.one_f_one_b(n, n),
+    ]
     recoveries = []
     n_differing = 0
     for index, schedule in enumerate(tqdm(schedules, unit="schedule", leave=False)):
@@ -155,7 +185,10 @@ def _recoveries(
             n_differing += not _are_close(result.losses, expected.losses)
             if result.step in kill_steps:
                 time.sleep(chance.uniform(0, 0.02))
-                os.kill(controller.processes.process_ids[chance.randrange(n)], signal.SIGKILL)
+                os.kill(
+                    controller.processes.process_ids[chance.randrange(n)],
+                    signal.SIGKILL,
+                )
         weights = runtime.module().state_dict().values()
         expected_weights = single.module().state_dict().values()
         n_differing += not all(map(_are_close, weights, expected_weights))
@@ -180,7 +213,9 @@ def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """End controllers in mid-training in every way; count those that leave a process."""
     seconds: dict[str, list[float]] = {way: [] for way in ENDS}
     n_failed = dict.fromkeys(ENDS, 0)
-    for way in tqdm([*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False):
+    for way in tqdm(
+        [*islice(cycle(ENDS), options["ends"])], unit="controller", leave=False
+    ):
         end = _kill_caller if way == "caller killed" else partial(_end, way)
         processes = end(options, seed)
         start = time.perf_counter()
@@ -199,10 +234,16 @@ def _ends(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _begin(controller: Controller, options: dict[str, Any], seed: int) -> tuple[Any, list[Process]]:
+def _begin(
+    controller: Controller, options: dict[str, Any], seed: int
+) -> tuple[Any, list[Process]]:
     """Train for one step; return the further ones, and all processes."""
-    arguments = _arguments(options, catalog.cyclic(options["workers"]), seed, torch.float32)
-    steps = controller.train(*arguments, cycle(_batches(options, seed, torch.float32)), 10_000)
+    arguments = _arguments(
+        options, catalog.cyclic(options["workers"]), seed, torch.float32
+    )
+    steps = controller.train(
+        *arguments, cycle(_batches(options, seed, torch.float32)), 10_000
+    )
     next(steps)
     processes = [Process(pid) for pid in controller.processes.process_ids.values()]
     parents = {_parent(process.pid) for process in processes}
@@ -236,11 +277,14 @@ def _end(way: str, options: dict[str, Any], seed: int) -> list[Process]:
 def _kill_caller(options: dict[str, Any], seed: int) -> list[Process]:
     """Kill the process of a controller; return what its other processes were."""
     script = (
-        "import sys; from benchmarks.controller import be_killed; be_killed(*eval(sys.argv[1]))"
+        "import sys; from benchmarks.controller import be_killed;"
+        " be_killed(*eval(sys.argv[1]))"
     )
     command = [sys.executable, "-c", script, repr((options, seed))]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as caller:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=variables
+    ) as caller:
         assert caller.stdout is not None
         processes = [Process(int(pid)) for pid in caller.stdout.readline().split()]
         caller.kill()

@@ -24,7 +24,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     *seconds*: of a step in order "grouped", the median; *ratio*: to the rule without a correction,
     round by round. *weights*: the most that a rank holds, by the program of a worker per rank.
     """
-    check_counts(config, "image_size", "workers", "stages", "batch", "rounds", of="bench.")
+    check_counts(
+        config, "image_size", "workers", "stages", "batch", "rounds", of="bench."
+    )
     n, size = config.workers, config.image_size
     torch.manual_seed(seed)
     inputs = torch.randn(n * config.batch, 3, size, size, device=device)
@@ -36,7 +38,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             model = build(config.model, 10, size).to(device)
             schedule = catalog.cyclic(n, delay, n_stages=config.stages, correction=kind)
             stages = partition(model, config.stages, inputs[: config.batch])
-            optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4)
+            optimizer = partial(
+                torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4
+            )
             runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy)
             steps[kind] = partial(runtime.step, inputs, targets)
             schedules[kind] = schedule
@@ -50,7 +54,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     "correction": kind,
                     "seconds": round(median(seconds[kind]), 5),
                     "ratio": round(median(ratios), 3),
-                    "weights of a rank (models)": round(float(footprint(schedule).weights), 3),
+                    "weights of a rank (models)": round(
+                        float(footprint(schedule).weights), 3
+                    ),
                 }
             )
     return rows

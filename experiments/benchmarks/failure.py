@@ -47,7 +47,8 @@ from toolkit.runtime.process_group.shared_status import Process, SharedStatus
 # What is looked at from outside lies in /proc.
 
 _INTERVAL = 0.02  # seconds between looks at the processes
-_PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
+# The system call's number, the same on every architecture since Linux 5.6.
+_PIDFD_GETFD = 438
 _libc = ctypes.CDLL(None, use_errno=True)
 
 SAYS_WHEN = """\
@@ -82,14 +83,25 @@ class Job:
     A context, at whose end nothing of it is left. All of it writes to the file ``output``.
     """
 
-    def __init__(self, command: Sequence[str], variables: dict[str, str], output: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], variables: dict[str, str], output: Path
+    ) -> None:
         mark = uuid.uuid4().hex
         self._mark = f"FAILURE_BENCH={mark}".encode()
         self._processes: dict[tuple[int, str], Process] = {}  # by number and start
-        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | variables | {"FAILURE_BENCH": mark}
+        env = (
+            {"OMP_NUM_THREADS": "1"}
+            | dict(os.environ)
+            | variables
+            | {"FAILURE_BENCH": mark}
+        )
         with output.open("wb") as file:
             self._process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
         self.pid = self._process.pid
         self.wait = self._process.wait
@@ -132,7 +144,9 @@ class Rank(NamedTuple):
         return self.status.read().position
 
 
-def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float) -> list[Rank]:
+def ranks_at_work(
+    job: Job, port: int, n_ranks: int, step: int, patience: float
+) -> list[Rank]:
     """Return all ranks once each of them has come to ``step``; nothing if they do not.
 
     Ranks find each other's process and record through the store at ``port``.
@@ -152,7 +166,9 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
 
 def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
     socket.create_connection(("localhost", port), 1).close()
-    store = PrefixStore("watch", TCPStore("localhost", port, None, False, timedelta(seconds=1)))
+    store = PrefixStore(
+        "watch", TCPStore("localhost", port, None, False, timedelta(seconds=1))
+    )
     keys = [f"process/{rank}" for rank in range(n_ranks)]
     entries = [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
     ranks = []
@@ -172,7 +188,9 @@ def cut(rank: Rank, port: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
                 n_cut += 1
     if not n_cut:
-        raise RuntimeError(f"process {rank.process.pid} has no connection to another rank")
+        raise RuntimeError(
+            f"process {rank.process.pid} has no connection to another rank"
+        )
 
 
 _BREAK: dict[str, Callable[[Rank, int], None]] = {
@@ -238,7 +256,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     _check(config)
     folder = output_folder()
     rounds: list[Round] = []
-    bar = tqdm([*product(range(config.rounds), config.faults)], unit="round", leave=False)
+    bar = tqdm(
+        [*product(range(config.rounds), config.faults)], unit="round", leave=False
+    )
     for number, fault in bar:
         bar.set_description_str(fault)
         outcome = one_round(config, device, seed, fault, number, folder)
@@ -249,7 +269,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             log = f"{folder}/{fault}_{number}.log"
             bar.write(f"{fault}_{number} fails: {problems}; its output is {log}")
     return [
-        summary([outcome for outcome in rounds if outcome.fault == fault], config.timeout)
+        summary(
+            [outcome for outcome in rounds if outcome.fault == fault], config.timeout
+        )
         for fault in config.faults
     ]
 
@@ -263,15 +285,26 @@ def as_row(outcome: Round) -> dict[str, Any]:
 
 
 def one_round(
-    config: DictConfig, device: torch.device, seed: int, fault: str, number: int, folder: Path
+    config: DictConfig,
+    device: torch.device,
+    seed: int,
+    fault: str,
+    number: int,
+    folder: Path,
 ) -> Round:
     """Start a job and break it; keep the output of one that does not pass in ``folder``."""
     chance = random.Random(f"{seed} {fault} {number}")
     alone = fault == "no_port"
-    rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
+    # Rank 0 alone would listen itself.
+    rank = chance.randrange(1 if alone else 0, config.ranks)
     outcome = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
     options = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
-    options += ["schedule=cdp_v2", "data=digits", "runtime=distributed", "tracking.mode=disabled"]
+    options += [
+        "schedule=cdp_v2",
+        "data=digits",
+        "runtime=distributed",
+        "tracking.mode=disabled",
+    ]
     options += [f"runtime.timeout={config.timeout}", f"device={device.type}"]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.log"
@@ -286,12 +319,21 @@ def one_round(
     return outcome
 
 
-def _broken(outcome: Round, config: DictConfig, training: list[str], output: Path) -> None:
+def _broken(
+    outcome: Round, config: DictConfig, training: list[str], output: Path
+) -> None:
     """Train under torchrun until the fault and its end."""
     port, start = free_port(), output.with_name("start.py")
     start.write_text(START_TOGETHER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-    with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={config.ranks}",
+    ]
+    with Job(
+        [*torchrun, f"--master-port={port}", str(start), *training], {}, output
+    ) as job:
         ranks = ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(outcome.delay)
@@ -300,18 +342,30 @@ def _broken(outcome: Round, config: DictConfig, training: list[str], output: Pat
             return
         victim = ranks[outcome.rank]
         _BREAK[outcome.fault](victim, port)
-        _await_end(outcome, job, [rank.process for rank in ranks], time.monotonic(), config)
+        _await_end(
+            outcome, job, [rank.process for rank in ranks], time.monotonic(), config
+        )
         outcome.place = victim.place
 
 
-def _alone(outcome: Round, config: DictConfig, training: list[str], output: Path) -> None:
+def _alone(
+    outcome: Round, config: DictConfig, training: list[str], output: Path
+) -> None:
     """Start a rank where no other is."""
-    place = {"RANK": outcome.rank, "LOCAL_RANK": outcome.rank, "WORLD_SIZE": config.ranks}
+    place = {
+        "RANK": outcome.rank,
+        "LOCAL_RANK": outcome.rank,
+        "WORLD_SIZE": config.ranks,
+    }
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     command = [sys.executable, "-c", SAYS_WHEN, *training]
-    with Job(command, {name: str(value) for name, value in place.items()}, output) as job:
+    with Job(
+        command, {name: str(value) for name, value in place.items()}, output
+    ) as job:
         end = time.monotonic() + _PATIENCE
-        while not (line := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
+        while not (
+            line := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)
+        ):
             if job.status is not None or time.monotonic() > end:
                 outcome.problems.append("the rank did not try to connect")
                 return
@@ -347,7 +401,9 @@ def find_problems(outcome: Round, bar: float) -> list[str]:
         return [f"{len(outcome.messages)} lines begin with error:"]
     (message,) = outcome.messages
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
-    is_named = str(outcome.rank) in blamed and (outcome.fault == "cut" or len(blamed) == 1)
+    is_named = str(outcome.rank) in blamed and (
+        outcome.fault == "cut" or len(blamed) == 1
+    )
     # After a cut the rank continued, to a place that only the message shows.
     places = re.findall(r"in step \d+ at \S+", message)
     is_placed = len(places) >= 2 if outcome.fault == "cut" else outcome.place in message
@@ -361,16 +417,22 @@ def find_problems(outcome: Round, bar: float) -> list[str]:
     if outcome.status == 0:
         problems.append("its status is 0")
     if not is_named:
-        problems.append(f"the message blames {', '.join(blamed)}, and not rank {outcome.rank}")
+        problems.append(
+            f"the message blames {', '.join(blamed)}, and not rank {outcome.rank}"
+        )
     if not is_placed:
-        problems.append(f"the message does not say where rank {outcome.rank} was: {outcome.place}")
+        problems.append(
+            f"the message does not say where rank {outcome.rank} was: {outcome.place}"
+        )
     return problems
 
 
 def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
     """Return the row of a fault."""
     passed = [outcome for outcome in rounds if not outcome.problems]
-    ends = pd.DataFrame([(each.ranks_seconds, each.seconds) for each in rounds], dtype=float)
+    ends = pd.DataFrame(
+        [(each.ranks_seconds, each.seconds) for each in rounds], dtype=float
+    )
     ranks_end, end = ends.median()
     messages = [outcome.messages[0] for outcome in passed or rounds if outcome.messages]
     return {
@@ -388,13 +450,19 @@ def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
 
 def _check(config: DictConfig) -> None:
     if sys.platform != "linux":
-        raise UserError(f"bench=failure looks into /proc, on Linux: this is {sys.platform}")
+        raise UserError(
+            f"bench=failure looks into /proc, on Linux: this is {sys.platform}"
+        )
     check_counts(config, "rounds", of="bench.")
     for name, holds, rule in (
         ("ranks", config.ranks >= 2, "is 2 or more"),
         ("timeout", config.timeout > 0, "is above 0, in seconds"),
         ("margin", config.margin > 0, "is above 0, in seconds"),
-        ("faults", config.faults and {*config.faults} <= {*FAULTS}, f"are of {', '.join(FAULTS)}"),
+        (
+            "faults",
+            config.faults and {*config.faults} <= {*FAULTS},
+            f"are of {', '.join(FAULTS)}",
+        ),
     ):
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")

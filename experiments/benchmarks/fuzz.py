@@ -58,14 +58,25 @@ QUICK_OPTIONS = {
 """By experiment, options with which it takes a second."""
 PRELOADED = (
     *("matplotlib.pyplot", "pandas", "torchvision", "torch._dynamo", "torch.export"),
-    *("toolkit.figures", "toolkit.plan", "toolkit.results.report", "toolkit.training.data"),
+    *(
+        "toolkit.figures",
+        "toolkit.plan",
+        "toolkit.results.report",
+        "toolkit.training.data",
+    ),
 )
 """Modules that all forked processes then find in memory."""
 _MAX_SECONDS = 60.0
 _MAX_MEMORY = 64 * 2**30  # bytes of addresses
 _MAX_LINES = 3  # of a message, without the rows of a schedule's grid
 _MAX_CHARACTERS = 3000
-_PROCESS_STARTS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pty.spawn")
+_PROCESS_STARTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "pty.spawn",
+)
 _ALLOWED_PROGRAMS = ("git", "uname")  # of a result's provenance
 
 
@@ -74,7 +85,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     for module in (*QUICK_OPTIONS, *PRELOADED):
         importlib.import_module(module)
     check_counts(config, "command_lines", of="bench.")
-    return [attack("command_lines", command_lines(), run_line, config.command_lines, seed)]
+    return [
+        attack("command_lines", command_lines(), run_line, config.command_lines, seed)
+    ]
 
 
 def attack(
@@ -106,7 +119,9 @@ def attack(
     return {
         "attack": name,
         "examples": outcomes.total(),
-        "outcomes": ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())),
+        "outcomes": ", ".join(
+            f"{n} {outcome}" for outcome, n in sorted(outcomes.items())
+        ),
         "seconds": round(time.perf_counter() - start),
         "failed": int(bool(failure)),
         "message": failure[:500],
@@ -199,9 +214,15 @@ def judge(status: int | None, output: str) -> str:
     message = output[output.find("error: ") :]
     assert "error: " in output, f"status {status}: {output[-300:]}"
     assert status in (1, 2), f"status {status}: {output[-300:]}"
-    lines = [line for line in message.strip().splitlines() if not line.startswith(("rank ", " "))]
+    lines = [
+        line
+        for line in message.strip().splitlines()
+        if not line.startswith(("rank ", " "))
+    ]
     assert len(lines) <= _MAX_LINES, f"{len(lines)} lines: {message[:600]}"
-    assert len(message) <= _MAX_CHARACTERS, f"{len(message)} characters: {message[:300]}"
+    assert len(message) <= _MAX_CHARACTERS, (
+        f"{len(message)} characters: {message[:300]}"
+    )
     return "refused"
 
 
@@ -209,16 +230,26 @@ def judge(status: int | None, output: str) -> str:
 
 _VALUES = st.one_of(
     st.sampled_from([0, 1, 2, 5, -7, 100, 10**6, 10**12, 2**63]).map(str),
-    st.sampled_from(["0.1", "0.5", "2.5", "-1.0", "1e-9", "1e400", "nan", "inf", "0x1"]),
-    st.sampled_from(["true", "false", "null", "none", "auto", "cpu", "all", "flops", "1F1B"]),
+    st.sampled_from(
+        ["0.1", "0.5", "2.5", "-1.0", "1e-9", "1e400", "nan", "inf", "0x1"]
+    ),
+    st.sampled_from(
+        ["true", "false", "null", "none", "auto", "cpu", "all", "flops", "1F1B"]
+    ),
     st.sampled_from(["", "a", "ü", "\udc80", "'", "x" * 3000, "${seed}", "${nope}"]),
     st.sampled_from(["../x", "/dev/zero", "/dev/null"]),
-    st.sampled_from(["[", "[1]", "[1,2]", "[null]", "[[]]", "[1,[2]]", "[a,b]", "{}", "{a:1}"]),
-    st.sampled_from(["[dp,{schedule: dp, nope: 1}]", "[{schedule: dp, epochs: 1, nope: 1}]"]),
+    st.sampled_from(
+        ["[", "[1]", "[1,2]", "[null]", "[[]]", "[1,[2]]", "[a,b]", "{}", "{a:1}"]
+    ),
+    st.sampled_from(
+        ["[dp,{schedule: dp, nope: 1}]", "[{schedule: dp, epochs: 1, nope: 1}]"]
+    ),
 )
 _ODD_OPTIONS = st.one_of(
     st.sampled_from(["", "=", "+", "~epochs", "++", "[", "a=b=c", "+a.b=1", "-h=1"]),
-    st.sampled_from(["--foo", "-m", "--cfg", "--cfg=job", "--resolve", "--info", "-c", "-p=a"]),
+    st.sampled_from(
+        ["--foo", "-m", "--cfg", "--cfg=job", "--resolve", "--info", "-c", "-p=a"]
+    ),
 )
 _SLOW_CHOICES = ("resnet50", "resnet18", "vit_b_16", "gpt2", "gpt2_xl", "gpt3")
 _NOT_TRIED = ("_target_", "resume", "runtime.interface", "jobs")
@@ -233,9 +264,13 @@ def command_lines() -> Any:
 
     def lines_of(experiment: str) -> Any:
         options = st.lists(_option(experiment), min_size=1, max_size=2)
-        return options.map(lambda drawn: [experiment, *QUICK_OPTIONS[experiment].split(), *drawn])
+        return options.map(
+            lambda drawn: [experiment, *QUICK_OPTIONS[experiment].split(), *drawn]
+        )
 
-    return st.sampled_from([*QUICK_OPTIONS, "train", "train", "simulate"]).flatmap(lines_of)
+    return st.sampled_from([*QUICK_OPTIONS, "train", "train", "simulate"]).flatmap(
+        lines_of
+    )
 
 
 def _option(experiment: str) -> Any:
@@ -252,7 +287,9 @@ def _option(experiment: str) -> Any:
     ]
     return st.one_of(
         *[values.map("=".join)] * 12,
-        st.tuples(st.sampled_from(lengths or drawn_names), st.sampled_from("0123")).map("=".join),
+        st.tuples(st.sampled_from(lengths or drawn_names), st.sampled_from("0123")).map(
+            "=".join
+        ),
         st.sampled_from(group_choices or drawn_names),
         st.tuples(st.sampled_from(["+", "~", "++"]), values.map("=".join)).map("".join),
         values.map(".x=".join),
@@ -266,6 +303,8 @@ def run_line(line: list[str]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         places = [f"hydra.run.dir={scratch}/out", f"hydra.sweep.dir={scratch}/sweep"]
         outcome = judge(*run_command(Path(scratch), experiment, *options, *places))
-        paths = [path.name for path in Path(scratch).iterdir() if path.name != "log.txt"]
+        paths = [
+            path.name for path in Path(scratch).iterdir() if path.name != "log.txt"
+        ]
         assert outcome != "refused" or not paths, f"a refused line left {paths}"
         return outcome

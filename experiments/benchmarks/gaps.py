@@ -63,7 +63,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         intervals = record(run_step, config.steps, device)
         gaps = gaps_between(intervals)
         step = total_time(intervals) / config.steps
-        for gap in sorted(gaps, key=attrgetter("microseconds"), reverse=True)[: config.longest]:
+        for gap in sorted(gaps, key=attrgetter("microseconds"), reverse=True)[
+            : config.longest
+        ]:
             rows.append(
                 {
                     "method": name,
@@ -78,13 +80,17 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def record(step: Callable[[], object], n_steps: int, device: torch.device) -> list[Interval]:
+def record(
+    step: Callable[[], object], n_steps: int, device: torch.device
+) -> list[Interval]:
     """Return the kernels of ``n_steps`` steps in a row, after some that are not recorded."""
     on_gpu = device.type == "cuda"
     for _ in range(WARM_UP):
         step()
     # On a GPU its own activity alone: recording operations would delay launches, and add gaps.
-    activity = profiler.ProfilerActivity.CUDA if on_gpu else profiler.ProfilerActivity.CPU
+    activity = (
+        profiler.ProfilerActivity.CUDA if on_gpu else profiler.ProfilerActivity.CPU
+    )
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes into the progress bar
     synchronized_time(device)
     with profiler.profile(activities=[activity], acc_events=True) as profile:
@@ -99,7 +105,9 @@ def record(step: Callable[[], object], n_steps: int, device: torch.device) -> li
         if event.device_type == device_type and not event.is_user_annotation
     ]
     if not intervals:
-        raise UserError(f"torch.profiler recorded no kernel on {device}; is CUPTI installed?")
+        raise UserError(
+            f"torch.profiler recorded no kernel on {device}; is CUPTI installed?"
+        )
     return intervals
 
 

@@ -67,7 +67,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         single_steps[_CAPTURED] = setting.plain().capture(inputs, targets)
     steps = {name: timed(step) for name, step in single_steps.items()}
     loops = {
-        "plain PyTorch, loop": loop(lambda batches: (plain.step(*batch) for batch in batches)),
+        "plain PyTorch, loop": loop(
+            lambda batches: (plain.step(*batch) for batch in batches)
+        ),
         "DP grouped, loop": grouped(parallel),
         "CDP-v2 grouped, loop": grouped(cyclic),
     }
@@ -81,7 +83,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[dict[str, Any]]:
+def _rows(
+    seconds: dict[str, list[float]], n_images: int, n_steps: int
+) -> list[dict[str, Any]]:
     """Return rows of methods that have run ``n_steps`` at a time; the first is the baseline."""
     baseline = next(iter(seconds.values()))
     rows = []

@@ -66,7 +66,8 @@ SLEPT = ("DDP", "delayed all-reduce", "CDP-v1", "CDP-v2", AFFORDABLE, "groups of
 """Methods compared by default if stages sleep."""
 AFFORDED = tuple(name for name, method in METHODS.items() if method.delay == AFFORDABLE)
 """Methods whose schedule depends on the link, and on stages that sleep."""
-_BUCKETS = 4  # of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB
+# Of DDP if stages sleep: ResNet-50 has 100 MB, and a bucket of torch 25 MB.
+_BUCKETS = 4
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Link:
     compute: float  # C: seconds of a step without messages
     one_way: float  # M: seconds in which all parameters go from one machine to another
     latency: float = 0.0  # seconds of a message of a byte
-    local: float = 0.0  # seconds in which all parameters go from rank to rank within a machine
+    # Seconds in which all parameters go from rank to rank within a machine.
+    local: float = 0.0
 
     @property
     def name(self) -> str:
@@ -120,14 +122,23 @@ def schedule_of(task: Task, name: str, link: Link | None = None) -> Schedule:
     groups = -(-n // method.together)
     if method.delay == AFFORDABLE:
         assert link
-        return _affordable(n, s, groups, task.megabytes, hardware_of(task, link), link.compute)
-    chains = "rotated" if method.runtime is Distributed and method.delay == 1 else "in_order"
+        return _affordable(
+            n, s, groups, task.megabytes, hardware_of(task, link), link.compute
+        )
+    chains = (
+        "rotated" if method.runtime is Distributed and method.delay == 1 else "in_order"
+    )
     return catalog.cyclic(n, method.delay, n_stages=s, chains=chains, groups=groups)
 
 
 @cache  # it takes seconds
 def _affordable(
-    n: int, n_stages: int, groups: int, megabytes: float, hardware: Hardware, seconds: float
+    n: int,
+    n_stages: int,
+    groups: int,
+    megabytes: float,
+    hardware: Hardware,
+    seconds: float,
 ) -> Schedule:
     make = partial(catalog.cyclic, n, n_stages=n_stages, groups=groups)
     costs = slept.costs(n_stages, megabytes, seconds)
@@ -153,7 +164,9 @@ def make(task: Task, name: str, link: Link | None, world: World) -> Train:
         filled = (_in_bucket(task) - 0.5) * 1e6 * task.megabytes / task.stages
         options = options | {"bucket_mb": filled / 2**20}
     schedule = world.gather(None if world.rank else schedule_of(task, name, link))[0]
-    runtime = method.runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
+    runtime = method.runtime(
+        stages, schedule, _sgd, F.cross_entropy, world=world, **options
+    )
     return lambda n_steps: runtime.run([(images, classes)] * n_steps)
 
 
@@ -183,12 +196,16 @@ def hardware_of(task: Task, link: Link) -> Hardware:
     """Return the machines that were measured."""
     n_bytes = 1e6 * task.megabytes
     bandwidth = n_bytes / max(link.one_way - link.latency, 1e-9)
-    hardware = Hardware("measured", inf, inf, bandwidth, link.latency, shared_ports=True)
+    hardware = Hardware(
+        "measured", inf, inf, bandwidth, link.latency, shared_ports=True
+    )
     if task.ranks_per_machine == 1:
         return hardware
     local_bandwidth = n_bytes / link.local
     return replace(
-        hardware, ranks_per_machine=task.ranks_per_machine, local_bandwidth=local_bandwidth
+        hardware,
+        ranks_per_machine=task.ranks_per_machine,
+        local_bandwidth=local_bandwidth,
     )
 
 
@@ -201,16 +218,21 @@ def predicted(task: Task, link: Link, name: str) -> float:
     costs = slept.costs(task.stages, task.megabytes, link.compute)
     schedule = schedule_of(task, name, link)
     runtime = METHODS[name].runtime
-    if runtime is not Distributed:  # gloo has one ring of all ranks, and knows no machines
+    # Gloo has one ring of all ranks, and knows no machines.
+    if runtime is not Distributed:
         hardware = replace(hardware, ranks_per_machine=1, local_bandwidth=inf)
     if runtime is DDP:
         costs = slept.merged(costs, _in_bucket(task))
         schedule = catalog.data_parallel(task.workers, n_stages=len(costs))
     elif runtime is DelayedAllReduce:
         schedule = catalog.data_parallel(task.workers, delay=1, n_stages=task.stages)
-    return step_time(slept.predicted_times(schedule, costs, hardware, task.steps), task.skip)
+    return step_time(
+        slept.predicted_times(schedule, costs, hardware, task.steps), task.skip
+    )
 
 
 def step_time(times: Times, skip: int) -> float:
     """Return the seconds of a step of the slowest rank, after step ``skip``, counted from 0."""
-    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times)
+    return max(
+        (moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times
+    )

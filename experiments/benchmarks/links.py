@@ -189,7 +189,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     tasks = []
     for workers in config.workers:
         own_links = [link for link in links if link.workers == workers]
-        ended = {(run.ratio, run.round, run.method) for run in runs if run.workers == workers}
+        ended = {
+            (run.ratio, run.round, run.method) for run in runs if run.workers == workers
+        }
         task = Task(**options | {"workers": workers, "links": own_links, "done": ended})
         tasks.append(task)
         train(task, folder, links, runs)
@@ -206,7 +208,9 @@ def earlier(folder: Path, options: dict[str, Any]) -> tuple[list[Link], list[Run
     if not path.exists():
         path.write_text(text)
     if path.read_text() != text:
-        raise UserError(f"{folder} is of other options than these: choose another hydra.run.dir")
+        raise UserError(
+            f"{folder} is of other options than these: choose another hydra.run.dir"
+        )
     return _read(Link, folder / "links.csv"), _read(Run, folder / "runs.csv")
 
 
@@ -219,7 +223,9 @@ def _read(kind: Any, path: Path) -> list[Any]:
     return [kind(**row) for row in rows]
 
 
-def add_predictions(rows: list[Row], tasks: Sequence[Task], links: Sequence[Link]) -> None:
+def add_predictions(
+    rows: list[Row], tasks: Sequence[Task], links: Sequence[Link]
+) -> None:
     """Add to each row the simulator's step time and its error, and print how many are near."""
     task_of_size = {task.workers: task for task in tasks}
     link_of_name = {(link.workers, link.name): link for link in links}
@@ -261,7 +267,14 @@ def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
                 curves.setdefault(link_name(run.ratio), {})[run.method] = curve
             bar.update()
 
-        launch(train_all, task.workers, net, task, on_report=on_report, timeout=task.timeout)
+        launch(
+            train_all,
+            task.workers,
+            net,
+            task,
+            on_report=on_report,
+            timeout=task.timeout,
+        )
     rows = table(runs, [link for link in links if link.workers == task.workers])
     save(link_times(rows, curves, network.WINDOW), folder / f"links_{task.workers}")
 
@@ -295,7 +308,9 @@ def measured(
 def check(config: DictConfig, device: torch.device) -> None:
     """Raise UserError for options that cannot be measured, or not here."""
     if device.type != "cpu":
-        raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
+        raise UserError(
+            f"bench=links computes on the CPU: got {device}; give device=cpu"
+        )
     check_counts(config, "workers", "image_size", "batch", "stages", of="bench.")
     check_counts(config, "rounds", "ranks_per_machine", of="bench.")
     methods = {*config.methods}
@@ -304,7 +319,11 @@ def check(config: DictConfig, device: torch.device) -> None:
     checks = [
         ("skip", config.skip >= 0, "is 0 or more"),
         ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
-        ("ratios", min(config.ratios, default=-1) >= 0, "are of M to C, 0 for no limit"),
+        (
+            "ratios",
+            min(config.ratios, default=-1) >= 0,
+            "are of M to C, 0 for no limit",
+        ),
         ("methods", methods <= {*ALL}, f"are of {', '.join(ALL)}"),
         ("sleep", 0 <= config.sleep < inf, "is the seconds of a step, or 0 to compute"),
         ("megabytes", 0 < config.megabytes < inf, "is above 0"),
@@ -316,7 +335,9 @@ def check(config: DictConfig, device: torch.device) -> None:
         ),
     ]
     for name in ("workers", "ratios", "methods"):
-        checks.append((name, len({*config[name]}) == len(config[name]), "are different"))
+        checks.append(
+            (name, len({*config[name]}) == len(config[name]), "are different")
+        )
     for name, holds, rule in checks:
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")

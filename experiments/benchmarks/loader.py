@@ -40,7 +40,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """
     check_counts(config, *_COUNTS, of="bench.")
     if config.num_workers is not None and config.num_workers < 0:
-        raise UserError(f"bench.num_workers is 0 or more, or null: got {config.num_workers}")
+        raise UserError(
+            f"bench.num_workers is 0 or more, or null: got {config.num_workers}"
+        )
     setting = Setting.of(config, device, seed)
     n_images = len(setting.inputs)
     n_timed = config.steps if device.type == "cuda" else 1
@@ -50,7 +52,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for name, step in steps.items()
     }
     seconds: dict[str, list[float]] = {}
-    for name, run_seconds in alternate(model_runs, config.rounds, device, WARM_UP).items():
+    for name, run_seconds in alternate(
+        model_runs, config.rounds, device, WARM_UP
+    ).items():
         seconds[name] = [run_second / n_timed for run_second in run_seconds]
     with folder_of_images(config, n_images * config.steps, seed) as root:
         read = partial(reader, config=config, device=device, seed=seed)
@@ -72,7 +76,9 @@ def reader(
     n_images = config.microbatches * config.batch
 
     def read() -> Tensor:
-        batches = images.train(n_images, seed, next(epochs), device).between(0, config.steps)
+        batches = images.train(n_images, seed, next(epochs), device).between(
+            0, config.steps
+        )
         if len(batches) < config.steps:
             raise UserError(
                 f"bench.steps={config.steps} batches of {n_images} images are more than an epoch of"
@@ -107,8 +113,12 @@ def write_images(folder: Path, n_train: int, size: int, seed: int) -> None:
         for label in range(N_CLASSES):
             (folder / split / str(label)).mkdir(parents=True)
         for k in tqdm(range(n), desc=f"writing {split}", leave=False):
-            pixels = torch.randint(256, (small, small, 3), dtype=torch.uint8, generator=generator)
-            image = Image.fromarray(pixels.numpy()).resize((size, size), Image.Resampling.BICUBIC)
+            pixels = torch.randint(
+                256, (small, small, 3), dtype=torch.uint8, generator=generator
+            )
+            image = Image.fromarray(pixels.numpy()).resize(
+                (size, size), Image.Resampling.BICUBIC
+            )
             image.save(folder / split / str(k % N_CLASSES) / f"{k}.jpg", quality=90)
 
 

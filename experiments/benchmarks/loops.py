@@ -30,7 +30,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     *start*: seconds from the first call to the first result of a step.
     """
-    check_counts(config, "image_size", "workers", "batch", "rounds", "steps", of="bench.")
+    check_counts(
+        config, "image_size", "workers", "batch", "rounds", "steps", of="bench."
+    )
     return launch(measure, config.workers, dict(config), device.type, seed)[0]
 
 
@@ -90,7 +92,11 @@ def _loop(model: nn.Module, rule: str, x: torch.Tensor, y: torch.Tensor) -> Run:
 
 
 def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, n: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    n: int,
 ) -> Iterator[None]:
     for _ in range(n):
         optimizer.zero_grad()
@@ -102,7 +108,11 @@ def _train(
 
 
 def _runtime(
-    model: nn.Module, rule: str, world: World, inputs: torch.Tensor, targets: torch.Tensor
+    model: nn.Module,
+    rule: str,
+    world: World,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
 ) -> Run:
     schedule = ScheduleSpec.from_call(rule, {"n": world.size}).build()
     stages = partition(model, world.size, inputs.chunk(world.size)[0])

@@ -27,7 +27,8 @@ INTERFACE = "eth0"
 WINDOW = 0.01  # seconds
 _INTERVAL = 0.002  # seconds from sample to sample
 _BURST = 128 * 1024  # bytes
-_LIMIT = 64 * 1024 * 1024  # bytes that wait, of many connections, before packets are dropped
+# Bytes that wait, of many connections, before packets are dropped.
+_LIMIT = 64 * 1024 * 1024
 _HUB = """\
 ip netns add {hub}
 ip -n {hub} link add bridge type bridge
@@ -93,7 +94,9 @@ class Traffic:
         while not self._closed.wait(_INTERVAL):
             # thread-self: only this thread has entered the hub's namespace.
             counters = Path("/proc/thread-self/net/dev").read_bytes()
-            self._samples.append((time.monotonic(), received(counters, len(self._net.machines))))
+            self._samples.append(
+                (time.monotonic(), received(counters, len(self._net.machines)))
+            )
 
     def close(self) -> None:
         self._closed.set()
@@ -112,7 +115,8 @@ class Traffic:
 
 
 def address(machine: int) -> str:
-    return f"10.77.0.{machine + 1}"  # of separate namespaces: no other network can collide with it
+    # Of separate namespaces: no other network can collide with it.
+    return f"10.77.0.{machine + 1}"
 
 
 def enter(namespace: str) -> None:
@@ -129,7 +133,8 @@ def network(size: int) -> Iterator[Network]:
     names = [f"cdp-{os.getpid()}-{name}" for name in (*range(size), "hub")]
     net = Network(tuple(names[:-1]), names[-1])
     settings = "".join(
-        f"echo {value} > /proc/sys/net/ipv4/{name};" for name, value in _SETTINGS.items()
+        f"echo {value} > /proc/sys/net/ipv4/{name};"
+        for name, value in _SETTINGS.items()
     )
     commands = _HUB.format(hub=net.hub)
     for n, name in enumerate(net.machines):
@@ -139,12 +144,15 @@ def network(size: int) -> Iterator[Network]:
     try:
         for command in commands.splitlines():
             _run(command)
-        net.shape(1e9)  # a kernel without token buckets fails here, not in the first run
+        # A kernel without token buckets fails here, not in the first run.
+        net.shape(1e9)
         net.shape(None)
         yield net
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", name], capture_output=True, check=False
+            )
 
 
 def check(n: int) -> None:
@@ -169,7 +177,8 @@ def _run(command: str) -> str:
 def received(counters: bytes, n_ports: int) -> list[int]:
     """Return the bytes that each port of the hub has received, from the text of /proc/net/dev."""
     bytes_of_port = {
-        name.decode(): int(n_bytes) for name, n_bytes in re.findall(rb"(\S+):\s*(\d+)", counters)
+        name.decode(): int(n_bytes)
+        for name, n_bytes in re.findall(rb"(\S+):\s*(\d+)", counters)
     }
     return [bytes_of_port[f"port{port}"] for port in range(n_ports)]
 
@@ -177,7 +186,9 @@ def received(counters: bytes, n_ports: int) -> list[int]:
 def in_windows(moments: Array, sent: Array, start: float, end: float) -> Array:
     """Return bytes ``[windows, machines]`` of each whole window; between samples evenly sent."""
     edges = start + WINDOW * np.arange(int((end - start) / WINDOW + 1e-6) + 1)
-    sent_by_edge = [np.interp(edges, moments, machine_bytes) for machine_bytes in sent.T]
+    sent_by_edge = [
+        np.interp(edges, moments, machine_bytes) for machine_bytes in sent.T
+    ]
     return np.diff(np.stack(sent_by_edge, axis=1), axis=0)
 
 

@@ -38,15 +38,21 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """
     check_counts(config, "batch", "image_size", "stages", of="bench.")
     if device.type != "cpu":
-        raise UserError(f"bench=one_device takes device=cpu: got {device}; bench=peak is for a GPU")
-    hardware = Hardware("roofline", config.flops, config.memory_bandwidth, link_bandwidth=1.0)
+        raise UserError(
+            f"bench=one_device takes device=cpu: got {device}; bench=peak is for a GPU"
+        )
+    hardware = Hardware(
+        "roofline", config.flops, config.memory_bandwidth, link_bandwidth=1.0
+    )
     rows = []
     for name, n in tqdm([*product(config.models, config.microbatches)], leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size)
         # The CPU's attention keeps other tensors than a GPU's.
         timed = profile(staged(name, config.stages, images), images)
-        costs = [replace(cost, forward_seconds=None, backward_seconds=None) for cost in timed]
+        costs = [
+            replace(cost, forward_seconds=None, backward_seconds=None) for cost in timed
+        ]
         seconds = [cost.seconds(hardware) for cost in timed]
         shifted = least_peak(costs, n, 0.0, hardware)
         chosen = least_peak(costs, n, config.extra_time, hardware)
@@ -58,7 +64,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         dp_predicted = dp_measured = 0.0
         for method, schedule, recomputed in methods:
             predicted = predict_peak(schedule, recomputing(costs, [*recomputed]))
-            measured = measure_peak(name, schedule, images, StepOptions(checkpoint=[*recomputed]))
+            measured = measure_peak(
+                name, schedule, images, StepOptions(checkpoint=[*recomputed])
+            )
             if method == "DP":
                 dp_predicted = predicted
                 dp_measured = measured
@@ -94,7 +102,9 @@ def predict_peak(schedule: Schedule, costs: Costs) -> float:
     return timeline.peak_memory() - at_rest
 
 
-def measure_peak(name: str, schedule: Schedule, images: Tensor, options: StepOptions) -> float:
+def measure_peak(
+    name: str, schedule: Schedule, images: Tensor, options: StepOptions
+) -> float:
     """Return the peak bytes of tensors above those that stay between training steps."""
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
     targets = torch.zeros(len(inputs), dtype=torch.long)

@@ -60,7 +60,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     settings = [*product(config.models, config.workers)]
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
-        images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
+        images = torch.randn(
+            config.batch, 3, config.image_size, config.image_size, device=device
+        )
         costs = meta_costs(name, n, images, options, config.partition)
         device_costs = measured_costs(name, costs, images, options, config.partition)
         for schedule in (
@@ -81,7 +83,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                 row[f"{column} / program"] = round(n_bytes / tensors, 3)
             row["program"] = round(tensors / GIB, 3)
             row["with workspace"] = round(with_workspace / GIB, 3)
-            row["asked for / with workspace"] = round(peak.requested / with_workspace, 3)
+            row["asked for / with workspace"] = round(
+                peak.requested / with_workspace, 3
+            )
             rows.append(row)
     return rows
 
@@ -97,14 +101,20 @@ class PeakAtOpEnds(TorchDispatchMode):
         self.memory = memory
         self.bytes = memory.bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         self.bytes = max(self.bytes, self.memory.bytes)
         return output
 
 
 def measure_peak(
-    name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
+    name: str,
+    schedule: Schedule,
+    images: Tensor,
+    options: StepOptions,
+    by: str = "flops",
 ) -> Peak:
     """Return the peak of a training step of model ``name`` on micro-batches like ``images``."""
     device = images.device
@@ -131,7 +141,8 @@ def measure_peak(
     statistics = torch.cuda.memory_stats(device)
     requested_at_rest = at_rest["requested_bytes.all.current"]
     return Peak(
-        allocated=statistics["allocated_bytes.all.peak"] - at_rest["allocated_bytes.all.current"],
+        allocated=statistics["allocated_bytes.all.peak"]
+        - at_rest["allocated_bytes.all.current"],
         requested=statistics["requested_bytes.all.peak"] - requested_at_rest,
         tensors=op_ends.bytes - requested_at_rest,
     )

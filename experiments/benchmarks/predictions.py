@@ -74,10 +74,14 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
         example = inputs[: candidate.batch]
         model = build(name, 10, size)
         try:
-            stages = partition(model, schedule.n_stages, example, candidate.partition, check=False)
+            stages = partition(
+                model, schedule.n_stages, example, candidate.partition, check=False
+            )
         except UserError:  # the model has fewer stages
             continue
-        costs = recomputing(_mean_seconds(world, profile(stages, example)), candidate.checkpoint)
+        costs = recomputing(
+            _mean_seconds(world, profile(stages, example)), candidate.checkpoint
+        )
         runtime = Distributed(
             stages,
             schedule,
@@ -115,13 +119,17 @@ def measure(options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
                 "predicted MB": round(predicted_peak / MB, 3),
                 "measured MB": round(measured_peak / MB, 3),
                 "at most MB": round(max(map(sum, bounds)) / MB, 3),
-                "memory error (%)": round(100 * (predicted_peak / measured_peak - 1), 1),
+                "memory error (%)": round(
+                    100 * (predicted_peak / measured_peak - 1), 1
+                ),
             }
         )
     return rows
 
 
-def step_seconds(world: World, runtime: Distributed, batch: GlobalBatch, n_steps: int) -> float:
+def step_seconds(
+    world: World, runtime: Distributed, batch: GlobalBatch, n_steps: int
+) -> float:
     """Return the seconds of a training step on the slowest rank."""
     world.barrier()
     # Steps at both ends overlap with steps that are not timed.
@@ -146,7 +154,9 @@ def measure_hardware(world: World) -> Hardware:
                 send_or_receive = dist.send if world.rank == sender else dist.recv
                 send_or_receive(message, 1 - world.rank)
             seconds.append((time.perf_counter() - begin) / 2)
-    small, large = (max(world.gather(median(seconds))) for seconds in seconds_of_message)
+    small, large = (
+        max(world.gather(median(seconds))) for seconds in seconds_of_message
+    )
     bandwidth, latency = link_of(small, large)
 
     source = torch.zeros(1 << 22)
@@ -178,7 +188,11 @@ def _mean_seconds(world: World, costs: Costs) -> Costs:
         forward = sum(cost.forward_seconds for cost in stage_costs) / world.size
         backward = sum(cost.backward_seconds for cost in stage_costs) / world.size
         mean_costs.append(
-            replace(stage_costs[world.rank], forward_seconds=forward, backward_seconds=backward)
+            replace(
+                stage_costs[world.rank],
+                forward_seconds=forward,
+                backward_seconds=backward,
+            )
         )
     return mean_costs
 

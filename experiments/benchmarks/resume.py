@@ -80,13 +80,27 @@ def _start(config: DictConfig, options: list[str], folder: Path, *torchrun: str)
     """Start training, or resume it where there is a checkpoint."""
     command = [sys.executable]
     if "runtime=distributed" in options:
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+        ]
         command += [f"--nproc-per-node={config.ranks}", *torchrun]
     if _saved_steps(folder):
         command += [str(_TRAIN), f"resume={folder}"]
     else:
-        sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
-        sizes += ["threads=1", "save.steps=3", *config.options, f"hydra.run.dir={folder}"]
+        sizes = [
+            f"workers={config.ranks}",
+            f"stages={config.ranks}",
+            f"epochs={config.epochs}",
+        ]
+        sizes += [
+            "threads=1",
+            "save.steps=3",
+            *config.options,
+            f"hydra.run.dir={folder}",
+        ]
         command += [str(_TRAIN), *options, *sizes]
     return Job(command, {}, folder.with_suffix(".log"))
 
@@ -96,12 +110,20 @@ def _train(config: DictConfig, options: list[str], folder: Path) -> None:
     with _start(config, options, folder) as job:
         if status := job.wait():
             lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()
-            errors = [line for line in lines if line.startswith("error: ")] or lines[-60:]
-            raise RuntimeError("\n  ".join([f"training ended with status {status}", *errors]))
+            errors = [line for line in lines if line.startswith("error: ")] or lines[
+                -60:
+            ]
+            raise RuntimeError(
+                "\n  ".join([f"training ended with status {status}", *errors])
+            )
 
 
 def _killed(
-    config: DictConfig, options: list[str], folder: Path, n_steps: int, chance: random.Random
+    config: DictConfig,
+    options: list[str],
+    folder: Path,
+    n_steps: int,
+    chance: random.Random,
 ) -> bool:
     """Train, and kill every process on the way; return whether one was alive."""
     step = chance.uniform(max(_saved_steps(folder), default=0), n_steps - 1)
@@ -112,7 +134,9 @@ def _killed(
         return job.status is None
 
 
-def _restarted(config: DictConfig, options: list[str], folder: Path, chance: random.Random) -> bool:
+def _restarted(
+    config: DictConfig, options: list[str], folder: Path, chance: random.Random
+) -> bool:
     """Train to the end under torchrun, with one rank killed on the way."""
     n_checkpoints = min(2, chance.randrange(1, 4))
     with _start(config, options, folder, "--max-restarts=3") as job:

@@ -28,7 +28,8 @@ from toolkit.schedule import Schedule
 
 MODELS = ("resnet50", "decoder")
 _UNIT = StageCost(1, 2, activation_bytes=1, forward_seconds=1, backward_seconds=2)
-_VOCABULARY, _LENGTH = 50304, 1024  # of GPT-2, rounded up, which makes the last stage the largest
+# Of GPT-2, rounded up, which makes the last stage the largest.
+_VOCABULARY, _LENGTH = 50304, 1024
 
 Row = dict[str, Any]
 
@@ -39,14 +40,20 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     *least* is the optimum that is known, or the catalogue's best in the memory. Known optima are in
     forwards and activations of a stage, those of models in ms and GiB.
     """
-    check_counts(config, "known", "microbatches", "ranks", "stages", "batch", of="bench.")
-    check_counts(config, "sequences", "image_size", "layers", "width", "seconds", of="bench.")
+    check_counts(
+        config, "known", "microbatches", "ranks", "stages", "batch", of="bench."
+    )
+    check_counts(
+        config, "sequences", "image_size", "layers", "width", "seconds", of="bench."
+    )
     n_ranks, n_microbatches = config.known
     rows = [*_known(n_ranks, n_microbatches, config.seconds, seed)]
     rows += _brute_force(config.brute, seed)
     for name in config.models:
         check_choice("bench.models", name, MODELS)
-    for name, ranks in tqdm([*product(config.models, config.ranks)], unit="problem", leave=False):
+    for name, ranks in tqdm(
+        [*product(config.models, config.ranks)], unit="problem", leave=False
+    ):
         rows += _unequal(name, ranks, config, device, seed)
     return rows
 
@@ -91,7 +98,9 @@ def _brute_force(n: int, seed: int) -> Iterator[Row]:
         rank_orders = [_rank_orders(problem, rank) for rank in range(n)]
         if not split:
             # The forwards of rank 0, which have even numbers, number the micro-batches.
-            rank_orders[0] = [order for order in rank_orders[0] if _has_sorted_forwards(order)]
+            rank_orders[0] = [
+                order for order in rank_orders[0] if _has_sorted_forwards(order)
+            ]
         optimum = min(map(problem.period, product(*rank_orders)))
         begin = time.perf_counter()
         space = SearchSpace(costs, n, memory=float(n), split_backward=split)
@@ -113,7 +122,9 @@ def _unrolled(problem: OrderProblem) -> OrderProblem:
     needs = []
     for microbatch in range(m):
         for chain_needs in problem.needs:
-            shifted = [(chain + microbatch * n_chains, lag) for chain, lag in chain_needs]
+            shifted = [
+                (chain + microbatch * n_chains, lag) for chain, lag in chain_needs
+            ]
             needs.append(tuple(shifted))
     return OrderProblem(
         problem.placement * m,
@@ -173,7 +184,9 @@ def _unequal(
     hardware = Hardware.preset(config.hardware)
     m = p * config.microbatches
     stage_counts = {p, 2 * p, *(p * stages for stages in config.stages)}
-    costs_of = {n_stages: _costs(name, n_stages, config, device) for n_stages in stage_counts}
+    costs_of = {
+        n_stages: _costs(name, n_stages, config, device) for n_stages in stage_counts
+    }
     schedules, _ = pipelines(p, m)
     timed: dict[str, tuple[float, float]] = {}  # seconds and bytes
     for method, schedule in schedules.items():
@@ -229,7 +242,9 @@ def _costs(name: str, n_stages: int, config: DictConfig, device: torch.device) -
             model: torch.nn.Module = build(name, 1000, config.image_size)
             example = torch.zeros(config.batch, 3, config.image_size, config.image_size)
         else:
-            model = gpt(_VOCABULARY, _LENGTH, config.layers, config.width, config.width // 64)
+            model = gpt(
+                _VOCABULARY, _LENGTH, config.layers, config.width, config.width // 64
+            )
             example = torch.zeros(config.sequences, _LENGTH, dtype=torch.long)
     return profile(partition(model, n_stages, example, "flops"), example)
 
@@ -247,7 +262,11 @@ class _Problem:
 
 
 def _row(
-    problem: _Problem, least_value: float, found_value: float, bound: float, begin: float
+    problem: _Problem,
+    least_value: float,
+    found_value: float,
+    bound: float,
+    begin: float,
 ) -> Row:
     return {
         "problem": problem.name,

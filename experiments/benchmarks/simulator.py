@@ -21,7 +21,10 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     check_counts(config, "stages", "microbatches", "cyclic", "rounds", of="bench.")
     ops: dict[str, int] = {}
     jobs: dict[str, Callable[[], object]] = {}
-    for microbatches in (max(config.stages, config.microbatches // 8), config.microbatches):
+    for microbatches in (
+        max(config.stages, config.microbatches // 8),
+        config.microbatches,
+    ):
         schedule = catalog.one_f_one_b(config.stages, microbatches)
         name = f"1F1B {config.stages}x{microbatches}"
         jobs[name] = _toolkit(schedule)
@@ -58,10 +61,15 @@ def _toolkit(schedule: Schedule) -> Callable[[], object]:
 def _torch(schedule: Schedule) -> Callable[[], object]:
     """Return lowering and simulation by torch, on the same orders."""
     orders = {
-        rank: [torch_schedules._Action.from_str(cell) for cell in row.split(",") if cell]
+        rank: [
+            torch_schedules._Action.from_str(cell) for cell in row.split(",") if cell
+        ]
         for rank, row in enumerate(schedule.to_csv().splitlines())
     }
-    places: Any = {"stage_to_rank": lambda stage: stage, "num_stages": schedule.n_stages}
+    places: Any = {
+        "stage_to_rank": lambda stage: stage,
+        "num_stages": schedule.n_stages,
+    }
 
     def lower_and_simulate() -> object:
         copies = {rank: list(order) for rank, order in orders.items()}

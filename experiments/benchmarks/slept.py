@@ -67,13 +67,17 @@ def model(n_stages: int, megabytes: float, seconds: float) -> nn.Sequential:
     """Return equal stages of ``megabytes`` in all, which sleep ``seconds`` in a training step."""
     forward = seconds / n_stages / (1 + BACKWARD)
     n = round(megabytes * MB / 4 / n_stages)
-    return nn.Sequential(*(Sleeper(n, forward, BACKWARD * forward) for _ in range(n_stages)))
+    return nn.Sequential(
+        *(Sleeper(n, forward, BACKWARD * forward) for _ in range(n_stages))
+    )
 
 
 def cut(sleeping_model: nn.Module, n_stages: int) -> Stages:
     """Cut a :func:`model` into its stages."""
     names = list(map(str, range(1, n_stages)))
-    return partition(sleeping_model, n_stages, torch.zeros(1, FEATURES), by=names, check=False)
+    return partition(
+        sleeping_model, n_stages, torch.zeros(1, FEATURES), by=names, check=False
+    )
 
 
 def costs(stages: int, megabytes: float, seconds: float) -> tuple[StageCost, ...]:

@@ -31,7 +31,8 @@ MOMENTA = (("heavy ball", 0.9, False), ("Nesterov", 0.9, True))
 _SAMPLES = 64
 _PRECISION, _ROUGHLY = 1.01, 1.1  # of a rate on the quadratic, and on networks
 _STEPS = 200  # on networks
-_LONG, _WINDOW = 1000, 100  # steps on the quadratic, and those whose largest loss is compared
+# Steps on the quadratic, and those whose largest loss is compared.
+_LONG, _WINDOW = 1000, 100
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Row = dict[str, Any]
@@ -63,7 +64,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     from scipy.stats import spearmanr
 
     summaries = []
-    for (model, start), group in groupby(rows, lambda row: (row["model"], row["start"])):
+    for (model, start), group in groupby(
+        rows, lambda row: (row["model"], row["start"])
+    ):
         pairs = [(row["found"], row["certified"]) for row in group]
         ratios = [trained / certified for trained, certified in pairs]
         correlation = spearmanr(*zip(*pairs, strict=True))[0]
@@ -90,7 +93,8 @@ class _Case:
     loss: Loss
     batch: tuple[Tensor, Tensor]
     is_stable: Callable[[Iterator[float]], bool]  # of the losses of endless steps
-    precision: float  # ratio of an unstable rate to a stable one at which the search ends
+    # Ratio of an unstable rate to a stable one at which the search ends.
+    precision: float
     partition: str | list[str]  # how it is cut into stages
 
 
@@ -137,7 +141,9 @@ def _networks(n: int, seed: int) -> Iterator[_Case]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images = torch.tensor(digits.images[:_SAMPLES], dtype=torch.float64)[:, None] / 16 - 0.5
+    images = (
+        torch.tensor(digits.images[:_SAMPLES], dtype=torch.float64)[:, None] / 16 - 0.5
+    )
     classes = torch.tensor(digits.target[:_SAMPLES])
     generator = torch.Generator().manual_seed(seed)
     successors = torch.randint(16, (16, 2), generator=generator)  # two of each token
@@ -221,7 +227,9 @@ def _to_minimum(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     for _ in range(500):
         closure()
         adam.step()
-    torch.optim.LBFGS(parameters, max_iter=500, line_search_fn="strong_wolfe").step(closure)
+    torch.optim.LBFGS(parameters, max_iter=500, line_search_fn="strong_wolfe").step(
+        closure
+    )
     with torch.no_grad():
         for parameter in parameters:
             size = float(parameter.square().mean().sqrt())
@@ -233,15 +241,22 @@ def _rows(case: _Case, schedules: Sequence[Schedule]) -> Iterator[Row]:
     inputs, targets = case.batch
     size = len(inputs) // n
     microbatches = [*zip(inputs.split(size), targets.split(size), strict=True)]
-    curvature = largest_curvature(case.model, case.loss, microbatches, tolerance=1e-3, shares=True)
+    curvature = largest_curvature(
+        case.model, case.loss, microbatches, tolerance=1e-3, shares=True
+    )
     stages = partition(case.model, n, microbatches[0][0], by=case.partition)
     stage_shares = [
-        sum(curvature.shares[name] for name, _ in stage.named_parameters()) for stage in stages
+        sum(curvature.shares[name] for name, _ in stage.named_parameters())
+        for stage in stages
     ]
     for schedule in schedules:
         for momentum_name, momentum, nesterov in MOMENTA:
-            certify = partial(largest_stable_rate, schedule, momentum=momentum, nesterov=nesterov)
-            certified = certify(coupling=coupling_of(stage_shares)).rate(curvature.value)
+            certify = partial(
+                largest_stable_rate, schedule, momentum=momentum, nesterov=nesterov
+            )
+            certified = certify(coupling=coupling_of(stage_shares)).rate(
+                curvature.value
+            )
             options = {"momentum": momentum, "nesterov": nesterov}
             is_stable = partial(_is_stable, stages, schedule, case, options)
             yield {
@@ -257,7 +272,11 @@ def _rows(case: _Case, schedules: Sequence[Schedule]) -> Iterator[Row]:
 
 
 def _is_stable(
-    stages: Stages, schedule: Schedule, case: _Case, options: Mapping[str, Any], rate: float
+    stages: Stages,
+    schedule: Schedule,
+    case: _Case,
+    options: Mapping[str, Any],
+    rate: float,
 ) -> bool:
     """Return whether training by SGD with ``options`` is stable at ``rate``."""
     runtime = SingleProcess(
@@ -270,7 +289,9 @@ def _is_stable(
     return case.is_stable(float(result.loss) for result in steps)
 
 
-def _largest(is_stable: Callable[[float], bool], start: float, precision: float) -> float:
+def _largest(
+    is_stable: Callable[[float], bool], start: float, precision: float
+) -> float:
     """Return the largest stable rate: search from ``start``, in growing steps, and bisect."""
     rate = start / precision**0.5
     factor = precision

@@ -45,7 +45,8 @@ class Run:
     round: int
     seconds: list[float]  # of each step
     decisions: list[SwitchDecision] = field(default_factory=list)
-    phases: list[tuple[str, int]] = field(default_factory=list)  # schedules and their steps
+    # Schedules and their steps.
+    phases: list[tuple[str, int]] = field(default_factory=list)
 
 
 def train_all(net: network.Network, task: SimpleNamespace) -> None:
@@ -74,13 +75,19 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
             if rank == 0:
                 net.shape(rates[0])
             torch.manual_seed(task.seed)
-            stages = slept.cut(slept.model(task.stages, task.megabytes, task.sleep), task.stages)
+            stages = slept.cut(
+                slept.model(task.stages, task.megabytes, task.sleep), task.stages
+            )
             schedule = fixed.get(name) or next(iter(candidates.values()))
             runtime = Distributed(stages, schedule, _sgd, F.cross_entropy, world=world)
-            chooser = Switching(runtime, candidates, options) if name == SWITCHING else None
+            chooser = (
+                Switching(runtime, candidates, options) if name == SWITCHING else None
+            )
             world.barrier()
             moments = [time.monotonic()]
-            for result in (chooser or runtime).run([(inputs, targets)] * phase_ends[-1]):
+            for result in (chooser or runtime).run(
+                [(inputs, targets)] * phase_ends[-1]
+            ):
                 moments.append(time.monotonic())
                 steps_done = result.step + 1
                 if rank == 0 and steps_done in phase_ends[:-1]:
@@ -91,7 +98,9 @@ def train_all(net: network.Network, task: SimpleNamespace) -> None:
                 seconds = [end - begin for begin, end in pairwise(last_ends)]
                 run = Run(name, number, seconds)
                 if chooser:
-                    run = replace(run, decisions=chooser.decisions, phases=chooser.phases())
+                    run = replace(
+                        run, decisions=chooser.decisions, phases=chooser.phases()
+                    )
                 report(run)
 
 
@@ -102,13 +111,17 @@ def _sgd(parameters: Any) -> torch.optim.SGD:
 def rates_of(task: SimpleNamespace) -> list[float]:
     """Return the bits per second of the links in each phase."""
     usual = 8 * MB * task.megabytes / (task.ratio * task.sleep)
-    return [usual / (task.slower if phase % 2 else 1) for phase in range(len(task.steps))]
+    return [
+        usual / (task.slower if phase % 2 else 1) for phase in range(len(task.steps))
+    ]
 
 
 def schedules_of(task: SimpleNamespace, options: Sequence[Any]) -> dict[str, Schedule]:
     """Return by name the schedules of some options, on the workers and stages of the task."""
     base = catalog.data_parallel(task.workers, n_stages=task.stages)
-    schedules = [same_sized(base, schedule_options).build() for schedule_options in options]
+    schedules = [
+        same_sized(base, schedule_options).build() for schedule_options in options
+    ]
     return {schedule.name: schedule for schedule in schedules}
 
 
@@ -123,7 +136,14 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
         print(f"{run.name}, round {run.round}: {sum(run.seconds):.1f} s", flush=True)
 
     with network.network(task.workers) as net:
-        launch(train_all, task.workers, net, task, on_report=on_report, timeout=task.timeout)
+        launch(
+            train_all,
+            task.workers,
+            net,
+            task,
+            on_report=on_report,
+            timeout=task.timeout,
+        )
     step_rows = []
     for run in runs:
         for step, seconds in enumerate(run.seconds):
@@ -143,7 +163,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
 
 
 def table(
-    task: SimpleNamespace, runs: Sequence[tuple[str, list[float]]], candidates: Sequence[str]
+    task: SimpleNamespace,
+    runs: Sequence[tuple[str, list[float]]],
+    candidates: Sequence[str],
 ) -> list[Row]:
     """Return a row for each schedule; medians over rounds, and ratios of switching to them."""
     bounds = [*pairwise([0, *accumulate(task.steps)])]
@@ -171,7 +193,9 @@ def table(
 def check(config: DictConfig, device: torch.device, seed: int) -> SimpleNamespace:
     """Return the options; raise UserError if they cannot be measured, or not here."""
     if device.type != "cpu":
-        raise UserError(f"bench=switching computes on the CPU: got {device}; give device=cpu")
+        raise UserError(
+            f"bench=switching computes on the CPU: got {device}; give device=cpu"
+        )
     check_counts(config, "workers", "stages", "every", "rounds", of="bench.")
     options: Any = OmegaConf.to_container(config)
     task = SimpleNamespace(**options, seed=seed)

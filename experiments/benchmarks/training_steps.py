@@ -16,7 +16,8 @@ from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 
 N_CLASSES = 10
-WARM_UP = 3  # uncounted steps; the second one is the first that reads weights of two versions
+# Uncounted steps; the second one is the first that reads weights of two versions.
+WARM_UP = 3
 
 Step = Callable[[Tensor, Tensor], object]
 
@@ -70,12 +71,16 @@ class Setting:
     def data_parallel(self) -> SingleProcess:
         """Return DP in order "grouped"."""
         config = self.config
-        return self._grouped(catalog.data_parallel(config.microbatches, n_stages=config.stages))
+        return self._grouped(
+            catalog.data_parallel(config.microbatches, n_stages=config.stages)
+        )
 
     def cyclic(self) -> SingleProcess:
         """Return CDP-v2 in order "grouped"."""
         config = self.config
-        return self._grouped(catalog.cyclic(config.microbatches, n_stages=config.stages))
+        return self._grouped(
+            catalog.cyclic(config.microbatches, n_stages=config.stages)
+        )
 
     def _grouped(self, schedule: Schedule) -> SingleProcess:
         example = self.inputs[: self.config.batch]
@@ -92,7 +97,9 @@ class Setting:
 class Plain:
     """A model under plain PyTorch, as one would write it."""
 
-    def __init__(self, model: nn.Module, options: StepOptions, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, options: StepOptions, device: torch.device
+    ) -> None:
         self.options = options
         self.device = device
         self.model: Any = model.train()
@@ -140,4 +147,6 @@ class Plain:
 def sgd(parameters: Any) -> torch.optim.SGD:
     """Return the optimizer of all methods."""
     # As on a GPU by default: one operation for all weights.
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, foreach=True)
+    return torch.optim.SGD(
+        parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, foreach=True
+    )

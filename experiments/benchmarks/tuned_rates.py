@@ -47,7 +47,9 @@ def tuned_runs(folder: str | Path) -> list[Run]:
 
 
 def rate_rows(
-    runs: Sequence[Run], curvature: float | None = None, stage_shares: Sequence[float] | None = None
+    runs: Sequence[Run],
+    curvature: float | None = None,
+    stage_shares: Sequence[float] | None = None,
 ) -> list[Row]:
     """Return a row for each rule: its tuned learning rate and its largest stable one.
 
@@ -102,7 +104,9 @@ def correlations(rows: Sequence[Mapping[str, Any]]) -> Row:
     }
 
 
-def cosines(folder: str | Path, runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
+def cosines(
+    folder: str | Path, runs: Sequence[Run]
+) -> dict[str, list[tuple[int, float]]]:
     """Return by rule the steps and cosines of delayed and fresh gradients that runs measured.
 
     A cosine is the mean over stages and seeds. Empty if the comparison had no ``diagnostics``.
@@ -115,12 +119,15 @@ def cosines(folder: str | Path, runs: Sequence[Run]) -> dict[str, list[tuple[int
     values: dict[str, dict[int, list[float]]] = {}
     for row in _delay_rows(Path(folder)):
         if row["rule"] in names and not isnan(cosine := float(row["cosine"] or nan)):
-            values.setdefault(row["rule"], {}).setdefault(int(row["step"]), []).append(cosine)
+            values.setdefault(row["rule"], {}).setdefault(int(row["step"]), []).append(
+                cosine
+            )
     label_of_rule = labels(names)
     curves = {}
     for rule, values_of_step in values.items():
         curves[label_of_rule[rule]] = [
-            (step, fmean(step_values)) for step, step_values in sorted(values_of_step.items())
+            (step, fmean(step_values))
+            for step, step_values in sorted(values_of_step.items())
         ]
     return curves
 

@@ -37,7 +37,9 @@ Row = dict[str, Any]
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """Return a row for each way to assign: by equal speeds, and by the measured ones."""
     if device.type != "cpu":
-        raise UserError(f"bench=unlike computes on the CPU: got {device}; give device=cpu")
+        raise UserError(
+            f"bench=unlike computes on the CPU: got {device}; give device=cpu"
+        )
     check_counts(config, "ranks", "stages", "microbatches", "steps", of="bench.")
     options: Any = OmegaConf.to_container(config)
     task = SimpleNamespace(**options, seed=seed)
@@ -69,7 +71,9 @@ def compare(task: SimpleNamespace) -> list[Row]:
                 hardware=replace(hardware, speeds=speeds),
                 split_backward=False,
             )
-            schedule = search(space, seconds=task.search_seconds, seed=task.seed).schedule
+            schedule = search(
+                space, seconds=task.search_seconds, seed=task.seed
+            ).schedule
         return world.gather(schedule)[0]
 
     ways = {"micro-batches": assign_microbatches, "stages": assign_stages}
@@ -90,7 +94,9 @@ def compare(task: SimpleNamespace) -> list[Row]:
             {
                 "dealt": work,
                 "by": by,
-                "forwards of ranks": " ".join(str(forwards[rank]) for rank in range(task.ranks)),
+                "forwards of ranks": " ".join(
+                    str(forwards[rank]) for rank in range(task.ranks)
+                ),
                 "predicted (s)": round(predicted, 4),
                 "measured (s)": round(measured, 4),
                 "error": round(error, 4),

@@ -21,7 +21,16 @@ from toolkit.format import GIB
 from toolkit.model import Sequences, gpt
 from toolkit.schedule import Schedule, catalog
 
-_COUNTS = ("workers", "widths", "layers", "hidden", "heads", "tokens", "vocabulary", "batch")
+_COUNTS = (
+    "workers",
+    "widths",
+    "layers",
+    "hidden",
+    "heads",
+    "tokens",
+    "vocabulary",
+    "batch",
+)
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -30,11 +39,15 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     hardware = Hardware.preset(config.machine)
     widths = [Width(n, hardware, config.width_efficiency) for n in config.widths]
     with torch.device("meta"):
-        model = gpt(config.vocabulary, config.tokens, config.layers, config.hidden, config.heads)
+        model = gpt(
+            config.vocabulary, config.tokens, config.layers, config.hidden, config.heads
+        )
     example = Sequences(config.tokens, config.vocabulary).example(config.batch, "meta")
     costs_of = {}
     for width in widths:
-        costs_of[width.devices] = ModelCosts(model, example, config.precision, width=width)
+        costs_of[width.devices] = ModelCosts(
+            model, example, config.precision, width=width
+        )
     rows = []
     for n_workers, width in tqdm([*product(config.workers, widths)], leave=False):
         costs = costs_of[width.devices](n_workers, "flops")
@@ -42,7 +55,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             timeline = steady_timeline(
                 schedule, costs, width.hardware_of_ranks, config.optimizer_words
             )
-            rank_peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
+            rank_peaks = [
+                timeline.peak_memory(rank) for rank in range(schedule.n_ranks)
+            ]
             fullest = max(range(schedule.n_ranks), key=rank_peaks.__getitem__)
             bytes_of_kind = timeline.at_peak(fullest)
             n_devices = schedule.n_ranks * width.devices
@@ -65,7 +80,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             )
     # By workers and method, so that widths stand below each other.
     order = [name for name, _ in methods(config.workers[0])]
-    return sorted(rows, key=lambda row: (row["workers"], order.index(row["method"]), row["width"]))
+    return sorted(
+        rows, key=lambda row: (row["workers"], order.index(row["method"]), row["width"])
+    )
 
 
 def methods(n_workers: int) -> Iterator[tuple[str, Schedule]]:
@@ -73,5 +90,8 @@ def methods(n_workers: int) -> Iterator[tuple[str, Schedule]]:
     both = "per_stage_and_microbatch"
     yield "DP, model parallel", catalog.data_parallel(n_workers, both)
     yield "CDP-v2, model parallel", catalog.cyclic(n_workers, placement=both)
-    yield "CDP-v2, a rank for each stage", catalog.cyclic(n_workers, placement="per_stage")
+    yield (
+        "CDP-v2, a rank for each stage",
+        catalog.cyclic(n_workers, placement="per_stage"),
+    )
     yield "1F1B", catalog.one_f_one_b(n_workers, n_workers)

@@ -26,7 +26,10 @@ def main() -> None:
 
     # The model is not prepared: its passes, and the messages beside them, are the schedule's.
     model = CyclicDataParallel(
-        model, optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9), rule="cdp_v1", accumulate=2
+        model,
+        optimizer=lambda p: SGD(p, lr=0.05, momentum=0.9),
+        rule="cdp_v1",
+        accumulate=2,
     )
     loader, optimizer = accelerator.prepare(loader, model.optimizer)
     scheduler = StepLR(model.optimizer, step_size=160, gamma=0.3)
@@ -43,7 +46,9 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             accuracy = (model(images.float() / 16).argmax(1) == labels).float().mean()
-        accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {accuracy:.1%}")
+        accelerator.print(
+            f"epoch {epoch}: loss {loss.item():.3f}, accuracy {accuracy:.1%}"
+        )
     accelerator.end_training()
 
 

@@ -44,9 +44,13 @@ def main() -> None:
         scheduler.step()
         model.eval()
         with torch.no_grad():
-            hits = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(test, 60))
+            hits = sum(
+                (model(x).argmax(1) == y).sum().item() for x, y in DataLoader(test, 60)
+            )
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}, test accuracy {hits / len(test):.1%}")
+            print(
+                f"epoch {epoch}: loss {loss.item():.3f}, test accuracy {hits / len(test):.1%}"
+            )
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), "digits.pt")
     dist.destroy_process_group()

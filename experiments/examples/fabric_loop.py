@@ -20,12 +20,16 @@ def main() -> None:
     fabric.seed_everything(0)
     images, labels = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
     data = TensorDataset(images.float() / 16, labels)
-    loader = fabric.setup_dataloaders(DataLoader(data, 16, shuffle=True, drop_last=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, 16, shuffle=True, drop_last=True)
+    )
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     model.append(nn.Linear(64, 10))
 
     # The model is not set up: its passes, and the messages beside them, are the schedule's.
-    model = CyclicDataParallel(model, optimizer=lambda p: AdamW(p, lr=3e-3), rule="cdp_v2")
+    model = CyclicDataParallel(
+        model, optimizer=lambda p: AdamW(p, lr=3e-3), rule="cdp_v2"
+    )
     for epoch in range(4):
         model.train()
         for x, y in loader:

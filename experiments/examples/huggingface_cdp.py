@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_warmup, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    get_linear_schedule_with_warmup,
+    set_seed,
+)
 
 from toolkit.runtime import prepare
 
@@ -41,7 +46,11 @@ class Sentences(Dataset):
         attention_mask = (torch.arange(MAX_LENGTH) < self.lengths[index]).long()
         input_ids = self.tokens[index].masked_fill(attention_mask == 0, PAD)
         labels = input_ids.masked_fill(attention_mask == 0, -100)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "labels": labels,
+        }
 
 
 def make_datasets():
@@ -90,8 +99,12 @@ def evaluate(model, loader):
 
 def parse_args(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model-name-or-path", help="folder of a model; none: a new one")
-    parser.add_argument("--output-dir", default="gpt2", help="folder of the trained model")
+    parser.add_argument(
+        "--model-name-or-path", help="folder of a model; none: a new one"
+    )
+    parser.add_argument(
+        "--output-dir", default="gpt2", help="folder of the trained model"
+    )
     parser.add_argument("--num-train-epochs", type=int, default=4)
     parser.add_argument("--per-device-batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
@@ -112,9 +125,13 @@ def main(args):
     eval_loader = make_loader(eval_set, batch_size, rank, world_size, shuffle=False)
 
     model = make_model(getattr(torch, args.dtype), args.model_name_or_path)
-    optimizer = AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+    )
     n_steps = args.num_train_epochs * len(train_loader)
-    scheduler = get_linear_schedule_with_warmup(optimizer, args.num_warmup_steps, n_steps)
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer, args.num_warmup_steps, n_steps
+    )
     model, optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"))
 
     model.train()

@@ -73,7 +73,9 @@ def make_datasets(dtype=torch.float32):
     labels = torch.randint(10, (640,), generator=generator)
     noise = torch.randn(640, 3, 12, 12, generator=generator)
     images = (0.6 * classes[labels] + noise).to(dtype)
-    return TensorDataset(images[:512], labels[:512]), TensorDataset(images[512:], labels[512:])
+    return TensorDataset(images[:512], labels[:512]), TensorDataset(
+        images[512:], labels[512:]
+    )
 
 
 def make_loader(dataset, batch_size, rank, world_size, shuffle):
@@ -144,7 +146,9 @@ def train(loader, model, criterion, optimizer, epoch, args):
         batch_time.update(time.time() - end)
         end = time.time()
         if (i + 1) % args.print_freq == 0:
-            show_progress(f"epoch {epoch}", i + 1, len(loader), [batch_time, losses, top1, top5])
+            show_progress(
+                f"epoch {epoch}", i + 1, len(loader), [batch_time, losses, top1, top5]
+            )
 
 
 def validate(loader, model, criterion):
@@ -178,11 +182,15 @@ def parse_args(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4, help="epochs in all")
     parser.add_argument("--start-epoch", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=32, help="images of a rank's batch")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="images of a rank's batch"
+    )
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=1e-4)
-    parser.add_argument("--step-size", type=int, default=2, help="epochs of a learning rate")
+    parser.add_argument(
+        "--step-size", type=int, default=2, help="epochs of a learning rate"
+    )
     parser.add_argument("--print-freq", type=int, default=4)
     parser.add_argument("--resume", default="", help="checkpoint to continue from")
     parser.add_argument("--evaluate", action="store_true", help="only validate")
@@ -200,7 +208,10 @@ def main(args):
     model = make_model(dtype)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+        model.parameters(),
+        args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
     )
     model, optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"))
     scheduler = StepLR(optimizer, step_size=args.step_size, gamma=0.1)
@@ -214,7 +225,9 @@ def main(args):
         scheduler.load_state_dict(checkpoint["scheduler"])
 
     train_set, val_set = make_datasets(dtype)
-    train_loader = make_loader(train_set, args.batch_size, rank, world_size, shuffle=True)
+    train_loader = make_loader(
+        train_set, args.batch_size, rank, world_size, shuffle=True
+    )
     val_loader = make_loader(val_set, args.batch_size, rank, world_size, shuffle=False)
     if args.evaluate:
         validate(val_loader, model, criterion)

@@ -46,7 +46,10 @@ class Block(nn.Module):
         self.attention = Attention(width, n_heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.0)
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.0),
         )
 
     def forward(self, x):
@@ -72,7 +75,9 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.08)
 
     def forward(self, idx, targets=None):
-        x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1], device=idx.device))
+        x = self.tokens(idx) + self.positions(
+            torch.arange(idx.shape[1], device=idx.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
@@ -85,7 +90,10 @@ class GPT(nn.Module):
         """Return AdamW that decays matrices, but neither biases nor norms."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {
+                "params": [p for p in parameters if p.dim() >= 2],
+                "weight_decay": weight_decay,
+            },
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
@@ -144,10 +152,16 @@ def parse_args(arguments=None):
     parser.add_argument("--out-dir", default="out", help="folder of the checkpoint")
     parser.add_argument("--init-from", choices=["scratch", "resume"], default="scratch")
     parser.add_argument("--max-iters", type=int, default=40)
-    parser.add_argument("--eval-interval", type=int, default=10, help="also of checkpoints")
+    parser.add_argument(
+        "--eval-interval", type=int, default=10, help="also of checkpoints"
+    )
     parser.add_argument("--eval-iters", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8, help="rows of a micro-batch")
-    parser.add_argument("--accum", type=int, default=2, help="micro-batches of a rank's iteration")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="rows of a micro-batch"
+    )
+    parser.add_argument(
+        "--accum", type=int, default=2, help="micro-batches of a rank's iteration"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--grad-clip", type=float, default=1.0, help="0: no clipping")
@@ -179,7 +193,9 @@ def main(args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
-    model, optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"), accumulate=accum)
+    model, optimizer = prepare(
+        model, optimizer, rule=os.getenv("RULE", "cdp_v2"), accumulate=accum
+    )
     raw_model = model.module
 
     while True:
@@ -190,7 +206,9 @@ def main(args):
         if iter_num % args.eval_interval == 0 and master_process:
             losses = estimate_loss(model, tokens, args)
             train_loss, val_loss = losses["train"], losses["val"]
-            print(f"iter {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
+            print(
+                f"iter {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+            )
             best_val_loss = min(best_val_loss, val_loss)
             if iter_num > 0:
                 checkpoint = {

@@ -56,7 +56,9 @@ class Trainer:
         self.epochs_run = 0
         if os.path.exists(snapshot_path):
             self._load_snapshot()
-        self.model, self.optimizer = prepare(model, optimizer, rule=os.getenv("RULE", "cdp_v2"))
+        self.model, self.optimizer = prepare(
+            model, optimizer, rule=os.getenv("RULE", "cdp_v2")
+        )
 
     def _load_snapshot(self):
         snapshot = torch.load(self.snapshot_path)
@@ -93,9 +95,15 @@ class Trainer:
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=6, help="epochs in all")
-    parser.add_argument("--save-every", type=int, default=1, help="epochs between snapshots")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples of a rank's batch")
-    parser.add_argument("--snapshot", default="snapshot.pt", help="file of the snapshot")
+    parser.add_argument(
+        "--save-every", type=int, default=1, help="epochs between snapshots"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="samples of a rank's batch"
+    )
+    parser.add_argument(
+        "--snapshot", default="snapshot.pt", help="file of the snapshot"
+    )
     parser.add_argument("--dtype", default="float32", help="type of weights and data")
     return parser.parse_args()
 

@@ -92,9 +92,15 @@ class Trainer:
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=6, help="epochs in all")
-    parser.add_argument("--save-every", type=int, default=1, help="epochs between snapshots")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples of a rank's batch")
-    parser.add_argument("--snapshot", default="snapshot.pt", help="file of the snapshot")
+    parser.add_argument(
+        "--save-every", type=int, default=1, help="epochs between snapshots"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="samples of a rank's batch"
+    )
+    parser.add_argument(
+        "--snapshot", default="snapshot.pt", help="file of the snapshot"
+    )
     parser.add_argument("--dtype", default="float32", help="type of weights and data")
     return parser.parse_args()
 

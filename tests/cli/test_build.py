@@ -11,8 +11,18 @@ from toolkit.errors import UserError
 from toolkit.files import conf
 from toolkit.model import Features, Images, Sequences
 
-NAMED = {"_target_": "toolkit.model.build", "name": "resnet8", "target": None, "arguments": {}}
-DECODER = {"_target_": "toolkit.model.gpt", "name": "gpt2", "target": None, "arguments": {}}
+NAMED = {
+    "_target_": "toolkit.model.build",
+    "name": "resnet8",
+    "target": None,
+    "arguments": {},
+}
+DECODER = {
+    "_target_": "toolkit.model.gpt",
+    "name": "gpt2",
+    "target": None,
+    "arguments": {},
+}
 HERE = "tests.cli.test_build"
 OWN = NAMED | {"target": f"{HERE}.anything"}
 
@@ -37,7 +47,9 @@ def decoder(vocabulary=7):
 
 
 def classifier():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6)
+    )
 
 
 def test_the_samples_of_an_analysis_may_be_those_of_data():
@@ -49,7 +61,9 @@ def test_the_samples_of_an_analysis_may_be_those_of_data():
 
 
 def analysed(model, shape=None, classes=None):
-    return analysed_form(OmegaConf.create({"model": model, "shape": shape, "classes": classes}))
+    return analysed_form(
+        OmegaConf.create({"model": model, "shape": shape, "classes": classes})
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,14 +114,20 @@ def plain(width, n_classes):
 
 
 def test_refuses_a_target_without_sample_sizes():
-    options = OmegaConf.create({"_target_": f"{HERE}.plain", "width": 16, "n_classes": 10})
-    with pytest.raises(UserError, match=rf"{HERE}.plain has no image_size, in_channels.* target "):
+    options = OmegaConf.create(
+        {"_target_": f"{HERE}.plain", "width": 16, "n_classes": 10}
+    )
+    with pytest.raises(
+        UserError, match=rf"{HERE}.plain has no image_size, in_channels.* target "
+    ):
         build_model(options, Images(3, 8, 8, 10))
 
 
 def test_refuses_arguments_of_a_target_that_is_not_given():
     options = OmegaConf.create(NAMED | {"arguments": {"depth": 3}})
-    with pytest.raises(UserError, match=r"model.target: got depth for the model resnet8"):
+    with pytest.raises(
+        UserError, match=r"model.target: got depth for the model resnet8"
+    ):
         build_model(options, Images(3, 8, 8, 10))
 
 

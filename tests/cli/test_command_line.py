@@ -162,13 +162,20 @@ def test_mistakes_in_the_options_of_a_rule_are_refused_before_data_are_loaded(
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own
 def test_optuna_refuses(tmp_path):
-    sweep = "-m", "hydra/sweeper=optuna", f"hydra.sweep.dir={tmp_path}", "seed=interval(1,0.1)"
+    sweep = (
+        "-m",
+        "hydra/sweeper=optuna",
+        f"hydra.sweep.dir={tmp_path}",
+        "seed=interval(1,0.1)",
+    )
     refused("train", *sweep, match="hydra/sweeper=optuna: .*`low` .* `high`")
 
 
 def test_impossible_delay_shows_the_grid(tmp_path):
     where = f"hydra.run.dir={tmp_path}"
-    message = refused("train", "schedule.delay=0", *TINY, where, match="delay=1 .*freshest")
+    message = refused(
+        "train", "schedule.delay=0", *TINY, where, match="delay=1 .*freshest"
+    )
     assert "rank 0 [0F0] 1F0 2F0" in message
 
 
@@ -288,13 +295,17 @@ def test_a_folder_may_be_named_like_a_glob(tmp_path):
 
 
 def test_long_values_are_cut(tmp_path):
-    message = refused("train", f"optimizer.lr={'x' * 3000}", f"hydra.run.dir={tmp_path}")
+    message = refused(
+        "train", f"optimizer.lr={'x' * 3000}", f"hydra.run.dir={tmp_path}"
+    )
     assert len(message) < 1000
 
 
 def test_bug_keeps_its_traceback(monkeypatch, tmp_path):
     """Only a UserError is the user's mistake."""
-    monkeypatch.setattr("toolkit.training.training_run.partition", lambda *_, **options: int("x"))
+    monkeypatch.setattr(
+        "toolkit.training.training_run.partition", lambda *_, **options: int("x")
+    )
     with pytest.raises(ValueError, match="invalid literal"):
         run("train", *TINY, f"hydra.run.dir={tmp_path}")
 
@@ -304,11 +315,19 @@ def test_help_lists_groups_and_options(name):
     finished = run(name, "--help", "data=imagenet", "seed=7")
     assert finished.status == 0
     assert f"cyclic-dp {name} [OPTION=VALUE ...]" in finished.out
-    lines = [line.split()[0] for line in finished.out.splitlines() if re.match(r"  \S", line)]
+    lines = [
+        line.split()[0] for line in finished.out.splitlines() if re.match(r"  \S", line)
+    ]
     assert len(lines) == len(set(lines))
     shown = "schedule@rules.NAME" if name == "compare" else "schedule"
     assert {*GROUPS[:5], shown, "experiment"} <= set(lines)
-    assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
+    assert {
+        "seed=7",
+        "stages=4",
+        "epochs=10",
+        "data.root=null",
+        "optimizer.lr=0.1",
+    } <= set(lines)
 
 
 @pytest.mark.parametrize("name", ["train", "plan"])
@@ -358,12 +377,19 @@ def own(tmp_path):
 
 
 def test_own_choices(own, tmp_path):
-    options = "experiment=ours", "microbatches=2", *TINY, f"hydra.run.dir={tmp_path}/run"
+    options = (
+        "experiment=ours",
+        "microbatches=2",
+        *TINY,
+        f"hydra.run.dir={tmp_path}/run",
+    )
     assert run("train", own, *options).status == 0
     config = OmegaConf.load(tmp_path / "run/result.json").provenance.config
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
     assert config.microbatches == 2  # though the preset has workers=8
-    refused("train", "epochs=2", f"resume={tmp_path}/run", match="--config-dir.* trust=true")
+    refused(
+        "train", "epochs=2", f"resume={tmp_path}/run", match="--config-dir.* trust=true"
+    )
     again = run("train", "epochs=2", f"resume={tmp_path}/run", "trust=true")
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", *own.split("="), "--help", "experiment=ours").out
@@ -402,7 +428,11 @@ def test_own_machine(tmp_path):
     where.parent.mkdir(parents=True)
     text = re.search(r"```yaml\n(_target_: toolkit.cost.*?)```", page, re.DOTALL)[1]
     where.write_text(text)
-    given = f"--config-dir={tmp_path}/own", "hardware=mine", f"hydra.run.dir={tmp_path}/run"
+    given = (
+        f"--config-dir={tmp_path}/own",
+        "hardware=mine",
+        f"hydra.run.dir={tmp_path}/run",
+    )
     finished = run("simulate", *given, "model=resnet8", "shape=[3,8,8]", "batch=2")
     assert finished.status == 0
     assert "my machines" in finished.out
@@ -417,7 +447,9 @@ def test_own_machine(tmp_path):
 def test_own_data(own, tmp_path, monkeypatch):
     """The example of conf/README.md, and mistakes in it."""
     page = (EXPERIMENTS.parent / "conf" / "README.md").read_text()
-    (tmp_path / "my_set.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "my_set.py").write_text(
+        re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     rest = "data=mine", "model=resnet8", "epochs=1", "batch=4"

@@ -38,13 +38,18 @@ def test_training_takes_plain_values():
         found.append(epoch.train_loss)
         assert run.recorded_options["batch"] == 4
     assert found[0] == found[1]
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((TrainingOptions, {name: 0}) for name in ("batch", "epochs", "guard_factor", "guard")),
+        *(
+            (TrainingOptions, {name: 0})
+            for name in ("batch", "epochs", "guard_factor", "guard")
+        ),
         *((SaveOptions, {name: 0}) for name in ("keep", "steps", "minutes")),
     ],
 )
@@ -68,6 +73,10 @@ def test_at_most_ten_frames_from_main_to_backward(monkeypatch, tmp_path, order):
 
     monkeypatch.setattr("torch.autograd._engine_run_backward", watched)
     monkeypatch.setattr("torch.autograd.graph._engine_run_backward", watched)
-    options = f"runtime.order={order}", "tracking.mode=disabled", f"hydra.run.dir={tmp_path}"
+    options = (
+        f"runtime.order={order}",
+        "tracking.mode=disabled",
+        f"hydra.run.dir={tmp_path}",
+    )
     assert run("train", *TINY, *options).status == 0
     assert 0 < len(frames) <= 10, frames

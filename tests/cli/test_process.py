@@ -67,7 +67,9 @@ def test_waiting_for_a_run_ends_after_a_while(monkeypatch, child):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_torchrun_gets_the_message_for_the_end_of_its_output(tmp_path, monkeypatch, capsys):
+def test_torchrun_gets_the_message_for_the_end_of_its_output(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     process_module.report_mistake("stages is 1 or more: got 0")
     assert capsys.readouterr().err == "error: stages is 1 or more: got 0\n"
@@ -78,6 +80,8 @@ def test_torchrun_gets_the_message_for_the_end_of_its_output(tmp_path, monkeypat
 def test_an_error_of_a_folder_names_its_option(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "seed=1", "hydra.run.dir=/nowhere/a"])
     error = FileNotFoundError(2, "No such file or directory", "/nowhere/a/b")
-    assert explain(error, "train") == "hydra.run.dir=/nowhere/a: No such file or directory"
+    assert (
+        explain(error, "train") == "hydra.run.dir=/nowhere/a: No such file or directory"
+    )
     other = FileNotFoundError(2, "No such file or directory", "/elsewhere")
     assert explain(other, "train") == "/elsewhere: No such file or directory"

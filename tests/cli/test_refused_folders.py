@@ -117,7 +117,10 @@ def test_an_interrupted_run_says_that_nothing_is_saved(monkeypatch, tmp_path):
     assert "Traceback" not in finished.err
     assert "interrupted; nothing is saved" in finished.err
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], "nothing is saved" in status["message"]) == ("stopped", True)
+    assert (status["state"], "nothing is saved" in status["message"]) == (
+        "stopped",
+        True,
+    )
 
 
 def test_an_interrupt_before_the_options_are_read(monkeypatch, tmp_path):

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
         ("a=1", "a=1"),
         ("seed=0,1 -m epochs=1", "-m seed=0,1 epochs=1"),
         ("a=1 --config-dir=mine b=2", "--config-dir=mine a=1 b=2"),
-        ("a=1 --config-dir mine b=2 --multirun", "--config-dir mine --multirun a=1 b=2"),
+        (
+            "a=1 --config-dir mine b=2 --multirun",
+            "--config-dir mine --multirun a=1 b=2",
+        ),
         ("a=1 --cfg job ~b", "--cfg job a=1 ~b"),
         ("", ""),
     ],
@@ -34,7 +37,8 @@ def test_flags_may_stand_anywhere(given, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["/a/b", "/a=b,(c)/[d]{e}~#ü", "it's", "a\\", "a\\'b", "x y", "", "'q'", '"q"']
+    "text",
+    ["/a/b", "/a=b,(c)/[d]{e}~#ü", "it's", "a\\", "a\\'b", "x y", "", "'q'", '"q"'],
 )
 def test_what_is_quoted_is_read_as_it_is(text):
     assert unquoted(quoted(text)) == text
@@ -57,7 +61,11 @@ def test_the_command_of_another_experiment_can_be_pasted(tmp_path):
     write_options(folder, [], "compare")
     with pytest.raises(UserError) as error:
         resume_arguments([f"resume={folder}"], "train")
-    assert shlex.split(str(error.value))[-3:] == ["cyclic-dp", "compare", f"resume={folder}"]
+    assert shlex.split(str(error.value))[-3:] == [
+        "cyclic-dp",
+        "compare",
+        f"resume={folder}",
+    ]
 
 
 def test_other_values_are_no_quotes():
@@ -99,7 +107,9 @@ def test_a_folder_may_be_called_anything(folder):
 
 def test_a_folder_of_another_experiment_is_refused(folder):
     write_options(folder, USUAL.split(), "compare")
-    with pytest.raises(UserError, match=re.escape(f"cyclic-dp compare resume={folder}")):
+    with pytest.raises(
+        UserError, match=re.escape(f"cyclic-dp compare resume={folder}")
+    ):
         resume_arguments([f"resume={folder}"], "train")
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 
@@ -124,7 +134,9 @@ data.root=${oc.env:HOME}
 """
 
 
-@pytest.mark.parametrize("option", [pytest.param(o, id=o) for o in HOSTILE.split("\n")[1:-1]])
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, id=o) for o in HOSTILE.split("\n")[1:-1]]
+)
 def test_options_that_could_run_code_need_trust(folder, option):
     """They come with the folder, which anybody may have written."""
     (option,) = shlex.split(option)
@@ -132,7 +144,9 @@ def test_options_that_could_run_code_need_trust(folder, option):
     with pytest.raises(UserError, match="trust=true"):
         resume_arguments([f"resume={folder}"], "train")
     assert option in resume_arguments([f"resume={folder}", "trust=true"], "train")
-    (folder / "sweep.json").write_text(json.dumps({"options": ["-m", "seed=0,1", option]}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"options": ["-m", "seed=0,1", option]})
+    )
     with pytest.raises(UserError, match="trust=true"):
         resume_arguments(["-m", f"resume={folder}"], "train")
 
@@ -174,12 +188,25 @@ METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
     [
         (USUAL, "", "schedule=dp +model.arguments.a=1 epochs=3"),
         (USUAL, "epochs=9 seed=1", "schedule=dp +model.arguments.a=1"),
-        ("~rules.cdp_v1 seeds=2", "schedule@rules.cdp_v1=cdp_v1", "seeds=2"),  # it comes back
+        # It comes back.
+        ("~rules.cdp_v1 seeds=2", "schedule@rules.cdp_v1=cdp_v1", "seeds=2"),
         (METHOD, "schedule=dp", "data=cifar10 data.root=x workers=4"),
         (METHOD, "schedule=dp schedule.delay=2", "data=cifar10 data.root=x workers=4"),
-        (METHOD, "schedule=cdp_v2 data=cifar10", "schedule.delay=1 data.root=x workers=4"),
-        (METHOD, "microbatches=2", "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x"),
-        (METHOD, "workers=2", "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x"),
+        (
+            METHOD,
+            "schedule=cdp_v2 data=cifar10",
+            "schedule.delay=1 data.root=x workers=4",
+        ),
+        (
+            METHOD,
+            "microbatches=2",
+            "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x",
+        ),
+        (
+            METHOD,
+            "workers=2",
+            "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x",
+        ),
     ],
 )
 def test_options_given_anew_replace_those_of_before(folder, before, given, kept):
@@ -187,7 +214,9 @@ def test_options_given_anew_replace_those_of_before(folder, before, given, kept)
     experiment = "compare" if "rules" in before else "train"
     write_options(folder, before.split(), experiment)
     end = [f"resume={folder}", f"hydra.run.dir={folder}"]
-    found = resume_arguments([*given.split(), end[0], "hydra.run.dir=elsewhere"], experiment)
+    found = resume_arguments(
+        [*given.split(), end[0], "hydra.run.dir=elsewhere"], experiment
+    )
     assert found == [*kept.split(), *given.split(), *end]
 
 
@@ -212,7 +241,9 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_is_resumed_and_nothing_else_uses_its_folder(tmp_path, monkeypatch):
+def test_a_finished_run_is_resumed_and_nothing_else_uses_its_folder(
+    tmp_path, monkeypatch
+):
     succeeded("train", tmp_path, *TINY, "schedule=cdp_v1")
     before = contents(tmp_path)
     where, resume = f"hydra.run.dir={tmp_path}", f"resume={tmp_path}"
@@ -226,9 +257,12 @@ def test_a_finished_run_is_resumed_and_nothing_else_uses_its_folder(tmp_path, mo
     assert {path: after[path] for path in before} == before
     assert "CDP-v1" in succeeded("train", tmp_path, resume, "epochs=2")
     # The cosine spans the two epochs of the new options.
-    first, second = (float(epoch["learning_rate"]) for epoch in rows(tmp_path / "epochs.csv"))
+    first, second = (
+        float(epoch["learning_rate"]) for epoch in rows(tmp_path / "epochs.csv")
+    )
     assert second == pytest.approx(0.5 * first)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of ranks that torchrun restarts
+    # Of ranks that torchrun restarts.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert run("train", *TINY, "schedule=cdp_v1", "epochs=2", where).status == 0
 
 

@@ -18,7 +18,11 @@ def make_root(monkeypatch):
     """Give the root logger one handler, as Hydra does, whatever tests before have configured."""
     root = logging.getLogger()
     monkeypatch.setattr(root.manager, "disable", logging.NOTSET)
-    for logger in (root, logging.getLogger("launcher"), logging.getLogger("alembic.plugins")):
+    for logger in (
+        root,
+        logging.getLogger("launcher"),
+        logging.getLogger("alembic.plugins"),
+    ):
         monkeypatch.setattr(logger, "disabled", False)
         monkeypatch.setattr(logger, "propagate", True)
     level = root.level
@@ -49,7 +53,9 @@ def test_plugins_of_databases_and_arguments_of_joblib_are_left_out(make_root):
     stream = Terminal()
     make_root(stream)
     logging.getLogger("alembic.plugins").info("setup plugin")
-    logging.getLogger("launcher").warning("Joblib.Parallel(n_jobs=2) is launching 2 jobs")
+    logging.getLogger("launcher").warning(
+        "Joblib.Parallel(n_jobs=2) is launching 2 jobs"
+    )
     assert stream.getvalue() == ""
     logging.getLogger("launcher").warning("jobs")
     assert stream.getvalue() == "[HYDRA] jobs\n"

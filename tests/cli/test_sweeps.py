@@ -52,13 +52,21 @@ def test_optuna_has_defaults():
 
 
 def test_a_resumed_sweep_keeps_its_options(tmp_path, monkeypatch):
-    options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
+    options = [
+        "-m",
+        "seed=0,1",
+        "hydra.sweep.dir=x",
+        "resume=y",
+        "hydra/launcher=joblib",
+    ]
     (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
     kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
     assert resume_arguments([f"resume={tmp_path}"], "train") == kept
     assert resume_arguments(["--multirun", f"resume={tmp_path}"], "train") == kept
     assert resume_arguments([f"resume={tmp_path}", "seed=0,1"], "train") == kept
-    with pytest.raises(ValueError, match=r"its own options: leave out epochs=9 seed=3$"):
+    with pytest.raises(
+        ValueError, match=r"its own options: leave out epochs=9 seed=3$"
+    ):
         resume_arguments(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"], "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"under torchrun only single runs"):
@@ -79,7 +87,9 @@ def test_only_finished_runs_are_skipped(tmp_path):
         assert finished_before(tmp_path, ["a=1"]) is None
     write_status(tmp_path, Status("finished", ["a=1"], objective=0.5))
     assert finished_before(tmp_path, ["a=1"]).objective == 0.5
-    with pytest.raises(ValueError, match=r"holds the run of other options \(a=1\): start"):
+    with pytest.raises(
+        ValueError, match=r"holds the run of other options \(a=1\): start"
+    ):
         finished_before(tmp_path, ["a=2"])
 
 
@@ -118,7 +128,9 @@ def test_the_summary_of_finished_runs_has_their_objectives(tmp_path, monkeypatch
     assert rows[-1] == ["cyclic-dp", "report", f"runs={tmp_path}"]
 
 
-@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "$HOME", "a;b", "x,y", "[1]", "50%&`"])
+@pytest.mark.parametrize(
+    "name", ["a b", "it's", 'say "x"', "$HOME", "a;b", "x,y", "[1]", "50%&`"]
+)
 def test_the_commands_of_the_summary_can_be_pasted(tmp_path, monkeypatch, name):
     """A shell splits them into the words meant, and Hydra reads the folder from them."""
     folder = tmp_path / name
@@ -137,7 +149,10 @@ def test_the_commands_of_the_summary_can_be_pasted(tmp_path, monkeypatch, name):
     parsed = OverridesParser.create().parse_override(option)
     assert (parsed.key_or_group, parsed.value()) == ("runs", str(folder))
     shown = subprocess.run(
-        ["sh", "-c", sync.replace("wandb sync", "echo")], capture_output=True, text=True, check=True
+        ["sh", "-c", sync.replace("wandb sync", "echo")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert shown.stdout == f"{folder}/0/wandb/offline-run-1\n"
 
@@ -146,7 +161,12 @@ def test_the_commands_of_the_summary_can_be_pasted(tmp_path, monkeypatch, name):
 def swept(tmp_path_factory):
     """Two runs that finish, and between them one that cannot."""
     folder = tmp_path_factory.mktemp("sweep")
-    options = ["schedule=dp", "optimizer.lr=0.1,-1,0.2", "epochs=2", f"hydra.sweep.dir={folder}"]
+    options = [
+        "schedule=dp",
+        "optimizer.lr=0.1,-1,0.2",
+        "epochs=2",
+        f"hydra.sweep.dir={folder}",
+    ]
     return folder, run("train", "-m", *TINY, *options)
 
 
@@ -184,7 +204,9 @@ def test_a_resumed_sweep_skips_finished_runs_and_resumes_others(swept):
     assert re.findall(r"run (\d) has finished before", again.out) == ["0"]
     assert (folder / "0" / "result.json").stat().st_mtime_ns == done
     texts = before, (broken / "epochs.csv").read_text()
-    first, second = ([row.split(",")[:4] for row in text.splitlines()] for text in texts)
+    first, second = (
+        [row.split(",")[:4] for row in text.splitlines()] for text in texts
+    )
     assert first == second
 
 
@@ -208,7 +230,10 @@ def test_a_job_of_a_launcher_has_its_own_command(monkeypatch):
     hydra = SimpleNamespace(overrides=SimpleNamespace(task=["seed=3", "epochs=2"]))
     monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: hydra)
     own = [str(EXPERIMENTS / "train.py"), "seed=3", "epochs=2"]
-    for script, expected in (("/lib/_submit.py", own), ("x/train.py", ["x/train.py", "a=1"])):
+    for script, expected in (
+        ("/lib/_submit.py", own),
+        ("x/train.py", ["x/train.py", "a=1"]),
+    ):
         monkeypatch.setattr(sys, "argv", [script, "a=1"])
         assert command_of_job("train") == expected
 
@@ -224,14 +249,18 @@ def test_presets_are_sweeps(tmp_path):
 
 def test_mistakes():
     message = refused("train", "+sweep=schedules_by_seed")
-    assert message.startswith("sweep=schedules_by_seed is unknown: did you mean schedules_by_seeds")
+    assert message.startswith(
+        "sweep=schedules_by_seed is unknown: did you mean schedules_by_seeds"
+    )
     assert "+sweep=" in refused("train", "sweep=schedules_by_seeds")
 
 
 def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():
     shown = ["--cfg", "hydra", "--package", "hydra.sweep.dir", "--resolve"]
     command = [sys.executable, str(EXPERIMENTS / "train.py"), *shown]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     folders = {process.communicate()[0] for process in both}
     assert len(folders) == 2
     assert all("outputs/train/" in folder for folder in folders)
@@ -241,7 +270,12 @@ def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():
 def test_joblib_runs_several_at_once_with_their_own_readers(tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path / split, "ab", n=8)
-    data = ["data=image_folder", f"data.root={tmp_path}", "data.image_size=8", "data.num_workers=1"]
+    data = [
+        "data=image_folder",
+        f"data.root={tmp_path}",
+        "data.image_size=8",
+        "data.num_workers=1",
+    ]
     several = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "schedule=dp,cdp_v2"]
     sizes = ["model=resnet8", "epochs=1", "batch=2"]
     folder = tmp_path / "sweep"

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.cost import UNIT, affordable_delay, affordable_schedule, simulate, unit_costs
+from toolkit.cost import (
+    UNIT,
+    affordable_delay,
+    affordable_schedule,
+    simulate,
+    unit_costs,
+)
 from toolkit.errors import UserError
 from toolkit.schedule import catalog
 from toolkit.schedule.steady_state import steps_to_time
@@ -39,7 +45,10 @@ def test_the_least_of_all_delays():
     late, hardware = catalog.cyclic(3, 1, chains="rotated"), links(1.0)
     limit, most = 1.3 * seconds(late, hardware), 0
     open_ones = [
-        (j, m) for j, row in enumerate(catalog.cyclic(3).staleness) for m in range(3) if not row[m]
+        (j, m)
+        for j, row in enumerate(catalog.cyclic(3).staleness)
+        for m in range(3)
+        if not row[m]
     ]
     for fresh in product((0, 1), repeat=len(open_ones)):
         delay = [[1] * 3 for _ in range(3)]
@@ -59,16 +68,22 @@ def test_the_least_of_all_delays():
     within=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
     chains=st.sampled_from(["in_order", "rotated"]),
 )
-def test_a_step_is_within_the_limit_and_nothing_can_be_fresher(n, ratio, within, chains):
+def test_a_step_is_within_the_limit_and_nothing_can_be_fresher(
+    n, ratio, within, chains
+):
     late, hardware = catalog.cyclic(n, 1, chains=chains), links(ratio)
     delay = affordable_delay(late, unit_costs(n), hardware, within=within)
     limit = (1 + within) * seconds(late, hardware)
     assert seconds(replace(late, delay=delay), hardware) <= limit
     least = catalog.cyclic(n).staleness
     assert all(
-        least[j][m] <= steps <= 1 for j, row in enumerate(delay) for m, steps in enumerate(row)
+        least[j][m] <= steps <= 1
+        for j, row in enumerate(delay)
+        for m, steps in enumerate(row)
     )
-    late_ones = [(j, m) for j in range(n) for m in range(n) if delay[j][m] > least[j][m]]
+    late_ones = [
+        (j, m) for j in range(n) for m in range(n) if delay[j][m] > least[j][m]
+    ]
     for stage, microbatch in late_ones:
         fresher = [[*row] for row in delay]
         fresher[stage][microbatch] = 0
@@ -90,10 +105,14 @@ def test_a_schedule_has_the_faster_chains():
 def test_more_time_buys_fresher_weights():
     late = catalog.cyclic(4, 1, chains="rotated")
     means = [
-        replace(late, delay=affordable_delay(late, unit_costs(4), links(1.0), within=share))
+        replace(
+            late, delay=affordable_delay(late, unit_costs(4), links(1.0), within=share)
+        )
         for share in (0.0, 0.1, 0.3)
     ]
-    assert 1 >= means[0].mean_staleness > means[1].mean_staleness > means[2].mean_staleness
+    assert (
+        1 >= means[0].mean_staleness > means[1].mean_staleness > means[2].mean_staleness
+    )
 
 
 @pytest.mark.parametrize("within", [-0.1, "much", float("nan")])

@@ -22,9 +22,15 @@ from toolkit.cost import (
 )
 from toolkit.schedule import Action, catalog
 
-FIRST = StageCost(7.0, 9.0, 10.0, 6.0, 4.0, 8.0, 2.0, forward_seconds=2.0, backward_seconds=3.0)
-SECOND = StageCost(1.0, 1.0, 20.0, 4.0, 6.0, 12.0, 1.0, forward_seconds=1.0, backward_seconds=4.0)
-LATENT = Hardware("latent", 1.0, memory_bandwidth=10.0, link_bandwidth=inf, link_latency=0.5)
+FIRST = StageCost(
+    7.0, 9.0, 10.0, 6.0, 4.0, 8.0, 2.0, forward_seconds=2.0, backward_seconds=3.0
+)
+SECOND = StageCost(
+    1.0, 1.0, 20.0, 4.0, 6.0, 12.0, 1.0, forward_seconds=1.0, backward_seconds=4.0
+)
+LATENT = Hardware(
+    "latent", 1.0, memory_bandwidth=10.0, link_bandwidth=inf, link_latency=0.5
+)
 
 
 def timeline(*spans):
@@ -50,7 +56,9 @@ def update(stage, seconds):
 def test_medians_of_each_stage_and_of_messages():
     """Messages take the median whatever their size; updates the median time of their bytes: each
     moves five times its parameters, of 8 bytes here and of 12 there."""
-    spans = [compute(f"0F{m}", seconds, 10.0 * m) for m, seconds in enumerate((1, 2, 30))]
+    spans = [
+        compute(f"0F{m}", seconds, 10.0 * m) for m, seconds in enumerate((1, 2, 30))
+    ]
     spans += [compute(f"0B{m}", seconds) for m, seconds in enumerate((4, 40, 5))]
     spans += [compute("1F0", 7), compute("1F1", 9), compute("1B10", 6)]
     spans += [link("send", 1.0), link("receive", 2.0), link("send", 9.0)]
@@ -59,7 +67,9 @@ def test_medians_of_each_stage_and_of_messages():
     assert first == replace(FIRST, forward_seconds=2, backward_seconds=5)
     assert second == replace(SECOND, forward_seconds=8, backward_seconds=6)
     assert links.memory_bandwidth == pytest.approx(10)
-    assert replace(links, memory_bandwidth=inf) == Hardware("calibrated", inf, inf, inf, 2)
+    assert replace(links, memory_bandwidth=inf) == Hardware(
+        "calibrated", inf, inf, inf, 2
+    )
 
 
 def test_what_was_not_seen_takes_no_time():
@@ -67,7 +77,9 @@ def test_what_was_not_seen_takes_no_time():
     spans = [compute("0F0", 1), compute("0B0", 1)]
     assert calibrate(timeline(*spans), (FIRST,))[1] == unseen
     spans += [update(0, 1.0)]  # of no bytes
-    assert calibrate(timeline(*spans), (replace(FIRST, parameter_bytes=0.0),))[1] == unseen
+    assert (
+        calibrate(timeline(*spans), (replace(FIRST, parameter_bytes=0.0),))[1] == unseen
+    )
 
 
 # Of the simulator's own timelines
@@ -86,7 +98,9 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name} {s.layout.name}")
+@pytest.mark.parametrize(
+    "schedule", SCHEDULES, ids=lambda s: f"{s.name} {s.layout.name}"
+)
 @pytest.mark.parametrize("checkpoint", ["none", [1]])
 def test_what_was_put_in_comes_out_and_predicts_the_run(schedule, checkpoint):
     costs = recomputing((FIRST, SECOND), checkpoint)
@@ -108,7 +122,10 @@ def test_it_predicts_the_memory_that_was_measured():
     costs = [replace(cost, backward_working_bytes=5.0) for cost in (FIRST, SECOND)]
     seen = simulate(schedule.lower(4), costs, LATENT)
     kinds = {"weights", "activations", "gradients"}
-    assert {change.kind for change in seen.changes} == kinds | {"stage inputs", "working"}
+    assert {change.kind for change in seen.changes} == kinds | {
+        "stage inputs",
+        "working",
+    }
     measured = replace(seen, changes=[c for c in seen.changes if c.kind in kinds])
     again = predict_calibrated(measured, schedule, costs)
     assert {change.kind for change in again.changes} == kinds
@@ -127,7 +144,11 @@ def test_it_predicts_any_run_without_collectives(program, data):
     collective = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
     assume(not any(i.action in collective for order in program.ranks for i in order))
     costs = [
-        StageCost(*[1] * 6, forward_seconds=data.draw(seconds), backward_seconds=data.draw(seconds))
+        StageCost(
+            *[1] * 6,
+            forward_seconds=data.draw(seconds),
+            backward_seconds=data.draw(seconds),
+        )
         for _ in range(program.schedule.n_stages)
     ]
     seen = simulate(program, costs, replace(UNIT, link_latency=data.draw(seconds)))
@@ -145,4 +166,6 @@ def test_it_predicts_collectives(schedule):
     program = schedule.lower(3)
     costs = unit_costs(4)
     seen = simulate(program, costs, replace(UNIT, link_latency=0.5))
-    assert simulate(program, *calibrate(seen, costs)).step_time == pytest.approx(seen.step_time)
+    assert simulate(program, *calibrate(seen, costs)).step_time == pytest.approx(
+        seen.step_time
+    )

@@ -14,7 +14,9 @@ from toolkit.schedule import Action, catalog
 def test_nodes_of_a_pipeline():
     """The activation's message waits for the forward that makes it."""
     program = catalog.gpipe(2, 1).lower(1).verify()
-    first, second = (chakra_nodes(program, unit_costs(2, 2.0), UNIT, rank) for rank in range(2))
+    first, second = (
+        chakra_nodes(program, unit_costs(2, 2.0), UNIT, rank) for rank in range(2)
+    )
     assert [(node.type, node.data_deps, node.ctrl_deps) for node in first] == [
         ("COMP_NODE", [], []),
         ("COMM_SEND_NODE", [0], []),
@@ -40,7 +42,10 @@ def test_messages_meet_and_nothing_waits_for_what_is_left_out(program):
             assert known.issuperset([*node.data_deps, *node.ctrl_deps])
             known.add(node.id)
             sign = {"COMM_SEND_NODE": 1, "COMM_RECV_NODE": -1}.get(node.type, 0)
-            ends = [node.attributes.get(f"comm_{name}") for name in ("src", "dst", "tag", "size")]
+            ends = [
+                node.attributes.get(f"comm_{name}")
+                for name in ("src", "dst", "tag", "size")
+            ]
             met[tuple(ends)] += sign
     assert not any(met.values())
 

@@ -13,13 +13,22 @@ COSTS = (StageCost(1.0, 2.0, parameter_bytes=4000.0, statistics_bytes=12.0),) * 
 
 @pytest.mark.parametrize(
     ("n_numbers", "bits", "n_bytes"),
-    [(0, 8, 0), (1, 8, 5), (256, 8, 260), (257, 8, 265), (257, 4, 8 + 129), (1000, 4, 516)],
+    [
+        (0, 8, 0),
+        (1, 8, 5),
+        (256, 8, 260),
+        (257, 8, 265),
+        (257, 4, 8 + 129),
+        (1000, 4, 516),
+    ],
 )
 def test_bytes_by_hand(n_numbers, bits, n_bytes):
     assert quantized_bytes(n_numbers, bits) == n_bytes
 
 
-@pytest.mark.parametrize(("compression", "n_bytes"), [("int8", 1016 + 12), ("int4", 516 + 12)])
+@pytest.mark.parametrize(
+    ("compression", "n_bytes"), [("int8", 1016 + 12), ("int4", 516 + 12)]
+)
 def test_simulated_bytes_and_memory(compression, n_bytes):
     """CDP-v1 on 2 ranks: rank 0 hands on the sums of both stages, and keeps what they lost."""
     program = catalog.cyclic(2, 1).lower(4).verify()
@@ -63,13 +72,17 @@ def test_memory_of_weights_by_hand():
     assert {schedule.owners[stage] for stage in (0, 1)} == {1}
 
     def at(timeline, rank, when):
-        values = [value for time, value in timeline.memory(rank, WEIGHTS) if time <= when]
+        values = [
+            value for time, value in timeline.memory(rank, WEIGHTS) if time <= when
+        ]
         return values[-1]
 
     times = sorted({time for time, _ in compressed.memory(0, WEIGHTS)})
     # The same messages take less time, so both are compared at the start and for the peak.
     assert at(compressed, 1, 0) - at(exact, 1, 0) == 2 * 4000
-    assert compressed.peak_memory(1, WEIGHTS) == exact.peak_memory(1, WEIGHTS) + 2 * 4000
+    assert (
+        compressed.peak_memory(1, WEIGHTS) == exact.peak_memory(1, WEIGHTS) + 2 * 4000
+    )
     assert compressed.peak_memory(0, WEIGHTS) == exact.peak_memory(0, WEIGHTS)
     # Never without a base: what rank 0 has freed stays until the next version has come.
     assert min(at(compressed, 0, time) for time in times) >= 2 * 4000

@@ -15,7 +15,12 @@ from toolkit.notebook import settings
 from toolkit.schedule import Action, catalog
 
 MACHINE = Hardware(
-    "hand", flops=100.0, memory_bandwidth=10.0, link_bandwidth=4.0, link_latency=0.5, memory=64.0
+    "hand",
+    flops=100.0,
+    memory_bandwidth=10.0,
+    link_bandwidth=4.0,
+    link_latency=0.5,
+    memory=64.0,
 )
 
 
@@ -38,7 +43,8 @@ def test_roofline(work, seconds):
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "tree"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (1024, 10)]
+    ("n_ranks", "tree"),
+    [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (1024, 10)],
 )
 def test_messages_and_collectives(n_ranks, tree):
     """A ring is 2(n-1) rounds of 12/n bytes."""
@@ -47,7 +53,9 @@ def test_messages_and_collectives(n_ranks, tree):
     assert MACHINE.collective(Action.ALL_REDUCE, 12, range(n_ranks)) == ring
     for action in (Action.BROADCAST, Action.REDUCE):
         assert MACHINE.collective(action, 12, range(n_ranks)) == tree * (0.5 + 12 / 4)
-        assert UNIT.message(10**9) == UNIT.collective(action, 10**9, range(n_ranks)) == 0
+        assert (
+            UNIT.message(10**9) == UNIT.collective(action, 10**9, range(n_ranks)) == 0
+        )
 
 
 def test_machines_of_several_ranks():
@@ -77,7 +85,9 @@ NUMBERS = {"flops": 1.0, "memory_bandwidth": 1.0, "link_bandwidth": 1.0}
 
 
 @pytest.mark.parametrize("value", [-1.0, -inf, nan, "1e9"])
-@pytest.mark.parametrize("name", [*NUMBERS, "memory", "flops_in_16_bits", "link_latency"])
+@pytest.mark.parametrize(
+    "name", [*NUMBERS, "memory", "flops_in_16_bits", "link_latency"]
+)
 def test_rejects_a_number_out_of_range(name, value):
     with pytest.raises(UserError, match=f"{name}.*{value}"):
         Hardware("bad", **NUMBERS | {name: value})
@@ -98,12 +108,18 @@ def test_rejects_a_rank_s_number_out_of_range(name, given, named):
 
 @pytest.mark.parametrize("name", choices([CONF], "hardware"))
 def test_a_preset_is_that_of_the_command_line(name):
-    composed = instantiate(settings("memory", f"hardware={name}").hardware, _convert_="all")
-    assert vars(Hardware.preset(name)) | {"speeds": [], "memories": []} == vars(composed)
+    composed = instantiate(
+        settings("memory", f"hardware={name}").hardware, _convert_="all"
+    )
+    assert vars(Hardware.preset(name)) | {"speeds": [], "memories": []} == vars(
+        composed
+    )
 
 
 def test_an_unknown_preset_suggests_the_nearest():
-    with pytest.raises(UserError, match=r"a100_nvlink.*a100_nvlink, ethernet_10, ethernet_100"):
+    with pytest.raises(
+        UserError, match=r"a100_nvlink.*a100_nvlink, ethernet_10, ethernet_100"
+    ):
         Hardware.preset("a100")
 
 

@@ -28,7 +28,9 @@ def test_without_workspace_stages_work_with_what_meta_tensors_say(precision):
     torch.manual_seed(0)
     stages = partition(build("resnet8", 10, 16), 3, torch.randn(2, 3, 16, 16))
     costs, with_workspace = measured(stages, torch.randn(2, 3, 16, 16), {}, precision)
-    for predicted, of_device in zip(working(costs), working(with_workspace), strict=True):
+    for predicted, of_device in zip(
+        working(costs), working(with_workspace), strict=True
+    ):
         assert of_device == pytest.approx(predicted, rel=0.01)
     # Nothing else of a cost changes.
     unset = {"forward_working_bytes": 0.0, "backward_working_bytes": 0.0}
@@ -39,7 +41,9 @@ def test_without_workspace_stages_work_with_what_meta_tensors_say(precision):
 def test_workspace_adds_to_the_stage_that_takes_it():
     """A stage of one convolution, whose operation meets all that it keeps, and a linear stage."""
     images = torch.randn(2, 3, 8, 8)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.Flatten(), nn.Linear(4 * 6 * 6, 2)
+    )
     stages = partition(model, 2, images)
     costs, with_workspace = measured(stages, images, {FORWARD: 10**6, BACKWARD: 10**7})
     convolutional, linear = working(costs)
@@ -50,7 +54,9 @@ def test_workspace_adds_to_the_stage_that_takes_it():
 def test_workspace_beside_less_than_is_kept_adds_less():
     """At its convolution, the forward of a stage does not keep yet what ReLU and the next save."""
     images = torch.randn(2, 3, 8, 8)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2)
+    )
     stages = partition(model, 1, images)
     ((plain, _),) = working(measured(stages, images, {})[0])
     ((with_workspace, _),) = working(measured(stages, images, {FORWARD: 10**6})[1])

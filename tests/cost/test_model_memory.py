@@ -19,7 +19,9 @@ from toolkit.model import build, partition
 
 FLOAT = 4
 A100 = Hardware("A100", flops=156e12, memory_bandwidth=2.04e12, link_bandwidth=300e9)
-ARITHMETIC = Hardware("no memory wall", flops=1.0, memory_bandwidth=inf, link_bandwidth=1.0)
+ARITHMETIC = Hardware(
+    "no memory wall", flops=1.0, memory_bandwidth=inf, link_bandwidth=1.0
+)
 MEMORY = Hardware("no arithmetic", flops=inf, memory_bandwidth=1.0, link_bandwidth=1.0)
 
 
@@ -35,7 +37,9 @@ def images(n, size=224):
 def curves(draw, most=20):
     """Whole times and bytes, so that nothing is rounded."""
     levels = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6).filter(any))
-    durations = st.lists(st.integers(0, most), min_size=2 * len(levels), max_size=2 * len(levels))
+    durations = st.lists(
+        st.integers(0, most), min_size=2 * len(levels), max_size=2 * len(levels)
+    )
     lasting = durations.filter(lambda d: d[levels.index(max(levels))])
     return _curve(draw(lasting), [*levels, *reversed(levels)])
 
@@ -51,7 +55,9 @@ def test_two_layers_by_hand():
     assert curve.largest_reduction == 0.5
 
 
-@pytest.mark.parametrize(("axis", "hardware"), [("flops", ARITHMETIC), ("bytes", MEMORY)])
+@pytest.mark.parametrize(
+    ("axis", "hardware"), [("flops", ARITHMETIC), ("bytes", MEMORY)]
+)
 def test_the_roofline_of_one_sided_machines(axis, hardware):
     example = images(2, 32)
     one_sided = memory_curve(build("resnet8", 10, 32), example, "roofline", hardware)
@@ -84,7 +90,9 @@ def test_the_total_of_shifted_workers_by_brute_force(curve, n):
         expected = 0
         for k in range(n):
             own = (when - Fraction(k * period, n)) % period
-            expected += curve.levels[next(i for i, end in enumerate(curve.edges[1:]) if own < end)]
+            expected += curve.levels[
+                next(i for i, end in enumerate(curve.edges[1:]) if own < end)
+            ]
         assert total[np.searchsorted(times, float(when), side="right") - 1] == expected
 
 
@@ -98,14 +106,18 @@ def test_the_mean_of_the_total(curve, n):
     assert curve.reduction(1) == 0
     # the total of 64 workers is off its mean by less than one worker's changes
     swings = np.abs(np.diff(curve.levels, append=curve.levels[0])).sum()
-    assert curve.reduction(64) >= curve.largest_reduction - swings / (64 * curve.peak) - 1e-9
+    assert (
+        curve.reduction(64)
+        >= curve.largest_reduction - swings / (64 * curve.peak) - 1e-9
+    )
 
 
 @pytest.mark.parametrize("slot", [1.0, 0.1, 1 / 3, 7e-7])
 @pytest.mark.parametrize("n", [2, 3, 10, 16])
 def test_equal_stages_halve_the_memory(n, slot):
     """N(N+1)/2 of N*N, whatever the rounding of times that fall together."""
-    kept = [*range(1, n + 1)]  # n equal stages: 1, 2, .. n, n, .. 1 activations, a slot each
+    # N equal stages: 1, 2, .. n, n, .. 1 activations, a slot each.
+    kept = [*range(1, n + 1)]
     curve = _curve([slot] * (2 * n), [*kept, *reversed(kept)])
     times, total = curve.shifted(n)
     assert len(times) == 2 * n
@@ -139,7 +151,9 @@ def test_the_measured_axis():
     assert curve.peak == memory_curve(model, example, "bytes").peak
     assert np.all(np.diff(curve.edges) > 0)
     assert 0 < curve.reduction(8) <= curve.largest_reduction + 1e-9
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
     assert not model.training
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -148,18 +162,25 @@ def test_the_measured_axis():
 @pytest.mark.parametrize(
     ("layers", "options", "value"),
     [
-        ([nn.Linear(3, 4), nn.ReLU()], {"axis": "seconds"}, f"'seconds'.*{', '.join(AXES)}"),
+        (
+            [nn.Linear(3, 4), nn.ReLU()],
+            {"axis": "seconds"},
+            f"'seconds'.*{', '.join(AXES)}",
+        ),
         ([nn.Linear(3, 4), nn.ReLU()], {"axis": "roofline"}, "hardware"),
         ([nn.Linear(3, 4), nn.ReLU()], {"axis": "measured"}, "measured"),
         ([nn.Linear(3, 4), nn.ReLU()], {"precision": "int8"}, "'int8'"),
         ([nn.ReLU()], {"axis": "flops"}, "flops"),
         ([nn.Linear(3, 4)], {"axis": "bytes"}, "bytes"),
-        ([nn.Linear(3, 4), nn.Tanh()], {"axis": "flops"}, "flops"),  # what is kept takes none
+        # What is kept takes none.
+        ([nn.Linear(3, 4), nn.Tanh()], {"axis": "flops"}, "flops"),
     ],
 )
 def test_rejects_what_has_no_curve(layers, options, value):
     with pytest.raises(UserError, match=value):
-        memory_curve(nn.Sequential(*layers), torch.empty(5, 3, device="meta"), **options)
+        memory_curve(
+            nn.Sequential(*layers), torch.empty(5, 3, device="meta"), **options
+        )
 
 
 def test_in_16_bits_by_hand():

@@ -69,9 +69,11 @@ def test_costs_of_a_file_give_idle_time_seconds_and_bytes():
     file_costs = FileCosts(Path("mine.csv"), tuple(rows))
     made, _ = pipelines(2, 4)
     row = assess_pipeline("1F1B", made["1F1B"], file_costs)
-    assert row["seconds"] == 4 * 6 + 2  # of the slower rank, after the first forward and backward
+    # Of the slower rank, after the first forward and backward.
+    assert row["seconds"] == 4 * 6 + 2
     assert row["idle"] == pytest.approx(1 - 4 * 8 / 2 / 26)
-    assert row["bytes"] == 2 * 5 + 2 * 7  # two micro-batches in flight, weights and their gradient
+    # Two micro-batches in flight, weights and their gradient.
+    assert row["bytes"] == 2 * 5 + 2 * 7
     assert pipeline_cells(row)["ms"] == "26000"
 
 
@@ -103,7 +105,9 @@ def test_weights_and_staleness(sized):
     late = {"PipeDream-2BW": 1, "CDP-v1": 1}
     late |= dict.fromkeys(("PipeDream", "CDP-v2"), pytest.approx((p - 1) / (2 * m)))
     assert column(found, "staleness_mean") == dict.fromkeys(PIPELINES, 0) | late
-    assert column(found, "staleness_max") == dict.fromkeys(PIPELINES, 0) | dict.fromkeys(LATE, 1)
+    assert column(found, "staleness_max") == dict.fromkeys(
+        PIPELINES, 0
+    ) | dict.fromkeys(LATE, 1)
     assert [method for method, row in found.items() if not row["flush"]] == [*LATE]
     versions = {method: row["weights"] * p for method, row in found.items()}
     assert versions["1F1B"] == versions["CDP-v2"] == 2
@@ -126,7 +130,9 @@ def test_what_cannot_be_made_is_left_out(sizes, left_out):
         assert "\n" not in reason
 
 
-@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "ranks"), ((2, 0), "micro-batches")])
+@pytest.mark.parametrize(
+    ("sizes", "name"), [((0, 4), "ranks"), ((2, 0), "micro-batches")]
+)
 def test_rejects_no_ranks_or_micro_batches(sizes, name):
     with pytest.raises(UserError, match=f"{name}.*0"):
         pipelines(*sizes)
@@ -137,12 +143,17 @@ def test_what_ranks_send(sized):
     p, m, found = sized
     crossings = dict.fromkeys(PIPELINES, p - 1)
     crossings |= dict.fromkeys(("interleaved 1F1B", "looped BFS"), 2 * p - 1)
-    crossings |= dict.fromkeys((*V_SCHEDULES, "1F1B-V", "Hanayo", "DualPipeV"), 2 * p - 2)
+    crossings |= dict.fromkeys(
+        (*V_SCHEDULES, "1F1B-V", "Hanayo", "DualPipeV"), 2 * p - 2
+    )
     for method, row in found.items():
         assert row["boundaries"] == Fraction(2 * m * crossings[method], p), method
         # An all-reduce of two ranks for each of a rank's two stages.
         messages = 4 * (method in ("Chimera", "DualPipe"))
-        assert (row["traffic"], row["messages"]) == (Fraction(2, p) * bool(messages), messages)
+        assert (row["traffic"], row["messages"]) == (
+            Fraction(2, p) * bool(messages),
+            messages,
+        )
 
 
 def test_workers_send_parameters_only():

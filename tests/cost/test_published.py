@@ -13,7 +13,11 @@ from toolkit.schedule import catalog
 
 SLOW = ("zero_bubble",)  # as many micro-batches as there, on up to 32 ranks
 RATES = ("llama_3", "megatron_scaling")  # whose efficiency of products is assumed
-FILES = [pytest.param(path, id=path.stem) for path in papers() if path.stem not in (*SLOW, *RATES)]
+FILES = [
+    pytest.param(path, id=path.stem)
+    for path in papers()
+    if path.stem not in (*SLOW, *RATES)
+]
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -29,18 +33,25 @@ def trainings(name):
     (path,) = (path for path in papers() if path.stem == name)
     cases = yaml.safe_load(path.read_text())["cases"]
     return [
-        (case["published"]["interleaved_1f1b"], Training.of(case["training"])) for case in cases
+        (case["published"]["interleaved_1f1b"], Training.of(case["training"]))
+        for case in cases
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "row", "billions"),
-    [("megatron_scaling", 0, 145.6), ("megatron_scaling", 1, 1008.0), ("llama_3", 0, 405.0)],
+    [
+        ("megatron_scaling", 0, 145.6),
+        ("megatron_scaling", 1, 1008.0),
+        ("llama_3", 0, 405.0),
+    ],
 )
 def test_sizes_of_published_models_come_out(name, row, billions):
     """From layers, hidden units and the output; embeddings and norms add little."""
     _, training = trainings(name)[row]
-    n_weights = sum(cost.parameter_bytes for cost in training.costs()) / 2 * training.tensor
+    n_weights = (
+        sum(cost.parameter_bytes for cost in training.costs()) / 2 * training.tensor
+    )
     assert n_weights / 1e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -48,7 +59,12 @@ def test_operations_are_counted_as_the_paper_counts_them():
     """Megatron-LM, equation 3: F = 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
     _, training = trainings("megatron_scaling")[0]
     model = training.model
-    s, h, n_layers, n_words = model.sequence, model.hidden, model.layers, model.vocabulary
+    s, h, n_layers, n_words = (
+        model.sequence,
+        model.hidden,
+        model.layers,
+        model.vocabulary,
+    )
     expected = 96 * training.batch * s * n_layers * h**2
     expected *= 1 + s / (6 * h) + n_words / (16 * n_layers * h)
     assert training.counted_flops() == pytest.approx(expected)
@@ -58,8 +74,12 @@ def test_more_workers_lose_what_the_paper_publishes():
     """Llama 3 with 64 and with 128 workers: the efficiency of products cancels out."""
     (few_published, few), (many_published, many) = trainings("llama_3")
     assert (few.workers, many.workers) == (64, 128)
-    rates = [training.rate(training.schedule("interleaved_1f1b")) for training in (few, many)]
-    assert rates[1] / rates[0] == pytest.approx(many_published / few_published, rel=0.03)
+    rates = [
+        training.rate(training.schedule("interleaved_1f1b")) for training in (few, many)
+    ]
+    assert rates[1] / rates[0] == pytest.approx(
+        many_published / few_published, rel=0.03
+    )
     # Nothing but products, exchanges and the pipeline: an upper bound, by about a quarter.
     for rate, published in zip(rates, (few_published, many_published), strict=True):
         assert published < rate < 1.3 * published
@@ -92,7 +112,8 @@ def test_zero_bubbles_of_one_row_of_the_paper(tmp_path):
         assert round(value.ours, 4) == value.value
 
 
-INTERLEAVED = [  # p, m, stages of a rank, F, B + W, latency, and the published bubble rate
+# p, m, stages of a rank, F, B + W, latency, and the published bubble rate.
+INTERLEAVED = [
     (8, 24, 3, 18.522, 27.423, 0.601, 0.1055),
     (16, 48, 3, 11.347, 19.380, 0.377, 0.1104),
 ]
@@ -180,7 +201,9 @@ def test_quantities_of_a_pipeline_that_one_counts_by_hand(quantity):
         "sent by a rank": 0,
     }
     _, quantity_of = QUANTITIES[quantity]
-    assert quantity_of(catalog.gpipe(2, 2), setting) == pytest.approx(expected[quantity])
+    assert quantity_of(catalog.gpipe(2, 2), setting) == pytest.approx(
+        expected[quantity]
+    )
 
 
 @pytest.mark.parametrize(

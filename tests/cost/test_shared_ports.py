@@ -26,10 +26,12 @@ def test_rates_fill_ports_and_no_more(pairs):
     rates = fair_rates(ports)
     load = {p: sum(rates[k] for k in ports if p in ports[k]) for p in range(10)}
     assert max(load.values()) <= 1 + 1e-9
-    for k, own in ports.items():  # each is held up by a full port on which none is faster
+    # Each is held up by a full port on which none is faster.
+    for k, own in ports.items():
         held_up = [p for p in own if load[p] > 1 - 1e-9]
         assert any(
-            all(rates[j] <= rates[k] + 1e-9 for j in ports if p in ports[j]) for p in held_up
+            all(rates[j] <= rates[k] + 1e-9 for j in ports if p in ports[j])
+            for p in held_up
         )
 
 
@@ -48,7 +50,9 @@ def test_ends():
 
 def sends(schedule, *, shared, **links):
     """Start and end of each message, by sender, receiver, name and stage."""
-    cost = StageCost(0.0, 0.0, parameter_bytes=1.0, forward_seconds=1.0, backward_seconds=2.0)
+    cost = StageCost(
+        0.0, 0.0, parameter_bytes=1.0, forward_seconds=1.0, backward_seconds=2.0
+    )
     machine = replace(UNIT, shared_ports=shared, **(links or {"link_bandwidth": 0.5}))
     found = simulate(schedule.lower(4).verify(), (cost,) * schedule.n_stages, machine)
     spans = [span for span in found.spans if span.lane == "send"]

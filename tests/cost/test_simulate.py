@@ -19,8 +19,12 @@ from toolkit.schedule.steady_state import footprint, steps_to_time
 
 # A message of 4 bytes takes 2.5 seconds, of 6 bytes 3.5.
 SLOW = Hardware("slow", 1.0, memory_bandwidth=inf, link_bandwidth=2.0, link_latency=0.5)
-FIRST = StageCost(2.0, 3.0, activation_bytes=10.0, output_bytes=4.0, parameter_bytes=8.0)
-SECOND = StageCost(1.0, 2.0, activation_bytes=20.0, input_bytes=6.0, parameter_bytes=12.0)
+FIRST = StageCost(
+    2.0, 3.0, activation_bytes=10.0, output_bytes=4.0, parameter_bytes=8.0
+)
+SECOND = StageCost(
+    1.0, 2.0, activation_bytes=20.0, input_bytes=6.0, parameter_bytes=12.0
+)
 RULES = (0, 1, "freshest")
 
 
@@ -35,7 +39,10 @@ def when(timeline, *lanes, step=None):
 
 def held(timeline, rank, kind, time):
     """Bytes just after ``time``."""
-    return [0.0, *(n_bytes for begin, n_bytes in timeline.memory(rank, kind) if begin <= time)][-1]
+    return [
+        0.0,
+        *(n_bytes for begin, n_bytes in timeline.memory(rank, kind) if begin <= time),
+    ][-1]
 
 
 def catalogue(n):
@@ -67,12 +74,27 @@ def test_a_stage_that_recomputes():
     costs = recomputing((FIRST, replace(SECOND, extra_input_bytes=3.0)), [1])
     one = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0"])
     timeline = simulate(one.lower(1), costs, UNIT)
-    assert when(timeline) == {"0 0F0": (0, 2), "0 1F0": (2, 3), "0 1B0": (3, 6), "0 0B0": (6, 9)}
-    assert timeline.memory(0, "activations") == [(0, 10), (2, 10), (3, 30), (6, 10), (9, 0)]
+    assert when(timeline) == {
+        "0 0F0": (0, 2),
+        "0 1F0": (2, 3),
+        "0 1B0": (3, 6),
+        "0 0B0": (6, 9),
+    }
+    assert timeline.memory(0, "activations") == [
+        (0, 10),
+        (2, 10),
+        (3, 30),
+        (6, 10),
+        (9, 0),
+    ]
     assert held(timeline, 0, INPUTS, 5) == 3  # as without
     # split: the first half recomputes
-    costs = recomputing([replace(FIRST, backward_seconds=4.0, forward_seconds=1.0)], "all")
-    timeline = simulate(Schedule.from_rank_orders(["0F0 0I0 0W0"]).lower(1), costs, UNIT)
+    costs = recomputing(
+        [replace(FIRST, backward_seconds=4.0, forward_seconds=1.0)], "all"
+    )
+    timeline = simulate(
+        Schedule.from_rank_orders(["0F0 0I0 0W0"]).lower(1), costs, UNIT
+    )
     assert when(timeline) == {"0 0F0": (0, 1), "0 0I0": (1, 6), "0 0W0": (6, 6)}
     assert timeline.memory(0, "activations") == [(0, 0), (1, 10), (6, 0)]
 
@@ -86,8 +108,14 @@ def test_a_pipeline_waits_for_its_messages():
         "0 0B0": (11, 14),
     }
     sent, gradient = (2, 4.5), (7.5, 11)
-    assert when(timeline, "send") == {"0 activation": sent, "1 activation gradient": gradient}
-    assert when(timeline, "receive") == {"1 activation": sent, "0 activation gradient": gradient}
+    assert when(timeline, "send") == {
+        "0 activation": sent,
+        "1 activation gradient": gradient,
+    }
+    assert when(timeline, "receive") == {
+        "1 activation": sent,
+        "0 activation gradient": gradient,
+    }
     assert timeline.step_ends == (14,)
     assert timeline.idle_share == 1 - 8 / (2 * 14)
 
@@ -109,7 +137,9 @@ def test_ranks_compute_while_they_send():
     assert sorted(sent) == [(2, 4.5), (4.5, 7), (10, 13.5), (13.5, 17)]
     # A port sends and receives at once
     orders = ["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"]
-    timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
+    timeline = simulate(
+        Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW
+    )
     assert when(timeline)["0 1F1"] == when(timeline)["1 1F0"] == (4.5, 5.5)
     spans = [s for s in timeline.spans if s.name == "activation"]
     assert [(s.start, s.end) for s in spans] == [(2, 4.5)] * 4
@@ -118,9 +148,15 @@ def test_ranks_compute_while_they_send():
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_an_all_reduce_is_a_ring(n):
     """Stage 1's overlaps with the backward of stage 0; stage 0's waits for the port."""
-    timeline = simulate(catalog.data_parallel(n, n_stages=2).lower(1), (FIRST, SECOND), SLOW)
-    late, early = (SLOW.collective(Action.ALL_REDUCE, size, range(n)) for size in (8, 12))
-    reduced = [(s.stage, s.start, s.end) for s in timeline.spans if s.name == "all-reduce"]
+    timeline = simulate(
+        catalog.data_parallel(n, n_stages=2).lower(1), (FIRST, SECOND), SLOW
+    )
+    late, early = (
+        SLOW.collective(Action.ALL_REDUCE, size, range(n)) for size in (8, 12)
+    )
+    reduced = [
+        (s.stage, s.start, s.end) for s in timeline.spans if s.name == "all-reduce"
+    ]
     ready = max(8, 5 + early)
     assert set(reduced) == {(1, 5, 5 + early), (0, ready, ready + late)}
     assert len(reduced) == 2 * n
@@ -138,8 +174,11 @@ def test_where_links_are_slow_late_weights_are_faster(n):
         return simulate(program, costs, machine).step_time
 
     bound = 2 * (n - 1) / n * 3 * n
-    assert step(catalog.cyclic(n, 1, chains="rotated")) == pytest.approx(bound, rel=0.02)
-    assert step(catalog.cyclic(n, 1)) == pytest.approx(2 * 3 * n, rel=0.02)  # twice through a port
+    assert step(catalog.cyclic(n, 1, chains="rotated")) == pytest.approx(
+        bound, rel=0.02
+    )
+    # Twice through a port.
+    assert step(catalog.cyclic(n, 1)) == pytest.approx(2 * 3 * n, rel=0.02)
     assert bound < 0.85 * step(catalog.data_parallel(n))
 
 
@@ -151,7 +190,9 @@ def test_broadcasts_and_reductions_are_trees(n):
     tree = SLOW.collective(Action.REDUCE, 6, range(n))
     (owner,) = {s.rank for s in timeline.spans if s.lane == "compute" and s.start == 0}
     assert when(timeline, "send", "receive")[f"{owner} broadcast"] == (0, tree)
-    starts = {s.rank: s.start for s in timeline.spans if s.lane == "compute" and "F" in s.name}
+    starts = {
+        s.rank: s.start for s in timeline.spans if s.lane == "compute" and "F" in s.name
+    }
     assert starts == {rank: 0 if rank == owner else tree for rank in range(n)}
     reduce = {(s.start, s.end) for s in timeline.spans if s.name == "reduce"}
     assert reduce == {(tree + 5, tree + 5 + tree)}
@@ -165,10 +206,16 @@ def test_an_update_reads_and_writes_weights_gradients_and_momentum():
     timeline = simulate(program, [FIRST], machine)
     spans = [(s.start, s.end, s.name) for s in timeline.spans if s.lane == "update"]
     assert spans == [(5, 15, "update 0"), (20, 30, "update 0")]
-    assert [(s.start, s.end) for s in timeline.spans if s.name == "0F0"] == [(0, 2), (15, 17)]
-    for state, seconds in ((0.0, 6), (8.0, 10), (16.0, 14)):  # state is read and written
+    assert [(s.start, s.end) for s in timeline.spans if s.name == "0F0"] == [
+        (0, 2),
+        (15, 17),
+    ]
+    # State is read and written.
+    for state, seconds in ((0.0, 6), (8.0, 10), (16.0, 14)):
         timeline = simulate(program, [FIRST], machine, [state])
-        assert {s.end - s.start for s in timeline.spans if s.lane == "update"} == {seconds}
+        assert {s.end - s.start for s in timeline.spans if s.lane == "update"} == {
+            seconds
+        }
 
 
 @pytest.mark.parametrize("bandwidth", [24.0, 4.0])
@@ -178,26 +225,40 @@ def test_a_prediction_reads_two_versions_and_writes_one(bandwidth):
     timeline = simulate(program, [FIRST], replace(SLOW, memory_bandwidth=bandwidth))
     (span,) = (s for s in timeline.spans if s.name == "predict 0")
     updates = {s.step: s for s in timeline.spans if s.name == "update 0"}
-    ops = {(s.name, s.step): (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
+    ops = {
+        (s.name, s.step): (s.start, s.end)
+        for s in timeline.spans
+        if s.lane == "compute"
+    }
     assert (span.lane, span.step) == ("compute", 2)
     assert span.start == max(updates[0].end, ops["0B0", 1][1])
     assert span.end == ops["0F0", 2][0] == span.start + 24 / bandwidth
-    made = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
+    made = [
+        c.bytes
+        for c in timeline.changes
+        if c.kind == "weights" and c.time == span.start
+    ]
     assert made.count(8) == 1 + [s.start for s in updates.values()].count(span.start)
 
 
-@pytest.mark.parametrize("schedule", [catalog.data_parallel(3), catalog.zero_bubble(3, 4)])
+@pytest.mark.parametrize(
+    "schedule", [catalog.data_parallel(3), catalog.zero_bubble(3, 4)]
+)
 def test_an_update_makes_weights_beside_those_that_it_renews(schedule):
     """As ranks do, and as the program counts them."""
     program = schedule.lower(4).verify()
     timeline = simulate(program, unit_costs(3), replace(UNIT, memory_bandwidth=4.0))
-    peaks = [max(held for _, held in timeline.memory(r, kind="weights")) for r in range(3)]
+    peaks = [
+        max(held for _, held in timeline.memory(r, kind="weights")) for r in range(3)
+    ]
     assert peaks == [*program.peak_weights()]
 
 
 def test_ranks_of_different_speeds():
     machine = replace(UNIT, speeds=(1.0, 0.5, 4.0))
-    timeline = simulate(catalog.one_f_one_b(3, 1).lower(1), unit_costs(3, backward=2.0), machine)
+    timeline = simulate(
+        catalog.one_f_one_b(3, 1).lower(1), unit_costs(3, backward=2.0), machine
+    )
     assert when(timeline) == {
         "0 0F0": (0, 1),
         "1 1F0": (1, 3),
@@ -218,7 +279,11 @@ def test_slow_weights_stay_until_they_are_sent():
     assert [s.end - s.start for s in sent] == [40, 40, 40]
     for s in sent[1:]:
         times = (s.start, s.end - 1, s.end)
-        assert [held(timeline, s.rank, "weights", time) for time in times] == [16, 16, 8]
+        assert [held(timeline, s.rank, "weights", time) for time in times] == [
+            16,
+            16,
+            8,
+        ]
 
 
 # By what schedules promise
@@ -226,13 +291,18 @@ def test_slow_weights_stay_until_they_are_sent():
 
 HALVES = [catalog.zero_bubble(n, 2 * n) for n in (1, 2, 5)]
 HALVES += [
-    v(2 * n, 2 * n) for v in (catalog.zb_v, catalog.v_half, catalog.v_min) for n in (1, 2, 5)
+    v(2 * n, 2 * n)
+    for v in (catalog.zb_v, catalog.v_half, catalog.v_min)
+    for n in (1, 2, 5)
 ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "backward"),
-    [*((s, 1.0) for n in (1, 2, 3, 5) for s in catalogue(n)), *((s, 2.0) for s in HALVES)],
+    [
+        *((s, 1.0) for n in (1, 2, 3, 5) for s in catalogue(n)),
+        *((s, 2.0) for s in HALVES),
+    ],
     ids=lambda value: label(value) if isinstance(value, Schedule) else "",
 )
 def test_a_program_runs_as_its_schedule_says(schedule, backward):
@@ -247,19 +317,29 @@ def test_a_program_runs_as_its_schedule_says(schedule, backward):
     fills_at_once = schedule.layout.name == "per_stage" and schedule.max_staleness > 0
     if backward == 1.0 and not fills_at_once:
         tick = schedule.timing.ticks_per_slot
-        expected = {str(op): start / tick for op, start in schedule.timing.starts.items()}
-        found = {s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0}
+        expected = {
+            str(op): start / tick for op, start in schedule.timing.starts.items()
+        }
+        found = {
+            s.name: s.start
+            for s in timeline.spans
+            if s.lane == "compute" and s.step == 0
+        }
         assert found == pytest.approx(expected)
     cost = StageCost(1.0, backward, parameter_bytes=3.0)
     sent = simulate(program, [cost] * schedule.n_stages, SLOW).bytes_sent()
     by_slot = program.traffic()
-    assert sent == pytest.approx([3 * float(sum(s[rank].units for s in by_slot)) for rank in ranks])
+    assert sent == pytest.approx(
+        [3 * float(sum(s[rank].units for s in by_slot)) for rank in ranks]
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("delay", RULES)
 def test_one_device_does_everything_in_turn(delay, n):
-    schedule = catalog.cyclic(n, delay, "one") if delay else catalog.data_parallel(n, "one")
+    schedule = (
+        catalog.cyclic(n, delay, "one") if delay else catalog.data_parallel(n, "one")
+    )
     timeline = simulate(schedule.lower(steps_to_time(schedule)), unit_costs(n), UNIT)
     assert timeline.step_time == 2 * n * n
     assert timeline.idle_share == 0
@@ -299,7 +379,11 @@ def test_rates_are_those_of_a_long_training(schedule):
         catalog.data_parallel(4, delay=2, state="sharded"),
         catalog.published(4, state="sharded"),
         *(catalog.data_parallel(8, delay=delay, n_stages=4) for delay in range(4)),
-        *(make(rule, 4) for make in paper_table.SETTINGS.values() for rule in paper_table.RULES),
+        *(
+            make(rule, 4)
+            for make in paper_table.SETTINGS.values()
+            for rule in paper_table.RULES
+        ),
     ],
     ids=label,
 )
@@ -339,7 +423,9 @@ def test_memory_is_that_of_the_spans(program, latency):
     for change in timeline.changes:
         if change.kind == "activations":
             expected[change.rank, change.time] += change.bytes
-    assert {k: n for k, n in changes.items() if n} == {k: n for k, n in expected.items() if n}
+    assert {k: n for k, n in changes.items() if n} == {
+        k: n for k, n in expected.items() if n
+    }
     gained = [c for c in timeline.changes if c.kind == "gradients" and c.bytes > 0]
     assert sorted((c.rank, c.time) for c in gained) == sorted(
         (rank, when) for (rank, _, _), when in begun.items()
@@ -389,15 +475,21 @@ def test_any_program_on_any_machine(program, hardware, data):
             assert span.start >= ops[f"{before}{span.microbatch}", step].end
     for rank, instructions in enumerate(program.ranks):
         own = [span for span in timeline.spans if span.rank == rank]
-        computed, updates = ([s for s in own if s.lane == lane] for lane in ("compute", "update"))
+        computed, updates = (
+            [s for s in own if s.lane == lane] for lane in ("compute", "update")
+        )
         for spans in (computed, updates):
             assert all(a.end <= b.start for a, b in pairwise(spans))
         assert [s[5:8] for s in computed if not s.name.startswith("predict")] == [
             (i.stage, i.microbatch, i.step) for i in instructions if i.action.computes
         ]
         for update in updates:
-            seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
-            assert update.end - update.start == pytest.approx(seconds / hardware.speed(rank))
+            seconds = (
+                5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
+            )
+            assert update.end - update.start == pytest.approx(
+                seconds / hardware.speed(rank)
+            )
             contributions = [
                 s
                 for s in own
@@ -428,22 +520,33 @@ PROGRAM = catalog.gpipe(3, 2).lower(1)
         ((PROGRAM, unit_costs(0), UNIT), "3 stages.* 0"),
         ((PROGRAM, unit_costs(4), UNIT), "3 stages.* 4"),
         ((PROGRAM, unit_costs(3), UNIT, [1.0]), "optimizer_bytes.*3.* 1"),
-        ((PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0, 1.0))), "speeds.*3 ranks.* 2"),
-        ((PROGRAM, unit_costs(3), replace(UNIT, memories=(1.0, 1.0))), "memories.*3 ranks.* 2"),
+        (
+            (PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0, 1.0))),
+            "speeds.*3 ranks.* 2",
+        ),
+        (
+            (PROGRAM, unit_costs(3), replace(UNIT, memories=(1.0, 1.0))),
+            "memories.*3 ranks.* 2",
+        ),
     ],
 )
 def test_rejects_what_does_not_match_the_program(arguments, value):
     with pytest.raises(UserError, match=value):
         simulate(*arguments)
-    simulate(PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0,) * 4))  # more ranks than needed
+    # More ranks than needed.
+    simulate(PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0,) * 4))
 
 
 def test_two_machines_take_less_time_in_two_groups_than_in_one_or_four():
     """All parameters cross the one port of a machine in the time of a step."""
-    machines = replace(UNIT, link_bandwidth=1 / 2, ranks_per_machine=2, local_bandwidth=1e3)
+    machines = replace(
+        UNIT, link_bandwidth=1 / 2, ranks_per_machine=2, local_bandwidth=1e3
+    )
     plans = catalog.cyclic(4, groups=2), catalog.data_parallel(4), catalog.cyclic(4)
     grouped, *others = (
-        simulate(plan.lower(steps_to_time(plan)).verify(), unit_costs(4), machines).step_time
+        simulate(
+            plan.lower(steps_to_time(plan)).verify(), unit_costs(4), machines
+        ).step_time
         for plan in plans
     )
     assert grouped < 0.8 * min(others)
@@ -459,7 +562,9 @@ def test_a_pair_starts_when_both_can_and_ends_at_once(overlap):
     """
     schedule = Schedule.from_rank_orders(["0F0 0F1;0B0 0B1", "1F0 1B0 1F1 1B1"])
     machine = replace(UNIT, overlap_time=overlap)
-    timeline = simulate(schedule.lower(1).verify(), unit_costs(2, backward=2.0), machine)
+    timeline = simulate(
+        schedule.lower(1).verify(), unit_costs(2, backward=2.0), machine
+    )
     spans = {s.name: (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
     end = 4 + 3 * overlap
     assert spans == {

@@ -13,9 +13,14 @@ def test_stages_keep_their_inputs_until_the_backward():
     apart = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, second), SLOW)
     assert apart.memory(0, "stage inputs") == []
     assert apart.memory(1, "stage inputs") == [(4.5, 6), (7.5, 0)]  # until 1B0 ends
-    together = simulate(catalog.data_parallel(1, n_stages=2).lower(1), (FIRST, second), SLOW)
+    together = simulate(
+        catalog.data_parallel(1, n_stages=2).lower(1), (FIRST, second), SLOW
+    )
     at = when(together)
-    assert together.memory(0, "stage inputs") == [(at["0 1F0"][0], 1), (at["0 1B0"][1], 0)]
+    assert together.memory(0, "stage inputs") == [
+        (at["0 1F0"][0], 1),
+        (at["0 1B0"][1], 0),
+    ]
 
 
 def working(**in_ops):
@@ -30,7 +35,8 @@ def test_what_an_op_needs_while_it_runs():
     assert found == [(0, 2), (2, 2), (3, 5), (5, 5), (8, 0)]
     again = simulate(one, recomputing(costs, "all"), UNIT).memory(0, "working")
     assert again == [(3, 5), (6, 5), (11, 0)]
-    more = recomputing(working(forward=7.0, backward=5.0), "all")  # all of it, in the backward
+    # All of it, in the backward.
+    more = recomputing(working(forward=7.0, backward=5.0), "all")
     assert simulate(one, more, UNIT).memory(0, "working") == [(3, 7), (6, 7), (11, 0)]
 
 
@@ -49,7 +55,11 @@ def test_what_goes_from_stage_to_stage_is_held_until_it_is_used():
     ends = {name: end for name, (_, end) in when(together).items()}
     assert together.memory(0, "working") == [(ends["0 1B0"], 6), (starts["0 0B0"], 0)]
     made = [(ends["0 0F0"], 1), (ends["0 0F1"], 2)]
-    assert together.memory(0, "stage inputs") == [*made, (ends["0 1B0"], 1), (ends["0 1B1"], 0)]
+    assert together.memory(0, "stage inputs") == [
+        *made,
+        (ends["0 1B0"], 1),
+        (ends["0 1B1"], 0),
+    ]
 
 
 def test_who_updates_a_stage_keeps_the_state_of_its_optimizer():

@@ -2,13 +2,21 @@
 
 import pytest
 
-from toolkit.cost.situations import WITHIN, Situation, assess_situation, situation_cells, situations
+from toolkit.cost.situations import (
+    WITHIN,
+    Situation,
+    assess_situation,
+    situation_cells,
+    situations,
+)
 from toolkit.errors import UserError
 
 
 def test_a_table_has_the_largest_number_of_workers_and_slow_links_of_all():
     found = situations((2, 4), (1.0, 2.0))
-    assert [(each.workers, each.ratio, each.placement, each.machines) for each in found] == [
+    assert [
+        (each.workers, each.ratio, each.placement, each.machines) for each in found
+    ] == [
         (4, 0, "one", None),
         (4, 0, "per_stage_and_microbatch", None),
         (4, 0, "per_microbatch", None),
@@ -30,7 +38,11 @@ def test_memory_and_devices_have_their_closed_forms_and_cost_no_time(n):
     for row in (one, parallel, alone):
         times = [row[f"{name}_time"] for name in ("cdp_v1", "cdp_v2", "affordable")]
         assert times == pytest.approx([1, 1, 1])
-        late = (row["cdp_v1_staleness"], row["cdp_v2_staleness"], row["affordable_staleness"])
+        late = (
+            row["cdp_v1_staleness"],
+            row["cdp_v2_staleness"],
+            row["affordable_staleness"],
+        )
         assert late == pytest.approx((1, (n - 1) / (2 * n), (n - 1) / (2 * n)))
 
 
@@ -46,7 +58,12 @@ def test_two_workers_take_the_time_of_computing_or_of_what_they_send():
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_the_affordable_delay_is_between_the_others(n, machines, ratio):
     row = assess_situation(Situation("slow", n, ratio, machines=machines))
-    assert row["cdp_v2_staleness"] <= row["affordable_staleness"] <= row["cdp_v1_staleness"] == 1
+    assert (
+        row["cdp_v2_staleness"]
+        <= row["affordable_staleness"]
+        <= row["cdp_v1_staleness"]
+        == 1
+    )
     assert row["affordable_time"] <= (1 + WITHIN) * row["cdp_v1_time"] + 1e-9
     if row["affordable_time"] < row["cdp_v2_time"]:
         assert row["affordable_staleness"] > row["cdp_v2_staleness"]
@@ -55,14 +72,21 @@ def test_the_affordable_delay_is_between_the_others(n, machines, ratio):
 
 def test_machines_save_what_groups_do_not_send():
     """Two machines of two send half of what four machines do."""
-    apart, together = (assess_situation(Situation("slow", 4, 2.0, machines=k)) for k in (None, 2))
+    apart, together = (
+        assess_situation(Situation("slow", 4, 2.0, machines=k)) for k in (None, 2)
+    )
     assert together["cdp_v2_time"] < apart["cdp_v2_time"]
     assert together["cdp_v2_staleness"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
     ("workers", "ratios", "named"),
-    [([], [1], r"got \[\]"), ([1], [1], "got 1"), ([2], [], r"\[2\], \[\]"), ([2], [0], r"\[0\]")],
+    [
+        ([], [1], r"got \[\]"),
+        ([1], [1], "got 1"),
+        ([2], [], r"\[2\], \[\]"),
+        ([2], [0], r"\[0\]"),
+    ],
 )
 def test_refuses(workers, ratios, named):
     with pytest.raises(UserError, match=named):

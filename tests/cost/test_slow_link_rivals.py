@@ -17,7 +17,9 @@ from toolkit.cost.timeline_rows import summary
 from toolkit.cost.worker_forms import DataParallelJob
 from toolkit.errors import UserError
 
-LINKS = Hardware("links", flops=1.0, memory_bandwidth=1e12, link_bandwidth=1e3, link_latency=0.5)
+LINKS = Hardware(
+    "links", flops=1.0, memory_bandwidth=1e12, link_bandwidth=1e3, link_latency=0.5
+)
 BUCKET = StageCost(
     0.0,
     0.0,
@@ -39,7 +41,8 @@ def test_powersgd_sends_what_torch_does():
     (cost,), links = ddp_costs((BUCKET,), LINKS, 4, "powersgd", low_rank=2)
     assert cost.sent_gradient_bytes == 4 * (2 * 200 + 100)
     assert cost.error_bytes == 40_400
-    assert cost.backward_seconds == pytest.approx(2 + 12 * 10_100)  # at one operation a second
+    # At one operation a second.
+    assert cost.backward_seconds == pytest.approx(2 + 12 * 10_100)
     assert links.link_latency == 1.5
 
 
@@ -50,7 +53,9 @@ def test_rivals_take_the_seconds_of_their_messages():
     assert plain.seconds == pytest.approx(3 + 6 * (0.5 + 40_400 / 4 / 1e3), rel=1e-3)
     quantized = ddp_rival(job, "int8")
     n_bytes = 10_100 + 40 * 4
-    assert quantized.seconds == pytest.approx(3 + 6 * (0.5 + n_bytes / 4 / 1e3), rel=1e-3)
+    assert quantized.seconds == pytest.approx(
+        3 + 6 * (0.5 + n_bytes / 4 / 1e3), rel=1e-3
+    )
     quantized_timeline = quantized.form.timeline
     assert max(quantized_timeline.bytes_a_step()) == pytest.approx(1.5 * n_bytes)
     error_bytes = quantized_timeline.peak_memory(0) - plain.form.timeline.peak_memory(0)

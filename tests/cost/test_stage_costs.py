@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from toolkit.cost import UNIT, Hardware, StageCost, profile, recomputing, simulate, unit_costs
+from toolkit.cost import (
+    UNIT,
+    Hardware,
+    StageCost,
+    profile,
+    recomputing,
+    simulate,
+    unit_costs,
+)
 from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.model.kernel_work import Work
@@ -17,7 +25,9 @@ from toolkit.runtime.stage import StageRunner
 from toolkit.schedule import catalog
 
 FLOAT = 4
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
 
 
@@ -70,7 +80,9 @@ def kept_by(stage, received, precision="fp32"):
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with keeping, autocast(precision, torch.device("cpu")):
         outputs = stage(*received)
-    return kept, tuple(x.detach().requires_grad_(x.is_floating_point()) for x in outputs)
+    return kept, tuple(
+        x.detach().requires_grad_(x.is_floating_point()) for x in outputs
+    )
 
 
 def size(kept):
@@ -104,11 +116,25 @@ def test_a_linear_by_hand():
     """5 x 3 in, 4 out, ReLU; 2 out. Backwards: nothing for the input of the whole."""
     first, second = profile(linears(), torch.empty(5, 3, device="meta"))
     kernels = (Work(120, (5 * 3 + 16 + 5 * 4) * FLOAT), Work(0, 2 * 5 * 4 * FLOAT))
-    expected = {"flops": 120, "backward_flops": 120, "input_bytes": 60, "output_bytes": 80}
-    expected |= {"parameter_bytes": 16 * FLOAT, "activation_bytes": 80, "kernels": kernels}
+    expected = {
+        "flops": 120,
+        "backward_flops": 120,
+        "input_bytes": 60,
+        "output_bytes": 80,
+    }
+    expected |= {
+        "parameter_bytes": 16 * FLOAT,
+        "activation_bytes": 80,
+        "kernels": kernels,
+    }
     expected |= {"forward_seconds": None, "backward_seconds": None}
     assert vars(first) | expected == vars(first)
-    expected = {"flops": 80, "backward_flops": 160, "input_bytes": 80, "output_bytes": 40}
+    expected = {
+        "flops": 80,
+        "backward_flops": 160,
+        "input_bytes": 80,
+        "output_bytes": 40,
+    }
     expected |= {"parameter_bytes": 10 * FLOAT, "activation_bytes": 0}
     assert vars(second) | expected == vars(second)
     stages = linears()
@@ -119,8 +145,12 @@ def test_a_linear_by_hand():
 
 def test_stages_that_recompute_keep_their_inputs():
     """And the next one what it is given, though it is made on the same rank."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    plain = profile(partition(model, 2, torch.zeros(5, 3), by=["3"]), torch.zeros(5, 3).to("meta"))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
+    plain = profile(
+        partition(model, 2, torch.zeros(5, 3), by=["3"]), torch.zeros(5, 3).to("meta")
+    )
     assert [cost.extra_input_bytes for cost in plain] == [0, 5 * 4 * FLOAT]
     first, second = recomputing(plain, [0])
     assert (first.kept_bytes, second) == (2 * 4 * FLOAT, plain[1])
@@ -131,7 +161,9 @@ def test_stages_that_recompute_keep_their_inputs():
     assert recomputing(plain, "none") == plain
 
 
-@pytest.mark.parametrize(("checkpoint", "value"), [([0, 2], "2"), ("some", "'some'"), (1, "1")])
+@pytest.mark.parametrize(
+    ("checkpoint", "value"), [([0, 2], "2"), ("some", "'some'"), (1, "1")]
+)
 def test_stages_that_cannot_recompute(checkpoint, value):
     with pytest.raises(UserError, match=value):
         recomputing(unit_costs(2), checkpoint)
@@ -216,15 +248,24 @@ def test_a_real_device_differs_in_seconds_only(device):
     stages = partition(network().to(device), 3, example)
     before = {name: value.clone() for name, value in stages.model.state_dict().items()}
     generator = torch.get_rng_state()  # the model draws
-    real, meta = profile(stages, example, repeats=1), profile(stages, example.to("meta"))
+    real, meta = (
+        profile(stages, example, repeats=1),
+        profile(stages, example.to("meta")),
+    )
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in real)
     for name, value in stages.model.state_dict().items():
         assert torch.equal(value, before[name]), f"profiling changed {name}"
     if device == "cpu":
-        timeless = {"forward_seconds": None, "backward_seconds": None, "weight_share": None}
+        timeless = {
+            "forward_seconds": None,
+            "backward_seconds": None,
+            "weight_share": None,
+        }
         assert tuple(replace(cost, **timeless) for cost in real) == meta
-    assert [cost.activation_bytes for cost in real] == [cost.activation_bytes for cost in meta]
+    assert [cost.activation_bytes for cost in real] == [
+        cost.activation_bytes for cost in meta
+    ]
 
 
 def test_seconds_are_measured_or_by_the_roofline_of_each_kernel():
@@ -232,7 +273,9 @@ def test_seconds_are_measured_or_by_the_roofline_of_each_kernel():
     assert bare.seconds(MACHINE) == (1.5, 3.25)
     measured = replace(bare, forward_seconds=0.25, backward_seconds=0.5)
     assert measured.seconds(MACHINE) == (0.25, 0.5)
-    kernels = replace(bare, kernels=(Work(2, 1), Work(1, 10)), backward_kernels=(Work(4, 20),))
+    kernels = replace(
+        bare, kernels=(Work(2, 1), Work(1, 10)), backward_kernels=(Work(4, 20),)
+    )
     assert kernels.seconds(MACHINE) == (1 + 2, 4)
 
 
@@ -291,7 +334,9 @@ def test_one_rank_keeps_what_is_saved_and_what_crosses(make, n_stages):
         saved, values = kept_by(stage, values)
         kept |= saved | {stored(x): x for x in values}
     del kept[stored(values[0])]  # the last stage's output crosses no cut
-    assert sum(cost.activation_bytes + cost.extra_input_bytes for cost in costs) == size(kept)
+    assert sum(
+        cost.activation_bytes + cost.extra_input_bytes for cost in costs
+    ) == size(kept)
 
 
 def test_gradients_of_weights_take_their_share_of_a_backward():
@@ -299,8 +344,12 @@ def test_gradients_of_weights_take_their_share_of_a_backward():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to("meta")
     example = torch.empty(256, 64, device="meta")
     first, last = profile(partition(model, 2, example, ["2"], check=False), example)
-    arithmetic = Hardware("arithmetic", flops=1e9, memory_bandwidth=1e30, link_bandwidth=1e9)
-    assert first.weight_seconds(arithmetic) == pytest.approx(first.seconds(arithmetic)[1])
+    arithmetic = Hardware(
+        "arithmetic", flops=1e9, memory_bandwidth=1e30, link_bandwidth=1e9
+    )
+    assert first.weight_seconds(arithmetic) == pytest.approx(
+        first.seconds(arithmetic)[1]
+    )
     forward, backward, of_inputs, of_weights = last.op_seconds(arithmetic)
     assert of_weights == pytest.approx(backward / 2)
     assert of_inputs + of_weights == pytest.approx(backward)
@@ -308,7 +357,9 @@ def test_gradients_of_weights_take_their_share_of_a_backward():
 
 
 def test_a_given_share_of_weights_counts():
-    cost = StageCost(1.0, 2.0, forward_seconds=1.0, backward_seconds=2.0, weight_share=0.25)
+    cost = StageCost(
+        1.0, 2.0, forward_seconds=1.0, backward_seconds=2.0, weight_share=0.25
+    )
     assert cost.op_seconds(UNIT) == [1.0, 2.0, 1.5, 0.5]
     assert replace(cost, weight_share=None).op_seconds(UNIT) == [1.0, 2.0, 1.0, 1.0]
     with pytest.raises(UserError, match="weight_share"):

@@ -46,13 +46,20 @@ def test_one_device_costs_as_the_whole(decoder):
     stages, tokens = decoder
     for cost, work in zip(profile(stages, tokens), works_on(decoder, 1), strict=True):
         assert sum(kernel.flops for kernel in work.kernels) == cost.flops
-        assert sum(kernel.bytes for kernel in work.kernels) == sum(k.bytes for k in cost.kernels)
-        assert sum(kernel.flops for kernel in work.backward_kernels) == cost.backward_flops
+        assert sum(kernel.bytes for kernel in work.kernels) == sum(
+            k.bytes for k in cost.kernels
+        )
+        assert (
+            sum(kernel.flops for kernel in work.backward_kernels) == cost.backward_flops
+        )
         assert not work.exchanges
         assert not work.backward_exchanges
         for name in ("activation", "input", "output", "parameter"):
             assert getattr(work, f"{name}_bytes") == getattr(cost, f"{name}_bytes")
-        assert (work.forward_working_bytes, work.backward_working_bytes) == cost.working_bytes
+        assert (
+            work.forward_working_bytes,
+            work.backward_working_bytes,
+        ) == cost.working_bytes
 
 
 def test_devices_of_a_decoder_exchange_tokens(decoder):
@@ -72,13 +79,18 @@ def test_devices_of_a_decoder_hold_shards(decoder):
     embedding, block, head = works_on(decoder, 2)
     places = TOKENS * HIDDEN
     assert embedding.parameter_bytes == FLOAT * (WORDS * HIDDEN // 2 + places)
-    sharded = 3 * HIDDEN * (HIDDEN + 1) + HIDDEN * HIDDEN + 4 * HIDDEN * (2 * HIDDEN + 1)
-    replicated = 4 * HIDDEN + 2 * HIDDEN  # norms; biases of layers that are sharded by columns
+    sharded = (
+        3 * HIDDEN * (HIDDEN + 1) + HIDDEN * HIDDEN + 4 * HIDDEN * (2 * HIDDEN + 1)
+    )
+    # norms; biases of layers that are sharded by columns.
+    replicated = 4 * HIDDEN + 2 * HIDDEN
     assert block.parameter_bytes == FLOAT * (sharded // 2 + replicated)
     assert head.parameter_bytes == FLOAT * (HIDDEN * WORDS // 2 + 2 * HIDDEN)
     assert block.input_bytes == block.output_bytes == BOUNDARY / 2
     whole_block = works_on(decoder, 1)[1]
-    assert sum(k.flops for k in whole_block.kernels) == 2 * sum(k.flops for k in block.kernels)
+    assert sum(k.flops for k in whole_block.kernels) == 2 * sum(
+        k.flops for k in block.kernels
+    )
     # Less than all and more than half: inputs of sharded layers are kept whole.
     assert 0.5 < block.activation_bytes / whole_block.activation_bytes < 1
 
@@ -100,7 +112,9 @@ def test_devices_that_share_the_loss_do_not_gather_scores(decoder):
 
 def test_devices_of_vit_sum_activations():
     with torch.device("meta"):
-        model = VisionTransformer(16, 8, 1, num_heads=2, hidden_dim=8, mlp_dim=16, num_classes=3)
+        model = VisionTransformer(
+            16, 8, 1, num_heads=2, hidden_dim=8, mlp_dim=16, num_classes=3
+        )
     images = torch.empty(2, 3, 16, 16, device="meta")
     stages = partition(model, 1, images)
     (work,) = device_works(stages, (images,), tensor_parallel(model, 2), 2)
@@ -114,8 +128,12 @@ def test_devices_of_vit_sum_activations():
 def test_exchanges_take_links_within_a_machine(decoder):
     """A ring of n takes n - 1 rounds of 1/n of the bytes; an all-reduce twice as many."""
     width = Width(4, MACHINE)
-    assert width.seconds(Exchange("all_gather", 4000.0)) == pytest.approx(3 * (0.5 + 1.0))
-    assert width.seconds(Exchange("all_reduce", 4000.0)) == pytest.approx(6 * (0.5 + 1.0))
+    assert width.seconds(Exchange("all_gather", 4000.0)) == pytest.approx(
+        3 * (0.5 + 1.0)
+    )
+    assert width.seconds(Exchange("all_reduce", 4000.0)) == pytest.approx(
+        6 * (0.5 + 1.0)
+    )
 
     stages, tokens = decoder
     costs = profile_width(stages, tokens, tensor_parallel(stages.model, 4), width)
@@ -125,7 +143,9 @@ def test_exchanges_take_links_within_a_machine(decoder):
     exchange_seconds = 4 * 3 * (0.5 + BOUNDARY / 4 / 1000)
     assert forward - compute_forward == pytest.approx(exchange_seconds)
     assert backward - compute_backward > exchange_seconds
-    assert block.exchange_bytes == pytest.approx(8 * 0.75 * BOUNDARY + 4 * 1.5 * HIDDEN * FLOAT)
+    assert block.exchange_bytes == pytest.approx(
+        8 * 0.75 * BOUNDARY + 4 * 1.5 * HIDDEN * FLOAT
+    )
     # A backward's part for weights has kernels only.
     _, _, for_inputs, for_weights = block.op_seconds(MACHINE)
     assert for_inputs + for_weights == pytest.approx(backward)

@@ -75,7 +75,9 @@ def test_rates_are_of_the_steady_steps():
         for step, n_bytes in ((5, 1.0), (6, 10.0), (6, 2.0), (7, 12.0), (8, 100.0))
     ]
     begin = Span(1, "compute", 0.0, 1.0, "0F0", 0, 0, 5)
-    found = replace(timeline([begin, *sent], step_ends=(7.0, 11.0, 15.0, 16.0)), steady=range(1, 3))
+    found = replace(
+        timeline([begin, *sent], step_ends=(7.0, 11.0, 15.0, 16.0)), steady=range(1, 3)
+    )
     assert found.step_time == 4
     assert found.bytes_a_step() == (12, 0)
     assert replace(found, steady=range(0)).step_time == 3
@@ -85,7 +87,11 @@ def test_rates_are_of_the_steady_steps():
     spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
     assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
     # The first step takes longer where ranks are new to it
-    spans = [compute(0, 0.0, 100.0), compute(0, 100.0, 101.0, 1), compute(0, 102.0, 103.0, 2)]
+    spans = [
+        compute(0, 0.0, 100.0),
+        compute(0, 100.0, 101.0, 1),
+        compute(0, 102.0, 103.0, 2),
+    ]
     assert timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0)).idle_share == 0.5
     # Ends of overlapping steps can be nearer than the time that their ops take.
     assert timeline(spans, n_ranks=1, step_ends=(100.0, 100.5, 101.0)).idle_share == 0
@@ -106,7 +112,9 @@ def test_groups_in_rotated_chains_are_not_less_than_idle():
     """Ranks get ahead in the first steps, and so do less than whole steps in the timed ones."""
     seconds = ((1.3, 0.9), (1.0, 1.8), (1.7, 0.9), (1.3, 2.2))
     costs = [
-        StageCost(0, 0, parameter_bytes=1e6, forward_seconds=f / 1e3, backward_seconds=b / 1e3)
+        StageCost(
+            0, 0, parameter_bytes=1e6, forward_seconds=f / 1e3, backward_seconds=b / 1e3
+        )
         for f, b in seconds
     ]
     schedule = catalog.cyclic(4, 1, groups=2, chains="rotated")
@@ -132,7 +140,10 @@ def test_what_a_rank_holds_at_its_peak():
 
 def test_a_moment_of_which_two_sums_of_seconds_differ():
     """0.1 + 0.2 and 0.3: what is freed then is no longer there for what is made."""
-    changes = [Change(0.0, 0, "activations", 1.0), Change(0.1 + 0.2, 0, "activations", -1.0)]
+    changes = [
+        Change(0.0, 0, "activations", 1.0),
+        Change(0.1 + 0.2, 0, "activations", -1.0),
+    ]
     changes.append(Change(0.3, 1, "activations", 1.0))
     found = timeline(changes=changes)
     assert 0.3 < 0.1 + 0.2
@@ -145,7 +156,9 @@ def test_all_ranks_peak_is_that_of_the_schedule(n, s):
     """Though stages begin at fractions of slots."""
     schedule = catalog.cyclic(n, n_stages=s)
     found = simulate(schedule.lower(steps_to_time(schedule)), unit_costs(s), UNIT)
-    assert found.peak_memory(kind="activations") == steady_state(schedule).peak_activations
+    assert (
+        found.peak_memory(kind="activations") == steady_state(schedule).peak_activations
+    )
 
 
 @pytest.mark.parametrize("n_steps", [2, 3, 7])
@@ -153,7 +166,10 @@ def test_staggered_workers_are_never_idle_however_few_steps_are_simulated(n_step
     """What they do after the end of the last step would be done beside the next."""
     found = simulate(catalog.cyclic(4).lower(n_steps), unit_costs(4), UNIT)
     assert found.idle_share == pytest.approx(0)
-    assert simulate(catalog.gpipe(2, 2).lower(n_steps), unit_costs(2), UNIT).idle_share > 0.3
+    assert (
+        simulate(catalog.gpipe(2, 2).lower(n_steps), unit_costs(2), UNIT).idle_share
+        > 0.3
+    )
 
 
 def test_to_frame():
@@ -170,9 +186,17 @@ def test_to_chrome_trace(tmp_path):
     found = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
     found.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(LANES)}
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events
+        if e["name"] == "thread_name"
+    }
+    assert names == {
+        (rank, k): lane for rank in range(2) for k, lane in enumerate(LANES)
+    }
+    processes = {
+        e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"
+    }
     assert processes == {0: "rank 0", 1: "rank 1"}
     assert {
         "ph": "X",
@@ -182,10 +206,21 @@ def test_to_chrome_trace(tmp_path):
         "tid": LANES.index("send"),
         "ts": 2e6,
         "dur": 2.5e6,
-        "args": {"stage": 0, "microbatch": 0, "step": 0, "bytes": 4.0, "peer": 1, "slot": 1},
+        "args": {
+            "stage": 0,
+            "microbatch": 0,
+            "step": 0,
+            "bytes": 4.0,
+            "peer": 1,
+            "slot": 1,
+        },
     } in events
     assert sum(e["ph"] == "X" for e in events) == len(found.spans)
-    memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
+    memory = [
+        (e["ts"], e["args"]["bytes"])
+        for e in events
+        if e["ph"] == "C" and e["pid"] == 0
+    ]
     assert memory == [(1e6 * time, n_bytes) for time, n_bytes in found.memory(0)]
 
 
@@ -196,12 +231,23 @@ def test_to_kineto_traces(tmp_path):
     kernels = []
     for rank in range(2):
         trace = json.loads((tmp_path / "kineto" / f"rank_{rank}.json").read_text())
-        assert trace["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
-        by_kind = {kind: [e for e in trace["traceEvents"] if e["cat"] == kind] for kind in KINETO}
+        assert trace["distributedInfo"] == {
+            "backend": "nccl",
+            "rank": rank,
+            "world_size": 2,
+        }
+        by_kind = {
+            kind: [e for e in trace["traceEvents"] if e["cat"] == kind]
+            for kind in KINETO
+        }
         assert sum(map(len, by_kind.values())) == len(trace["traceEvents"])
         own, launches, (step,) = by_kind.values()
         numbers = [e["args"]["correlation"] for e in launches]
-        assert numbers == [e["args"]["correlation"] for e in own] == [*range(1, len(own) + 1)]
+        assert (
+            numbers
+            == [e["args"]["correlation"] for e in own]
+            == [*range(1, len(own) + 1)]
+        )
         assert step["name"] == "ProfilerStep#0"
         assert len(own) == sum(span.rank == rank for span in found.spans)
         kernels += own

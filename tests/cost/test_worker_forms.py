@@ -48,7 +48,8 @@ class _Sum(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "buckets"),
     [
-        ([30, 20, 6, 2], [30, 26, 2]),  # the first is full at 1 MiB, the others at 25 MiB
+        # The first is full at 1 MiB, the others at 25 MiB.
+        ([30, 20, 6, 2], [30, 26, 2]),
         ([10, 10, 10, 3], [30, 3]),
         ([5, 5], [5, 5]),
         ([1], [1]),
@@ -89,7 +90,9 @@ def test_the_fastest_form_is_the_least_of_all(costs_of, delay):
     for chains in ("in_order", "rotated")[: 2 if delay == 1 else 1]:
         for cut in CUTS:
             other = catalog.cyclic(4, delay, chains=chains)
-            seconds[chains, cut] = steady_timeline(other, costs_of(4, cut), ethernet).step_time
+            seconds[chains, cut] = steady_timeline(
+                other, costs_of(4, cut), ethernet
+            ).step_time
     assert form.seconds == min(seconds.values())
     assert seconds[form.schedule.chains, form.partition] == form.seconds
 

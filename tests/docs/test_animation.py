@@ -20,7 +20,9 @@ def test_the_kept_picture_is_that_of_the_schedules():
 
 
 def test_every_op_of_the_loop_is_drawn_once_and_the_peaks_are_said():
-    image = ET.fromstring(animation({"DP": catalog.dp(2), "CDP": catalog.cdp_v2(2)}, n_slots=8))
+    image = ET.fromstring(
+        animation({"DP": catalog.dp(2), "CDP": catalog.cdp_v2(2)}, n_slots=8)
+    )
     first, second = (image.find(f".//*[@id='schedule{k}']") for k in range(2))
     assert [x.text for x in first.iter(f"{SVG}text")] == list("01100110") * 2
     assert [x.text for x in second.iter(f"{SVG}text")] == [*"01100110", *"011001"]

@@ -84,7 +84,9 @@ def test_trajectory(script, schedule, delays):
         expected = dict(runtime.module().named_parameters())
         assert versions[0].keys() == expected.keys()
         for name, weight in versions[0].items():
-            torch.testing.assert_close(weight, expected[name].data, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                weight, expected[name].data, rtol=1e-10, atol=1e-10
+            )
 
 
 def test_prints_the_picture_of_its_comment_and_accuracies(script, capsys):

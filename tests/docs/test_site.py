@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-MISSING = [name for name in ("playwright", "sphinx", "furo", "myst_nb") if find_spec(name) is None]
+MISSING = [
+    name
+    for name in ("playwright", "sphinx", "furo", "myst_nb")
+    if find_spec(name) is None
+]
 RESULTS = sorted(ROOT.glob("experiments/results/*.md"))
 SHOWN = [
     "index.html",
@@ -29,14 +33,26 @@ OUTSIDE = "() => document.documentElement.scrollWidth - window.innerWidth"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it"),
-    pytest.mark.skipif(bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"),
+    pytest.mark.skipif(
+        bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "-q", "-c", "docs", ".", folder]
+    build = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "-q",
+        "-c",
+        "docs",
+        ".",
+        folder,
+    ]
     subprocess.run(build, cwd=ROOT, env=os.environ | {"EXECUTE": "off"}, check=True)
     return folder
 
@@ -45,7 +61,9 @@ def site(tmp_path_factory):
 def browser():
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         yield found
         found.close()
 
@@ -71,7 +89,9 @@ def test_pages_fit_and_load_nothing_from_elsewhere(browser, site, wide):
 
 
 @pytest.mark.parametrize("wide", [390, 800, 1280])
-def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(browser, site, wide):
+def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(
+    browser, site, wide
+):
     page, problems = browser.new_page(viewport={"width": wide, "height": 900}), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
@@ -81,7 +101,11 @@ def test_the_explorer_plays_lights_up_and_keeps_its_state_in_the_address(browser
     assert verdict.inner_text().startswith("CDP-v1 compared with DP: ")
     assert page.evaluate(OUTSIDE) <= 0
     page.locator(".cdp-op").nth(100).hover()
-    assert arrows.count() == page.locator(".cdp-op.cdp-before, .cdp-op.cdp-after").count() > 1
+    assert (
+        arrows.count()
+        == page.locator(".cdp-op.cdp-before, .cdp-op.cdp-after").count()
+        > 1
+    )
     page.get_by_label("model and machine").select_option("resnet50 on ethernet_10")
     page.wait_for_function("document.querySelector('.cdp-grid').dataset.unit === 'ms'")
     assert "saved on all ranks" in verdict.inner_text()

@@ -41,7 +41,9 @@ class Finished(NamedTuple):
 _get_mode = Hydra.get_mode
 
 
-def _mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> RunMode | None:
+def _mode(
+    hydra: Hydra, config_name: str | None, overrides: list[str]
+) -> RunMode | None:
     """Hydra's, which composes once more for ``hydra.mode``, where an option may have set it."""
     if any("hydra.mode" in option or "sweep=" in option for option in overrides):
         return _get_mode(hydra, config_name, overrides)
@@ -54,8 +56,12 @@ def run(name: str, *arguments: str) -> Finished:
     status = 0
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]))
-        stack.enter_context(mock.patch.object(sys, "argv", [f"experiments/{name}.py", *arguments]))
+        stack.enter_context(
+            mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path])
+        )
+        stack.enter_context(
+            mock.patch.object(sys, "argv", [f"experiments/{name}.py", *arguments])
+        )
         stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
         stack.enter_context(mock.patch.object(Hydra, "get_mode", _mode))
         stack.enter_context(redirect_stdout(out))
@@ -99,7 +105,9 @@ def refused(name: str, *arguments: str, match: str = "") -> str:
     finished = run(name, *arguments)
     assert finished.status == 2
     assert "Traceback" not in finished.err
-    message = finished.err[finished.err.index("error: ") :].removeprefix("error: ").strip()
+    message = (
+        finished.err[finished.err.index("error: ") :].removeprefix("error: ").strip()
+    )
     assert len(message.splitlines()) <= 2 or "rank 0" in message
     assert re.search(match, message, re.DOTALL), message
     return message
@@ -108,4 +116,7 @@ def refused(name: str, *arguments: str, match: str = "") -> str:
 def cases(table: str) -> list:
     """Rows of a command line and a pattern of its error: the option and its value."""
     found = [row.rpartition(" | ") for row in table.strip().splitlines()]
-    return [pytest.param(shlex.split(given), pattern, id=given) for given, _, pattern in found]
+    return [
+        pytest.param(shlex.split(given), pattern, id=given)
+        for given, _, pattern in found
+    ]

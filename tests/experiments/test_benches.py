@@ -16,7 +16,9 @@ def options(**values):
 
 def test_bench_grouped(tmp_path):
     small = options(image_size=8, stages=2, microbatches=2, batch=2, rounds=3, steps=2)
-    given = options(model="resnet8", precision="bf16", channels_last="true", norms="fused")
+    given = options(
+        model="resnet8", precision="bf16", channels_last="true", norms="fused"
+    )
     found = complete("bench", tmp_path, "bench=grouped", *small, *given)["metrics"]
     methods = [row["method"] for row in found]
     names = ["plain PyTorch", "DP grouped", "CDP-v2 grouped"]
@@ -34,7 +36,9 @@ def test_bench_grouped(tmp_path):
 
 
 def test_bench_widths(tmp_path):
-    small = options(workers="[2]", widths="[1,2]", layers=2, hidden=16, heads=2, tokens=8, batch=1)
+    small = options(
+        workers="[2]", widths="[1,2]", layers=2, hidden=16, heads=2, tokens=8, batch=1
+    )
     found = complete("bench", tmp_path, "bench=widths", "device=cpu", *small)["metrics"]
     devices = {}
     for row in found:
@@ -64,7 +68,9 @@ def test_bench_loader(tmp_path):
     assert [row["method"] for row in found] == [*models, *loaders]
     for row in found:
         assert row["images/s"] == pytest.approx(8 / row["seconds a batch"], rel=0.05)
-        for column, model in zip(("of CDP-v2's", "of plain PyTorch's"), found, strict=False):
+        for column, model in zip(
+            ("of CDP-v2's", "of plain PyTorch's"), found, strict=False
+        ):
             ratio = row["images/s"] / model["images/s"]
             assert row[column] == pytest.approx(ratio, rel=0.01, abs=0.001)
 
@@ -72,14 +78,32 @@ def test_bench_loader(tmp_path):
 def test_bench_loader_reads_a_folder(tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path / split, "ab", n=8)
-    small = options(image_size=8, stages=2, microbatches=2, batch=4, rounds=1, num_workers=0)
-    given = "bench=loader", "device=cpu", *small, *options(model="resnet8", root=tmp_path)
+    small = options(
+        image_size=8, stages=2, microbatches=2, batch=4, rounds=1, num_workers=0
+    )
+    given = (
+        "bench=loader",
+        "device=cpu",
+        *small,
+        *options(model="resnet8", root=tmp_path),
+    )
     found = complete("bench", tmp_path / "fits", *given, "bench.steps=2")["metrics"]
     assert [row["method"] for row in found][2:] == ["in memory", "folder, 0 workers"]
     where = f"hydra.run.dir={tmp_path}/refused"
-    refused("bench", *given, "bench.steps=3", where, match=f"steps=3 .*{tmp_path}.* at most 2")
+    refused(
+        "bench",
+        *given,
+        "bench.steps=3",
+        where,
+        match=f"steps=3 .*{tmp_path}.* at most 2",
+    )
     wrong = "bench=loader", "device=cpu", where
-    refused("bench", *wrong, "bench.num_workers=-1", match="num_workers is 0 or more.*got -1")
+    refused(
+        "bench",
+        *wrong,
+        "bench.num_workers=-1",
+        match="num_workers is 0 or more.*got -1",
+    )
 
 
 def test_bench_corrections(tmp_path):
@@ -98,7 +122,9 @@ def test_bench_corrections(tmp_path):
 def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark_module):
     begun = []
     monkeypatch.setattr("torch.compile", lambda model, mode: model)
-    monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step"))
+    monkeypatch.setattr(
+        "torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step")
+    )
     for compile in ("reduce-overhead", "default"):
         given = nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu")
         benchmark_module("training_steps").Plain(*given).step(
@@ -110,7 +136,9 @@ def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark_module):
 def test_bench_one_device(tmp_path):
     small = options(models="[resnet8]", microbatches="[3]", stages=4, extra_time=0.2)
     given = *small, *options(image_size=32, batch=16)
-    found = complete("bench", tmp_path, "bench=one_device", "device=cpu", *given)["metrics"]
+    found = complete("bench", tmp_path, "bench=one_device", "device=cpu", *given)[
+        "metrics"
+    ]
     assert [row["method"] for row in found] == ["DP", "shifted", "chosen"]
     together, shifted, chosen = (row["measured MB"] for row in found)
     assert chosen < shifted < together
@@ -120,21 +148,33 @@ def test_bench_one_device(tmp_path):
 
 
 def test_bench_unlike(tmp_path):
-    small = options(ranks=2, stages=3, microbatches=3, sleep=0.02, steps=4, search_seconds=0.5)
+    small = options(
+        ranks=2, stages=3, microbatches=3, sleep=0.02, steps=4, search_seconds=0.5
+    )
     command = "bench=unlike", "device=cpu", *small, f"hydra.run.dir={tmp_path}"
     run("bench", *command)  # its status depends on seconds
     found = rows(tmp_path / "bench.csv")
     assert [row["forwards of ranks"] for row in found[1::2]] == ["6 3", "6 3"]
-    assert all(float(row[f"{what} (s)"]) > 0 for row in found for what in ("predicted", "measured"))
+    assert all(
+        float(row[f"{what} (s)"]) > 0
+        for row in found
+        for what in ("predicted", "measured")
+    )
 
 
 def test_bench_predictions(tmp_path):
-    small = options(models="[resnet8]", image_size=8, batch=8, steps=4, configurations=6)
-    found = complete("bench", tmp_path, "bench=predictions", "device=cpu", *small)["metrics"]
+    small = options(
+        models="[resnet8]", image_size=8, batch=8, steps=4, configurations=6
+    )
+    found = complete("bench", tmp_path, "bench=predictions", "device=cpu", *small)[
+        "metrics"
+    ]
     assert 0 < len(found) <= 6  # a small model has few stages
     for row in found:
         assert row["predicted ms"] > 0 < row["measured ms"]
-        assert 0.8 * row["predicted MB"] <= row["measured MB"] <= 1.01 * row["at most MB"]
+        assert (
+            0.8 * row["predicted MB"] <= row["measured MB"] <= 1.01 * row["at most MB"]
+        )
         # What a rank holds of weights that travel depends on when messages arrive.
         if not any(method in row["schedule"] for method in ("DP-", "ZeRO", "WeiPipe")):
             assert row["measured MB"] == pytest.approx(row["predicted MB"], rel=0.02)
@@ -160,7 +200,9 @@ def test_bench_resume(tmp_path):
 def test_bench_architectures(tmp_path):
     pytest.importorskip("transformers")
     short = options(libraries="[transformers]", only="[Bert]", steps=2)
-    (row,) = complete("bench", tmp_path, "bench=architectures", "device=cpu", *short)["metrics"]
+    (row,) = complete("bench", tmp_path, "bench=architectures", "device=cpu", *short)[
+        "metrics"
+    ]
     assert [*row.values()][:3] == ["transformers", "Bert", "torch.export"]
     assert row["difference"] < 1e-9
     assert row["larger stage"] < 0.6

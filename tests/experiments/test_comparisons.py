@@ -39,7 +39,14 @@ def stopped_in_run(k, *options, common=None):
     return finished.err
 
 
-OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
+OPTIONS = (
+    *TINY,
+    "~rules.cdp_v1",
+    "seeds=1",
+    "epochs=2",
+    "diagnostics=1",
+    "tracking.every=1",
+)
 
 
 KEPT = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
@@ -97,7 +104,12 @@ def test_continues_after_a_run_that_diverges(tmp_path, monkeypatch):
     (note,) = found["notes"]
     assert note.startswith("CDP-v1: the loss diverged (seed 1 in epoch 1)")
     of_rule = [row for row in rows(tmp_path / "runs.csv") if row["rule"] == "cdp_v1"]
-    assert [row["train_loss"] == "nan" for row in of_rule] == [False, False, False, True]
+    assert [row["train_loss"] == "nan" for row in of_rule] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     fresh, late = found["metrics"]
     assert (fresh["diverged"], late["diverged"]) == (0, 1)
     assert late["accuracy"] == pytest.approx(100 * float(of_rule[1]["top1"]))
@@ -118,8 +130,14 @@ def files(folder):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (("compare", *TINY, "seeds=1", "hydra.run.dir={}"), "{} has the runs .* resume={}"),
-        (("communication", "workers=2", "hydra.run.dir={}"), "{} has the runs .* hydra.run.dir"),
+        (
+            ("compare", *TINY, "seeds=1", "hydra.run.dir={}"),
+            "{} has the runs .* resume={}",
+        ),
+        (
+            ("communication", "workers=2", "hydra.run.dir={}"),
+            "{} has the runs .* hydra.run.dir",
+        ),
         (
             ("compare", "resume={}", "seeds=4", "optimizer.lr=0.5"),
             r"optimizer.lr=0.5 \(was 0.1\)",
@@ -137,7 +155,14 @@ def test_refuses_to_overwrite_or_change_a_comparison(kept, arguments, pattern):
 @pytest.fixture
 def kept(tmp_path):
     """A comparison of two rules with equal metrics; their runs ended in another order."""
-    keys = [("dp", 1), ("dp", 2), ("dp", 0), ("cdp_v1", 0), ("cdp_v1", 1), ("cdp_v1", 2)]
+    keys = [
+        ("dp", 1),
+        ("dp", 2),
+        ("dp", 0),
+        ("cdp_v1", 0),
+        ("cdp_v1", 1),
+        ("cdp_v1", 2),
+    ]
     runs = [
         RuleRun(rule, seed, [asdict(Epoch(0, 1.0, 1.0, seed / 10, 0.9, 0.1, 1.0))], [])
         for rule, seed in keys
@@ -179,19 +204,24 @@ def test_refuses_invalid_options_before_the_first_run(tmp_path, options, pattern
     assert finished.status == 2
     assert finished.err.startswith("error: ")  # and no bar before it
     assert re.search(pattern, finished.err)
-    assert not {"wandb", "under_way", "runs.csv"} & {path.name for path in tmp_path.iterdir()}
+    assert not {"wandb", "under_way", "runs.csv"} & {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_pairs_runs_by_their_seeds(kept):
     found = complete("compare", kept, f"resume={kept}")
     assert [row["difference"] for row in found["metrics"]] == [0, 0]
-    assert [row["difference_95"] for row in found["metrics"]] == [None, None]  # no spread
+    # No spread.
+    assert [row["difference_95"] for row in found["metrics"]] == [None, None]
 
 
 def test_tests_equivalence_at_a_margin(kept):
     """Differences of CDP-v1 are -10, 0 and 1 points: mean -3, standard deviation sqrt(37)."""
     changed = [
-        run if run.rule == "dp" else replace(run, epochs=[run.epochs[0] | {"top1": top1}])
+        run
+        if run.rule == "dp"
+        else replace(run, epochs=[run.epochs[0] | {"top1": top1}])
         for run in comparison.read_ended_runs(kept, plain(settings("compare", *KEPT)))
         for top1 in [{0: -0.1, 1: 0.1, 2: 0.21}[run.seed]]
     ]
@@ -202,13 +232,21 @@ def test_tests_equivalence_at_a_margin(kept):
     t = 22 / sqrt(37 / 3)  # with two degrees of freedom
     assert [row["verdict"] for row in found] == ["", "equivalent within 25"]
     assert found[1]["equivalence_p"] == pytest.approx((1 - t / sqrt(t**2 + 2)) / 2)
-    assert [row["verdict"] for row in rows(kept / "comparison.csv")] == ["", "equivalent within 25"]
-    assert "verdict" not in complete("compare", kept, f"resume={kept}", "margin=null")["metrics"][0]
+    assert [row["verdict"] for row in rows(kept / "comparison.csv")] == [
+        "",
+        "equivalent within 25",
+    ]
+    assert (
+        "verdict"
+        not in complete("compare", kept, f"resume={kept}", "margin=null")["metrics"][0]
+    )
 
 
 def test_keeps_runs_of_other_rules_and_seeds(kept):
     before = rows(kept / "runs.csv")
-    found = complete("compare", kept, f"resume={kept}", "~rules.cdp_v1", "seed=2", "seeds=2")
+    found = complete(
+        "compare", kept, f"resume={kept}", "~rules.cdp_v1", "seed=2", "seeds=2"
+    )
     assert [(row["rule"], row["difference"]) for row in found["metrics"]] == [("dp", 0)]
     assert "runs.csv has 5 more" in found["notes"][1]
     after = [(row["rule"], row["seed"], row["top1"]) for row in rows(kept / "runs.csv")]
@@ -231,7 +269,13 @@ def test_a_kept_comparison_grows(tmp_path):
     assert [row for row in after if row["seed"] == "0"] == before
     assert {row["seed"] for row in after} == {"0", "1"}
     assert len(found["metrics"]) == 2
-    refused("compare", f"resume={kept}", "seeds=3", "optimizer.lr=0.5", match="optimizer.lr=0.5")
+    refused(
+        "compare",
+        f"resume={kept}",
+        "seeds=3",
+        "optimizer.lr=0.5",
+        match="optimizer.lr=0.5",
+    )
 
 
 def test_refuses_to_resume_other_folders(tmp_path):
@@ -246,8 +290,18 @@ def test_refuses_to_resume_other_folders(tmp_path):
 def test_refuses_a_schedule_file_that_has_changed(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    options = [*TINY, "stages=2", "microbatches=2", *(f"~rules.{r}" for r in ("cdp_v1", "cdp_v2"))]
-    options += ["~rules.dp", "+schedule@rules.mine=dp", f"rules.mine.file={file}", "seeds=1"]
+    options = [
+        *TINY,
+        "stages=2",
+        "microbatches=2",
+        *(f"~rules.{r}" for r in ("cdp_v1", "cdp_v2")),
+    ]
+    options += [
+        "~rules.dp",
+        "+schedule@rules.mine=dp",
+        f"rules.mine.file={file}",
+        "seeds=1",
+    ]
     folder = tmp_path / "runs"
     complete("compare", folder, *options)
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
@@ -270,7 +324,9 @@ def test_warns_and_tries_again_if_runs_cannot_be_written(tmp_path, monkeypatch):
     assert finished.status == 0
     assert "runs.csv: No space left on device" in finished.err
     assert [row["rule"] for row in rows(tmp_path / "runs.csv")] == ["dp", "cdp_v2"]
-    notes = [f"{rule}, seed 0: stage {k} " for rule in ("dp", "cdp_v2") for k in range(4)]
+    notes = [
+        f"{rule}, seed 0: stage {k} " for rule in ("dp", "cdp_v2") for k in range(4)
+    ]
     assert all(f"note: {note}" in finished.out for note in notes)
     again = complete("compare", tmp_path, f"resume={tmp_path}")
     found = [note for note in again["notes"] if "seed 0" in note]

@@ -48,7 +48,8 @@ OUTPUT = {
     "imagenet": ("--output", "."),
     "huggingface": ("--output-dir", "."),
 }
-LENGTH = {  # option that sets how long a script trains; half of its default, and the default
+# Option that sets how long a script trains; half of its default, and the default.
+LENGTH = {
     "tutorial": ("--epochs", 3, 6),
     "nanogpt": ("--max-iters", 20, 40),
     "imagenet": ("--epochs", 2, 4),
@@ -69,7 +70,9 @@ def on_ranks(folder, n_ranks, script, *options, rule="cdp_v2"):
     if script.name.startswith("huggingface"):
         warm_python.preload("transformers.models.gpt2.modeling_gpt2")
     environment = os.environ | {"RULE": rule, "PYTHONPATH": str(ROOT)}
-    return warm_python.run_ranks(n_ranks, [script, *options], cwd=folder, env=environment)
+    return warm_python.run_ranks(
+        n_ranks, [script, *options], cwd=folder, env=environment
+    )
 
 
 def options_of(name, *options):
@@ -111,7 +114,9 @@ def parameters_of(name, folder):
 
 def losses_of(output):
     """Return the losses in a script's output, in their order."""
-    return [float(loss) for loss in re.findall(r"(?<!val )(?<!eval )loss ([\d.]+)", output)]
+    return [
+        float(loss) for loss in re.findall(r"(?<!val )(?<!eval )loss ([\d.]+)", output)
+    ]
 
 
 @functools.cache
@@ -183,7 +188,9 @@ def joined(schedule, shares):
     ``shares[rank][k]``: inputs and targets of that rank's pass k. Inputs may be dictionaries.
     """
     passes = [iter(share) for share in shares]
-    in_order = [next(passes[schedule.rank(0, m)]) for m in range(schedule.n_microbatches)]
+    in_order = [
+        next(passes[schedule.rank(0, m)]) for m in range(schedule.n_microbatches)
+    ]
     inputs, targets = zip(*in_order, strict=True)
     if isinstance(inputs[0], dict):
         whole = {key: torch.cat([part[key] for part in inputs]) for key in inputs[0]}
@@ -221,7 +228,8 @@ def train(model, schedule, batches, *, optimizer, loss, lr_scheduler=None, clip=
     )
     list(runtime.run(batches))
     return {
-        name.removeprefix("model."): p.detach() for name, p in runtime.module().named_parameters()
+        name.removeprefix("model."): p.detach()
+        for name, p in runtime.module().named_parameters()
     }
 
 
@@ -229,7 +237,9 @@ def train_tutorial(schedule):
     example = load_example("tutorial")
     dataset = example.make_dataset(torch.float64)
     ranks = range(schedule.n_ranks)
-    loaders = [example.make_loader(dataset, 32, rank, schedule.n_ranks) for rank in ranks]
+    loaders = [
+        example.make_loader(dataset, 32, rank, schedule.n_ranks) for rank in ranks
+    ]
     return train(
         example.make_model(torch.float64),
         schedule,
@@ -274,7 +284,10 @@ def train_nanogpt(schedule, clip=1.0):
     return train(
         Logits(model, take=lambda results: results[0]),
         schedule,
-        [joined(schedule, [*shares_of(iter_num)]) for iter_num in range(args.max_iters)],
+        [
+            joined(schedule, [*shares_of(iter_num)])
+            for iter_num in range(args.max_iters)
+        ],
         optimizer=optimizer,
         loss=loss,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, relative_lr),
@@ -296,7 +309,9 @@ def train_imagenet(schedule):
         example.make_model(torch.float64),
         schedule,
         epochs_of(schedule, loaders, args.epochs),
-        optimizer=lambda p: SGD(p, args.lr, momentum=args.momentum, weight_decay=args.weight_decay),
+        optimizer=lambda p: SGD(
+            p, args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+        ),
         loss=F.cross_entropy,
         lr_scheduler=lambda optimizer: StepLR(optimizer, steps, gamma=0.1),
     )
@@ -308,19 +323,25 @@ def train_huggingface(schedule):
     dataset, _ = example.make_datasets()
     n_ranks = schedule.n_ranks
     loaders = [
-        example.make_loader(dataset, args.per_device_batch_size, rank, n_ranks, shuffle=True)
+        example.make_loader(
+            dataset, args.per_device_batch_size, rank, n_ranks, shuffle=True
+        )
         for rank in range(n_ranks)
     ]
     n_steps = args.num_train_epochs * len(loaders[0])
 
     def split(batch):
-        return {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
+        return {key: batch[key] for key in ("input_ids", "attention_mask")}, batch[
+            "labels"
+        ]
 
     def loss(logits, labels):
         return model.loss_function(logits, labels, vocab_size=example.VOCAB_SIZE)
 
     def lr_scheduler(optimizer):
-        return example.get_linear_schedule_with_warmup(optimizer, args.num_warmup_steps, n_steps)
+        return example.get_linear_schedule_with_warmup(
+            optimizer, args.num_warmup_steps, n_steps
+        )
 
     example.set_seed(args.seed)
     model = example.make_model(torch.float64)
@@ -330,7 +351,9 @@ def train_huggingface(schedule):
             HuggingFaceLogits(model),
             schedule,
             epochs_of(schedule, loaders, args.num_train_epochs, split),
-            optimizer=lambda p: AdamW(p, lr=args.learning_rate, weight_decay=args.weight_decay),
+            optimizer=lambda p: AdamW(
+                p, lr=args.learning_rate, weight_decay=args.weight_decay
+            ),
             loss=loss,
             lr_scheduler=lr_scheduler,
         )
@@ -365,7 +388,8 @@ def assert_equal(found, expected, tolerance):
 def test_three_lines_differ(name):
     """Blank lines and imports count; a line that has moved counts as one."""
     ddp, cdp = (
-        (EXAMPLES / f"{name}_{kind}.py").read_text().splitlines() for kind in ("ddp", "cdp")
+        (EXAMPLES / f"{name}_{kind}.py").read_text().splitlines()
+        for kind in ("ddp", "cdp")
     )
     matcher = difflib.SequenceMatcher(None, ddp, cdp, autojunk=False)
     changes = [code[1:] for code in matcher.get_opcodes() if code[0] != "equal"]
@@ -464,6 +488,11 @@ def test_rule_dp_resumes(name, cdp_folders, tmp_path):
 def test_a_saved_language_model_trains_on(ddp_folder, tmp_path):
     """save_pretrained writes what from_pretrained reads."""
     pytest.importorskip("transformers")
-    short = ("--model-name-or-path", ddp_folder / "huggingface", "--num-train-epochs", 1)
+    short = (
+        "--model-name-or-path",
+        ddp_folder / "huggingface",
+        "--num-train-epochs",
+        1,
+    )
     output = run_cdp("huggingface", tmp_path, 2, *short, "--learning-rate", 1e-3)
     assert losses_of(output)[0] < 2

@@ -22,9 +22,21 @@ NEEDED = {"accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
 
 def torchrun(script, folder):
     """Run a script on two ranks in ``folder``; return what it prints."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
-        [*start, script], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        [*start, script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -47,6 +59,8 @@ def test_learns_the_digits(name, tmp_path):
 
 
 def test_at_most_six_lines_tell_ddp_and_cdp_apart():
-    first, second = ((EXAMPLES / f"ddp_{name}.py").read_text() for name in ("original", "to_cdp"))
+    first, second = (
+        (EXAMPLES / f"ddp_{name}.py").read_text() for name in ("original", "to_cdp")
+    )
     changes = difflib.ndiff(first.splitlines()[4:], second.splitlines()[4:])
     assert sum(line.startswith("+ ") and len(line) > 2 for line in changes) <= 6

@@ -65,7 +65,11 @@ def test_the_row_of_a_fault(bench):
     failed.problems = bench.find_problems(failed, 10)
     row = bench.summary([failed, ended(bench), ended(bench, seconds=4.0)], timeout=5)
     assert (row["rounds"], row["failed"], row["left"]) == (3, 1, 1)
-    assert (row["end (s)"], row["beyond time-out (s)"], row["at most (s)"]) == (4.0, -1.0, 4.0)
+    assert (row["end (s)"], row["beyond time-out (s)"], row["at most (s)"]) == (
+        4.0,
+        -1.0,
+        4.0,
+    )
     assert row["message"] == KILLED
 
 
@@ -73,11 +77,17 @@ def test_the_row_of_a_fault(bench):
 def test_a_killed_rank_of_two(tmp_path):
     options = ("bench.ranks=2", "bench.rounds=1", "bench.timeout=3", "bench.margin=60")
     finished = run(
-        "bench", "bench=failure", *options, "bench.faults=[killed]", f"hydra.run.dir={tmp_path}"
+        "bench",
+        "bench=failure",
+        *options,
+        "bench.faults=[killed]",
+        f"hydra.run.dir={tmp_path}",
     )
     assert finished.status == 0, finished.err
     (row,) = rows(tmp_path / "bench.csv")
     (done,) = rows(tmp_path / "rounds.csv")
-    assert re.match(rf"rank {done['rank']} has died .* in step \d+ at ", row["message"]), finished
+    assert re.match(
+        rf"rank {done['rank']} has died .* in step \d+ at ", row["message"]
+    ), finished
     assert row["left"] == "0"
     assert not done["problems"], done

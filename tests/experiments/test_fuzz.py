@@ -75,7 +75,13 @@ def test_bench_fuzz_judges_a_command_line(fuzz, status, output, outcome):
 # Folders
 
 CHECKPOINT = "checkpoints/step_000000008.ckpt"
-FILES = ("result.json", "status.json", "epochs.csv", ".hydra/config.yaml", ".hydra/hydra.yaml")
+FILES = (
+    "result.json",
+    "status.json",
+    "epochs.csv",
+    ".hydra/config.yaml",
+    ".hydra/hydra.yaml",
+)
 CALL = {"_target_": "os.system", "command": "touch OUTSIDE/called"}
 OPTIONS = (
     "+hydra.callbacks.x._target_=subprocess.Popen",
@@ -91,7 +97,8 @@ OPTIONS = (
     "--config-dir=OUTSIDE",
 )
 ALIASES = "\n".join(
-    ["a0: &a0 [x]"] + [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
+    ["a0: &a0 [x]"]
+    + [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
 )
 SWEEP = ["-m", "seed=0,1", "hydra.callbacks.x._target_=os.system('touch OUTSIDE/ran')"]
 HEADER = "epoch,top1,train_loss\n"
@@ -101,14 +108,26 @@ TEXTS = {
     "an alias bomb": (".hydra/config.yaml", ALIASES),
     "an alias bomb of Hydra's": (".hydra/hydra.yaml", ALIASES),
     "a long table": ("epochs.csv", HEADER + "1,0.5,2.0\n" * 300_000),
-    "many epochs": ("epochs.csv", HEADER + "".join(f"{k},0.5,2.0\n" for k in range(100_000))),
+    "many epochs": (
+        "epochs.csv",
+        HEADER + "".join(f"{k},0.5,2.0\n" for k in range(100_000)),
+    ),
 }
 VALUES = {
-    "a schedule that calls": ("result.json", {"provenance": {"config": {"schedule": CALL}}}),
+    "a schedule that calls": (
+        "result.json",
+        {"provenance": {"config": {"schedule": CALL}}},
+    ),
     "delays that call": ("result.json", {"delays": [CALL], "ranks": [CALL]}),
-    "many notes": ("result.json", {"notes": [f"{k} {'x' * 300}" for k in range(100_000)]}),
+    "many notes": (
+        "result.json",
+        {"notes": [f"{k} {'x' * 300}" for k in range(100_000)]},
+    ),
     "lone surrogates": ("result.json", {"notes": ["\ud800"], "schedule": "\udfff"}),
-    "a message of surrogates": ("status.json", {"message": "\ud800", "state": "failed"}),
+    "a message of surrogates": (
+        "status.json",
+        {"message": "\ud800", "state": "failed"},
+    ),
     "HTML": ("result.json", {"schedule": "<script>alert(1)</script>"}),
 }
 KINDS = ("pipe", "endless", "noise", "sparse")
@@ -145,7 +164,9 @@ def damage(attack, folder, outside):
     if attack in OPTIONS:
         path = folder / ".hydra" / "hydra.yaml"
         content = yaml.safe_load(path.read_text())
-        content["hydra"]["overrides"]["task"].append(attack.replace("OUTSIDE", str(outside)))
+        content["hydra"]["overrides"]["task"].append(
+            attack.replace("OUTSIDE", str(outside))
+        )
         path.write_text(yaml.safe_dump(content))
     elif attack in TEXTS:
         name, text = TEXTS[attack]
@@ -187,7 +208,12 @@ def become(kind, name, folder):
 def original(fuzz, tmp_path_factory):
     """A run of two epochs."""
     folder = tmp_path_factory.mktemp("original")
-    options = [*fuzz.TINY.split(), "device=cpu", "epochs=2", f"hydra.run.dir={folder}/run"]
+    options = [
+        *fuzz.TINY.split(),
+        "device=cpu",
+        "epochs=2",
+        f"hydra.run.dir={folder}/run",
+    ]
     status, output = fuzz.run_command(folder, "train", *options)
     assert status == 0, output
     return folder / "run"
@@ -216,6 +242,8 @@ def test_hostile_folders_run_no_code(fuzz, original, attack, resumed):
         status, output = fuzz.run_command(run.parent, *command)
         fuzz.judge(status, output)
         assert "AUDIT" not in output
-        assert {path.name: path.read_text() for path in outside.iterdir()} == {"kept": "kept"}
+        assert {path.name: path.read_text() for path in outside.iterdir()} == {
+            "kept": "kept"
+        }
         for page in report.glob("report.html"):
             assert page.stat().st_size < 5_000_000

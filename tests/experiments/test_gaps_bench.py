@@ -18,7 +18,11 @@ CASES = {
     # a ==== .... c ==
     #   b == (ends first)
     "nested": ([("a", 0, 5), ("b", 1, 3), ("c", 9, 10)], [(4, "a", "c")], 0.4),
-    "nested from its start": ([("b", 0, 3), ("a", 0, 5), ("c", 9, 10)], [(4, "a", "c")], 0.4),
+    "nested from its start": (
+        [("b", 0, 3), ("a", 0, 5), ("c", 9, 10)],
+        [(4, "a", "c")],
+        0.4,
+    ),
     # Two streams, as drawn in the module: b covers the gap between a and c.
     "two streams": (
         [("a", 0, 4), ("c", 6, 10), ("b", 3, 7), ("d", 15, 20)],
@@ -42,12 +46,21 @@ def test_gaps_between_intervals(gaps, intervals, expected, idle):
 
 
 def test_bench_gaps(tmp_path):
-    sizes = {"image_size": 8, "stages": 2, "microbatches": 2, "batch": 2, "steps": 2, "longest": 3}
+    sizes = {
+        "image_size": 8,
+        "stages": 2,
+        "microbatches": 2,
+        "batch": 2,
+        "steps": 2,
+        "longest": 3,
+    }
     options = [f"bench.{name}={value}" for name, value in sizes.items()]
     command = "bench=gaps", "device=cpu", "bench.model=resnet8", *options
     rows = complete("bench", tmp_path, *command)["metrics"]
     methods = ["plain PyTorch", "DP grouped", "CDP-v2 grouped"]
-    assert [row["method"] for row in rows] == [name for name in methods for _ in range(3)]
+    assert [row["method"] for row in rows] == [
+        name for name in methods for _ in range(3)
+    ]
     for name in methods:
         lengths = [row["gap (us)"] for row in rows if row["method"] == name]
         assert lengths == sorted(lengths, reverse=True)

@@ -45,7 +45,12 @@ def called(gpu, monkeypatch, capsys, *words):
 
 
 def test_a_slice_ends_in_time_and_the_next_goes_on(gpu, monkeypatch, capsys, tmp_path):
-    resume_command = "-c", SCRIPT, f"resume={tmp_path / 'outputs' / 'compared'}", "seeds=2"
+    resume_command = (
+        "-c",
+        SCRIPT,
+        f"resume={tmp_path / 'outputs' / 'compared'}",
+        "seeds=2",
+    )
     bad = gpu.Job("bad", ("-c", "raise SystemExit(3)"), minutes=0.5)
     many = gpu.Job("compared", ("-c", SCRIPT, "seeds=2"), 2, resume_command)
     monkeypatch.setattr(gpu, "jobs", lambda cifar10, imagenette: [bad, many])
@@ -93,7 +98,11 @@ def test_speed_comes_first_and_trainings_need_data(gpu):
         "bench_grouped_gpu_resnet18_capture_auto_compile_default",
         "bench_grouped_gpu_resnet50_capture_auto_compile_default",
     ]
-    cifar10 = ["cifar10_resnet18_corrections", "cifar10_paper", "cifar10_corrections_24"]
+    cifar10 = [
+        "cifar10_resnet18_corrections",
+        "cifar10_paper",
+        "cifar10_corrections_24",
+    ]
     assert names == [
         *speed,
         *("bench_gaps_gpu", "bench_loader_gpu", "gpu_tests", "bench_peak"),
@@ -145,7 +154,9 @@ def test_every_command_composes(gpu):
         assert script == "experiments/compare.py"
         assert not OmegaConf.missing_keys(config)
         assert (config.microbatches, config.stages) == (8, 4)
-        assert config.data.root == ("/imagenette" if "imagenette" in job.name else "/cifar10")
+        assert config.data.root == (
+            "/imagenette" if "imagenette" in job.name else "/cifar10"
+        )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +172,12 @@ def test_corrections_of_the_papers_recipe(gpu, name, epochs, rate):
     config = composed("compare", *job.command[1:])
     plain = ["dp", "cdp_v1", "cdp_v2"]
     with_nesterov = ["dp_nesterov", "cdp_v1_nesterov", "cdp_v2_nesterov"]
-    assert [*config.rules] == [*plain, *with_nesterov, "cdp_v1_predicted", "cdp_v2_predicted"]
+    assert [*config.rules] == [
+        *plain,
+        *with_nesterov,
+        "cdp_v1_predicted",
+        "cdp_v2_predicted",
+    ]
     assert (config.model.name, config.model.width) == ("resnet18", None)
     assert (config.epochs, config.lr.every_epochs) == epochs
     assert config.optimizer.lr == rate

@@ -28,7 +28,9 @@ def results(monkeypatch):
     return results
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}"
+)
 def test_pages_show_the_kept_results(results, page):
     assert page in results.PAGES
     assert results.rendered(page.read_text()) == page.read_text()
@@ -41,7 +43,9 @@ def test_check_finds_a_typed_number(results, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PAGES", (typed,))
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["results.py", "--check"])
-    with pytest.raises(SystemExit, match=r"README\.md differs from experiments/results"):
+    with pytest.raises(
+        SystemExit, match=r"README\.md differs from experiments/results"
+    ):
         results.main()
     monkeypatch.setattr("sys.argv", ["results.py"])
     results.main()
@@ -67,7 +71,9 @@ def test_a_page_asks_one_question_and_opens_with_its_finding(page):
 
 def test_the_index_has_ten_findings():
     """Each has a number, besides its own, and a link to its page."""
-    findings = INDEX.read_text().partition("## Ten findings\n")[2].partition("\nM is")[0]
+    findings = (
+        INDEX.read_text().partition("## Ten findings\n")[2].partition("\nM is")[0]
+    )
     sentences = re.split(r"^\d+\. ", findings, flags=re.MULTILINE)[1:]
     assert len(sentences) == 10
     for sentence in sentences:
@@ -93,7 +99,9 @@ def test_origin_says_how_rates_were_chosen(results, tmp_path, monkeypatch):
     own["cdp_v1"] = {"clip": 1.0}
     assert "every rule at DP's learning rate, optimizer.lr=0.1</sub>" in shown()
     config["tune"] = {"rates": [1, 2], "epochs": 3, "seed": 7}
-    rates = [{"rule": "dp", "lr": lr, "accuracy": 1, "best": lr == 0.2} for lr in (0.1, 0.2)]
+    rates = [
+        {"rule": "dp", "lr": lr, "accuracy": 1, "best": lr == 0.2} for lr in (0.1, 0.2)
+    ]
     for row in result["metrics"]:
         row |= {"lr": 0.2, "schedule": "DP"}
     page = shown(tuning=rates)
@@ -124,11 +132,16 @@ def test_results_have_provenance(name):
 
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in NOW_TESTS])
 def test_the_command_of_a_result_still_composes(name):
-    command = json.loads((RESULTS / name / "result.json").read_text())["provenance"]["command"]
+    command = json.loads((RESULTS / name / "result.json").read_text())["provenance"][
+        "command"
+    ]
     program, script, *options = shlex.split(command)
     assert program in ("python", "cyclic-dp")
     if script == "-m":
         assert Path(*options[0].split(".")).with_suffix(".py").exists()
         return
     # Hydra composes its own options before all others.
-    settings(Path(script).stem, *(option for option in options if not option.startswith("hydra.")))
+    settings(
+        Path(script).stem,
+        *(option for option in options if not option.startswith("hydra.")),
+    )

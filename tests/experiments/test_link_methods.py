@@ -16,14 +16,24 @@ def bench(benchmark_module):
 
 
 def task(**changes):
-    usual = {"workers": 2, "model": "resnet8", "image_size": 8, "batch": 2, "stages": 3, "seed": 3}
+    usual = {
+        "workers": 2,
+        "model": "resnet8",
+        "image_size": 8,
+        "batch": 2,
+        "stages": 3,
+        "seed": 3,
+    }
     usual["ranks_per_machine"] = 1
     return SimpleNamespace(**usual | {"ratios": [1], "skip": 1, "sleep": 0.0} | changes)
 
 
 def asleep(**changes):
     """Eight stages of 0.5 MB, which take 0.1 s for a forward and 0.2 s for a backward."""
-    return task(**{"stages": 8, "sleep": 2.4, "megabytes": 4.0, "steps": 4, "batch": 1} | changes)
+    return task(
+        **{"stages": 8, "sleep": 2.4, "megabytes": 4.0, "steps": 4, "batch": 1}
+        | changes
+    )
 
 
 def test_stages_sleep_for_their_seconds_and_have_gradients(bench):
@@ -41,9 +51,9 @@ def test_ddp_is_predicted_to_send_buckets_during_the_backward(bench):
     """Four buckets of 1 MB: 0.5 s each at 2 MB/s, a bucket every 0.4 s, the first 0.4 s late."""
     at = bench.Link(2, 1.0, 16.0, 2.4, 2.0)
     assert bench.predicted(asleep(), at, "DDP") == pytest.approx(0.8 + 0.4 + 4 * 0.5)
-    assert bench.predicted(asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP") == pytest.approx(
-        2.4
-    )
+    assert bench.predicted(
+        asleep(), bench.Link(2, 0.0, None, 2.4, 0.0), "DDP"
+    ) == pytest.approx(2.4)
 
 
 @pytest.mark.parametrize("method", ["delayed all-reduce", "CDP-v1"])
@@ -81,7 +91,9 @@ def test_slower_links_afford_staler_weights(bench):
 
 def test_groups_of_two(bench):
     at = bench.Link(4, 1.0, 16.0, 2.4, 2.4, local=0.024)
-    schedule = bench.schedule_of(asleep(workers=4, ranks_per_machine=2), "groups of 2", at)
+    schedule = bench.schedule_of(
+        asleep(workers=4, ranks_per_machine=2), "groups of 2", at
+    )
     assert schedule.timing == catalog.cyclic(4, n_stages=8, groups=2).timing
     with pytest.raises(UserError, match="divides the 3 workers"):
         bench.schedule_of(asleep(workers=3), "groups of 2", at)
@@ -91,14 +103,19 @@ def test_only_cdp_is_predicted_to_know_machines(bench):
     """Two machines of two: groups send half of what four machines would."""
     at = bench.Link(4, 1.0, 16.0, 2.4, 2.4, local=0.024)
     together = asleep(workers=4, ranks_per_machine=2)
-    for method, saves in (("DDP", False), ("delayed all-reduce", False), ("groups of 2", True)):
+    for method, saves in (
+        ("DDP", False),
+        ("delayed all-reduce", False),
+        ("groups of 2", True),
+    ):
         alone = bench.predicted(asleep(workers=4), at, method)
         assert (bench.predicted(together, at, method) < 0.7 * alone) == saves
 
 
 def test_methods_begin_with_the_same_weights_and_images(bench):
     first, again = (
-        [bench.fresh_model(task()).state_dict(), bench.images_of(task())] for _ in range(2)
+        [bench.fresh_model(task()).state_dict(), bench.images_of(task())]
+        for _ in range(2)
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert first[1][0].shape == (4, 3, 8, 8)

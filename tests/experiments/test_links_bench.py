@@ -20,7 +20,9 @@ from toolkit.errors import UserError
 from toolkit.model import build
 
 _LACKS = sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("tc"))
-needs_root = pytest.mark.skipif(_LACKS, reason="makes network namespaces: Linux, root, ip and tc")
+needs_root = pytest.mark.skipif(
+    _LACKS, reason="makes network namespaces: Linux, root, ip and tc"
+)
 
 
 @pytest.fixture
@@ -49,13 +51,19 @@ def test_rows_get_predictions(bench, capsys):
     at = bench.Link(2, 0.25, 64.0, 2.4, 0.6)
     rows = bench.table([ran(bench, "CDP-v1", 2.5, ratio=0.25)], [at])
     bench.add_predictions(rows, [asleep()], [at])
-    assert (rows[0]["predicted (s)"], rows[0]["error (%)"]) == (pytest.approx(2.4), -4.0)
+    assert (rows[0]["predicted (s)"], rows[0]["error (%)"]) == (
+        pytest.approx(2.4),
+        -4.0,
+    )
     assert "within 5 % of measured: 1 of 1" in capsys.readouterr().out
 
 
 def test_a_folder_is_continued_with_the_same_options_only(bench, tmp_path):
     assert bench.earlier(tmp_path, {"steps": 8}) == ([], [])
-    links, runs = [link(bench), bench.Link(2, 0.0, None, 1.0, 0.1)], [ran(bench, "DDP", 2.0)]
+    links, runs = (
+        [link(bench), bench.Link(2, 0.0, None, 1.0, 0.1)],
+        [ran(bench, "DDP", 2.0)],
+    )
     bench.write_csv(tmp_path / "links.csv", [asdict(each) for each in links])
     bench.write_csv(tmp_path / "runs.csv", [asdict(each) for each in runs])
     assert bench.earlier(tmp_path, {"steps": 8}) == (links, runs)
@@ -89,7 +97,11 @@ def link(bench, ratio=1.0, workers=2):
 
 
 def test_rows_are_medians_and_ratios(bench):
-    times = {"DDP": (2.0, 4.0, 3.0), "CDP-v1": (1.0, 3.0, 2.4), "DDP tuned": (2.0, 2.0, 2.0)}
+    times = {
+        "DDP": (2.0, 4.0, 3.0),
+        "CDP-v1": (1.0, 3.0, 2.4),
+        "DDP tuned": (2.0, 2.0, 2.0),
+    }
     runs = [
         ran(bench, name, seconds, number)
         for name, series in times.items()
@@ -139,8 +151,14 @@ def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
         ({"ratios": []}, r"bench.ratios .*\[\]"),
         ({"workers": [2, 2]}, r"bench.workers .*\[2, 2\]"),
         ({"workers": [1]}, "machines: got 1$"),
-        ({"workers": [4, 3], "ranks_per_machine": 2}, "bench.ranks_per_machine .* got 2"),
-        ({"sleep": 0.0, "methods": ["affordable delay"]}, "bench.sleep is above 0 .* got 0"),
+        (
+            {"workers": [4, 3], "ranks_per_machine": 2},
+            "bench.ranks_per_machine .* got 2",
+        ),
+        (
+            {"sleep": 0.0, "methods": ["affordable delay"]},
+            "bench.sleep is above 0 .* got 0",
+        ),
     ],
 )
 def test_refuses(bench, changes, value):
@@ -152,7 +170,9 @@ def test_refuses(bench, changes, value):
 
 
 def namespaces():
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    )
     return {line.split()[0] for line in listed.stdout.splitlines()}
 
 
@@ -178,7 +198,9 @@ def test_a_small_one(tmp_path):
     )
     more = ("image_size=8", "batch=2", "stages=3", "methods=[DDP,CDP-v1]", "timeout=60")
     options = [f"bench.{option}" for option in (*small, *more)]
-    found = complete("bench", tmp_path, "bench=links", *options, "device=cpu")["metrics"]
+    found = complete("bench", tmp_path, "bench=links", *options, "device=cpu")[
+        "metrics"
+    ]
     assert [(row["link"], row["method"]) for row in found] == [
         (link, method) for link in ("M = C", "unshaped") for method in ("DDP", "CDP-v1")
     ]
@@ -186,7 +208,9 @@ def test_a_small_one(tmp_path):
     assert {row["/ DDP"] for row in found[::2]} == {1}
     assert len(rows(tmp_path / "runs.csv")) == 4
     limited, free = rows(tmp_path / "links.csv")
-    sent = 4 * sum(parameter.numel() for parameter in build("resnet8", 10, 8).parameters())
+    sent = 4 * sum(
+        parameter.numel() for parameter in build("resnet8", 10, 8).parameters()
+    )
     expected = 8 * sent / (1e6 * float(limited["mbit"]))  # seconds
     # The processor may be busy; a bucket that is full lets the first bytes through at once.
     assert 0.5 * expected < float(limited["one_way"]) < 3 * expected

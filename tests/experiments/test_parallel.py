@@ -16,7 +16,13 @@ DIGITS = (
     *("experiment=digits", "device=cpu", "stability=false", "~rules.cdp_v1"),
     *("batch=64", "epochs=1", "seeds=1", "tune.rates=[0.5,1]", "tune.epochs=1"),
 )
-TWO_RULES = (*TINY, "device=cpu", "threads=1", "~rules.cdp_v1", "tracking.mode=disabled")
+TWO_RULES = (
+    *TINY,
+    "device=cpu",
+    "threads=1",
+    "~rules.cdp_v1",
+    "tracking.mode=disabled",
+)
 
 
 def trained(folder):
@@ -91,7 +97,9 @@ def test_a_signal_saves_all_runs_and_leaves_no_process(tmp_path, monkeypatch):
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path):
-    found = complete("compare", tmp_path, *TWO_RULES, "seeds=1", "optimizer.lr=1e30", "parallel=2")
+    found = complete(
+        "compare", tmp_path, *TWO_RULES, "seeds=1", "optimizer.lr=1e30", "parallel=2"
+    )
     assert [row["diverged"] for row in found["metrics"]] == [1, 1]
     assert {row["train_loss"] for row in trained(tmp_path)} == {"nan"}
 
@@ -125,7 +133,8 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, broken_opti
     signalled = process_ids(monkeypatch)
     with pytest.raises(RuntimeError, match="seed 0:\nTraceback") as error:
         run("compare", *options, f"hydra.run.dir={tmp_path}/runs")
-    assert str(error.value).count("this step fails") == 2  # in the line of code and the message
+    # In the line of code and the message.
+    assert str(error.value).count("this step fails") == 2
     assert_gone(signalled)
 
 
@@ -145,8 +154,14 @@ def test_a_process_that_dies_ends_the_comparison(tmp_path, broken_optimizer):
         (["parallel=0"], "parallel is a whole number, 1 or more: got 0"),
         (["parallel=-1"], "parallel is a whole number, 1 or more: got -1"),
         (["parallel=1.5"], "parallel=1.5"),
-        (["parallel=2", "runtime=distributed"], "parallel=2 .*Distributed; .*single_process"),
-        (["parallel=2", "runtime=controller"], "parallel=2 .*Controlled.*single_process"),
+        (
+            ["parallel=2", "runtime=distributed"],
+            "parallel=2 .*Distributed; .*single_process",
+        ),
+        (
+            ["parallel=2", "runtime=controller"],
+            "parallel=2 .*Controlled.*single_process",
+        ),
     ],
 )
 def test_refuses(tmp_path, options, pattern):

@@ -41,7 +41,8 @@ def test_simultaneous_workers_keep_n_times_the_activations(peak):
     costs = profile(stages, images)
     one = sum(cost.kept_bytes + cost.extra_input_bytes for cost in costs)
     together = peak.predict_peak(DP, peak.meta_costs("resnet8", 4, images, PLAIN))
-    assert together == pytest.approx(4 * one, rel=0.02)  # gradients and the last op's come on top
+    # Gradients and the last op's come on top.
+    assert together == pytest.approx(4 * one, rel=0.02)
     shifted = peak.predict_peak(CDP, peak.meta_costs("resnet8", 4, images, PLAIN))
     of_an_op = max(max(cost.working_bytes) for cost in costs)
     assert 0.45 * together < shifted - of_an_op < 0.8 * together
@@ -60,7 +61,10 @@ def peak_of_meta_tensors(schedule, options, stages, images, memory):
         stages, schedule, optimizer, F.cross_entropy, "scheduled", options=options
     )
     n = schedule.n_microbatches
-    batch = images.repeat(n, 1, 1, 1), torch.zeros(n * 8, dtype=torch.long, device="meta")
+    batch = (
+        images.repeat(n, 1, 1, 1),
+        torch.zeros(n * 8, dtype=torch.long, device="meta"),
+    )
     with memory:
         for _ in range(2):  # by then no version is left that was made outside
             runtime.step(*batch)
@@ -94,7 +98,9 @@ def test_meta_tensors_have_the_predicted_peak(peak, schedule, options):
     assert measured == pytest.approx(peak.predict_peak(schedule, costs), rel=0.005)
 
 
-@pytest.mark.parametrize(("schedule", "options"), [(DP, PLAIN), (CDP, AGAIN)], ids=["DP", "CDP"])
+@pytest.mark.parametrize(
+    ("schedule", "options"), [(DP, PLAIN), (CDP, AGAIN)], ids=["DP", "CDP"]
+)
 def test_workspaces_of_a_stand_in_are_in_the_predicted_peak(peak, schedule, options):
     """They are more of the peak than the tolerance of the test on a GPU."""
     images = torch.empty(8, 3, 64, 64, device="meta")
@@ -104,7 +110,9 @@ def test_workspaces_of_a_stand_in_are_in_the_predicted_peak(peak, schedule, opti
     measured = peak_of_meta_tensors(schedule, options, stages, images, memory)
     costs = peak.meta_costs("resnet18", 4, images, options)
     with LibraryMemory(workspaces) as meter:
-        costs_with_workspace = add_library_workspace(costs, stages, images, memory=meter)
+        costs_with_workspace = add_library_workspace(
+            costs, stages, images, memory=meter
+        )
     with_workspace = peak.predict_peak(schedule, costs_with_workspace)
     assert measured == pytest.approx(with_workspace, rel=0.005)
     assert with_workspace > 1.1 * peak.predict_peak(schedule, costs)
@@ -151,17 +159,25 @@ def test_measured_peaks_of_a_stand_in_are_the_predicted_ones(peak, monkeypatch):
         }
 
     monkeypatch.setattr("torch.cuda.memory_stats", memory_stats)
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: memory.restart())
+    monkeypatch.setattr(
+        "torch.cuda.reset_peak_memory_stats", lambda device: memory.restart()
+    )
     images = torch.randn(4, 3, 32, 32)
     with memory:
         measured = peak.measure_peak("resnet8", CDP, images, PLAIN)
     costs = peak.meta_costs("resnet8", 4, images, PLAIN)
     stages = partition(build("resnet8", 1000, 32), 4, images)
     with LibraryMemory(memory.workspaces) as meter:
-        costs_with_workspace = add_library_workspace(costs, stages, images, memory=meter)
+        costs_with_workspace = add_library_workspace(
+            costs, stages, images, memory=meter
+        )
     with_workspace = peak.predict_peak(CDP, costs_with_workspace)
     assert measured.tensors == pytest.approx(peak.predict_peak(CDP, costs), rel=0.01)
-    assert measured.requested == measured.allocated == pytest.approx(with_workspace, rel=0.01)
+    assert (
+        measured.requested
+        == measured.allocated
+        == pytest.approx(with_workspace, rel=0.01)
+    )
     assert measured.requested > 1.2 * measured.tensors
 
 

@@ -7,7 +7,15 @@ import shlex
 import pytest
 import torch
 
-from tests.experiments.command import assert_figures, cases, complete, refused, rows, run, succeeded
+from tests.experiments.command import (
+    assert_figures,
+    cases,
+    complete,
+    refused,
+    rows,
+    run,
+    succeeded,
+)
 from toolkit.cli import build_schedule, settings
 from toolkit.cli.hydra_args import quoted
 from toolkit.cost import memory_curve
@@ -52,7 +60,14 @@ def test_memory(tmp_path, measured):
 
 def test_memory_where_stages_compute_again(tmp_path):
     """It prints how to train so."""
-    options = ("model=resnet8", "shape=[3,8,8]", "classes=10", "batch=4", "stages=4", "workers=[2]")
+    options = (
+        "model=resnet8",
+        "shape=[3,8,8]",
+        "classes=10",
+        "batch=4",
+        "stages=4",
+        "workers=[2]",
+    )
     folder = tmp_path / "it's $a"
     folder.mkdir()
     out = succeeded("memory", quoted(str(folder)), *options, "extra_time=0.2")
@@ -62,8 +77,21 @@ def test_memory_where_stages_compute_again(tmp_path):
     assert row["peak_bytes_shifted"] < 0.75 * row["peak_bytes_together"]
     (command,) = re.findall(r"cyclic-dp train (.*)", out)
     assert f"checkpoint={row['recomputed']}".replace(" ", "") in command
-    short = ("data=synthetic", "data.image_size=8", "data.n_train=16", "data.n_test=8", "epochs=1")
-    complete("train", tmp_path / "b", *shlex.split(command), "model=resnet8", "batch=4", *short)
+    short = (
+        "data=synthetic",
+        "data.image_size=8",
+        "data.n_train=16",
+        "data.n_test=8",
+        "epochs=1",
+    )
+    complete(
+        "train",
+        tmp_path / "b",
+        *shlex.split(command),
+        "model=resnet8",
+        "batch=4",
+        *short,
+    )
 
 
 def test_memory_in_16_bits(tmp_path):
@@ -71,7 +99,9 @@ def test_memory_in_16_bits(tmp_path):
     assert result["provenance"]["device"] == "meta tensors"
     example = torch.empty(4, 3, 16, 16, device="meta")
     full, cast = (
-        memory_curve(build("resnet8", 10, 16), example, "flops", precision=precision).peak
+        memory_curve(
+            build("resnet8", 10, 16), example, "flops", precision=precision
+        ).peak
         for precision in ("fp32", "bf16")
     )
     assert result["metrics"][0]["peak_bytes_together"] == 2 * cast < 2 * full
@@ -79,7 +109,9 @@ def test_memory_in_16_bits(tmp_path):
 
 def test_memory_of_the_users_own_model(own, tmp_path):
     options = ("+model.arguments.width=2", "shape=[3,8,8]", "batch=2", "workers=[2]")
-    assert f"{own} in fp32" in succeeded("memory", tmp_path, f"model.target={own}", *options)
+    assert f"{own} in fp32" in succeeded(
+        "memory", tmp_path, f"model.target={own}", *options
+    )
 
 
 @pytest.mark.parametrize("experiment", ["memory", "simulate"])
@@ -89,7 +121,8 @@ def test_decoder_is_analysed_in_its_usual_length(experiment, tmp_path):
     assert "gpt" in succeeded(experiment, tmp_path, *small)
     if experiment == "memory":
         kept = float(rows(tmp_path / "memory.csv")[0]["peak_bytes_together"]) / 2
-        assert 10 < kept / (1024 * 8 * 4) < 2 * 30 + 10  # by the numbers of one layer's output
+        # By the numbers of one layer's output.
+        assert 10 < kept / (1024 * 8 * 4) < 2 * 30 + 10
 
 
 @pytest.mark.parametrize("experiment", ["memory", "simulate"])
@@ -101,7 +134,9 @@ def test_refuses_a_model_that_does_not_take_the_shape(experiment, own):
 def test_communication(tmp_path):
     found = complete("communication", tmp_path, "workers=3")["metrics"]
     assert len(found) == 15
-    shared = [row["ranks"] for row in found if row["setting"] == "with model parallelism"]
+    shared = [
+        row["ranks"] for row in found if row["setting"] == "with model parallelism"
+    ]
     assert shared == [9, 6, 6]
 
 
@@ -126,14 +161,19 @@ def test_pipelines(tmp_path):
     found = rows(tmp_path / "pipelines.csv")
     assert [row["microbatches"] for row in found] == ["2"] * 26 + ["5"] * 16
     (gpipe,) = (r for r in found if (r["method"], r["microbatches"]) == ("GPipe", "5"))
-    assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx((2.5, 1 / 6))
+    assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx(
+        (2.5, 1 / 6)
+    )
     assert gpipe["flush"] == "True"
     assert "5 micro-batches, without CDP-v2: " in out
     left_out = json.loads((tmp_path / "result.json").read_text())["left_out"]
     pipelines = [each for each in left_out if each["method"] in PIPELINES]
     assert [(each["microbatches"], each["method"]) for each in pipelines] == [
         *((2, method) for method in ("DualPipe", "DualPipeV")),
-        *((5, method) for method in ("interleaved 1F1B", "DualPipe", "CDP-v1", "CDP-v2")),
+        *(
+            (5, method)
+            for method in ("interleaved 1F1B", "DualPipe", "CDP-v1", "CDP-v2")
+        ),
     ]
 
 
@@ -154,7 +194,14 @@ def test_situations(tmp_path):
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "v_half", "zero_cdp_v2"])
 def test_simulate(schedule, tmp_path):
-    succeeded("simulate", tmp_path, *SMALL, f"schedule={schedule}", "stages=2", "microbatches=4")
+    succeeded(
+        "simulate",
+        tmp_path,
+        *SMALL,
+        f"schedule={schedule}",
+        "stages=2",
+        "microbatches=4",
+    )
     assert_figures(tmp_path, "timeline")
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in trace} == {"M", "X", "C"}
@@ -167,14 +214,19 @@ def test_simulate_with_measured_stages(tmp_path):
     also = ("schedule=gpipe", "+schedule@also.again=gpipe")
     assert "stages timed on" in succeeded("simulate", tmp_path, *SMALL, *options, *also)
     first, again = rows(tmp_path / "simulation.csv")[1:]
-    assert (first.pop("schedule"), again.pop("schedule")) == ("GPipe (schedule)", "GPipe (again)")
+    assert (first.pop("schedule"), again.pop("schedule")) == (
+        "GPipe (schedule)",
+        "GPipe (again)",
+    )
     assert first == again
 
 
 def test_simulate_counts_optimizer_state_and_recomputation(tmp_path):
     def predicted(name, *options):
         on_one = "schedule=dp", "schedule.placement=one"
-        (row,) = complete("simulate", tmp_path / name, *SMALL, *options, *on_one)["metrics"]
+        (row,) = complete("simulate", tmp_path / name, *SMALL, *options, *on_one)[
+            "metrics"
+        ]
         return row["GiB, fullest rank"], row["ms a step"]
 
     usual = predicted("usual")
@@ -207,21 +259,29 @@ def test_simulate_finds_messages_that_cost_late_weights_no_time(tmp_path):
     """Half of ResNet-8 is in its last stage, whose whole messages the others wait for."""
     options = (*SMALL, "stages=4", "microbatches=4", "hardware.link_latency=0")
     options += ("hardware.link_bandwidth=1e8",)
-    _, best = complete("simulate", tmp_path / "a", *options, "schedule=cdp_v1")["metrics"]
+    _, best = complete("simulate", tmp_path / "a", *options, "schedule=cdp_v1")[
+        "metrics"
+    ]
     assert best["form"] == "rotated, by parameters"
     given = "schedule=cdp_v1", "chains=given", "partition=flops"
     _, usual = complete("simulate", tmp_path / "b", *options, *given)["metrics"]
     assert usual["form"] == "in order, by flops"
     assert best["ms a step"] < 0.9 * usual["ms a step"]
     same_form = "schedule.chains=rotated", "chains=given", "partition=parameters"
-    _, same = complete("simulate", tmp_path / "c", *options, "schedule=cdp_v1", *same_form)[
-        "metrics"
-    ]
+    _, same = complete(
+        "simulate", tmp_path / "c", *options, "schedule=cdp_v1", *same_form
+    )["metrics"]
     assert (same["ms a step"], same["form"]) == (best["ms a step"], best["form"])
 
 
 def test_simulate_prices_compressed_messages_and_their_rivals(tmp_path):
-    options = (*SMALL, "schedule=cdp_v1", "stages=2", "workers=2", "hardware=ethernet_10")
+    options = (
+        *SMALL,
+        "schedule=cdp_v1",
+        "stages=2",
+        "workers=2",
+        "hardware=ethernet_10",
+    )
     rows = complete("simulate", tmp_path, *options, "compression=int8")["metrics"]
     assert [row["schedule"] for row in rows][2:] == [
         "DDP int8",
@@ -251,16 +311,26 @@ def test_simulate_takes_costs_from_a_file(tmp_path):
     for name, parts in (("even", "10,10"), ("uneven", "16,4")):
         costs = tmp_path / f"{name}.csv"
         costs.write_text("\n".join([",".join(COLUMNS), *[f"10,{parts},100,1,4"] * 2]))
-        options = "schedule=zero_bubble", "stages=2", "microbatches=4", "hardware=h200_nvlink"
-        rows = complete("simulate", tmp_path / name, f"costs={costs}", *options)["metrics"]
+        options = (
+            "schedule=zero_bubble",
+            "stages=2",
+            "microbatches=4",
+            "hardware=h200_nvlink",
+        )
+        rows = complete("simulate", tmp_path / name, f"costs={costs}", *options)[
+            "metrics"
+        ]
         milliseconds[name] = rows[-1]["ms a step"]
     assert milliseconds["even"] < milliseconds["uneven"]
     refused("simulate", f"costs={costs}", "schedule=zb_v", match="2 rows.* stages=2")
 
     options = "ranks=2", "microbatches=[2]"
-    rows = complete("pipelines", tmp_path / "pipelines", f"costs={costs}", *options)["metrics"]
+    rows = complete("pipelines", tmp_path / "pipelines", f"costs={costs}", *options)[
+        "metrics"
+    ]
     seconds = {row["method"]: row["seconds"] for row in rows}
-    assert seconds["GPipe"] == pytest.approx(0.09)  # 2 ranks, 2 micro-batches: 3 of 30 ms
+    # 2 ranks, 2 micro-batches: 3 of 30 ms.
+    assert seconds["GPipe"] == pytest.approx(0.09)
     assert "ZB-V" not in seconds  # has two stages a rank
     refused("plan", f"costs={costs}", "ranks=2", match="batch")
     refused("plan", f"costs={costs}", "data=digits", match="data=")
@@ -268,7 +338,9 @@ def test_simulate_takes_costs_from_a_file(tmp_path):
 
 def test_plan(tmp_path):
     pilot = "data=digits", "pilot=true", "pilot_seconds=1"
-    out = succeeded("plan", tmp_path, "model=resnet6", *pilot, "ranks=2", "batch=4", "jobs=1")
+    out = succeeded(
+        "plan", tmp_path, "model=resnet6", *pilot, "ranks=2", "batch=4", "jobs=1"
+    )
     result = json.loads((tmp_path / "result.json").read_text())
     found = result["metrics"]
     assert_figures(tmp_path, "plan")
@@ -277,7 +349,11 @@ def test_plan(tmp_path):
     command = out[out.index("try it by: torchrun") :].splitlines()[0]
     assert "model=resnet6 hardware=ethernet_10 data=digits" in command
     measured = result["pilot"]
-    assert out.index(command) < out.index(measured["verdict"]) < out.index("step in one process")
+    assert (
+        out.index(command)
+        < out.index(measured["verdict"])
+        < out.index("step in one process")
+    )
     assert next(iter(measured["rules"])) == "DP"
     assert measured["command"] in out
     assert "model=resnet6 hardware=ethernet_10 data=digits" in measured["command"]
@@ -303,9 +379,13 @@ def test_plan_searches_for_orders(tmp_path):
     simulated = rows(tmp_path / "candidates.csv")
     (mine,) = (row for row in simulated if row["schedule"].startswith("searched"))
     pipelines = [row for row in simulated if "schedule=one_f_one_b" in row["options"]]
-    assert float(mine["seconds"]) <= min(float(row["seconds"]) for row in pipelines) * (1 + 1e-9)
+    assert float(mine["seconds"]) <= min(float(row["seconds"]) for row in pipelines) * (
+        1 + 1e-9
+    )
     file = tmp_path / "rank_orders.csv"
-    assert build_schedule(settings("train", f"schedule.file={file}").schedule).n_ranks == 2
+    assert (
+        build_schedule(settings("train", f"schedule.file={file}").schedule).n_ranks == 2
+    )
 
 
 def test_simulate_warns_of_different_sizes(tmp_path):
@@ -323,7 +403,9 @@ def test_simulate_reads_fresh_weights_in_a_file_without_delay(tmp_path):
     file = tmp_path / "my_schedule.csv"
     file.write_text("1F0,0F1,1B0,0B1\n1F1,1B1\n2F1,2B1\n0F0,2F0,2I0,2W0,0B0\n")
     for given, delay in (([], 0), (["schedule.delay=1"], 1)):
-        schedule = build_schedule(settings("simulate", f"schedule.file={file}", *given).schedule)
+        schedule = build_schedule(
+            settings("simulate", f"schedule.file={file}", *given).schedule
+        )
         assert {late for stage in schedule.staleness for late in stage} == {delay}
     succeeded("simulate", tmp_path, *SMALL, f"schedule.file={file}")
     assert rows(tmp_path / "simulation.csv")[0]["schedule"] == "my_schedule"

@@ -42,7 +42,13 @@ def digits(root):
 def text(root):
     root.mkdir()
     (root / "some.txt").write_bytes(bytes(k * k % 251 for k in range(300)))
-    return "batch=4", "model.width=8", "model.heads=2", f"data.root={root}", "data.length=8"
+    return (
+        "batch=4",
+        "model.width=8",
+        "model.heads=2",
+        f"data.root={root}",
+        "data.length=8",
+    )
 
 
 SETS = (cifar10, fashion_mnist, image_folder, digits, text)
@@ -57,7 +63,11 @@ ON_RANKS = ("compression",)
     "chosen",
     [
         *(f"experiment={preset}" for preset in PRESETS),
-        *(f"study={study}" for study in choices([CONF], "study") if study not in ON_RANKS),
+        *(
+            f"study={study}"
+            for study in choices([CONF], "study")
+            if study not in ON_RANKS
+        ),
     ],
 )
 def test_every_preset_and_study_trains(chosen, tmp_path):
@@ -76,7 +86,13 @@ def test_every_preset_and_study_trains(chosen, tmp_path):
 def test_every_study_that_needs_ranks_trains_on_four(study, tmp_path):
     chosen = f"study={study}"
     few = ["epochs=1", "seeds=1", "tune.rates=null", "device=cpu"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+    ]
     command += [str(EXPERIMENTS / "compare.py"), chosen, *TINY, *few]
     finished = subprocess.run(
         [*command, f"hydra.run.dir={tmp_path / 'run'}"],

@@ -27,11 +27,22 @@ OPTIONS = (*TINY, "workers=2", "stages=2", "schedule=cdp_v2", "seed=3")
 
 
 def torchrun(folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]
     command += [str(EXPERIMENTS / "train.py"), *OPTIONS, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -58,8 +69,13 @@ def test_the_same_results_as_in_one_process_and_a_resume(tmp_path):
         del one["metrics"]["samples_per_second"]
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
     assert [row["rank"] for row in found["ranks"]] == [0, 1]
-    assert all(row["bytes_sent"] > 0 and row["peak_activations"] > 0 for row in found["ranks"])
-    assert all(row["peak_activations"] == row["predicted_activations"] for row in found["ranks"])
+    assert all(
+        row["bytes_sent"] > 0 and row["peak_activations"] > 0 for row in found["ranks"]
+    )
+    assert all(
+        row["peak_activations"] == row["predicted_activations"]
+        for row in found["ranks"]
+    )
     names = {path.name for path in together.rglob("*.*")}
     assert {"ranks.csv", "spans.csv", "trace.json", "timeline.png"} <= names
     assert "measured in the first 2 training steps" in printed
@@ -69,9 +85,18 @@ def test_the_same_results_as_in_one_process_and_a_resume(tmp_path):
 
 
 def test_a_controller_gives_the_same_results_and_checkpoints(tmp_path):
-    alone, driven, options = tmp_path / "alone", tmp_path / "driven", (*OPTIONS, "lr=constant")
+    alone, driven, options = (
+        tmp_path / "alone",
+        tmp_path / "driven",
+        (*OPTIONS, "lr=constant"),
+    )
     assert run("train", *options, "epochs=2", f"hydra.run.dir={alone}").status == 0
-    given = "runtime=controller", "runtime.record=2", "runtime.keep_every=3", "device=cpu"
+    given = (
+        "runtime=controller",
+        "runtime.record=2",
+        "runtime.keep_every=3",
+        "device=cpu",
+    )
     assert run("train", *options, *given, f"hydra.run.dir={driven}").status == 0
     shared(1).close()  # which ends the ranks
     rows = result(driven)["ranks"]
@@ -89,12 +114,19 @@ def test_a_controller_gives_the_same_results_and_checkpoints(tmp_path):
 def test_mistake_is_reported_once_and_ends_all_ranks(tmp_path):
     finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
     assert finished.returncode != 0
-    (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    (error,) = [
+        line for line in finished.stderr.splitlines() if line.startswith("error: ")
+    ]
     assert "'halves'" in error
 
 
 def place(monkeypatch, rank="0", size="2"):
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": rank, "WORLD_SIZE": size}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "RANK": rank,
+        "WORLD_SIZE": size,
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -120,9 +152,12 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("runtime", SCHEDULES)
 def test_refuses_to_run_alone(monkeypatch, runtime):
-    monkeypatch.setattr("toolkit.extras.find_spec", lambda module: module)  # all are installed
+    # All are installed.
+    monkeypatch.setattr("toolkit.extras.find_spec", lambda module: module)
     options = f"schedule={SCHEDULES[runtime]}", f"runtime={runtime}", "workers=3"
-    message = refused("train", *TINY, *options, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
+    message = refused(
+        "train", *TINY, *options, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    )
     assert message.count("torchrun --nproc-per-node ") == 1
     assert message.endswith(f"runtime={runtime} workers=3")
 
@@ -150,12 +185,16 @@ def test_other_ranks_print_nothing(rank, monkeypatch):
     assert run("train", *TINY, *options) == (2, "", "")
 
 
-@pytest.mark.parametrize(("number", "printed"), [("0", "error: a mistake\n"), ("1", "")])
+@pytest.mark.parametrize(
+    ("number", "printed"), [("0", "error: a mistake\n"), ("1", "")]
+)
 def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, printed):
     given_up = []
     world = SimpleNamespace(watch=SimpleNamespace(fail=given_up.append))
     monkeypatch.setenv("RANK", number)
-    monkeypatch.setattr("toolkit.runtime.process_group.join.current_world", lambda: world)
+    monkeypatch.setattr(
+        "toolkit.runtime.process_group.join.current_world", lambda: world
+    )
     report_mistake("a mistake")
     assert given_up == ["a mistake"]
     assert capsys.readouterr().err == printed
@@ -163,7 +202,11 @@ def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, pri
 
 @pytest.mark.parametrize(
     ("rank", "size", "pattern"),
-    [("one", "2", "'one'"), ("0", "two", "'two'"), ("5", "2", "RANK=5 .* WORLD_SIZE=2")],
+    [
+        ("one", "2", "'one'"),
+        ("0", "two", "'two'"),
+        ("5", "2", "RANK=5 .* WORLD_SIZE=2"),
+    ],
 )
 def test_refuses_an_impossible_rank(monkeypatch, rank, size, pattern):
     place(monkeypatch, rank, size)
@@ -210,7 +253,9 @@ def test_measures_what_was_counted(measured, monkeypatch, tmp_path):
     rows = json.loads((tmp_path / "result.json").read_text())["metrics"]
     assert len(rows) == 15
     for row in rows:
-        measured = {n.removesuffix("_measured"): v for n, v in row.items() if "_measured" in n}
+        measured = {
+            n.removesuffix("_measured"): v for n, v in row.items() if "_measured" in n
+        }
         assert measured == {name: row[name] for name in measured}
         assert {"ranks", "activations", "weights", "traffic_in_slot"} < measured.keys()
     assert {"timeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
@@ -219,20 +264,34 @@ def test_measures_what_was_counted(measured, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("rule", "change", "names"),
     [
-        ("CDP-v2", lambda event: {"bytes": event.bytes + 4}, {"traffic", "traffic_in_slot"}),
-        ("CDP-v1", lambda event: {"activations": event.activations + 4}, {"activations"}),
+        (
+            "CDP-v2",
+            lambda event: {"bytes": event.bytes + 4},
+            {"traffic", "traffic_in_slot"},
+        ),
+        (
+            "CDP-v1",
+            lambda event: {"activations": event.activations + 4},
+            {"activations"},
+        ),
         ("DP", lambda event: {"weights": 2 * event.weights}, {"weights"}),
     ],
 )
-def test_fails_where_a_measurement_differs(measured, monkeypatch, tmp_path, rule, change, names):
+def test_fails_where_a_measurement_differs(
+    measured, monkeypatch, tmp_path, rule, change, names
+):
     """A few bytes more in every event of one rank."""
     rows = [*measured]
-    place = next(k for k, r in enumerate(rows) if (r.setting, r.rule) == ("multi-device", rule))
+    place = next(
+        k for k, r in enumerate(rows) if (r.setting, r.rule) == ("multi-device", rule)
+    )
     found = rows[place].measurements
     wrong = [event._replace(**change(event)) for event in found.records[0].events]
     records = [replace(found.records[0], events=wrong), *found.records[1:]]
     tampered = replace(found, records=records)
-    rows[place] = predicted_vs_measured.make_row("multi-device", rule, tampered, 256, 64)
+    rows[place] = predicted_vs_measured.make_row(
+        "multi-device", rule, tampered, 256, 64
+    )
     assert names <= rows[place].differences.keys()
     finished = measuring(monkeypatch, tmp_path, rows)
     assert finished.status == 1

@@ -39,6 +39,8 @@ def test_unfinished_runs_of_a_comparison_are_named(tmp_path):
     folders.compare(tmp_path / "runs", {"dp": [0.9, 0.8], "cdp_v1": [0.7, math.nan]})
     path = tmp_path / "runs" / "runs.csv"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(x.replace(",1.0,nan,", ",nan,nan,") for x in lines) + "\n")
+    path.write_text(
+        "\n".join(x.replace(",1.0,nan,", ",nan,nan,") for x in lines) + "\n"
+    )
     out = succeeded("report", tmp_path / "out", f"runs={tmp_path / 'runs'}")
     assert f"failed: {tmp_path / 'runs'} (CDP-v1, seed 1): " in out

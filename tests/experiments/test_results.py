@@ -7,11 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.command import TINY, assert_figures, complete, rows, run, succeeded
+from tests.experiments.command import (
+    TINY,
+    assert_figures,
+    complete,
+    rows,
+    run,
+    succeeded,
+)
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
-PROVENANCE = {"command", "config", "commit", "versions", "device", "seed", "started", "seconds"}
+PROVENANCE = {
+    "command",
+    "config",
+    "commit",
+    "versions",
+    "device",
+    "seed",
+    "started",
+    "seconds",
+}
 
 
 def assert_provenance(found, name, *arguments):
@@ -76,7 +92,9 @@ def test_equal_seeds_give_equal_metrics(trained, tmp_path):
     ids=" ".join,
 )
 def test_variants_of_training(tmp_path, arguments):
-    tiny = [a for a in TINY if not (a.startswith("data") and "data=digits" in arguments)]
+    tiny = [
+        a for a in TINY if not (a.startswith("data") and "data=digits" in arguments)
+    ]
     complete("train", tmp_path, *tiny, *arguments)
 
 
@@ -94,23 +112,45 @@ def test_compare(tmp_path):
     table = rows(tmp_path / "comparison.csv")
     for row, written in zip(result["metrics"], table, strict=True):
         last = [r for r in runs if r["rule"] == row["rule"] and r["epoch"] == "1"]
-        assert row["accuracy"] == pytest.approx(50 * sum(float(r["top1"]) for r in last))
+        assert row["accuracy"] == pytest.approx(
+            50 * sum(float(r["top1"]) for r in last)
+        )
         assert written == {k: "nan" if v is None else str(v) for k, v in row.items()}
     assert_figures(tmp_path, "accuracy", "schedules")
-    single = complete("train", tmp_path / "one", *TINY, "schedule=cdp_v1", "seed=6", "epochs=2")
-    (found,) = (r for r in runs if (r["rule"], r["seed"], r["epoch"]) == ("cdp_v1", "6", "1"))
+    single = complete(
+        "train", tmp_path / "one", *TINY, "schedule=cdp_v1", "seed=6", "epochs=2"
+    )
+    (found,) = (
+        r for r in runs if (r["rule"], r["seed"], r["epoch"]) == ("cdp_v1", "6", "1")
+    )
     assert {key: float(found[key]) for key in metrics(single)} == metrics(single)
 
 
 def test_rules_of_one_name_get_labels(tmp_path):
-    more = "+schedule@rules.late=cdp_v1", "rules.late.delay=2", "+schedule@rules.later=cdp_v1"
+    more = (
+        "+schedule@rules.late=cdp_v1",
+        "rules.late.delay=2",
+        "+schedule@rules.later=cdp_v1",
+    )
     larger = "+schedule@rules.larger=dp", "rules.larger.accumulate=2"
-    arguments = *TINY, "~rules.cdp_v1", "~rules.cdp_v2", *more, "rules.later.delay=2", *larger
+    arguments = (
+        *TINY,
+        "~rules.cdp_v1",
+        "~rules.cdp_v2",
+        *more,
+        "rules.later.delay=2",
+        *larger,
+    )
     result = complete("compare", tmp_path, *arguments, "seeds=1")
     (note,) = result["notes"]
     late = "DP 16, CDP delay 2 (late) 16, CDP delay 2 (later) 16"
     assert f"({late}, DP accumulate 2 32)" in note
-    assert [row["rule"] for row in result["metrics"]] == ["dp", "late", "later", "larger"]
+    assert [row["rule"] for row in result["metrics"]] == [
+        "dp",
+        "late",
+        "later",
+        "larger",
+    ]
 
 
 def test_launches_write_to_separate_folders(tmp_path, monkeypatch):
@@ -122,9 +162,23 @@ def test_launches_write_to_separate_folders(tmp_path, monkeypatch):
 
 
 def test_decoders_are_compared_by_their_loss(tmp_path):
-    (tmp_path / "mine.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
-    small = ("model=gpt", "model.layers=1", "model.width=8", "model.heads=2", "data=text")
-    small += (f"data.root={tmp_path}", "data.length=16", "epochs=2", "batch=4", "workers=2")
+    (tmp_path / "mine.txt").write_bytes(
+        b"the quick brown fox jumps over the lazy dog. " * 40
+    )
+    small = (
+        "model=gpt",
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=2",
+        "data=text",
+    )
+    small += (
+        f"data.root={tmp_path}",
+        "data.length=16",
+        "epochs=2",
+        "batch=4",
+        "workers=2",
+    )
     small += ("stages=2", "seeds=2", "optimizer=adamw", "~rules.cdp_v1")
     out = succeeded("compare", tmp_path, *small)
     assert_figures(tmp_path, "loss")
@@ -136,7 +190,10 @@ def test_decoders_are_compared_by_their_loss(tmp_path):
     ended = [row for row in rows(tmp_path / "runs.csv") if row["epoch"] == "1"]
     for row in (base, other):
         mine = [run for run in ended if run["rule"] == row["rule"]]
-        for name, column, factor in (("loss", "test_loss", 1), ("accuracy", "top1", 100)):
+        for name, column, factor in (
+            ("loss", "test_loss", 1),
+            ("accuracy", "top1", 100),
+        ):
             found = sum(factor * float(run[column]) for run in mine) / len(mine)
             assert float(row[name]) == pytest.approx(found)
     assert float(base["loss_difference"]) == 0

@@ -19,13 +19,18 @@ def test_known_optima(tmp_path):
     for row in found:
         assert row["found"] == row["bound"] == pytest.approx(row["least"])
         assert row["proven"]
-    assert found[4]["of"] == "18 orders"  # 6 of each rank; those of rank 0 number micro-batches
+    # 6 of each rank; those of rank 0 number micro-batches.
+    assert found[4]["of"] == "18 orders"
 
 
 @thorough
 def test_unequal_stages(tmp_path):
     options = {"models": "[decoder]", "ranks": "[2]", "stages": "[1,2]"}
     found = run(tmp_path, **options, layers=2, width=64, sequences=1, seconds=1)[6:]
-    assert [row["of"].split()[0] for row in found][-1] in ("PipeDream-2BW", "CDP-v1", "CDP-v2")
+    assert [row["of"].split()[0] for row in found][-1] in (
+        "PipeDream-2BW",
+        "CDP-v1",
+        "CDP-v2",
+    )
     for row in found:
         assert row["bound"] <= row["found"] <= row["least"] * 1.1

@@ -10,7 +10,13 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
 
 
 def test_training_options(tmp_path):
-    recipe = ("precision=bf16", "clip=0.5", "checkpoint=[0,2]", "ema=0.9", "channels_last=true")
+    recipe = (
+        "precision=bf16",
+        "clip=0.5",
+        "checkpoint=[0,2]",
+        "ema=0.9",
+        "channels_last=true",
+    )
     plain = complete("train", tmp_path / "plain", *TINY)
     found = complete("train", tmp_path / "found", *TINY, *recipe)
     assert "ema_top1" not in plain["metrics"]
@@ -21,7 +27,9 @@ def test_training_options(tmp_path):
 
 def test_delay_diagnostics(tmp_path):
     """A row for each stage and diagnosed step, and their means by stage."""
-    found = complete("train", tmp_path, *TINY, "schedule=cdp_v1", "epochs=2", "diagnostics=3")
+    found = complete(
+        "train", tmp_path, *TINY, "schedule=cdp_v1", "epochs=2", "diagnostics=3"
+    )
     written = rows(tmp_path / "delays.csv")
     assert [(row["step"], row["stage"]) for row in written] == [
         (step, stage) for step in "036" for stage in "0123"
@@ -30,7 +38,8 @@ def test_delay_diagnostics(tmp_path):
     for row in found["delays"]:
         of_stage = [w for w in written if w["stage"] == str(row["stage"])]
         assert [float(w["delay"]) for w in of_stage] == [0, 1, 1]
-        assert row["delay"] == 1  # the first step, in which nothing is late, does not count
+        # The first step, in which nothing is late, does not count.
+        assert row["delay"] == 1
         for name in ("cosine", "moved"):
             values = [float(w[name]) for w in of_stage[1:]]
             assert row[name] == pytest.approx(sum(values) / 2)
@@ -46,7 +55,9 @@ def test_resumed_run_keeps_its_diagnostics(tmp_path):
     options = (*TINY, "schedule=cdp_v1", "diagnostics=2", "lr=constant")
     complete("train", tmp_path, *options)
     found = complete("train", tmp_path, f"resume={tmp_path}", "epochs=3")
-    steps = [row["step"] for row in rows(tmp_path / "delays.csv") if row["stage"] == "0"]
+    steps = [
+        row["step"] for row in rows(tmp_path / "delays.csv") if row["stage"] == "0"
+    ]
     assert steps == ["0", "2", "4", "6", "8", "10"]
     again = complete("train", tmp_path, f"resume={tmp_path}")
     assert again["metrics"] == found["metrics"]
@@ -68,16 +79,25 @@ def test_prints_a_result_that_cannot_be_written(tmp_path):
 
 def test_compares_random_and_published_delays(tmp_path):
     random = "rules.late.delay={distribution: geometric, p: 0.5, least: 1, most: 3}"
-    more = ("+schedule@rules.late=cdp_v1", random, "+schedule@rules.published=published")
+    more = (
+        "+schedule@rules.late=cdp_v1",
+        random,
+        "+schedule@rules.published=published",
+    )
     less = ("~rules.cdp_v1", "~rules.cdp_v2")
-    found = complete("compare", tmp_path, *TINY, *more, *less, "seeds=1", "diagnostics=2")
+    found = complete(
+        "compare", tmp_path, *TINY, *more, *less, "seeds=1", "diagnostics=2"
+    )
     rules = {row["rule"]: row for row in found["metrics"]}
     assert list(rules) == ["dp", "late", "published"]
     assert rules["late"]["staleness_max"] == 3
     assert rules["late"]["staleness_mean"] == pytest.approx(11 / 7)
     fresh = [row["cosine"] for row in found["delays"] if row["rule"] == "dp"]
     assert fresh == pytest.approx([1] * 4, abs=1e-6)
-    assert (len(found["delays"]), len(rows(tmp_path / "delays.csv"))) == (3 * 4, 3 * 4 * 2)
+    assert (len(found["delays"]), len(rows(tmp_path / "delays.csv"))) == (
+        3 * 4,
+        3 * 4 * 2,
+    )
 
 
 REFUSES = r"""
@@ -96,8 +116,16 @@ def test_train_refuses(arguments, pattern):
 
 
 def test_the_affordable_delay_is_a_matrix_in_the_record_and_resumes(tmp_path):
-    options = (*TINY, "stages=2", "workers=2", "schedule.delay=affordable", "save.epochs=1")
-    refused("train", *options, f"hydra.run.dir={tmp_path}", match="hardware=ethernet_10")
+    options = (
+        *TINY,
+        "stages=2",
+        "workers=2",
+        "schedule.delay=affordable",
+        "save.epochs=1",
+    )
+    refused(
+        "train", *options, f"hydra.run.dir={tmp_path}", match="hardware=ethernet_10"
+    )
     folder = tmp_path / "run"
     fast = [f"hardware.{name}=1e30" for name in ("memory_bandwidth", "link_bandwidth")]
     fast += ["hardware=ethernet_10", "hardware.link_latency=0"]
@@ -106,8 +134,15 @@ def test_the_affordable_delay_is_a_matrix_in_the_record_and_resumes(tmp_path):
     assert used == [[1, 0], [0, 0]]  # links without limit afford the freshest
     again = complete("train", folder, f"resume={folder}", "epochs=2")
     assert again["provenance"]["config"]["schedule"]["delay"] == used
-    rules = ("~rules.cdp_v1", "rules.cdp_v2.delay=affordable", "hardware=ethernet_10", "seeds=1")
-    compared = complete("compare", tmp_path / "compare", *TINY, "stages=2", "workers=2", *rules)
+    rules = (
+        "~rules.cdp_v1",
+        "rules.cdp_v2.delay=affordable",
+        "hardware=ethernet_10",
+        "seeds=1",
+    )
+    compared = complete(
+        "compare", tmp_path / "compare", *TINY, "stages=2", "workers=2", *rules
+    )
     (rule,) = (row for row in compared["metrics"] if row["rule"] == "cdp_v2")
     delay = compared["provenance"]["config"]["rules"]["cdp_v2"]["delay"]
     assert rule["staleness_mean"] == sum(map(sum, delay)) / 4

@@ -40,7 +40,11 @@ def test_phases_are_compared_once_they_have_settled(bench, monkeypatch):
         ("DP", True),
         ("other", False),
     ]
-    assert [[row[f"phase {k} (s)"] for k in (0, 1)] for row in rows] == [[1.5, 5], [2, 4], [1, 1]]
+    assert [[row[f"phase {k} (s)"] for k in (0, 1)] for row in rows] == [
+        [1.5, 5],
+        [2, 4],
+        [1, 1],
+    ]
     assert [row["phase 1 / best"] for row in rows] == [1.25, 1, 0.25]
     assert [row["whole (s)"] for row in rows] == [49, 48, 40]
 

@@ -31,7 +31,10 @@ def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true"
     out = succeeded("train", tmp_path, *arguments)
     (begun,) = wandb_runs
-    assert f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}*\n" in out
+    assert (
+        f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}*\n"
+        in out
+    )
     assert begun.config["model"]["name"] == "resnet8"
     assert begun.config["provenance"]["command"].startswith("cyclic-dp train model=")
     assert [*begun.points("train/loss")] == [*begun.points("train/lr")] == [2, 4]
@@ -78,7 +81,10 @@ def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):
     assert run("train", *arguments, f"hydra.sweep.dir={folder}").status != 0
     first, second = wandb_runs
     assert first.id != second.id
-    assert (first.config["optimizer"]["lr"], second.config["optimizer"]["lr"]) == (0.05, 1e30)
+    assert (first.config["optimizer"]["lr"], second.config["optimizer"]["lr"]) == (
+        0.05,
+        1e30,
+    )
     assert first.group == second.group == "a sweep"
     assert (first.exit_code, first.summary["state"]) == (0, "finished")
     assert second.exit_code == 1
@@ -120,7 +126,9 @@ def test_comparison_tracks_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
         f"accuracy/{row['schedule']}": row["accuracy"]
         for row in json.loads((tmp_path / "result.json").read_text())["metrics"]
     }
-    expected |= {"difference/CDP-v1": expected["accuracy/CDP-v1"] - expected["accuracy/DP"]}
+    expected |= {
+        "difference/CDP-v1": expected["accuracy/CDP-v1"] - expected["accuracy/DP"]
+    }
     found_differences = {name: differences.summary.get(name) for name in expected}
     assert found_differences == pytest.approx(expected)
     assert {run.name for run in wandb_runs} == {"DP, seed 0", "CDP-v1, seed 0"}
@@ -144,8 +152,17 @@ def test_comparison_tracks_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
 
 def test_diverged_run_of_a_comparison_is_marked_failed(tmp_path, wandb_runs):
     """As a run of train is, without final metrics."""
-    arguments = *TRACKED, "seeds=1", "~rules.cdp_v1", "~rules.cdp_v2", "optimizer.lr=1e30"
+    arguments = (
+        *TRACKED,
+        "seeds=1",
+        "~rules.cdp_v1",
+        "~rules.cdp_v2",
+        "optimizer.lr=1e30",
+    )
     assert run("compare", *arguments, f"hydra.run.dir={tmp_path}").status == 0
     (lost,) = wandb_runs
-    assert (lost.exit_code, lost.summary["state"]) == (1, "failed: its loss diverged in epoch 0")
+    assert (lost.exit_code, lost.summary["state"]) == (
+        1,
+        "failed: its loss diverged in epoch 0",
+    )
     assert not [name for name in lost.summary if name.startswith("final/")]

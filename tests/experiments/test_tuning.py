@@ -27,7 +27,9 @@ def test_trains_each_rule_at_its_best_rate(tmp_path):
     found = complete("compare", folder, *TUNED, "seeds=1")
     trials = rows(folder / "tuning" / "runs.csv")
     assert [(row["rule"], row["seed"]) for row in trials] == [
-        (f"{rule}_x{factor}", "1000") for rule in ("dp", "cdp_v2") for factor in ("0.5", "1")
+        (f"{rule}_x{factor}", "1000")
+        for rule in ("dp", "cdp_v2")
+        for factor in ("0.5", "1")
     ]
     best = {row["rule"]: row["lr"] for row in found["tuning"] if row["best"]}
     by_rate = {(row["rule"], row["lr"]): row["accuracy"] for row in found["tuning"]}
@@ -37,12 +39,17 @@ def test_trains_each_rule_at_its_best_rate(tmp_path):
     assert {row["rule"]: row["lr"] for row in found["metrics"]} == best
     own = found["provenance"]["config"]["own"]
     assert {rule: options["optimizer"]["lr"] for rule, options in own.items()} == best
-    assert [run.config["optimizer"]["lr"] for run in read_runs([folder])] == [*best.values()]
-    assert sum("the best of its rates" in note for note in found["notes"]) == 2  # two have edges
+    assert [run.config["optimizer"]["lr"] for run in read_runs([folder])] == [
+        *best.values()
+    ]
+    # Two have edges.
+    assert sum("the best of its rates" in note for note in found["notes"]) == 2
 
     by_hand = tmp_path / "by_hand"
     rates = (f"+own.{rule}.optimizer.lr={lr}" for rule, lr in best.items())
-    again = complete("compare", by_hand, *SMALL, *rates, "seeds=1", "tracking.mode=disabled")
+    again = complete(
+        "compare", by_hand, *SMALL, *rates, "seeds=1", "tracking.mode=disabled"
+    )
     columns = ("train_loss", "test_loss", "top1")
     assert [[row[name] for name in columns] for row in rows(by_hand / "runs.csv")] == [
         [row[name] for name in columns] for row in rows(folder / "runs.csv")
@@ -63,7 +70,10 @@ def test_resumes_in_the_middle_of_the_trials(tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "again"
     expected = complete("compare", whole, *TUNED, "tune.epochs=2", "seeds=1")
     printed = stopped_in_run(
-        1, "seeds=1", f"hydra.run.dir={folder}", common=(*TUNED, "tune.epochs=2", "save.steps=2")
+        1,
+        "seeds=1",
+        f"hydra.run.dir={folder}",
+        common=(*TUNED, "tune.epochs=2", "save.steps=2"),
     )
     assert f"resume={folder}" in printed
     assert not (folder / "runs.csv").exists()
@@ -97,7 +107,10 @@ def test_a_rule_has_its_own_optimizer_in_the_table(tmp_path):
     ("option", "pattern"),
     [
         ("+own.cdp.clip=1", "own.cdp .* not compared: .* dp, cdp_v2"),
-        ("+own.dp.batch=8", "own.dp.batch: rules differ in optimizer, lr, clip, ema, readout"),
+        (
+            "+own.dp.batch=8",
+            "own.dp.batch: rules differ in optimizer, lr, clip, ema, readout",
+        ),
         ("+own.dp.optimizer.lrr=1", "own.dp.optimizer.lrr: .* did you mean lr"),
         ("own.dp.clip=1", r"\+own.dp.clip="),
         ("tune.seed=1 tune.rates=[1]", "tune.seed=1 is a seed of the comparison"),
@@ -106,5 +119,7 @@ def test_a_rule_has_its_own_optimizer_in_the_table(tmp_path):
     ],
 )
 def test_refuses(tmp_path, option, pattern):
-    refused("compare", *SMALL, *option.split(), f"hydra.run.dir={tmp_path}", match=pattern)
+    refused(
+        "compare", *SMALL, *option.split(), f"hydra.run.dir={tmp_path}", match=pattern
+    )
     assert not (tmp_path / "tuning").exists()

@@ -9,7 +9,10 @@ from toolkit.errors import UserError
 from toolkit.figures import accuracy, loss
 from toolkit.figures.style import MARKERS, SERIES
 
-CURVES = {"DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]], "CDP-v2": [[0.4, 0.6, 1.0], [0.4, 0.7, 0.8]]}
+CURVES = {
+    "DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]],
+    "CDP-v2": [[0.4, 0.6, 1.0], [0.4, 0.7, 0.8]],
+}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,10 @@ CURVES = {"DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]], "CDP-v2": [[0.4, 0.6, 1.0], 
 def test_lines_are_means_and_bands_are_ranges(draw, factor, label):
     (axes,) = draw(CURVES).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", label)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*CURVES, "all seeds"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        *CURVES,
+        "all seeds",
+    ]
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert axes.get_ylim()[1] <= 101
     bands = axes.collections[: len(CURVES)]
@@ -63,7 +69,8 @@ def test_runs_that_have_diverged_are_left_out_from_there_on():
 def test_long_trainings_are_drawn_by_few_points_with_both_ends():
     figure = accuracy({"DP": [[k / 100_000 for k in range(100_001)]]})
     whole, last = (
-        panel.lines[0].get_xdata() for panel in (figure.axes[0], *figure.axes[0].child_axes)
+        panel.lines[0].get_xdata()
+        for panel in (figure.axes[0], *figure.axes[0].child_axes)
     )
     assert (whole[0], whole[-1], last[-1]) == (1, 100_001, 100_001)
     assert len(whole) == len(last) <= 1000

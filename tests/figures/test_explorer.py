@@ -116,12 +116,18 @@ def test_every_op_is_drawn_once_in_its_place(spec):
             if i.action.computes:
                 stale = schedule.delays(i.step)[i.stage][i.microbatch] > 0
                 x = i.tick / schedule.timing.ticks_per_slot * slot + 0.5
-                cell = (f"cdp-{i.action.name.lower()}", pytest.approx(x, abs=0.6), i.stage, stale)
+                cell = (
+                    f"cdp-{i.action.name.lower()}",
+                    pytest.approx(x, abs=0.6),
+                    i.stage,
+                    stale,
+                )
                 row = i.microbatch if what == "micro-batch" else rank
                 expected.setdefault(f"{what} {row}", []).append((str(i.op), cell))
     found = [row for row in page.iter(f"{SVG}g") if row.get("class") == "cdp-row"]
     assert [row.get("aria-label") for row in found] == [
-        f"{name}: {' '.join(op for op, _ in cells)}" for name, cells in sorted(expected.items())
+        f"{name}: {' '.join(op for op, _ in cells)}"
+        for name, cells in sorted(expected.items())
     ]
     for row, (_, cells) in zip(found, sorted(expected.items()), strict=True):
         assert [cell for _, cell in cells] == [
@@ -136,13 +142,18 @@ def test_every_op_is_drawn_once_in_its_place(spec):
 
 
 def test_charts_have_the_heights_that_the_program_counts():
-    assert steps([(0, 1), (1, 3), (2, 0)], end=3, width=10, scale=5) == "M0 0V-5H10V-15H20V0H30V0Z"
+    assert (
+        steps([(0, 1), (1, 3), (2, 0)], end=3, width=10, scale=5)
+        == "M0 0V-5H10V-15H20V0H30V0Z"
+    )
     page = drawn(ScheduleSpec("dp", 2, 2), n_steps=1)
     paths = {path.get("class"): path.get("d") for path in page.iter(f"{SVG}path")}
     _, *levels = paths["cdp-memory"].split("V")[:-1]
     per_slot = [-float(level.split("H")[0]) for level in levels]
     assert max(per_slot) == pytest.approx(62)  # the room of a chart
-    assert per_slot == pytest.approx([x / 2 * max(per_slot) for x in (1, 2, 2, 1)], abs=0.02)
+    assert per_slot == pytest.approx(
+        [x / 2 * max(per_slot) for x in (1, 2, 2, 1)], abs=0.02
+    )
     said = " ".join(text.text for text in page.iter(f"{SVG}text"))
     assert "peak 2 micro-batches" in said
     assert "most 2 stage-parameters a slot" in said
@@ -150,7 +161,9 @@ def test_charts_have_the_heights_that_the_program_counts():
 
 def test_drawings_side_by_side_have_one_scale():
     """Memory of 2.5 is not drawn as high as memory of 4, nor 24 slots as long as 30."""
-    pictures = [in_slots(analyse(ScheduleSpec(name, 4, 4), 3)) for name in ("dp", "cdp_v2")]
+    pictures = [
+        in_slots(analyse(ScheduleSpec(name, 4, 4), 3)) for name in ("dp", "cdp_v2")
+    ]
     frame = frame_of(pictures)
     assert (frame.end, frame.memory, frame.sent) == (30, 4, 6)
     tops, widths = [], set()
@@ -158,11 +171,15 @@ def test_drawings_side_by_side_have_one_scale():
         svg = ElementTree.fromstring(draw(picture, frame))[0]
         widths.add(svg.get("viewBox").split()[2])
         (path,) = [p for p in svg.iter(f"{SVG}path") if p.get("class") == "cdp-memory"]
-        tops.append(min(float(word.split("H")[0]) for word in path.get("d").split("V")[1:-1]))
+        tops.append(
+            min(float(word.split("H")[0]) for word in path.get("d").split("V")[1:-1])
+        )
     assert len(widths) == 1
     assert tops[1] / tops[0] == pytest.approx(2.5 / 4, abs=0.01)
     for n, slot in ((8, 8), (16, 13)):  # 16 are scrolled, with room for two digits
-        pair = [in_slots(analyse(ScheduleSpec(name, n, n), 3)) for name in ("cdp_v2", "dp")]
+        pair = [
+            in_slots(analyse(ScheduleSpec(name, n, n), 3)) for name in ("cdp_v2", "dp")
+        ]
         assert frame_of(pair).scale == slot
 
 
@@ -206,10 +223,16 @@ def test_an_op_waits_for_its_rank_its_input_and_its_weights():
 
 def test_the_page_of_the_site_has_every_schedule_and_verdict():
     page = site_page(
-        "cdp_v2", ["dp", "cdp_v1", "cdp_v2", "gpipe", "one_f_one_b", "zero_dp"], [2], ["uniform"]
+        "cdp_v2",
+        ["dp", "cdp_v1", "cdp_v2", "gpipe", "one_f_one_b", "zero_dp"],
+        [2],
+        ["uniform"],
     )
     packed = json.loads(re.search('id="cdp-data">(.*?)</script>', page)[1])["2/uniform"]
-    text = {name: gzip.decompress(b64decode(value)).decode() for name, value in packed.items()}
+    text = {
+        name: gzip.decompress(b64decode(value)).decode()
+        for name, value in packed.items()
+    }
     assert {name for name in text if " " not in name} == {*METHODS}
     assert "catalog.gpipe(" in text["gpipe"]
     assert text["cdp_v2 dp"].startswith("CDP-v2 compared with DP: ")
@@ -227,14 +250,22 @@ def test_an_op_says_what_it_waits_for_and_frees():
         "waits for: 0F0 of step 0; 1B0 of step 0",
         "frees: activation stage 0 microbatch 0 step 0",
     ]
-    assert "keeps its activations until slot 5" in said(ScheduleSpec("gpipe", 2, 2), "1F1")
-    sharded = said(ScheduleSpec("zero_cdp_v2", 4, 4), "1B1", 3)  # weights come anew for each op
+    assert "keeps its activations until slot 5" in said(
+        ScheduleSpec("gpipe", 2, 2), "1F1"
+    )
+    # Weights come anew for each op.
+    sharded = said(ScheduleSpec("zero_cdp_v2", 4, 4), "1B1", 3)
     assert "weights stage 1 version 0 from rank 3" in sharded
-    assert "frees: activation stage 1 microbatch 1 step 0; weights stage 1 version 0" in sharded
+    assert (
+        "frees: activation stage 1 microbatch 1 step 0; weights stage 1 version 0"
+        in sharded
+    )
     assert "broadcast weights" in said(ScheduleSpec("zero_dp", 4, 4), "1F0")
 
 
-@pytest.mark.parametrize("spec", [ScheduleSpec("zero_bubble", 3, 4), ScheduleSpec("cdp_v1", 3, 3)])
+@pytest.mark.parametrize(
+    "spec", [ScheduleSpec("zero_bubble", 3, 4), ScheduleSpec("cdp_v1", 3, 3)]
+)
 def test_hover_text_agrees_with_the_program(spec):
     """Each activation is freed by one op, and each message of a boundary is waited for by one."""
     text = "\n".join(title.text for title in drawn(spec).iter(f"{SVG}title"))
@@ -242,14 +273,19 @@ def test_hover_text_agrees_with_the_program(spec):
     frees = sum(i.startswith("FREE activation") for i in instructions)
     receives = sum(i.startswith("RECV activation") for i in instructions)
     assert text.count("frees: activation stage") == frees
-    assert len(re.findall("activation (?:gradient )?stage [^;]* from rank", text)) == receives
+    assert (
+        len(re.findall("activation (?:gradient )?stage [^;]* from rank", text))
+        == receives
+    )
 
 
 def numbers_of(spec):
     """Key numbers by name, as (value, unit), of uniform stages."""
     analysis = analyse(spec, 1)
     timeline = predict(analysis, unit_costs(spec.stages), UNIT)
-    return {n.name: (n.value, n.unit) for n in analysis.numbers(timeline, in_slots=True)}
+    return {
+        n.name: (n.value, n.unit) for n in analysis.numbers(timeline, in_slots=True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -265,14 +301,19 @@ def numbers_of(spec):
 )
 def test_key_numbers_are_those_of_the_steady_state(spec, peak):
     schedule = spec.build()
-    steady, busy = steady_state(schedule), len(schedule.timing.starts) / schedule.n_ranks
+    steady, busy = (
+        steady_state(schedule),
+        len(schedule.timing.starts) / schedule.n_ranks,
+    )
     found, sent = numbers_of(spec), steady.units_by_slot
     assert found["step time"][1] == "slots"
     assert {k: float(value) for k, (value, _) in found.items()} == {
         "ranks": schedule.n_ranks,
         "peak activations": peak,
         "of the fullest rank": max(map(max, steady.activations)) / 4,
-        "weights of the fullest rank": pytest.approx(float(footprint(schedule).weights), rel=1e-3),
+        "weights of the fullest rank": pytest.approx(
+            float(footprint(schedule).weights), rel=1e-3
+        ),
         "mean staleness": pytest.approx(schedule.mean_staleness, rel=1e-2),
         "largest staleness": schedule.max_staleness,
         "mean sent in a slot": pytest.approx(float(sum(sent)) / len(sent), rel=1e-3),
@@ -298,7 +339,9 @@ def test_the_step_time_is_that_of_the_steady_state(placement):
 def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     """They are not as long as those of a long training."""
     analysis = analyse(ScheduleSpec("zero_cdp_v1", n, n), 1)
-    costs = [StageCost(1 + j / 4, 2 + j / 2, parameter_bytes=1.0 + 3 * j) for j in range(n)]
+    costs = [
+        StageCost(1 + j / 4, 2 + j / 2, parameter_bytes=1.0 + 3 * j) for j in range(n)
+    ]
     slow = Hardware("slow", 1.0, 1.0, bandwidth)
     found = predict(analysis, costs, slow).step_time
     long = simulate(analysis.schedule.lower(60), costs, slow).step_time
@@ -308,7 +351,9 @@ def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
 
 def test_widgets_load_with_the_explorer_only():
     code = "import sys, toolkit.figures; print('ipywidgets' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "False"
 
 
@@ -316,13 +361,23 @@ def test_a_sentence_says_why_an_op_starts_no_earlier():
     spec = ScheduleSpec("cdp_v2", 2, 2)
     analysis = analyse(spec, 2)
     reasons = {
-        str(i.op) + f" of step {i.step}": text for i, text in in_slots(analysis).reasons().items()
+        str(i.op) + f" of step {i.step}": text
+        for i, text in in_slots(analysis).reasons().items()
     }
     assert reasons["0F0 of step 0"] == "It waits for no op in the drawing."
-    assert reasons["1F0 of step 0"] == "It waits for what 0F0 of step 0 makes, on rank 0."
-    assert reasons["0F1 of step 1"] == "It waits for its rank, which runs 0B1 of step 0 until then."
-    parallel = analyse(ScheduleSpec("dp", 2, 2, placement="per_stage_and_microbatch"), 2)
-    weights = [text for text in in_slots(parallel).reasons().values() if "weights" in text]
+    assert (
+        reasons["1F0 of step 0"] == "It waits for what 0F0 of step 0 makes, on rank 0."
+    )
+    assert (
+        reasons["0F1 of step 1"]
+        == "It waits for its rank, which runs 0B1 of step 0 until then."
+    )
+    parallel = analyse(
+        ScheduleSpec("dp", 2, 2, placement="per_stage_and_microbatch"), 2
+    )
+    weights = [
+        text for text in in_slots(parallel).reasons().values() if "weights" in text
+    ]
     assert weights
     pattern = r".* weights \d of stage \d: .* of \dB\d of step \d, on rank \d\."
     assert all(re.fullmatch(pattern, text) for text in weights)

@@ -33,7 +33,9 @@ def shown(explorer, k=0):
 
 def said(explorer, k=0):
     """The sentence of an impossible schedule, or nothing."""
-    return html.unescape("".join(re.findall('role="alert"><p>(.*?)</p>', shown(explorer, k))))
+    return html.unescape(
+        "".join(re.findall('role="alert"><p>(.*?)</p>', shown(explorer, k)))
+    )
 
 
 def ops(explorer, k=0):
@@ -76,14 +78,17 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
 def test_every_schedule_can_be_chosen(explorer, name):
     """It brings its own options and defaults."""
     column = explorer.columns[0]
-    explorer.stages.value, explorer.microbatches.value = 4, 8  # DualPipe needs two a stage
+    # DualPipe needs two a stage.
+    explorer.stages.value, explorer.microbatches.value = 4, 8
     before = shown(explorer)
     column.schedule.value = name
     assert said(explorer) == ""
     assert name == "cdp_v2" or shown(explorer) != before
     assert visible(column.orders) == (name == RANK_ORDERS)
     workers = name in ("dp", "zero_dp") or "cdp_" in name
-    options = {"n_ranks": name != RANK_ORDERS and "n_ranks" in catalog.METHODS[name].options}
+    options = {
+        "n_ranks": name != RANK_ORDERS and "n_ranks" in catalog.METHODS[name].options
+    }
     options["accumulate"] = workers or name == "weipipe"
     options["delay"] = workers or name == RANK_ORDERS
     options |= dict.fromkeys(("chains", "groups"), "cdp_" in name)
@@ -105,7 +110,10 @@ def test_late_weights_are_predicted(explorer):
     assert not visible(column.options["correction"])
     column.schedule.value = "cdp_v1"
     assert column.options["correction"].value == "none"
-    column.options["correction"].value, column.options["state"].value = "extrapolate", "sharded"
+    column.options["correction"].value, column.options["state"].value = (
+        "extrapolate",
+        "sharded",
+    )
     assert "correction=extrapolate takes state=" in said(explorer)
 
 
@@ -156,7 +164,9 @@ def test_workers_accumulate(explorer):
         ("orders", " ".join(f"0F{m} 0B{m}" for m in range(33)), "got 33"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
+def test_what_is_wrong_is_one_sentence_over_the_last_drawing(
+    explorer, control, value, sentence
+):
     column = explorer.columns[0]
     if control == "orders":
         column.schedule.value = RANK_ORDERS
@@ -272,12 +282,19 @@ def test_exports(explorer, tmp_path):
         "gpipe_2x2.csv",
         "gpipe_2x2.trace.json",
     ]
-    assert Schedule.from_csv(folder / "gpipe_2x2.csv", name="GPipe") == catalog.gpipe(2, 2)
+    assert Schedule.from_csv(folder / "gpipe_2x2.csv", name="GPipe") == catalog.gpipe(
+        2, 2
+    )
     spans = pd.read_csv(folder / "cdp_v2_2x2.csv")
     first = spans[(spans.lane == "compute") & (spans.step == 0)].set_index("name")
-    assert first.start.to_dict() | {"0F0": 0, "1F0": 1, "0F1": 2} == first.start.to_dict()
+    assert (
+        first.start.to_dict() | {"0F0": 0, "1F0": 1, "0F1": 2} == first.start.to_dict()
+    )
     events = json.loads((folder / "gpipe_2x2.trace.json").read_text())["traceEvents"]
-    assert {event["name"] for event in events if event.get("cat") == "compute"} >= {"0F0", "1B1"}
+    assert {event["name"] for event in events if event.get("cat") == "compute"} >= {
+        "0F0",
+        "1B1",
+    }
     explorer.columns[1].schedule.value = "cdp_v2"
     explorer.columns[1].options["placement"].value = "per_stage"
     names = [path.name for path in explorer.export("trace")]  # one name is numbered
@@ -328,13 +345,20 @@ def test_a_model_is_cut_and_summed_in_its_fastest_form_unless_chosen():
     assert not visible(explorer.partition)
     explorer.costs.value = "resnet18"
     assert visible(explorer.batch)
-    assert explorer.partition.value == explorer.columns[0].options["chains"].value == FASTEST
+    assert (
+        explorer.partition.value
+        == explorer.columns[0].options["chains"].value
+        == FASTEST
+    )
     fastest = float(number(explorer, "step time by DDP&#39;s"))
     for cut in ("flops", "parameters"):
         explorer.partition.value = cut
         for chains in ("in_order", "rotated"):
             explorer.columns[0].options["chains"].value = chains
-            heading = {"in_order": "CDP-v1 <small>in order", "rotated": "CDP-v1 rotated <small>"}
+            heading = {
+                "in_order": "CDP-v1 <small>in order",
+                "rotated": "CDP-v1 rotated <small>",
+            }
             assert heading[chains] in shown(explorer)
             assert f"by {cut}</small>" in shown(explorer)
             assert float(number(explorer, "step time by DDP&#39;s")) >= fastest

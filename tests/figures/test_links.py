@@ -20,13 +20,17 @@ def rows(relative=True):
 
 
 @pytest.mark.parametrize(
-    ("relative", "label"), [(True, "step time divided by that of DDP"), (False, "step time (s)")]
+    ("relative", "label"),
+    [(True, "step time divided by that of DDP"), (False, "step time (s)")],
 )
 def test_a_dot_a_method_and_a_panel_a_link(relative, label):
     """DDP stands above, and below what no method can beat; lines are ranges."""
     figure = link_times(rows(relative), {}, 0.01)
     assert figure.get_supxlabel() == label
-    assert [axes.get_title().split("\n")[0] for axes in figure.axes] == ["M = C", "unshaped"]
+    assert [axes.get_title().split("\n")[0] for axes in figure.axes] == [
+        "M = C",
+        "unshaped",
+    ]
     names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert names == ["DDP", "DDP 16-bit", "CDP-v1", "compute"]
     bottom, top = figure.axes[0].get_ylim()
@@ -35,13 +39,20 @@ def test_a_dot_a_method_and_a_panel_a_link(relative, label):
         lines = axes.get_lines()
         dots = [line for line in lines if line.get_marker() == "o"]
         assert {names[int(d.get_ydata()[0])]: d.get_xdata()[0] for d in dots} == TIMES
-        ranges = {tuple(line.get_xdata()) for line in lines if line.get_linewidth() == 2.5}
+        ranges = {
+            tuple(line.get_xdata()) for line in lines if line.get_linewidth() == 2.5
+        }
         assert ranges == {(value - 0.2, value + 0.2) for value in TIMES.values()}
 
 
-@pytest.mark.parametrize(("scale", "unit", "by"), [(1, "Mbit/s", 1), (100, "Gbit/s", 1000)])
+@pytest.mark.parametrize(
+    ("scale", "unit", "by"), [(1, "Mbit/s", 1), (100, "Gbit/s", 1000)]
+)
 def test_traffic_has_a_panel_a_method_with_its_mean(scale, unit, by):
-    curves = {"DDP": scale * np.array([0.0, 60.0, 0.0]), "CDP-v1": scale * np.array([20.0] * 3)}
+    curves = {
+        "DDP": scale * np.array([0.0, 60.0, 0.0]),
+        "CDP-v1": scale * np.array([20.0] * 3),
+    }
     figure = link_times(rows(), {"M = C": curves}, 0.01)
     ddp, cdp = figure.axes[2:]
     assert ddp.get_title().endswith(f"({unit})")

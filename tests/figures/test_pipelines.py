@@ -3,8 +3,22 @@
 from toolkit.figures import pipelines
 from toolkit.figures.style import SERIES
 
-HELD = {"GPipe": 2.0, "1F1B": 1.0, "ZB-H1": 1.0, "ZB-V": 1.0, "V-Half": 0.625, "V-Min": 0.5}
-IDLE = {"GPipe": 0.3, "1F1B": 0.3, "ZB-H1": 0.13, "ZB-V": 0.0, "V-Half": 0.17, "V-Min": 0.22}
+HELD = {
+    "GPipe": 2.0,
+    "1F1B": 1.0,
+    "ZB-H1": 1.0,
+    "ZB-V": 1.0,
+    "V-Half": 0.625,
+    "V-Min": 0.5,
+}
+IDLE = {
+    "GPipe": 0.3,
+    "1F1B": 0.3,
+    "ZB-H1": 0.13,
+    "ZB-V": 0.0,
+    "V-Half": 0.17,
+    "V-Min": 0.22,
+}
 LATE = ("PipeDream-2BW", "CDP-v1", "CDP-v2")
 
 
@@ -12,11 +26,19 @@ def rows(m, by=1.0):
     points = [(name, HELD[name], by * IDLE[name], True) for name in HELD]
     points += [(name, 1.0, 0.0, False) for name in LATE]
     keys = ("method", "activations", "idle", "flush")
-    return [dict(zip(keys, p, strict=True)) | {"microbatches": m, "ranks": 8} for p in points]
+    return [
+        dict(zip(keys, p, strict=True)) | {"microbatches": m, "ranks": 8}
+        for p in points
+    ]
 
 
 def look(line):
-    return line.get_color(), line.get_marker(), line.get_markersize(), line.get_markerfacecolor()
+    return (
+        line.get_color(),
+        line.get_marker(),
+        line.get_markersize(),
+        line.get_markerfacecolor(),
+    )
 
 
 def test_a_panel_a_number_and_a_point_a_method():
@@ -24,7 +46,8 @@ def test_a_panel_a_number_and_a_point_a_method():
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     looks = {
-        look(line): name for line, name in zip(legend.legend_handles, names, strict=True)
+        look(line): name
+        for line, name in zip(legend.legend_handles, names, strict=True)
     }  # all differ
     assert [*looks.values()] == [*HELD, *LATE]
     titles = ["8 ranks, 16 micro-batches", "8 ranks, 1 micro-batch"]
@@ -40,7 +63,9 @@ def test_a_panel_a_number_and_a_point_a_method():
 
 def test_points_at_one_place_show():
     """Rings for late weights, each larger than the last, around a filled marker."""
-    lines = {line.get_label(): line for line in pipelines(rows(16)).legends[0].legend_handles}
+    lines = {
+        line.get_label(): line for line in pipelines(rows(16)).legends[0].legend_handles
+    }
     rings = [lines[name] for name in LATE]
     sizes = [line.get_markersize() for line in (lines["ZB-V"], *rings)]
     assert sizes == sorted({*sizes})

@@ -28,7 +28,12 @@ def test_every_row_has_a_number():
 
 
 def test_a_dot_between_two_others_shares_their_label():
-    rows = [row(1.0, 11.9 * MIB), row(1.0, 10.8 * MIB), row(5.0, 90 * MIB), row(1.03, 11.2 * MIB)]
+    rows = [
+        row(1.0, 11.9 * MIB),
+        row(1.0, 10.8 * MIB),
+        row(5.0, 90 * MIB),
+        row(1.03, 11.2 * MIB),
+    ]
     _, labels = drawn(rows)
     assert sorted(labels) == ["0-1, 3", "2"]
 

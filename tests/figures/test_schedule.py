@@ -22,14 +22,21 @@ def drawn(shown, n_steps=3):
 
 def boxes(grid):
     """The corners of each cell: [cells, 4, 2]."""
-    (cells,) = [found for found in grid.collections if isinstance(found, PolyCollection)]
+    (cells,) = [
+        found for found in grid.collections if isinstance(found, PolyCollection)
+    ]
     return np.array([path.vertices[:4] for path in cells.get_paths()])
 
 
 def bars(grid):
     """Middles of the bars: (slot, row) each."""
-    (lines,) = [found for found in grid.collections if isinstance(found, LineCollection)]
-    return {tuple(map(int, segment.mean(axis=0).round(2))) for segment in lines.get_segments()}
+    (lines,) = [
+        found for found in grid.collections if isinstance(found, LineCollection)
+    ]
+    return {
+        tuple(map(int, segment.mean(axis=0).round(2)))
+        for segment in lines.get_segments()
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,11 @@ def bars(grid):
         PAPERS,
         [*reversed(PAPERS)],
         [catalog.gpipe(4, 16), catalog.gpipe(4, 4)],
-        [catalog.data_parallel(8), catalog.gradient_accumulation(2, 3), catalog.cyclic(3)],
+        [
+            catalog.data_parallel(8),
+            catalog.gradient_accumulation(2, 3),
+            catalog.cyclic(3),
+        ],
     ],
     ids=lambda shown: f"{shown[0].name} {len(shown)}",
 )
@@ -46,11 +57,14 @@ def test_nothing_is_cut_off(shown):
     columns = drawn(shown)
     for schedule, (grid, memory) in zip(shown, columns, strict=True):
         program, corners = schedule.lower(3), boxes(grid)
-        assert len(corners) == sum(i.action.computes for rank in program.ranks for i in rank)
+        assert len(corners) == sum(
+            i.action.computes for rank in program.ranks for i in rank
+        )
         assert (corners >= [grid.get_xlim()[0], grid.get_ylim()[1]]).all()
         assert (corners <= [grid.get_xlim()[1], grid.get_ylim()[0]]).all()
         totals = [
-            sum(slot) / schedule.n_stages for slot in zip(*program.activations(), strict=True)
+            sum(slot) / schedule.n_stages
+            for slot in zip(*program.activations(), strict=True)
         ]
         for curve in memory.patches:
             np.testing.assert_allclose(curve.get_data().values, totals)
@@ -69,7 +83,9 @@ def test_two_stages_are_drawn_as_by_hand():
         ("0", 0.5, 0), ("1", 1.5, 0), ("1", 2.5, 0), ("0", 3.5, 0),
         ("0", 2.5, 1), ("1", 3.5, 1), ("1", 4.5, 1), ("0", 5.5, 1),
     }  # fmt: skip
-    assert {tuple(middle) for middle in middles.round(9)} == {(slot, row) for _, slot, row in texts}
+    assert {tuple(middle) for middle in middles.round(9)} == {
+        (slot, row) for _, slot, row in texts
+    }
     assert bars(grid) == {(0, 0), (3, 0)}
 
 
@@ -93,7 +109,9 @@ def test_every_colour_is_named():
     assert named(schedules(catalog.data_parallel(2))) == whole[:2]
 
 
-@pytest.mark.parametrize(("shown", "got"), [([], "none"), ("cdp_v2", "'cdp_v2'"), ([4], "4")])
+@pytest.mark.parametrize(
+    ("shown", "got"), [([], "none"), ("cdp_v2", "'cdp_v2'"), ([4], "4")]
+)
 def test_what_is_no_schedule_is_refused(shown, got):
     with pytest.raises(UserError, match=f"schedules .*got {got}$"):
         schedules(shown)
@@ -108,7 +126,11 @@ def test_stages_are_named_where_there_is_room():
 
 
 def test_panels_say_what_they_show():
-    shown = [catalog.data_parallel(4, "one"), catalog.data_parallel(4), catalog.cyclic(4)]
+    shown = [
+        catalog.data_parallel(4, "one"),
+        catalog.data_parallel(4),
+        catalog.cyclic(4),
+    ]
     columns = drawn(shown)
     assert [grid.get_ylabel() for grid, _ in columns] == ["micro-batch", "rank", ""]
     assert [grid.get_yticks().tolist()[-1] for grid, _ in drawn(PAPERS)] == [15, 9]

@@ -17,7 +17,11 @@ from toolkit.schedule import catalog
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_a_name_keeps_all_but_the_ending_of_a_figure(tmp_path, form):
-    names = {"resnet50_lr0.1": "resnet50_lr0.1", "v1.2.png": "v1.2", "memory.svg": "memory"}
+    names = {
+        "resnet50_lr0.1": "resnet50_lr0.1",
+        "v1.2.png": "v1.2",
+        "memory.svg": "memory",
+    }
     for given, name in names.items():
         paths = save(Figure((1, 1)), form(tmp_path / given))
         assert paths == [tmp_path / f"{name}.png", tmp_path / f"{name}.svg"]
@@ -43,7 +47,9 @@ def test_the_style_ends_with_its_block():
 def test_notebooks_show_figures_unasked():
     """Without %matplotlib inline, which a Figure of matplotlib waits for."""
     schedule = catalog.cyclic(2)
-    curve = memory_curve(build("resnet8"), torch.empty(2, 3, 32, 32, device="meta"), "flops")
+    curve = memory_curve(
+        build("resnet8"), torch.empty(2, 3, 32, 32, device="meta"), "flops"
+    )
     for figure in (
         schedules(schedule),
         timelines(simulate(schedule.lower(3), unit_costs(2), UNIT)),
@@ -75,6 +81,8 @@ def test_panels_have_room_for_the_most_rows(rows, expected):
     panels = Figure().subplots(1, len(rows), squeeze=False)[0]
     align(panels, rows)
     for axes, (numbers, name) in zip(panels, expected, strict=True):
-        shown = [label.get_text() for label in axes.get_yticklabels() if label.get_visible()]
+        shown = [
+            label.get_text() for label in axes.get_yticklabels() if label.get_visible()
+        ]
         assert ([*map(int, shown)], axes.get_ylabel()) == (numbers, name)
         assert axes.get_ylim() == (max(n for _, n in rows) - 0.5, -0.5)

@@ -25,7 +25,9 @@ def rows(figure, n):
     return list(zip(axes[:n], axes[n : 2 * n], axes[2 * n :], strict=True))
 
 
-@pytest.mark.parametrize("shown", [[DP, ALONE], [ALONE, DP]], ids=["DP first", "DP last"])
+@pytest.mark.parametrize(
+    "shown", [[DP, ALONE], [ALONE, DP]], ids=["DP first", "DP last"]
+)
 def test_nothing_is_cut_off(shown):
     found = rows(timelines(shown), 2)
     for timeline, (ranks, memory, traffic) in zip(shown, found, strict=True):
@@ -48,7 +50,9 @@ def test_every_colour_is_named():
     split = [*whole[:2], "backward of weights", *whole[2:]]
     predicted = [*whole[:2], "prediction", *whole[2:]]
     slow = replace(UNIT, memory_bandwidth=9.0)
-    late = simulate(catalog.cyclic(2, 1, correction="extrapolate").lower(4), unit_costs(2), slow)
+    late = simulate(
+        catalog.cyclic(2, 1, correction="extrapolate").lower(4), unit_costs(2), slow
+    )
     zero_bubble = timeline(catalog.zero_bubble(2, 2))
     for shown, names in ((DP, whole), (zero_bubble, split), (late, predicted)):
         (legend,) = timelines(shown).legends

@@ -25,7 +25,9 @@ PROGRAMS = {
     "dp_one": catalog.data_parallel(4, "one"),
     "dp_model_parallel": catalog.data_parallel(3, "per_stage_and_microbatch"),
     "dp_delay_1": catalog.data_parallel(2, delay=1),
-    "dp_random": catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2),
+    "dp_random": catalog.data_parallel(
+        2, delay=RandomDelay(most=2, seed=3), accumulate=2
+    ),
     "zero_dp": catalog.data_parallel(4, state="sharded"),
     "cdp_v1": catalog.cyclic(4, 1),
     "cdp_v2": catalog.cyclic(4),
@@ -60,7 +62,9 @@ PROGRAMS = {
     "chimera": catalog.chimera(4, 4),
     "dualpipe": catalog.dualpipe(4, 8),
     "dualpipe_v": catalog.dualpipe_v(4, 4),
-    "rank_orders": Schedule.from_rank_orders(("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="orders"),
+    "rank_orders": Schedule.from_rank_orders(
+        ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="orders"
+    ),
 }
 
 BASELINES = {
@@ -90,11 +94,16 @@ def counts(schedule: Schedule) -> dict[str, object]:
         for instruction in instructions:
             kind = instruction.action.name
             kinds[kind] = kinds.get(kind, 0) + 1
-    stages, example = _stages(schedule), torch.empty(2, 2, dtype=torch.float64, device="meta")
+    stages, example = (
+        _stages(schedule),
+        torch.empty(2, 2, dtype=torch.float64, device="meta"),
+    )
     timeline = simulate(program, profile(stages, example), UNIT)
     traffic = [rank for slot in program.traffic() for rank in slot]
     return {
-        "staleness": [list(row) for row in schedule.staleness] if schedule.n_stages < 8 else [],
+        "staleness": [list(row) for row in schedule.staleness]
+        if schedule.n_stages < 8
+        else [],
         "ranks": schedule.n_ranks,
         "instructions": dict(sorted(kinds.items())),
         "peak_activations": list(program.peak_activations()),
@@ -115,14 +124,17 @@ def trajectory(runtime: object, schedule: Schedule) -> list[float]:
 def in_one_process(schedule: Schedule, order: str) -> list[float]:
     """Trajectory of a :class:`SingleProcess`."""
     return trajectory(
-        SingleProcess(_stages(schedule), schedule, _sgd, F.cross_entropy, order=order), schedule
+        SingleProcess(_stages(schedule), schedule, _sgd, F.cross_entropy, order=order),
+        schedule,
     )
 
 
 def on_two_ranks() -> dict[str, list[float]]:
     """Trajectories of the runtimes that take a process a rank. Every rank calls it."""
     world = join(device="cpu")
-    made = {f"distributed {name}": (Distributed, s) for name, s in ON_TWO_RANKS.items()} | BASELINES
+    made = {
+        f"distributed {name}": (Distributed, s) for name, s in ON_TWO_RANKS.items()
+    } | BASELINES
     return {
         name: trajectory(make(_stages(s), s, _sgd, F.cross_entropy, world=world), s)
         for name, (make, s) in made.items()
@@ -131,7 +143,9 @@ def on_two_ranks() -> dict[str, list[float]]:
 
 def _stages(schedule: Schedule):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(8))).double()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(8))
+    ).double()
     example = torch.zeros(2, 2, dtype=torch.float64)
     return partition(model, schedule.n_stages, example, "parameters")
 
@@ -157,7 +171,9 @@ if __name__ == "__main__":
 
     found = {
         "programs": {name: counts(schedule) for name, schedule in PROGRAMS.items()},
-        "trajectories": {name: in_one_process(s, "grouped") for name, s in PROGRAMS.items()},
+        "trajectories": {
+            name: in_one_process(s, "grouped") for name, s in PROGRAMS.items()
+        },
         "two_ranks": launch(on_two_ranks, 2)[0],
     }
     PATH.write_text(json.dumps(found, indent=0))

@@ -31,7 +31,9 @@ def test_trajectories_on_two_ranks():
     for found in launch(cases.on_two_ranks, 2):
         assert found.keys() == expected.keys()
         for name, trajectory in found.items():
-            assert trajectory == pytest.approx(expected[name], rel=1e-10, abs=1e-13), name
+            assert trajectory == pytest.approx(expected[name], rel=1e-10, abs=1e-13), (
+                name
+            )
 
 
 def test_recorded_trajectories_differ():

@@ -33,7 +33,9 @@ def token_loss(scores, tokens):
 def token_sum(scores, tokens):
     """The sum over tokens that count, and their number."""
     classes = tokens.flatten()
-    total = F.cross_entropy(scores.flatten(0, 1), classes, ignore_index=3, reduction="sum")
+    total = F.cross_entropy(
+        scores.flatten(0, 1), classes, ignore_index=3, reduction="sum"
+    )
     return total, (classes != 3).sum()
 
 
@@ -53,7 +55,11 @@ CASES = {
     ("decoder", "1F1B, shared loss"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
     ("decoder", "ZB, shared loss"): (decoder, token_sum, catalog.zero_bubble(2, 4)),
     ("decoder", "1F1B"): (decoder, token_loss, catalog.one_f_one_b(2, 4)),
-    ("decoder", "interleaved"): (decoder, token_loss, catalog.interleaved_1f1b(4, 4, 2)),
+    ("decoder", "interleaved"): (
+        decoder,
+        token_loss,
+        catalog.interleaved_1f1b(4, 4, 2),
+    ),
     ("vit", "CDP-v2"): (vit, F.cross_entropy, catalog.cyclic(2)),
 }
 

@@ -47,7 +47,11 @@ class Attention(nn.Module):
         keys = self.wk(x).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
         values = self.wv(x).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
-            self._turned(queries), self._turned(keys), values, is_causal=True, enable_gqa=True
+            self._turned(queries),
+            self._turned(keys),
+            values,
+            is_causal=True,
+            enable_gqa=True,
         )
         return self.wo(attended.transpose(1, 2).flatten(2))
 
@@ -108,7 +112,9 @@ def parallelize(stage, mesh, output=None):
             f"{layer}.feed_forward.w3": ColwiseParallel(),
         }
     names = {name for name, _ in stage.named_modules()}
-    parallelize_module(stage, mesh, {name: plan[name] for name in plan if name in names})
+    parallelize_module(
+        stage, mesh, {name: plan[name] for name in plan if name in names}
+    )
 
 
 def parallelize_loss(stage, mesh):

@@ -65,7 +65,9 @@ def test_a_list_of_modules(first, last):
     torch.testing.assert_close(run(stages, ROWS), stages.model(ROWS))
     names = [name for stage in stages for name in stage.state_dict()]
     assert sorted(names) == sorted(nn.Sequential(*given).state_dict())
-    assert {p for stage in stages for p in stage.parameters()} == {*stages.model.parameters()}
+    assert {p for stage in stages for p in stage.parameters()} == {
+        *stages.model.parameters()
+    }
     assert all(map(one_by_one, stages))  # since nothing is known of them
     assert stages.loads == (0, 0, 0)
 
@@ -125,7 +127,9 @@ def test_inputs_of_any_key_have_names(example, names):
     stages = partition([SumThenLinear(), nn.Linear(6, 3)], 2, example)
     assert [boundary.name for boundary in stages.boundaries[0]] == names
     args, kwargs = arguments(example)
-    torch.testing.assert_close(run(stages, *tensors_of(example)), stages.model(*args, **kwargs))
+    torch.testing.assert_close(
+        run(stages, *tensors_of(example)), stages.model(*args, **kwargs)
+    )
 
 
 @pytest.mark.parametrize("key", ["b c", "class", "0"])
@@ -167,5 +171,7 @@ def test_rejects(given, n_stages, match):
 
 def test_a_parameter_of_two_stages_is_refused():
     layer = nn.Linear(6, 6)
-    with pytest.raises(UserError, match=r"'1': the parameter 0\.weight is used on both sides"):
+    with pytest.raises(
+        UserError, match=r"'1': the parameter 0\.weight is used on both sides"
+    ):
         partition([layer, nn.Sequential(layer)], 2, ROWS)

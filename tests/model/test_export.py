@@ -32,7 +32,11 @@ class Net(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.project, self.norm, self.drop = nn.Linear(8, 24), nn.LayerNorm(8), nn.Dropout(0.1)
+        self.project, self.norm, self.drop = (
+            nn.Linear(8, 24),
+            nn.LayerNorm(8),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x, mask, angles):
         b, length, width = x.shape
@@ -58,7 +62,9 @@ class Decoder(nn.Module):
         assert not others
         positions = torch.arange(ids.shape[1], device=ids.device)
         with torch.no_grad():
-            angles = torch.sin(positions[:, None] * self.rates).to(self.embed.weight.dtype)
+            angles = torch.sin(positions[:, None] * self.rates).to(
+                self.embed.weight.dtype
+            )
         causal = positions[:, None] >= positions
         seen = causal & mask.bool()[:, None, None, :]
         x = self.embed(ids)
@@ -97,7 +103,8 @@ def test_masks_keyword_arguments_and_dictionaries(keep):
     stages = partition(model, 4, example, by=["blocks.0", "blocks.1", "blocks.2"])
     names = [[b.name for b in boundary] for boundary in stages.boundaries]
     assert names[0] == ["ids", "mask"]
-    assert [len(found) for found in names] == [2, 2, 2, 2]  # x, and the mask of each sample
+    # x, and the mask of each sample.
+    assert [len(found) for found in names] == [2, 2, 2, 2]
     for n in (1, 2, 5):
         assert_computes(model, stages, text(n) | {"keep": keep})
     assert {p for stage in stages for p in stage.parameters()} == {*model.parameters()}
@@ -124,7 +131,9 @@ def test_cuts_are_balanced_and_gradients_are_those_of_the_model():
 def test_another_length_is_refused_in_one_sentence():
     stages = partition(Decoder(), 2, text())
     longer = {"ids": torch.zeros(2, 6, dtype=torch.long), "mask": torch.ones(2, 6)}
-    with pytest.raises(UserError, match=r"ids: got shape \[2, 6\]; expected \[b, 5\].* Pad"):
+    with pytest.raises(
+        UserError, match=r"ids: got shape \[2, 6\]; expected \[b, 5\].* Pad"
+    ):
         run(stages, longer)
 
 
@@ -171,7 +180,9 @@ def test_batch_norms_are_layers_again():
     model.body[1].eval()
     before = model.body[0].running_mean.clone()
     stages = partition(model, 2, ROWS)
-    called = [n.target for stage in stages for n in stage.graph.nodes if n.op == "call_module"]
+    called = [
+        n.target for stage in stages for n in stage.graph.nodes if n.op == "call_module"
+    ]
     assert called == ["body.0"]
     assert evaluated(stages[0]) == {"body.1"}
     assert torch.equal(model.body[0].running_mean, before)
@@ -182,9 +193,18 @@ def test_batch_norms_are_layers_again():
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm as a function"),
-        (lambda x: x if x.sum() > 0 else -x, r"control flow.*\(test_export.py line \d+: .*x.sum"),
-        (lambda x: x * float(x.max()), r"test_export.py line \d+: .*x.max.*list of modules"),
+        (
+            lambda x: F.batch_norm(x, None, None, training=True),
+            "batch_norm as a function",
+        ),
+        (
+            lambda x: x if x.sum() > 0 else -x,
+            r"control flow.*\(test_export.py line \d+: .*x.sum",
+        ),
+        (
+            lambda x: x * float(x.max()),
+            r"test_export.py line \d+: .*x.max.*list of modules",
+        ),
     ],
 )
 def test_refusals_name_the_line(body, match, capfd):
@@ -223,8 +243,14 @@ def test_a_weight_that_is_tied_from_end_to_end_travels():
     model = Decoder()
     model.head.weight = model.embed.weight
     stages = partition(model, 3, text())
-    assert [sum(not b.batched for b in boundary) for boundary in stages.boundaries] == [0, 1, 1]
+    assert [sum(not b.batched for b in boundary) for boundary in stages.boundaries] == [
+        0,
+        1,
+        1,
+    ]
     assert "embed.weight" in dict(stages[0].named_parameters())
     assert_computes(model, stages, text(3))
-    with pytest.raises(UserError, match=r"1 to 1 stages: .*weight is used on both sides: untie"):
+    with pytest.raises(
+        UserError, match=r"1 to 1 stages: .*weight is used on both sides: untie"
+    ):
         partition(nn.Sequential(norm := nn.LayerNorm(6), nn.Tanh(), norm), 2, ROWS)

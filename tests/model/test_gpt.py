@@ -37,7 +37,9 @@ def as_torch_has_it(model):
             batch_first=True,
             norm_first=True,
         ).double()
-        layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias = block.attend.parameters()
+        layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias = (
+            block.attend.parameters()
+        )
         layer.self_attn.out_proj, layer.linear1, layer.linear2 = (
             block.gather, block.widen, block.narrow
         )  # fmt: skip
@@ -50,7 +52,8 @@ def test_equals_torchs_layers():
     model = made()
     whole = model(TOKENS)
     assert torch.allclose(whole, as_torch_has_it(model), rtol=0, atol=1e-12)
-    assert torch.allclose(model(TOKENS[:, :4]), whole[:, :4], atol=1e-12)  # shorter sequences
+    # Shorter sequences.
+    assert torch.allclose(model(TOKENS[:, :4]), whole[:, :4], atol=1e-12)
 
 
 @given(place=st.integers(0, 6))
@@ -66,10 +69,15 @@ def test_an_answer_sees_the_tokens_up_to_its_place(place):
 def test_the_sizes_of_gpt_2():
     """As published, 124 and 1558 million, and an output of its own."""
     vocabulary, length = 50_257, 1024
-    for layers, width, heads, published in ((12, 768, 12, 124_439_808), (48, 1600, 25, 1557611200)):
+    for layers, width, heads, published in (
+        (12, 768, 12, 124_439_808),
+        (48, 1600, 25, 1557611200),
+    ):
         with torch.device("meta"):
             model = gpt(vocabulary, length, layers, width, heads)
-        assert sum(p.numel() for p in model.parameters()) == published + vocabulary * width
+        assert (
+            sum(p.numel() for p in model.parameters()) == published + vocabulary * width
+        )
 
 
 def test_initial_weights_are_those_of_gpt_2():
@@ -77,7 +85,9 @@ def test_initial_weights_are_those_of_gpt_2():
     torch.manual_seed(0)
     for name, weight in gpt(200, 100, layers=8, width=64, heads=4).named_parameters():
         if "norm" in name or name.endswith("bias"):
-            assert set(weight.unique().tolist()) == {1.0 if name.endswith("weight") else 0.0}
+            assert set(weight.unique().tolist()) == {
+                1.0 if name.endswith("weight") else 0.0
+            }
         else:
             inner = name.endswith(("gather.weight", "narrow.weight"))
             assert float(weight.detach().std()) == pytest.approx(
@@ -94,7 +104,9 @@ def test_dropout_is_in_its_four_places():
     """After the embedding; in each block within attention, after it, and after the perceptron."""
     model = made(dropout=0.5, layers=1)
     block, calls = model.block_0, []
-    block.drop.register_forward_hook(lambda module, inputs, output: calls.append(output))
+    block.drop.register_forward_hook(
+        lambda module, inputs, output: calls.append(output)
+    )
     model(TOKENS)
     assert len(calls) == 2
     for output in calls:
@@ -109,7 +121,13 @@ def test_dropout_is_in_its_four_places():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("heads", 5), ("layers", 0), ("vocabulary", 0), ("dropout", -0.5), ("dropout", 1.0)],
+    [
+        ("heads", 5),
+        ("layers", 0),
+        ("vocabulary", 0),
+        ("dropout", -0.5),
+        ("dropout", 1.0),
+    ],
 )
 def test_rejects(name, value):
     with pytest.raises(UserError, match=f"{name}.*{value}"):

@@ -67,7 +67,9 @@ def test_names_the_module_and_the_line(function, n):
     stages = partition(Net(function), 2, torch.zeros(n, 6), check=False)
     example = torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
     line = MIXING[function]
-    where = r"body \(Body\) \(test_independence.py line \d+: .*\)" if line else "its output"
+    where = (
+        r"body \(Body\) \(test_independence.py line \d+: .*\)" if line else "its output"
+    )
     match = f"Net mixes .* in {where}"
     with pytest.raises(UserError, match=match) as raised:
         check_independent(stages, example)
@@ -101,7 +103,9 @@ class Folded(nn.Module):
 
 def turned(x):
     """Put the samples last, and then second."""
-    return x.t().reshape(2, 3, -1).transpose(0, 1).reshape(6, -1).tanh().reshape(6, -1).t()
+    return (
+        x.t().reshape(2, 3, -1).transpose(0, 1).reshape(6, -1).tanh().reshape(6, -1).t()
+    )
 
 
 def lstm():
@@ -147,7 +151,9 @@ def test_accepts_what_keeps_samples_apart(body):
 def test_accepts_the_zoo(dtype):
     torch.manual_seed(0)
     example = torch.rand(4, 3, 32, 32, dtype=dtype)
-    check_independent(partition(build("resnet20", 10, 32).to(dtype), 2, example), example)
+    check_independent(
+        partition(build("resnet20", 10, 32).to(dtype), 2, example), example
+    )
 
 
 def test_a_single_sample_or_no_values_are_not_compared():
@@ -181,7 +187,9 @@ def test_partition_refuses_a_model_that_mixes_samples(function, n):
     """The example has no values."""
     example = torch.full((n, 6), torch.nan)
     line = MIXING[function]
-    where = r"body \(Body\) \(test_independence.py line \d+: .*\)" if line else "its output"
+    where = (
+        r"body \(Body\) \(test_independence.py line \d+: .*\)" if line else "its output"
+    )
     with pytest.raises(UserError, match=f"Net mixes .* in {where}"):
         partition(Net(function), 2, example)
     partition(Net(function), 2, example, check=False)
@@ -230,7 +238,10 @@ def test_partition_draws_values_of_the_examples_type(dtype):
     class Scaled(nn.Module):
         def __init__(self, function):
             super().__init__()
-            self.scale, self.function = nn.Parameter(torch.ones(6, dtype=dtype)), function
+            self.scale, self.function = (
+                nn.Parameter(torch.ones(6, dtype=dtype)),
+                function,
+            )
 
         def forward(self, x):
             return self.function(x * self.scale)

@@ -33,7 +33,11 @@ def test_examples_are_always_the_same_and_draw_nothing(form):
     assert torch.equal(before, torch.get_rng_state())
     assert len(first.unique()) > 3
     meta = form.example(3, "meta")
-    assert (meta.device.type, meta.shape, meta.dtype) == ("meta", first.shape, first.dtype)
+    assert (meta.device.type, meta.shape, meta.dtype) == (
+        "meta",
+        first.shape,
+        first.dtype,
+    )
     with torch.device("meta"):
         assert form.example(2).device.type == "cpu"
     assert form.example(2**40, "meta").numel() >= 2**40  # takes no memory

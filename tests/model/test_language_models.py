@@ -63,9 +63,13 @@ def test_loss_and_gradients(make, tied):
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-10, atol=1e-12
+        )
     n_parameters = [sum(p.numel() for p in stage.parameters()) for stage in stages]
     assert sum(n_parameters) == sum(p.numel() for p in model.parameters())
     assert all(n_parameters)
-    crossing = [boundary.name for boundary in stages.boundaries[1] if not boundary.batched]
+    crossing = [
+        boundary.name for boundary in stages.boundaries[1] if not boundary.batched
+    ]
     assert len(crossing) == tied

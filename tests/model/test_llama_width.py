@@ -21,7 +21,9 @@ def test_refuses_a_plan_for_modules_that_a_stage_does_not_call():
     (stage,) = partition(model, 1, torch.zeros(2, small_llama.TOKENS, dtype=torch.long))
 
     def shares_inputs(stage, mesh):
-        style = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        style = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
         parallelize_module(stage, mesh, {"layers.0.attention": style})
 
     with mesh_without_messages(2) as mesh:

@@ -25,7 +25,12 @@ def costs(model, *shape):
         (nn.Linear(5, 7), (3, 5), 2 * 3 * 5 * 7, 5 * 7 + 7),
         (nn.Linear(5, 7, bias=False), (3, 5), 2 * 3 * 5 * 7, 5 * 7),
         (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 6, 6), 2 * 2 * 36 * 8 * 27, 8 * 27 + 8),
-        (nn.Conv2d(4, 8, 3, stride=2, groups=2, bias=False), (1, 4, 7, 7), 2 * 9 * 8 * 18, 8 * 18),
+        (
+            nn.Conv2d(4, 8, 3, stride=2, groups=2, bias=False),
+            (1, 4, 7, 7),
+            2 * 9 * 8 * 18,
+            8 * 18,
+        ),
         (nn.ReLU(), (2, 3), 0, 0),
         (nn.BatchNorm2d(3), (2, 3, 4, 4), 0, 6),
     ],
@@ -52,7 +57,8 @@ def test_known_layers(layer, shape, flops, parameters):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_convolutions_gradients_take_its_forward_each(layer, shape, frozen):
     """That of its input and that of its weight, if wanted, whatever its groups."""
-    model = nn.Sequential(nn.PReLU(), copy.deepcopy(layer))  # its input needs a gradient
+    # Its input needs a gradient.
+    model = nn.Sequential(nn.PReLU(), copy.deepcopy(layer))
     model[1].weight.requires_grad_(not frozen)
     cost = costs(model, *shape)["_1"]
     assert cost.forward.flops > 0
@@ -60,7 +66,9 @@ def test_a_convolutions_gradients_take_its_forward_each(layer, shape, frozen):
 
 
 def test_activations_are_neither_parameters_nor_inputs_and_shared_storage_counts_once():
-    model = nn.Sequential(nn.Linear(5, 7), nn.Flatten(), nn.Linear(7, 7), nn.ReLU(), nn.ReLU())
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.Flatten(), nn.Linear(7, 7), nn.ReLU(), nn.ReLU()
+    )
     found = costs(model, 3, 5)
     assert [found[f"_{k}"].activations for k in range(5)] == [
         0,  # keeps the model's input and its own weight
@@ -132,7 +140,10 @@ def test_a_layer_makes_its_output_and_gets_its_gradient():
     assert of_model(linear(4, 16)) == (output, output + weights)
     assert of_model(linear(4, 16).requires_grad_(False)) == (output, 0)
     images = torch.empty(8, 4, device="meta", requires_grad=True)
-    assert of_model(linear(4, 16), images=images) == (output, output + weights + images.nbytes)
+    assert of_model(linear(4, 16), images=images) == (
+        output,
+        output + weights + images.nbytes,
+    )
 
 
 def test_what_is_kept_is_not_among_it_and_goes_as_the_backward_does():
@@ -148,7 +159,9 @@ def test_what_is_kept_is_not_among_it_and_goes_as_the_backward_does():
 
 def test_workspace_in_16_bits_is_less():
     layers = linear(4, 16), nn.ReLU(), linear(16, 16)
-    plain, half = (of_model(*layers, precision=precision)[1] for precision in ("fp32", "bf16"))
+    plain, half = (
+        of_model(*layers, precision=precision)[1] for precision in ("fp32", "bf16")
+    )
     assert half < 0.7 * plain
 
 

@@ -32,7 +32,9 @@ def pass_through(stages, *values):
     (result,) = values
     result.square().sum().backward()
     for sent, received in reversed([*zip(outputs, inputs[1:], strict=False)]):
-        if used := [(s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad]:
+        if used := [
+            (s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad
+        ]:
             torch.autograd.backward(*zip(*used, strict=True))
     return result.detach()
 
@@ -48,7 +50,9 @@ def assert_equal_to_whole(model, stages, *inputs):
     whole = model(*inputs)
     whole.square().sum().backward()
     expected = gradients(model)
-    torch.testing.assert_close(pass_through(stages, *inputs), whole.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        pass_through(stages, *inputs), whole.detach(), rtol=1e-10, atol=0
+    )
     torch.testing.assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
     assert_same_names(model, stages)
 
@@ -96,11 +100,15 @@ def spans(loads, cuts):
 
 def judged(loads, across, cuts):
     """Bytes, then how uneven the stages are."""
-    return sum(across[cut - 1] for cut in cuts), sum(load**2 for load in spans(loads, cuts))
+    return sum(across[cut - 1] for cut in cuts), sum(
+        load**2 for load in spans(loads, cuts)
+    )
 
 
 @given(
-    loads=st.lists(st.sampled_from([0, 1, 2, 3, 7, 2**53 + 1, 2**64]), min_size=1, max_size=8),
+    loads=st.lists(
+        st.sampled_from([0, 1, 2, 3, 7, 2**53 + 1, 2**64]), min_size=1, max_size=8
+    ),
     ties=st.booleans(),
     data=st.data(),
 )
@@ -108,7 +116,9 @@ def judged(loads, across, cuts):
 def test_no_cuts_are_better(loads, ties, data):
     n_stages = data.draw(st.integers(1, len(loads)))
     n = len(loads) - 1
-    across = data.draw(st.lists(st.integers(1, 2 if ties else 99), min_size=n, max_size=n))
+    across = data.draw(
+        st.lists(st.integers(1, 2 if ties else 99), min_size=n, max_size=n)
+    )
     every = [*combinations(range(1, len(loads)), n_stages - 1)]
     limit = min(max(spans(loads, cuts)) for cuts in every)
     within = [cuts for cuts in every if max(spans(loads, cuts)) == limit]
@@ -116,7 +126,9 @@ def test_no_cuts_are_better(loads, ties, data):
     rest = [cuts for cuts in within if 2 * min(spans(loads, cuts)) >= least]
     cuts = tuple(balanced(loads, across, n_stages))
     assert cuts in rest
-    assert judged(loads, across, cuts) == min(judged(loads, across, others) for others in rest)
+    assert judged(loads, across, cuts) == min(
+        judged(loads, across, others) for others in rest
+    )
 
 
 @given(
@@ -134,7 +146,9 @@ def test_cuts_balance_the_layers_of_a_chain(widths, n_stages, by):
     cuts = balanced(loads, [3 * 4 * width for width in widths[1:-1]], n_stages)
     edges = [0, *cuts, len(loads)]
     assert [*found.loads] == spans(loads, cuts)
-    assert [b.shape[1] for (b,) in found.boundaries] == [widths[edge] for edge in edges[:-1]]
+    assert [b.shape[1] for (b,) in found.boundaries] == [
+        widths[edge] for edge in edges[:-1]
+    ]
 
 
 class Chain(nn.Module):
@@ -152,7 +166,10 @@ class Chain(nn.Module):
         return past[-1]
 
 
-@given(skips=st.lists(st.integers(0, 6), min_size=2, max_size=7), n_stages=st.integers(1, 5))
+@given(
+    skips=st.lists(st.integers(0, 6), min_size=2, max_size=7),
+    n_stages=st.integers(1, 5),
+)
 @settings(max_examples=more(25, 40), deadline=None)
 def test_random_residuals_travel(skips, n_stages):
     torch.manual_seed(0)
@@ -185,7 +202,10 @@ class Sizes(nn.Module):
 
     def forward(self, x):
         n, length, width = x.shape
-        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.position[:, : length + 1]
+        x = (
+            torch.cat([self.token.expand(n, -1, -1), x], dim=1)
+            + self.position[:, : length + 1]
+        )
         x = self.layers(x).reshape(n, (length + 1) * width)
         return x.view(x.size(0), -1).sum(1, keepdim=True)
 
@@ -287,7 +307,10 @@ class Hooked(Tied):
         self.decode.register_forward_hook(lambda *_: None)
 
 
-OBSTACLES = [(Hooked, "parameter"), *((partial(InPlace, c), "in place") for c in CHANGES.values())]
+OBSTACLES = [
+    (Hooked, "parameter"),
+    *((partial(InPlace, c), "in place") for c in CHANGES.values()),
+]
 
 
 @pytest.mark.parametrize(("make", "why"), OBSTACLES)
@@ -298,7 +321,10 @@ def test_no_cut_separates_a_change_or_a_parameter(make, why):
 
 def test_a_layer_that_is_called_again_is_one_of_the_first_stage():
     again = nn.Sequential(layer := nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
-    names = [sorted(dict(stage.named_parameters())) for stage in partition(again, 2, ROWS.float())]
+    names = [
+        sorted(dict(stage.named_parameters()))
+        for stage in partition(again, 2, ROWS.float())
+    ]
     assert names == [["0.bias", "0.weight"], ["3.bias", "3.weight"]]
     first, second, third = partition(again, 3, ROWS.float())
     assert sorted(dict(first.named_parameters())) == ["0.bias", "0.weight"]
@@ -313,7 +339,9 @@ def test_a_stage_begins_where_a_tied_weight_is_used_again():
         ["inside.0.weight", "inside.0.bias", "inside.1.weight", "inside.1.bias"],
         ["head.0.weight", "head.0.bias", "head.1.weight", "head.1.bias"],
     ]
-    crossing = [[b.name for b in boundary if not b.batched] for boundary in stages.boundaries]
+    crossing = [
+        [b.name for b in boundary if not b.batched] for boundary in stages.boundaries
+    ]
     assert crossing == [[], ["encode_weight"], ["encode_weight"]]
 
 
@@ -330,9 +358,16 @@ def test_a_trained_tensor_without_batch_travels_where_stages_would_be_uneven():
 
 def test_named_cuts():
     model = build("resnet18", 10, 32)
-    stages = partition(model, 4, torch.empty(2, 3, 32, 32), ["layer2", "layer3.1", "fc"])
+    stages = partition(
+        model, 4, torch.empty(2, 3, 32, 32), ["layer2", "layer3.1", "fc"]
+    )
     first = [next(iter(stage.state_dict())) for stage in stages]
-    assert first == ["conv1.weight", "layer2.0.conv1.weight", "layer3.1.conv1.weight", "fc.weight"]
+    assert first == [
+        "conv1.weight",
+        "layer2.0.conv1.weight",
+        "layer3.1.conv1.weight",
+        "fc.weight",
+    ]
     assert stages.loads == (0, 0, 0, 0)
     assert_same_names(model, stages)
 
@@ -388,7 +423,9 @@ def test_rejects(model, n_stages, by, value):
 
 
 def test_the_model_keeps_its_tensors():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2)
+    )
     before = copy.deepcopy(model.state_dict())
     stages = partition(model, 2, torch.randn(3, 1, 4, 4))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -410,7 +447,9 @@ def test_a_sequence_before_the_batch_does_not_cross():
 
     stages = partition(Turned(), 2, torch.zeros(4, 4, 6))
     others = partition(Turned(), 2, torch.zeros(5, 4, 6))
-    names = [[value.name for value in found.boundaries[1]] for found in (stages, others)]
+    names = [
+        [value.name for value in found.boundaries[1]] for found in (stages, others)
+    ]
     assert names[0] == names[1]
     for length in (4, 5):  # of the batch, where the sequence has 4
         with pytest.raises(UserError, match="transpose"):

@@ -37,7 +37,9 @@ def test_a_gpu_normalizes_in_32_bits():
     assert all(cost.forward.in_16_bits for cost in layers)
     for precision in ("fp32", "tf32"):
         costs = node_costs(trace(model, X), (X,), precision=precision).values()
-        assert not any(cost.forward.in_16_bits or cost.backward.in_16_bits for cost in costs)
+        assert not any(
+            cost.forward.in_16_bits or cost.backward.in_16_bits for cost in costs
+        )
 
 
 @pytest.mark.parametrize(
@@ -52,10 +54,17 @@ def test_a_gpu_normalizes_in_32_bits():
         (lambda x, y: 2 ** (x @ y.t()), torch.float32, torch.bfloat16),
         (lambda x, y: (x @ y.t()).sum(), torch.float32, torch.bfloat16),
         (lambda x, y: F.normalize(x @ y.t()), torch.float32, torch.bfloat16),
-        (lambda x, y: torch.addcmul(x @ x.t(), x @ x.t(), x @ x.t()), *[torch.bfloat16] * 2),
+        (
+            lambda x, y: torch.addcmul(x @ x.t(), x @ x.t(), x @ x.t()),
+            *[torch.bfloat16] * 2,
+        ),
         (lambda x, y: torch.dot(x[0], (x @ x.t() @ x)[0]), torch.float32, None),
         (lambda x, y: torch.cat([x, x @ x.t() @ x]), torch.float32, torch.float32),
-        (lambda x, y: torch.cat([x @ x.t(), x @ x.t()]), torch.bfloat16, torch.bfloat16),
+        (
+            lambda x, y: torch.cat([x @ x.t(), x @ x.t()]),
+            torch.bfloat16,
+            torch.bfloat16,
+        ),
         (lambda x, y: F.relu(x @ y.t()), torch.bfloat16, torch.bfloat16),
         (lambda x, y: x + 1, torch.float32, torch.float32),
         (lambda x, y: x.double() @ y.double().t(), torch.float64, torch.float64),
@@ -108,7 +117,9 @@ class Heads(nn.Module):
     def __init__(self, module, causal=False, mask=None, p=0.0):
         super().__init__()
         self.all = nn.Linear(32, 96)
-        self.module = nn.MultiheadAttention(32, 4, p, batch_first=True) if module else None
+        self.module = (
+            nn.MultiheadAttention(32, 4, p, batch_first=True) if module else None
+        )
         self.before = nn.Linear(32, 32)
         self.options = {"attn_mask": mask, "is_causal": causal, "dropout_p": p}
 
@@ -186,7 +197,10 @@ def test_an_exported_attention_costs_as_much(precision):
     graphs = trace(Heads(False), x), trace(Exported(False), x)
     assert any("aten" in str(node.target) for node in graphs[1].graph.nodes)
     plain, exported = (
-        sum(cost.activations for cost in node_costs(graph, (x,), precision=precision).values())
+        sum(
+            cost.activations
+            for cost in node_costs(graph, (x,), precision=precision).values()
+        )
         for graph in graphs
     )
     assert exported == plain

@@ -19,7 +19,11 @@ class Judged(nn.Module):
     def __init__(self, mix=lambda x: x):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first, self.middle, self.last = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
         self.mix = mix
 
     def forward(self, x, classes):
@@ -27,7 +31,11 @@ class Judged(nn.Module):
         norm = x.square().mean()
         x = self.mix(torch.tanh(self.middle(x)))
         scores = self.last(x)
-        return {"loss": F.cross_entropy(scores, classes) + norm, "scores": scores, "norm": norm}
+        return {
+            "loss": F.cross_entropy(scores, classes) + norm,
+            "scores": scores,
+            "norm": norm,
+        }
 
 
 def run(stages, values):
@@ -52,7 +60,9 @@ def test_scalars_and_their_gradients_are_those_of_the_model(n_stages):
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     (expected["loss"] + expected["norm"]).backward()
-    torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(
+        gradients, [parameter.grad for parameter in model.parameters()]
+    )
 
 
 def test_a_scalar_is_one_row_that_crosses_the_stages_between():

@@ -26,7 +26,11 @@ def names(value):
 def test_dictionaries_are_sorted_and_constants_left_out():
     assert names(A) == [("", 0.0)]
     assert names((A, [B, None])) == [("0", 0.0), ("1_0", 1.0)]
-    assert names({"b": B, "a": {"y": C, "x": A}, "n": 3}) == [("a_x", 0), ("a_y", 2), ("b", 1)]
+    assert names({"b": B, "a": {"y": C, "x": A}, "n": 3}) == [
+        ("a_x", 0),
+        ("a_y", 2),
+        ("b", 1),
+    ]
     assert names(UserDict(b=B, a=A)) == [("a", 0.0), ("b", 1.0)]
 
 

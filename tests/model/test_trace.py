@@ -12,7 +12,12 @@ from torch.nn.utils import parametrize
 from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.model.trace import trace
-from toolkit.model.traced_stage import draws_at_random, evaluated, in_training, one_by_one
+from toolkit.model.traced_stage import (
+    draws_at_random,
+    evaluated,
+    in_training,
+    one_by_one,
+)
 
 ROWS = torch.randn(4, 6)
 
@@ -75,14 +80,25 @@ def test_further_inputs_are_inputs():
 
 def test_traced_where_no_gradient_is_wanted():
     with torch.no_grad(), torch.autocast("cpu"):
-        assert len(partition(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 2, ROWS)) == 2
+        assert (
+            len(partition(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 2, ROWS))
+            == 2
+        )
 
 
 def test_modules_in_evaluation_mode_stay_in_it():
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    )
     model[1].eval()
     stages = partition(model, 2, ROWS, by=["2"])
-    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    assert [module.training for module in model.modules()] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert [evaluated(stage) for stage in stages] == [{"1"}, {"1"}]
     assert not in_training(stages[0].eval()).get_submodule("1").training
     assert in_training(stages[1].eval()).get_submodule("2").training
@@ -283,7 +299,10 @@ def test_recurrent_nets_that_draw_are_seen(p):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net, self.head = nn.LSTM(3, 4, 2, batch_first=True, dropout=p), nn.Linear(4, 3)
+            self.net, self.head = (
+                nn.LSTM(3, 4, 2, batch_first=True, dropout=p),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, x):
             return self.head(self.net(x)[0][:, -1])
@@ -306,7 +325,9 @@ def test_recurrent_nets_that_draw_are_seen(p):
         (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
         (lambda x: F.batch_norm(x, None, None, None, None, True), "batch_norm"),
         (
-            lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+            lambda x: torch.batch_norm(
+                x, None, None, None, None, True, 0.1, 1e-5, False
+            ),
             "batch_norm",
         ),
     ],
@@ -335,7 +356,9 @@ def test_weights_and_given_statistics_may_normalise():
 
 class Net(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2))
+        super().__init__(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2)
+        )
 
 
 HOOKS = {
@@ -344,7 +367,9 @@ HOOKS = {
     "itself": lambda m: m.register_full_backward_pre_hook(print),
     "itself, which": lambda m: m.register_forward_hook(print),
     r"0\.1": lambda m: m[0][1].register_forward_hook(print),
-    r"norm 0\.1": lambda m: parametrize.register_parametrization(m[0][1], "weight", nn.Softplus()),
+    r"norm 0\.1": lambda m: parametrize.register_parametrization(
+        m[0][1], "weight", nn.Softplus()
+    ),
 }
 
 
@@ -386,7 +411,9 @@ class Active(nn.BatchNorm1d):
             self.num_batches_tracked.add_(1)
         known = self.running_mean, self.running_var
         momentum = 0.1 if self.momentum is None else self.momentum
-        x = F.batch_norm(x, *known, self.weight, self.bias, self.training, momentum, self.eps)
+        x = F.batch_norm(
+            x, *known, self.weight, self.bias, self.training, momentum, self.eps
+        )
         return torch.relu(x)
 
 
@@ -445,7 +472,8 @@ def test_rejects_a_batch_norm_that_differs_from_torchs(kind):
 
 
 @pytest.mark.parametrize(
-    "end", [lambda x: x.mean(0), lambda x: x.argmax(), lambda x: x[:, None].transpose(0, 1)]
+    "end",
+    [lambda x: x.mean(0), lambda x: x.argmax(), lambda x: x[:, None].transpose(0, 1)],
 )
 def test_rejects_an_output_without_the_batch_first(end):
     class Ends(Net):

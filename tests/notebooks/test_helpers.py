@@ -38,7 +38,11 @@ from toolkit.schedule.paper_table import compare
 def test_settings_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = settings("train", "workers=3", "schedule=dp")
-    assert (config.microbatches, config.schedule.n, config.schedule.n_stages) == (3, 3, 4)
+    assert (config.microbatches, config.schedule.n, config.schedule.n_stages) == (
+        3,
+        3,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,10 @@ def test_two_runs_of_one_seed_are_not_mixed():
 
 
 def test_rules_of_a_comparison_that_share_a_name_get_labels():
-    late = [table(("CDP delay 2", 0, [10 * k]), folder="a", rule=f"late_{k}") for k in (1, 2)]
+    late = [
+        table(("CDP delay 2", 0, [10 * k]), folder="a", rule=f"late_{k}")
+        for k in (1, 2)
+    ]
     rest = (
         table(("DP", 0, [30]), folder="a", rule="dp"),
         table(("DP", 1, [50]), folder="b", rule="dp"),
@@ -151,7 +158,9 @@ def test_rules_of_a_comparison_that_share_a_name_get_labels():
 
 def test_what_has_not_finished_does_not_count():
     whole = table(("DP", 0, [10, 20]), ("CDP-v1", 0, [10, 20]), state="finished")
-    killed = table(("DP", 1, [90]), ("CDP-v1", 1, [90]), ("CDP-v2", 1, [90]), state="running")
+    killed = table(
+        ("DP", 1, [90]), ("CDP-v1", 1, [90]), ("CDP-v2", 1, [90]), state="running"
+    )
     both = pd.concat([whole, killed])
     assert by_epoch(both) == {"DP": [[0.1, 0.2]], "CDP-v1": [[0.1, 0.2]]}
     with pytest.raises(UserError, match="'DP' has finished: got runs of none"):
@@ -159,7 +168,9 @@ def test_what_has_not_finished_does_not_count():
 
 
 def test_differences_pair_by_seed():
-    found = differences(table(("DP", 1, [80]), ("DP", 0, [90]), ("X", 0, [91]), ("X", 1, [81])))
+    found = differences(
+        table(("DP", 1, [80]), ("DP", 0, [90]), ("X", 0, [91]), ("X", 1, [81]))
+    )
     assert found.loc["X", "paired difference from DP"] == "+1.00"
     with pytest.raises(UserError, match=r"seeds.*got 2, 3 and 0"):
         differences(table(("DP", 0, [90]), ("X", 2, [91]), ("X", 3, [91])))
@@ -168,13 +179,23 @@ def test_differences_pair_by_seed():
 @pytest.mark.parametrize("states", [False, True])
 def test_runs_that_have_diverged_count_in_no_mean(states):
     """Whatever their state; other unfinished runs are left out."""
-    runs = ("DP", 0, [80]), ("DP", 1, [90]), ("X", 0, [nan]), ("X", 1, [81]), ("Y", 0, [nan])
+    runs = (
+        ("DP", 0, [80]),
+        ("DP", 1, [90]),
+        ("X", 0, [nan]),
+        ("X", 1, [81]),
+        ("Y", 0, [nan]),
+    )
     epochs = table(*runs).assign(train_loss=[1.0, 1.0, nan, 1.0, nan])
     if states:
         epochs["state"] = ["finished", "finished", "failed", "finished", "unfinished"]
-        epochs = pd.concat([epochs, table(("Z", 0, [70]), state="failed", train_loss=1.0)])
+        epochs = pd.concat(
+            [epochs, table(("Z", 0, [70]), state="failed", train_loss=1.0)]
+        )
     found = differences(epochs)
-    assert found[["runs", "test accuracy (%)", "paired difference from DP"]].values.tolist() == [
+    assert found[
+        ["runs", "test accuracy (%)", "paired difference from DP"]
+    ].values.tolist() == [
         [2, "85.00 ± 7.07", "+0.00"],
         [1, "81.00", "-9.00"],
         [0, "-", "-"],
@@ -236,7 +257,12 @@ def test_what_is_no_comparison_is_not_trained():
 
 
 def test_own_runs_beside_kept_ones():
-    small = ("data=synthetic", "data.image_size=8", "data.n_train=128", "data.n_test=50")
+    small = (
+        "data=synthetic",
+        "data.image_size=8",
+        "data.n_train=128",
+        "data.n_test=50",
+    )
     late = ("rules.cdp_v1.delay=2", "+schedule@rules.late=cdp_v1", "rules.late.delay=2")
     own_seed = "seed=3", "seeds=1"
     config = settings(
@@ -245,7 +271,10 @@ def test_own_runs_beside_kept_ones():
     said = []
     own = train_rules(config, on_epoch=lambda what, share: said.append((what, share)))
     names = ["DP", "CDP delay 2 (cdp_v1)", "CDP-v2", "CDP delay 2 (late)"]
-    assert said == [*((f"{name}, seed 3", k / 4) for k, name in enumerate(names)), ("4 runs", 1.0)]
+    assert said == [
+        *((f"{name}, seed 3", k / 4) for k, name in enumerate(names)),
+        ("4 runs", 1.0),
+    ]
     assert list(own["schedule"]) == names
     for name in ("top1", "top5", "ema_top1"):
         assert ((own[name] > 1) & (own[name] <= 100)).all()
@@ -264,7 +293,8 @@ def test_counted_and_measured():
     assert found.loc[("multi-device", "DP"), "sent"] == "1 P"
     assert "measured" not in found
     ran = [  # as if rows had run, each as it was counted
-        MeasuredRow(row.setting, row.rule, {}, {}, Measurements(row.schedule, ())) for row in rows
+        MeasuredRow(row.setting, row.rule, {}, {}, Measurements(row.schedule, ()))
+        for row in rows
     ]
     assert set(counted_and_measured(rows, ran)["measured"]) == {"equal"}
     with pytest.raises(UserError, match=r"schedules differ.*compare\(n\)"):
@@ -274,7 +304,10 @@ def test_counted_and_measured():
 def test_when_cdp_helps():
     found = when_cdp_helps(map(assess_situation, situations([2], [2.0])))
     assert found.loc["one device", 2, "0"].tolist()[:2] == ["1", "2 → 1.5"]
-    assert found.loc["one device per worker, slow links", 2, "2"]["CDP-v2"] == "0.83 (0.25)"
+    assert (
+        found.loc["one device per worker, slow links", 2, "2"]["CDP-v2"]
+        == "0.83 (0.25)"
+    )
 
 
 def test_bars_follow_reports(monkeypatch):

@@ -38,7 +38,9 @@ SETTINGS = {  # no questions, no news, nothing from the network
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it"),
-    pytest.mark.skipif(bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"),
+    pytest.mark.skipif(
+        bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"
+    ),
 ]
 
 
@@ -46,7 +48,11 @@ pytestmark = [
 def lab(folder, home):
     """A JupyterLab server on ``folder``; its address."""
     for name, values in SETTINGS.items():
-        path = home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        path = (
+            home
+            / ".jupyter/lab/user-settings/@jupyterlab"
+            / f"{name}.jupyterlab-settings"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
     port = free_port()
@@ -54,7 +60,11 @@ def lab(folder, home):
     command += [f"--ServerApp.port={port}", f"--IdentityProvider.token={TOKEN}"]
     command += [f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0"]
     command += ["--LabApp.expose_app_in_browser=True"]
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "IPYTHON", "XDG"))}
+    own = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JUPYTER", "IPYTHON", "XDG"))
+    }
     with (home / "lab.log").open("w") as log:
         environment = own | {"HOME": str(home)}
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -84,10 +94,14 @@ def page(address, notebook, pictures):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         shown, errors = browser.new_page(viewport={"width": 1280, "height": 900}), []
         shown.on("pageerror", lambda error: errors.append(str(error)))
-        shown.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        shown.on(
+            "console", lambda m: errors.append(m.text) if m.type == "error" else None
+        )
         try:
             shown.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}")
             shown.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
@@ -118,24 +132,37 @@ def test_the_explorer_in_jupyterlab(tmp_path):
             return slider.locator(".noUi-handle").first
 
         def number(name):
-            row = shown.locator(".cdp-numbers").first.get_by_role("row").filter(has_text=name)
+            row = (
+                shown.locator(".cdp-numbers")
+                .first.get_by_role("row")
+                .filter(has_text=name)
+            )
             return row.locator(".cdp-number").inner_text()
 
         assert [grid.get_attribute("aria-label") for grid in grids.all()] == [
             "CDP-v2: ops of 3 training steps",
             "DP: ops of 3 training steps",
         ]
-        assert (grids.first.locator("title").count(), number("peak activations")) == (96, "2.5")
+        assert (grids.first.locator("title").count(), number("peak activations")) == (
+            96,
+            "2.5",
+        )
 
-        assert len({grid.bounding_box()["y"] for grid in grids.all()}) == 1  # side by side
-        assert "CDP-v2 compared with DP" in shown.locator(".cdp-explorer .cdp-verdict").inner_text()
+        # Side by side.
+        assert len({grid.bounding_box()["y"] for grid in grids.all()}) == 1
+        assert (
+            "CDP-v2 compared with DP"
+            in shown.locator(".cdp-explorer .cdp-verdict").inner_text()
+        )
         grids.first.locator(".cdp-op").nth(20).hover()
         assert grids.first.locator(".cdp-arrows path").count() > 1
 
         drag(shown, handle("stages"), 120)
         shown.wait_for_function(OPS.replace("SIGN", ">"), arg=96, timeout=WAIT)
 
-        schedule = shown.locator(".cdp-column").first.get_by_label("schedule", exact=True)
+        schedule = shown.locator(".cdp-column").first.get_by_label(
+            "schedule", exact=True
+        )
         choose(shown, schedule, "ArrowDown", 3)
         shown.wait_for_selector('.cdp-grid[aria-label^="GPipe"]', timeout=WAIT)
         assert number("largest staleness") == "0"
@@ -150,13 +177,20 @@ def test_the_explorer_in_jupyterlab(tmp_path):
             shown.wait_for_function(OPS.replace("SIGN", "==="), arg=n_ops, timeout=WAIT)
             shown.screenshot(path=pictures / f"explorer_{size}.png")
 
-        shown.locator(".cdp-column").first.get_by_label("delay", exact=True).select_option("0")
+        shown.locator(".cdp-column").first.get_by_label(
+            "delay", exact=True
+        ).select_option("0")
         shown.wait_for_selector('.cdp-wrong[role="alert"]', timeout=WAIT)
-        assert "cannot read weights 0 steps late" in shown.locator(".cdp-wrong p").inner_text()
+        assert (
+            "cannot read weights 0 steps late"
+            in shown.locator(".cdp-wrong p").inner_text()
+        )
         assert shown.locator(".cdp-faded .cdp-grid").count() == 1
         shown.screenshot(path=pictures / "explorer_wrong.png")
         assert "Traceback" not in shown.locator(".jp-NotebookPanel").inner_text()
-        assert not [error for error in errors if "cdp-" in error or "widget" in error.lower()]
+        assert not [
+            error for error in errors if "cdp-" in error or "widget" in error.lower()
+        ]
 
 
 def drag(shown, handle, pixels):

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("1_schedules", "2_memory", "3_communication", "4_accuracy", "5_plan", "6_tracking")
+NAMES = (
+    "1_schedules",
+    "2_memory",
+    "3_communication",
+    "4_accuracy",
+    "5_plan",
+    "6_tracking",
+)
 _LONGEST_FUNCTION = 6  # lines
 _LONGEST_CELL = 16
 _TIMEOUT = 180  # seconds for a cell
@@ -57,7 +64,9 @@ def test_thin(path):
     """Logic is the toolkit's: cells are short, and functions a few lines."""
     for source in code(read(path)):
         tree = ast.parse(source)
-        first = min((node.lineno for node in tree.body if not is_import(node)), default=1)
+        first = min(
+            (node.lineno for node in tree.body if not is_import(node)), default=1
+        )
         assert len(source.splitlines()) - first < _LONGEST_CELL, source
         for node in ast.walk(tree):
             assert not isinstance(node, ast.ClassDef), source
@@ -82,13 +91,17 @@ def test_imports_resolve(path):
                     importlib.import_module(f"{node.module}.{name.name}")
 
 
-@pytest.mark.skipif("NOTEBOOKS" not in os.environ, reason="dear: NOTEBOOKS=1, or make notebooks")
+@pytest.mark.skipif(
+    "NOTEBOOKS" not in os.environ, reason="dear: NOTEBOOKS=1, or make notebooks"
+)
 def test_runs(path):
     from nbclient import NotebookClient
 
     notebook = read(path)
     place = {"metadata": {"path": str(FOLDER)}}  # as for jupyter lab notebooks/
-    client = NotebookClient(notebook, timeout=_TIMEOUT, kernel_name="python3", resources=place)
+    client = NotebookClient(
+        notebook, timeout=_TIMEOUT, kernel_name="python3", resources=place
+    )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert outputs

@@ -56,13 +56,18 @@ def trained(mean=0.0, half_width=0.5, **changes):
 
 def findings(v2=1.0, memory=(4, 4), spread=0.01, v1=1.0, **changes):
     """With CDP-v2's step time by DP's, and GiB of the fullest device under DP and CDP-v2."""
-    more = {"machine": changes.get("hardware", MACHINE), "placement": changes.get("placement")}
+    more = {
+        "machine": changes.get("hardware", MACHINE),
+        "placement": changes.get("placement"),
+    }
     rules = (
         rule("DP", 400, 1.0, memory[0], 0, **more),
         rule("CDP-v1", 250, v1, memory[1], **more),
         rule("CDP-v2", 250, v2, memory[1], spread, **more),
     )
-    found = Pilot(4, 4, 8, "per_microbatch", "a CPU", MACHINE, "measured", rules, trained())
+    found = Pilot(
+        4, 4, 8, "per_microbatch", "a CPU", MACHINE, "measured", rules, trained()
+    )
     return replace(found, command_options="model.target=my.net data=digits", **changes)
 
 
@@ -70,7 +75,9 @@ FAST, LARGE = {"v2": 0.7}, {"memory": (12, 6)}
 RANDOM = trained(learned=False, accuracy={"DP": (0.1,), "CDP-v2": (0.1,)})
 
 EASY = trained(0, 0.1, accuracy={"DP": (1.0,) * 3, "CDP-v2": (1.0,) * 3})
-ALIKE = trained(-0.2, 0.5, accuracy={"DP": (0.9, 0.8, 0.7), "CDP-v2": (0.898, 0.798, 0.698)})
+ALIKE = trained(
+    -0.2, 0.5, accuracy={"DP": (0.9, 0.8, 0.7), "CDP-v2": (0.898, 0.798, 0.698)}
+)
 LOST = trained(-5, 3, accuracy={"DP": (0.9, 0.9), "CDP-v2": (0.85, 0.85)})
 OF_V1 = trained(accuracy={"DP": (0.9, 0.91, 0.89), "CDP-v1": (0.91, 0.9, 0.89)})
 ROOMY = replace(MACHINE, memory=16 * GIB)
@@ -87,7 +94,11 @@ CASES = {
     "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.0 GiB on the fullest"),
     "link-limited": (findings(**FAST), "CDP-v2", "0.70 (0.69 to 0.71)"),
     "both": (findings(**FAST, **LARGE), "CDP-v2", "a loss of up to 0.5 points"),
-    "a gain that is not sure": (findings(v2=0.9, spread=0.1), "DP", "surely more than 5%"),
+    "a gain that is not sure": (
+        findings(v2=0.9, spread=0.1),
+        "DP",
+        "surely more than 5%",
+    ),
     "a small gain": (findings(v2=0.97), "DP", "nothing that counts"),
     "only CDP-v1 is faster": (
         findings(v1=0.7, training=OF_V1),
@@ -99,42 +110,74 @@ CASES = {
         "DP",
         "CDP-v1 is -2.0 ± 1.0 points",
     ),
-    "CDP-v1 is faster than CDP-v2": (findings(**FAST, v1=0.6), "CDP-v2", "CDP-v1 would take 0.60"),
+    "CDP-v1 is faster than CDP-v2": (
+        findings(**FAST, v1=0.6),
+        "CDP-v2",
+        "CDP-v1 would take 0.60",
+    ),
     "more is kept": (more_kept(), "DP", "keep 25% more with CDP-v2"),
     "as much is kept": (more_kept(401), "DP", "keep 0% more with CDP-v2"),
-    "accuracy lost": (findings(**FAST, training=trained(-2, 1)), "DP", "-2.0 ± 1.0 points"),
+    "accuracy lost": (
+        findings(**FAST, training=trained(-2, 1)),
+        "DP",
+        "-2.0 ± 1.0 points",
+    ),
     "accuracy lost, and DP does not fit": (
         findings(**LARGE, training=trained(-2, 1)),
         "DP",
         "checkpoint=all",
     ),
-    "accuracy not sure": (findings(**FAST, training=trained(-0.5, 3)), "CDP-v2 on trial", "3.5"),
-    "accuracy of one run": (findings(**FAST, training=trained(0, nan)), "CDP-v2 on trial", "one"),
-    "nothing learned": (findings(**FAST, training=RANDOM), "CDP-v2 on trial", "random images"),
+    "accuracy not sure": (
+        findings(**FAST, training=trained(-0.5, 3)),
+        "CDP-v2 on trial",
+        "3.5",
+    ),
+    "accuracy of one run": (
+        findings(**FAST, training=trained(0, nan)),
+        "CDP-v2 on trial",
+        "one",
+    ),
+    "nothing learned": (
+        findings(**FAST, training=RANDOM),
+        "CDP-v2 on trial",
+        "random images",
+    ),
     "a loss where nothing was learned": (
         findings(**FAST, training=replace(RANDOM, difference=Estimate(-2, 1))),
         "CDP-v2 on trial",
         "unknown",
     ),
-    "images too easy": (findings(**FAST, training=EASY), "CDP-v2 on trial", "all 500 test images"),
+    "images too easy": (
+        findings(**FAST, training=EASY),
+        "CDP-v2 on trial",
+        "all 500 test images",
+    ),
     "differences without spread": (
         findings(**FAST, training=ALIKE),
         "CDP-v2 on trial",
         "the same with every seed: 500 test images",
     ),
-    "a loss without spread": (findings(**FAST, training=LOST), "DP", "-5.0 ± 3.0 points"),
+    "a loss without spread": (
+        findings(**FAST, training=LOST),
+        "DP",
+        "-5.0 ± 3.0 points",
+    ),
     "a device of less memory": (
         findings(**LARGE, hardware=replace(ROOMY, memories=(8 * GIB, 8 * GIB))),
         "CDP-v2",
         "CDP-v2 6.0 GiB, of 8.0 GiB to 16.0 GiB",
     ),
     "a device of more memory": (
-        findings(memory=(12, 12), hardware=replace(MACHINE, memories=(2 * GIB, 16 * GIB))),
+        findings(
+            memory=(12, 12), hardware=replace(MACHINE, memories=(2 * GIB, 16 * GIB))
+        ),
         "DP",
         "nothing that counts",
     ),
     "the fullest has the most memory": (
-        findings(memory=(12, 12), hardware=replace(MACHINE, memories=(GIB / 2, 16 * GIB))),
+        findings(
+            memory=(12, 12), hardware=replace(MACHINE, memories=(GIB / 2, 16 * GIB))
+        ),
         "DP",
         "neither fits: DP needs 12.0 GiB on the fullest device",
     ),
@@ -143,13 +186,21 @@ CASES = {
         "CDP-v2 on trial",
         "without classes",
     ),
-    "CDP-v2 diverged": (findings(**FAST, training=trained(diverged=("CDP-v2",))), "DP", "diverged"),
+    "CDP-v2 diverged": (
+        findings(**FAST, training=trained(diverged=("CDP-v2",))),
+        "DP",
+        "diverged",
+    ),
     "DP diverged": (
         findings(**FAST, training=trained(diverged=("DP", "CDP-v2"))),
         "undecided",
         "learning rate",
     ),
-    "not to be cut": (findings(n_stages=1, rules=(), training=None), "DP", "cannot be cut"),
+    "not to be cut": (
+        findings(n_stages=1, rules=(), training=None),
+        "DP",
+        "cannot be cut",
+    ),
     "neither fits": (
         findings(memory=(12, 9)),
         "DP",
@@ -211,7 +262,9 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
 
 
 def test_a_trial_is_judged_by_its_comparison_which_has_no_guard():
-    tried, adopted = (advise(CASES[case][0]) for case in ("not trained", "link-limited"))
+    tried, adopted = (
+        advise(CASES[case][0]) for case in ("not trained", "link-limited")
+    )
     assert "guard" not in tried.command
     assert "interval of CDP-v2's difference" in tried.roll_back[0]
     assert adopted.roll_back[0].startswith("guard=rollback")
@@ -241,4 +294,7 @@ def test_the_memory_of_every_device_is_shown():
 
 
 def test_the_guard_is_twice_the_first_loss_at_least():
-    assert "guard_factor=2 " in findings(**FAST, training=trained(highest=0.7)).advice.command
+    assert (
+        "guard_factor=2 "
+        in findings(**FAST, training=trained(highest=0.7)).advice.command
+    )

@@ -24,7 +24,9 @@ def test_a_rank_gets_micro_batches_by_its_speed(m, speeds, expected):
     cost = StageCost(0, 0, forward_seconds=1, backward_seconds=2)
     hardware = Hardware("made up", 1, 1e12, 1e12, speeds=speeds)
     found = simulate(schedule.lower(3).verify(), (cost,) * 3, hardware).step_time
-    assert found == pytest.approx(9 * max(n / v for n, v in zip(expected, speeds, strict=True)))
+    assert found == pytest.approx(
+        9 * max(n / v for n, v in zip(expected, speeds, strict=True))
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,19 @@ def batches(n=1, size=12):
 
 
 def hessian(model, loss, given):
-    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    named = {
+        name: p.detach() for name, p in model.named_parameters() if p.requires_grad
+    }
     sizes = [p.numel() for p in named.values()]
 
     def value(flat):
         parts = flat.split(sizes)
-        weights = {k: x.view_as(p) for (k, p), x in zip(named.items(), parts, strict=True)}
-        losses = [loss(torch.func.functional_call(model, weights, (x,)), y) for x, y in given]
+        weights = {
+            k: x.view_as(p) for (k, p), x in zip(named.items(), parts, strict=True)
+        }
+        losses = [
+            loss(torch.func.functional_call(model, weights, (x,)), y) for x, y in given
+        ]
         return torch.stack(losses).mean()
 
     return torch.autograd.functional.hessian(
@@ -47,8 +53,12 @@ def hessian(model, loss, given):
 @pytest.mark.parametrize("n", [1, 3])
 def test_is_the_top_eigenvalue_and_vector(n):
     model, given = network(), batches(n)
-    found = largest_curvature(model, F.cross_entropy, given, tolerance=1e-8, shares=True)
-    values, vectors = torch.linalg.eigh(hessian(copy.deepcopy(model), F.cross_entropy, given))
+    found = largest_curvature(
+        model, F.cross_entropy, given, tolerance=1e-8, shares=True
+    )
+    values, vectors = torch.linalg.eigh(
+        hessian(copy.deepcopy(model), F.cross_entropy, given)
+    )
     assert found.value == pytest.approx(float(values[-1]), rel=1e-9)
     assert found.error <= 1e-8 * found.value
     parts = vectors[:, -1].split([p.numel() for p in model.parameters()])
@@ -66,14 +76,18 @@ def test_finds_the_largest_though_a_negative_one_is_larger():
         def forward(self, x):
             return (self.w.square() * torch.tensor([2.0, 1.0, -50.0])).sum() * x
 
-    found = largest_curvature(Saddle(), lambda out, _: out.mean(), [(torch.ones(1),) * 2])
+    found = largest_curvature(
+        Saddle(), lambda out, _: out.mean(), [(torch.ones(1),) * 2]
+    )
     assert found.value == pytest.approx(4, rel=1e-4)
 
 
 def test_leaves_the_model_and_the_random_state_as_they_were():
     model = nn.Sequential(network(), nn.Dropout(0.5))
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    first, again = (largest_curvature(model, F.cross_entropy, batches()) for _ in range(2))
+    first, again = (
+        largest_curvature(model, F.cross_entropy, batches()) for _ in range(2)
+    )
     assert first == again  # the same dropout in each product
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -121,7 +135,9 @@ def test_attention_in_single_precision():
         return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
     found = largest_curvature(model, loss, [(ids, ids)], tolerance=1e-3)
-    exact = largest_curvature(copy.deepcopy(model).double(), loss, [(ids, ids)], tolerance=1e-6)
+    exact = largest_curvature(
+        copy.deepcopy(model).double(), loss, [(ids, ids)], tolerance=1e-6
+    )
     assert found.value == pytest.approx(exact.value, rel=2e-3)
 
 
@@ -132,7 +148,9 @@ def test_ends_in_time_and_is_then_a_lower_bound():
 
 
 def test_a_linear_loss_is_flat():
-    found = largest_curvature(nn.Linear(2, 1), lambda out, _: out.mean(), [(torch.ones(3, 2),) * 2])
+    found = largest_curvature(
+        nn.Linear(2, 1), lambda out, _: out.mean(), [(torch.ones(3, 2),) * 2]
+    )
     assert (found.value, found.products) == (0, 1)
 
 
@@ -154,5 +172,7 @@ def test_refuses_an_operation_without_a_second_derivative():
         return F.ctc_loss(out.log_softmax(-1), y, torch.tensor([3]), torch.tensor([2]))
 
     given = [(torch.ones(3, 1, 2), torch.tensor([[1, 2]]))]
-    with pytest.raises(UserError, match="curvature of Linear cannot be measured: derivative"):
+    with pytest.raises(
+        UserError, match="curvature of Linear cannot be measured: derivative"
+    ):
         largest_curvature(nn.Linear(2, 4), ctc, given)

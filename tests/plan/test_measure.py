@@ -34,7 +34,8 @@ def test_images_are_in_the_type_of_the_model():
 @pytest.mark.parametrize(
     ("late", "base", "half_width"),
     [
-        ((0.9, 0.9, 0.9), (0.9, 0.9, 0.9), 2.6547),  # Agresti and Coull's, of 0.9 and 500
+        # Agresti and Coull's, of 0.9 and 500.
+        ((0.9, 0.9, 0.9), (0.9, 0.9, 0.9), 2.6547),
         ((1.0, 1.0), (1.0, 1.0), 0.5381),
         ((0.9, 0.5), (0.5, 0.9), 508.2),  # Student's, of one degree of freedom
         ((0.9,), (0.9,), nan),
@@ -55,7 +56,9 @@ def test_findings_of_a_training_by_hand():
             for step, (loss, _) in enumerate(zip(self.losses, batches, strict=False)):
                 found = self.cosines.get(step, ())
                 delays = tuple(SimpleNamespace(cosine=c) for c in found)
-                yield StepResult(step, (0,), torch.tensor([loss]), torch.empty(0), delays)
+                yield StepResult(
+                    step, (0,), torch.tensor([loss]), torch.empty(0), delays
+                )
 
         def module(self):
             return nn.Identity()
@@ -64,7 +67,10 @@ def test_findings_of_a_training_by_hand():
     samples = SimpleNamespace(form=Images(1, 1, 2, 4), train=lambda *_: [batch])
     samples.test = samples.train
     data = Data(samples, 2, CPU)
-    losses = {"DP": [4.0] * 20 + [2.0, 2.0, 100.0], "CDP-v2": [4.0] * 20 + [3.0, 3.0, 100.0]}
+    losses = {
+        "DP": [4.0] * 20 + [2.0, 2.0, 100.0],
+        "CDP-v2": [4.0] * 20 + [3.0, 3.0, 100.0],
+    }
     looks = {0: (1.0, 1.0), 5: (0.8, 0.9), 10: (0.6, 0.9)}
 
     def make(seed, schedule, every):
@@ -76,7 +82,8 @@ def test_findings_of_a_training_by_hand():
     assert found.highest == pytest.approx(1.0)
     assert (found.chance, found.frequent) == (1 / 4, 1.0)
     assert not found.learned  # the most frequent class is right as often
-    assert found.cosine == pytest.approx(0.7)  # without the first, at which nothing is late
+    # Without the first, at which nothing is late.
+    assert found.cosine == pytest.approx(0.7)
 
 
 def test_a_device_holds_what_the_schedule_holds():
@@ -86,7 +93,9 @@ def test_a_device_holds_what_the_schedule_holds():
     inputs, make = torch.randn(n * batch, width), partial(torch.optim.SGD, lr=0.1)
     schedules = catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one")
     held = [
-        step_memory(equal_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
+        step_memory(
+            equal_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss
+        )
         for schedule in schedules
     ]
     # The loss keeps what it compares in the last stage, beside what is counted of the model.

@@ -58,14 +58,16 @@ def test_two_micro_batches_by_hand():
     assert plain.peak == 20  # one at 12, the other at 8
     again = least_peak(costs, 2, 0.25)
     assert (again.recomputed, again.extra_time, again.seconds) == ((0,), 0.25, 10.0)
-    assert again.peak == 12  # one holds stage 0 again, at 8, when the other is at stage 1
+    # One holds stage 0 again, at 8, when the other is at stage 1.
+    assert again.peak == 12
     assert again.reduction == 1 - 12 / 24
 
 
 def drawn(draw, n_stages):
     seconds = [draw.uniform(0.1, 3) for _ in range(n_stages)]
     return [
-        stage(draw.uniform(0, 10), x, draw.uniform(0, 3), x * draw.uniform(1, 2.5)) for x in seconds
+        stage(draw.uniform(0, 10), x, draw.uniform(0, 3), x * draw.uniform(1, 2.5))
+        for x in seconds
     ]
 
 
@@ -84,7 +86,9 @@ def test_no_choice_of_stages_is_better(seed):
     ]
     assert found.extra_time <= share + 1e-9
     assert found.bound <= found.peak <= min(peaks) * (1 + 1e-9)
-    assert found.peak == pytest.approx(peak_of(stage_curve(found.costs, UNIT), found.offsets))
+    assert found.peak == pytest.approx(
+        peak_of(stage_curve(found.costs, UNIT), found.offsets)
+    )
 
 
 @pytest.mark.parametrize(("share", "n"), [(0.0, 3), (0.2, 4)])
@@ -94,7 +98,9 @@ def test_its_schedule_runs_one_op_after_another(share, n):
     schedule = found.schedule()
     schedule.lower(4).verify()
     assert (schedule.n_ranks, schedule.period) == (1, 2 * 5 * n)
-    slots = [start % schedule.timing.period for start in schedule.timing.starts.values()]
+    slots = [
+        start % schedule.timing.period for start in schedule.timing.starts.values()
+    ]
     assert sorted(slots) == [*range(schedule.timing.period)]
     assert peak_in_turn(found.costs, schedule) <= found.peak
     assert schedule.max_staleness == 1
@@ -126,7 +132,10 @@ def test_of_real_models(name, stages, bar):
 def network():
     """Blocks whose activations shrink, with few weights."""
     sizes = [(1, 8), (8, 8), (8, 8), (8, 8)]
-    blocks = [nn.Sequential(nn.Conv2d(*s, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)) for s in sizes]
+    blocks = [
+        nn.Sequential(nn.Conv2d(*s, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2))
+        for s in sizes
+    ]
     torch.manual_seed(0)
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 3)).double()
 
@@ -138,7 +147,9 @@ def trained(schedule, images, checkpoint=(), order="scheduled"):
     options = StepOptions(checkpoint=[*checkpoint])
     sgd = partial(torch.optim.SGD, lr=0.01)
     with LiveMemory() as live:
-        runtime = SingleProcess(parts, schedule, sgd, F.cross_entropy, order, options=options)
+        runtime = SingleProcess(
+            parts, schedule, sgd, F.cross_entropy, order, options=options
+        )
         for _ in range(2):
             runtime.step(*batch)
         gc.collect()

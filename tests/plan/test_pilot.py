@@ -12,7 +12,14 @@ from torch import nn
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Images, gpt
-from toolkit.plan import Limits, PilotOptions, Plan, Prediction, largest_stable_rate, pilot
+from toolkit.plan import (
+    Limits,
+    PilotOptions,
+    Plan,
+    Prediction,
+    largest_stable_rate,
+    pilot,
+)
 from toolkit.plan.candidates import Candidate
 from toolkit.plan.pilot import _corrected, _model_maker
 from toolkit.schedule import ScheduleSpec
@@ -89,7 +96,9 @@ def test_findings(found):
     assert trained.diverged == ()
     assert 0.5 < trained.cosine < 1
     assert 0.5 < trained.loss_ratio < 2
-    assert trained.accuracy["DP"] != trained.accuracy["CDP-v2"] or trained.loss_ratio != 1
+    assert (
+        trained.accuracy["DP"] != trained.accuracy["CDP-v2"] or trained.loss_ratio != 1
+    )
 
 
 def test_the_rule_that_gains_is_trained():
@@ -147,7 +156,9 @@ FRESHER = ScheduleSpec(
         (Candidate(ScheduleSpec("pipedream_2bw", 2, 4), 2), "extrapolate"),
         (Candidate(ScheduleSpec("zero_cdp_v2", 4, 4), 2), "none"),
         (
-            Candidate(ScheduleSpec("cdp_v1", 2, 2, placement="per_stage_and_microbatch"), 4),
+            Candidate(
+                ScheduleSpec("cdp_v1", 2, 2, placement="per_stage_and_microbatch"), 4
+            ),
             "extrapolate",
         ),
     ],
@@ -164,7 +175,10 @@ def test_the_best_of_a_plan_is_measured(best, correction):
     options = PilotOptions(steps=2, seeds=1, compute="roofline")
     found = planned.pilot(net(), PAIR, options=options)
     dp, late = found.rules
-    assert (late.predicted.staleness, dp.predicted.staleness) == (schedule.mean_staleness, 0)
+    assert (late.predicted.staleness, dp.predicted.staleness) == (
+        schedule.mean_staleness,
+        0,
+    )
     for rule in (dp, late):
         own = rule.predicted.candidate
         assert own.schedule.n_microbatches * own.batch == 8
@@ -216,13 +230,19 @@ def test_the_usual_rules_are_measured_beside_data_parallelism(choice, sizes):
 
 
 def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
-    images = torch.randn(40, 3, 24, 24)  # whose FLOPs are in two layers, and what is kept in all
+    # Whose FLOPs are in two layers, and what is kept in all.
+    images = torch.randn(40, 3, 24, 24)
     parts = [x for n in (3, 8, 8, 8) for x in (nn.Conv2d(n, 8, 1), nn.ReLU())]
     parts += [x for _ in range(2) for x in (nn.Conv2d(8, 8, 7, padding=3), nn.ReLU())]
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(8 * 24 * 24, 4))
     options = PilotOptions(batch=4, hardware=LINK, steps=0, seeds=1)
     apart, together = (
-        pilot(model, pairs(images, CLASSES), 2, options=replace(options, placement=placement))
+        pilot(
+            model,
+            pairs(images, CLASSES),
+            2,
+            options=replace(options, placement=placement),
+        )
         for placement in ("per_microbatch", "one")
     )
     assert apart.of("DP").waiting > together.of("DP").waiting == 0
@@ -265,7 +285,9 @@ def test_a_decoder_and_its_text():
 def test_without_training_steps_progress_ends_with_the_prediction():
     said = []
     options = PilotOptions(batch=4, steps=0)
-    found = pilot(net(), PAIR, 2, options=options, on_progress=lambda *what: said.append(what))
+    found = pilot(
+        net(), PAIR, 2, options=options, on_progress=lambda *what: said.append(what)
+    )
     assert said[-1] == ("predicting", 1.0)
     assert found.training is None
     assert found.untrained == "steps=0"
@@ -337,7 +359,9 @@ UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
         (lambda: 7, PAIR, {}, r"model\(\) returns .*got 7"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_anything_is_measured(model, images, options, message):
+def test_a_mistake_is_one_sentence_before_anything_is_measured(
+    model, images, options, message
+):
     said = []
     with pytest.raises(UserError, match=message) as refused:
         pilot_with(model, images, said, **options)

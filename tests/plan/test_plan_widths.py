@@ -40,7 +40,14 @@ def decoder(heads=4):
 
 @pytest.fixture(scope="module")
 def decoder_plan():
-    return plan(decoder(), FORM, MACHINES, 2, batch=2, options=PlanOptions(jobs=1, widths=[1, 2]))
+    return plan(
+        decoder(),
+        FORM,
+        MACHINES,
+        2,
+        batch=2,
+        options=PlanOptions(jobs=1, widths=[1, 2]),
+    )
 
 
 def test_width_is_a_dimension_of_candidates(decoder_plan):
@@ -54,14 +61,18 @@ def test_width_is_a_dimension_of_candidates(decoder_plan):
 
 def test_predictions_are_those_of_the_simulator(decoder_plan):
     """Of a device, on links that the devices of a rank share."""
-    prediction = next(each for each in decoder_plan.predictions if each.candidate.width == 2)
+    prediction = next(
+        each for each in decoder_plan.predictions if each.candidate.width == 2
+    )
     candidate = replace(prediction.candidate, checkpoint="none")
     assert candidate == prediction.candidate
     example = FORM.example(candidate.batch, "meta")
     model = decoder()
     stages = partition(model, candidate.schedule.n_stages, example, candidate.partition)
     width = Width(2, MACHINES)
-    costs = profile_width(stages, example, tensor_parallel(model, 2, share_loss=True), width)
+    costs = profile_width(
+        stages, example, tensor_parallel(model, 2, share_loss=True), width
+    )
     program = candidate.schedule.lower(steps_to_time(candidate.schedule)).verify()
     state_bytes = [cost.parameter_bytes for cost in costs]
     timeline = simulate(program, costs, width.hardware_of_ranks, state_bytes)
@@ -98,7 +109,9 @@ def test_devices_that_share_weights_keep_a_limit_of_memory(decoder_plan):
 
 
 def test_table_and_command_name_the_width(decoder_plan):
-    prediction = next(each for each in decoder_plan.predictions if each.candidate.width == 2)
+    prediction = next(
+        each for each in decoder_plan.predictions if each.candidate.width == 2
+    )
     row = decoder_plan.row(prediction)
     assert (row["width"], row["devices"]) == (2, 2 * prediction.ranks)
     assert "2 devices a rank" in row["schedule"]
@@ -138,7 +151,14 @@ def test_candidates_of_a_width_have_no_baseline():
 )
 def test_refuses_widths_that_machines_cannot_have(widths, hardware, words):
     with pytest.raises(UserError, match=words):
-        plan(decoder(), FORM, hardware, 2, batch=4, options=PlanOptions(jobs=1, widths=widths))
+        plan(
+            decoder(),
+            FORM,
+            hardware,
+            2,
+            batch=4,
+            options=PlanOptions(jobs=1, widths=widths),
+        )
 
 
 def test_refuses_widths_that_models_cannot_have():

@@ -8,7 +8,15 @@ import pytest
 from torch import nn
 
 from tests.figures.test_explorer import composed
-from toolkit.cost import UNIT, Hardware, StageCost, affordable_delay, profile, simulate, unit_costs
+from toolkit.cost import (
+    UNIT,
+    Hardware,
+    StageCost,
+    affordable_delay,
+    profile,
+    simulate,
+    unit_costs,
+)
 from toolkit.cost.compression import compressed_costs
 from toolkit.cost.cost_file import FileCosts
 from toolkit.cost.slow_link_rivals import ddp_costs
@@ -39,7 +47,9 @@ def net(depth=7):
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
     for _ in range(depth):
         layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +60,23 @@ def found():
 def test_a_plan_of_costs_of_a_file():
     """All micro-batches are the measured ones; more stages than rows are left out."""
     cost = StageCost(
-        0, 0, 1e6, 0, 1e3, 1e6, forward_seconds=0.01, backward_seconds=0.02, weight_share=0.5
+        0,
+        0,
+        1e6,
+        0,
+        1e3,
+        1e6,
+        forward_seconds=0.01,
+        backward_seconds=0.02,
+        weight_share=0.5,
     )
     file_costs = FileCosts(Path("mine.csv"), (cost,) * 4, batch=3)
     options = PlanOptions(jobs=1)
     found = plan_costs(file_costs, SLOW, 2, batch=12, options=options)
     assert {prediction.candidate.batch for prediction in found.predictions} == {3}
     assert found.baseline.candidate.partition == BUCKETS
-    assert found.baseline.seconds > 2 * 4 * 0.03  # two micro-batches of a worker, and messages
+    # Two micro-batches of a worker, and messages.
+    assert found.baseline.seconds > 2 * 4 * 0.03
     n_stages = {p.schedule.n_stages for p in found.predictions}
     assert n_stages == {2, 4}
     assert not found.left_out or min(found.left_out) > 4
@@ -91,9 +110,13 @@ def test_every_method_is_a_candidate_unless_its_late_weights_serve_nothing():
 
 
 def test_workers_vary_in_chains_groups_and_rounds():
-    cyclic = [c.spec for c in candidates(4, 64) if c.spec.method == "cdp_v1" and c.is_plain]
+    cyclic = [
+        c.spec for c in candidates(4, 64) if c.spec.method == "cdp_v1" and c.is_plain
+    ]
     varied = {
-        (c.chains or "in_order", c.groups, c.accumulate or 1) for c in cyclic if not c.placement
+        (c.chains or "in_order", c.groups, c.accumulate or 1)
+        for c in cyclic
+        if not c.placement
     }
     assert varied == {*product(("in_order", "rotated"), (None, 2), (1, 2, 4))}
 
@@ -108,10 +131,18 @@ def test_options_make_the_schedule_of_a_candidate(k):
     ("form", "own", "options"),
     [
         (Sequences(8, 256), True, "data=text data.root=MY_TEXT data.length=8"),
-        (Images(3, 8, 8, 2), True, "data=image_folder data.root=MY_IMAGES data.image_size=8"),
+        (
+            Images(3, 8, 8, 2),
+            True,
+            "data=image_folder data.root=MY_IMAGES data.image_size=8",
+        ),
         (Images(1, 8, 8, 2), True, "data=MY_DATA"),
         (Features(64, 2), False, "data=MY_DATA"),
-        (IMAGES, False, "data=synthetic data.image_size=16 data.in_channels=3 data.n_classes=10"),
+        (
+            IMAGES,
+            False,
+            "data=synthetic data.image_size=16 data.in_channels=3 data.n_classes=10",
+        ),
     ],
 )
 def test_options_of_samples(form, own, options):
@@ -153,7 +184,10 @@ def test_a_choice_weighs_time_staleness_and_memory():
     assert choose_prediction([dp, made_up(0.98)], dp) == dp
     assert choose_prediction([dp, made_up(0.95, staleness=1.0)], dp) == dp
     assert choose_prediction([dp, late, small := made_up(0.81, 1, 1.0)], dp) == small
-    assert choose_prediction([dp, late, made_up(0.81, 1, 1.0, checkpoint="all")], dp) == late
+    assert (
+        choose_prediction([dp, late, made_up(0.81, 1, 1.0, checkpoint="all")], dp)
+        == late
+    )
     lacking = replace(dp, fits=False)
     assert choose_prediction([lacking, late], lacking) == late
     assert choose_prediction([lacking], lacking) is None
@@ -170,7 +204,9 @@ def test_predictions_are_those_of_the_simulator(found):
     assert base.memory == max(map(timeline.peak_memory, range(2)))
     assert (base.candidate.spec.method, base.candidate.partition) == ("dp", BUCKETS)
     best = found.best
-    stages = partition(net().to("meta"), best.schedule.n_stages, example, best.candidate.partition)
+    stages = partition(
+        net().to("meta"), best.schedule.n_stages, example, best.candidate.partition
+    )
     program = best.schedule.lower(steps_to_time(best.schedule, TIMED_STEPS)).verify()
     costs = profile(stages, example)
     timeline = simulate(program, costs, SLOW, [cost.parameter_bytes for cost in costs])
@@ -186,7 +222,9 @@ def test_slow_links_favour_late_weights(found):
     for fits in (p for p in found.predictions if p.fits):
         assert any(p.dominates(fits) for p in found.front)
     first, second = found.verdict.splitlines()
-    assert f"{found.best.seconds / found.baseline.seconds:.2f} of the step time" in first
+    assert (
+        f"{found.best.seconds / found.baseline.seconds:.2f} of the step time" in first
+    )
     assert found.best.candidate.options() in second
 
 
@@ -196,13 +234,18 @@ def test_fast_schedules_with_late_weights_are_settled():
     assert worth_a_fresher_delay([late, made_up(1.0)]) == [ON_4]
     assert worth_a_fresher_delay([late, fresher]) == []
     assert worth_a_fresher_delay([late, replace(fresher, fits=False)]) == [ON_4]
-    assert worth_a_fresher_delay([replace(late, fits=False), made_up(0.8, staleness=1.0)]) == []
+    assert (
+        worth_a_fresher_delay([replace(late, fits=False), made_up(0.8, staleness=1.0)])
+        == []
+    )
 
 
 def test_settled_candidates_have_the_affordable_delay():
     hardware, costs = replace(UNIT, link_bandwidth=0.25), unit_costs(8, backward=2.0)
     settled = Predictor(hardware, Limits(), 1.0).find_affordable_delay(ON_4, costs, 0.1)
-    delay = affordable_delay(ON_4.schedule, costs, hardware, within=0.1, optimizer_bytes=[1.0] * 8)
+    delay = affordable_delay(
+        ON_4.schedule, costs, hardware, within=0.1, optimizer_bytes=[1.0] * 8
+    )
     assert settled.schedule.staleness == delay
     assert 0 < settled.staleness < 1
     assert "schedule.delay={within: 0.1}" in settled.candidate.options()
@@ -233,7 +276,9 @@ def test_the_hardware_limits_memory_where_the_limit_is_above_it():
         hardware = replace(UNIT, memories=(memory, 4 * needed))
         predictor = Predictor(hardware, Limits(memory=2 * needed), 1.0)
         assert [predictor.memory_of(rank) for rank in range(2)] == [memory, 2 * needed]
-        assert [prediction.fits for prediction in predictor.predict([dp], [costs])] == [fits]
+        assert [prediction.fits for prediction in predictor.predict([dp], [costs])] == [
+            fits
+        ]
 
 
 def test_nothing_within_the_limits():
@@ -245,7 +290,9 @@ def test_nothing_within_the_limits():
 
 
 def test_models_of_few_stages_and_several_numbers_of_ranks():
-    found = plan(net(depth=1), IMAGES, SLOW, [1, 2], batch=8, options=PlanOptions(jobs=1))
+    found = plan(
+        net(depth=1), IMAGES, SLOW, [1, 2], batch=8, options=PlanOptions(jobs=1)
+    )
     assert found.baseline.ranks == 2
     assert found.baseline.schedule.n_stages < 8
     assert {p.ranks for p in found.predictions} == {1, 2}
@@ -264,7 +311,10 @@ def test_kinds_of_ranks_and_tiers_of_links(found):
 
 
 def test_processes_find_the_same(found):
-    assert plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=2)).front == found.front
+    assert (
+        plan(net(), IMAGES, SLOW, 2, batch=2, options=PlanOptions(jobs=2)).front
+        == found.front
+    )
 
 
 @pytest.mark.parametrize(
@@ -369,7 +419,9 @@ def test_a_plan_with_compressed_messages(found, found_compressed):
         compression = prediction.candidate.compression
         assert f"Sent as {compression}" in text
         assert prediction.accuracy in text
-        assert f"runtime.compression={compression}" in found_compressed.command(prediction)
+        assert f"runtime.compression={compression}" in found_compressed.command(
+            prediction
+        )
     assert "sent as" in text
     assert "sent as" not in str(found)
     rows = found_compressed.rows()
@@ -378,14 +430,18 @@ def test_a_plan_with_compressed_messages(found, found_compressed):
 
 
 def test_compressed_predictions_are_those_of_the_simulator(found_compressed):
-    prediction = next(p for p in found_compressed.coarser if p.candidate.compression == "int8")
+    prediction = next(
+        p for p in found_compressed.coarser if p.candidate.compression == "int8"
+    )
     candidate, schedule = prediction.candidate, prediction.schedule
     example = IMAGES.example(candidate.batch, "meta")
     if candidate.partition == BUCKETS:
         costs = profile(Traced.of(net().to("meta"), example).cut_in_buckets(), example)
         costs, _ = ddp_costs(costs, SLOW, 2, "int8")
     else:
-        stages = partition(net().to("meta"), schedule.n_stages, example, candidate.partition)
+        stages = partition(
+            net().to("meta"), schedule.n_stages, example, candidate.partition
+        )
         costs = compressed_costs(profile(stages, example), "int8", state=schedule.state)
     timed = TIMED_STEPS if prediction.staleness else 1
     program = schedule.lower(steps_to_time(schedule, timed)).verify()

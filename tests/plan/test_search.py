@@ -25,7 +25,14 @@ V_OF_3 = (0, 1, 2, 2, 1, 0)
 def stages(*forwards, held=1.0, **more):
     """Backwards take twice their forwards; only activations take room."""
     return tuple(
-        StageCost(1, 2, activation_bytes=held, forward_seconds=x, backward_seconds=2 * x, **more)
+        StageCost(
+            1,
+            2,
+            activation_bytes=held,
+            forward_seconds=x,
+            backward_seconds=2 * x,
+            **more,
+        )
         for x in forwards
     )
 
@@ -54,7 +61,9 @@ def test_times_are_those_of_the_simulator(make, sizes, placement, split):
 
 
 def test_messages_updates_and_unequal_ranks_count():
-    costs = stages(1.0, 1.0, 2.0, output_bytes=0.25, input_bytes=0.25, parameter_bytes=2.0)
+    costs = stages(
+        1.0, 1.0, 2.0, output_bytes=0.25, input_bytes=0.25, parameter_bytes=2.0
+    )
     hardware = Hardware("slow", 1, 20, 1, link_latency=0.125, speeds=(1, 2, 1))
     schedule = catalog.one_f_one_b(3, 6)
     given = order_problem(costs, 6, range(3), hardware, split_backward=False)
@@ -97,7 +106,8 @@ def step_of(orders, costs):
     for step in range(4):
         left = [[*order] for order in orders]
         free = [
-            max((ends[key] for key in ends if key[1] == r), default=0) for r in range(len(orders))
+            max((ends[key] for key in ends if key[1] == r), default=0)
+            for r in range(len(orders))
         ]
         moved = True
         while moved:
@@ -105,7 +115,9 @@ def step_of(orders, costs):
             for r, order in enumerate(left):
                 while order:
                     kind, m = order[0]
-                    needed = [("F", r - 1, m)] * (r > 0) if kind == "F" else [("F", r, m)]
+                    needed = (
+                        [("F", r - 1, m)] * (r > 0) if kind == "F" else [("F", r, m)]
+                    )
                     needed += [("B", r + 1, m)] * (kind == "B" and r < len(orders) - 1)
                     if any((*key, step) not in ends for key in needed):
                         break
@@ -116,7 +128,9 @@ def step_of(orders, costs):
                     moved = True
         if any(left):
             return None
-    last = [max(ends[key] for key in ends if key[1] == 0 and key[3] == k) for k in range(4)]
+    last = [
+        max(ends[key] for key in ends if key[1] == 0 and key[3] == k) for k in range(4)
+    ]
     return last[3] - last[2]
 
 
@@ -132,7 +146,10 @@ def orders_of(m, first=False):
 
 
 def most_held(order):
-    held = [sum(1 if kind == "F" else -1 for kind, _ in order[:k]) for k in range(len(order) + 1)]
+    held = [
+        sum(1 if kind == "F" else -1 for kind, _ in order[:k])
+        for k in range(len(order) + 1)
+    ]
     return max(held)
 
 
@@ -140,7 +157,9 @@ def most_held(order):
 @pytest.mark.parametrize("room", [2, 3])
 def test_no_order_of_all_is_faster(costs, room):
     """Two stages, three micro-batches: every order, not only those in order of micro-batches."""
-    ranks = [[o for o in orders_of(3, r == 0) if most_held(o) <= room] for r in range(2)]
+    ranks = [
+        [o for o in orders_of(3, r == 0) if most_held(o) <= room] for r in range(2)
+    ]
     times = [step_of(orders, costs) for orders in product(*ranks)]
     space = SearchSpace(stages(*costs), 3, memory=room, split_backward=False)
     found = search(space, catalogue=False, exact=True, seconds=1)
@@ -160,7 +179,9 @@ def test_bounds_hold(seed):
     ]
     hardware = Hardware("any", 1, 10, 4, link_latency=draw.randint(0, 1) / 2)
     placement = draw.choice([(0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 0, 1)])
-    given = order_problem(costs, 3, placement, hardware, memory=[16.0] * (max(placement) + 1))
+    given = order_problem(
+        costs, 3, placement, hardware, memory=[16.0] * (max(placement) + 1)
+    )
     solved, bound = exact.solve(given, list_schedule(given, [1.0, 0.0, *range(12)]), 10)
     assert step_bound(given) <= given.period(solved) + 1e-9
     assert given.period(solved) == pytest.approx(bound)
@@ -173,7 +194,8 @@ def test_words_of_three_stages_by_brute_force(split):
     given = problem(costs, m, split_backward=split, memory=[room] * 3)
     n = len(given.kinds)
     words = [
-        [list(word) for word in {*permutations([*range(n * j, n * j + n)] * m)}] for j in range(3)
+        [list(word) for word in {*permutations([*range(n * j, n * j + n)] * m)}]
+        for j in range(3)
     ]
     ranks = [
         [
@@ -190,7 +212,9 @@ def test_words_of_three_stages_by_brute_force(split):
         for j in range(3)
     ]
     least = min(given.period(orders) for orders in product(*ranks))
-    solved, bound = exact.solve(given, list_schedule(given, [1.0, 0.0, *range(3 * n)]), 30)
+    solved, bound = exact.solve(
+        given, list_schedule(given, [1.0, 0.0, *range(3 * n)]), 30
+    )
     assert given.period(solved) == bound == least
 
 
@@ -199,7 +223,8 @@ def test_unequal_stages_are_faster_than_the_catalogue():
     costs = stages(1.0, 1.0, 1.0, 2.0)
     found = search(SearchSpace(costs, 6, memory=4), exact=False, seconds=3)
     best = min(
-        step_seconds(make(4, 6), costs, UNIT) for make in (catalog.one_f_one_b, catalog.gpipe)
+        step_seconds(make(4, 6), costs, UNIT)
+        for make in (catalog.one_f_one_b, catalog.gpipe)
     )
     assert found.seconds < 0.9 * best
     program = found.schedule.lower(6).verify()
@@ -211,22 +236,31 @@ def test_unequal_stages_are_faster_than_the_catalogue():
 def test_stages_go_to_the_ranks_that_suit_them():
     hardware = Hardware("two kinds", 1, 1e9, 1e9, speeds=(1, 3))
     costs = stages(3.0, 1.0, 1.0, 3.0)
-    found = search(SearchSpace(costs, 4, ranks=2, hardware=hardware), seconds=5, exact=False)
+    found = search(
+        SearchSpace(costs, 4, ranks=2, hardware=hardware), seconds=5, exact=False
+    )
     load = [
-        sum(costs[j].forward_seconds for j in range(4) if found.placement[j] == r) for r in (0, 1)
+        sum(costs[j].forward_seconds for j in range(4) if found.placement[j] == r)
+        for r in (0, 1)
     ]
     assert load == [2.0, 6.0]
     assert found.seconds < 1.15 * found.bound
 
 
-@pytest.mark.parametrize("placement", [V_OF_3, (0, 1, 2, 0, 1, 2), (0, 0, 1, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "placement", [V_OF_3, (0, 1, 2, 0, 1, 2), (0, 0, 1, 2, 1, 2)], ids=str
+)
 @pytest.mark.parametrize("room", [2.5, 3.5, 9.0])
 def test_listed_orders_end_and_fit(placement, room):
     """However little room there is, and whatever the keys."""
     costs = stages(1.0, 2.0, 1.0, 1.0, 3.0, 1.0)
     given = problem(costs, 5, placement, memory=[room] * 3)
     for interval in (0.0, 2.0, 9.0):
-        for keys in ([0.0] * 18, [c % 3 for c in range(18)], [-(c % 7) for c in range(18)]):
+        for keys in (
+            [0.0] * 18,
+            [c % 3 for c in range(18)],
+            [-(c % 7) for c in range(18)],
+        ):
             words = list_schedule(given, [interval, 1.0, *keys])
             assert sorted(c for word in words for c in word) == sorted([*range(18)] * 5)
             assert given.period(words) < float("inf")
@@ -257,7 +291,9 @@ def test_messages_that_wait_take_room():
     timeline = simulate(schedule.lower(6).verify(), costs, UNIT)
     assert given.peaks(words) == [timeline.peak_memory(0), timeline.peak_memory(1)]
     assert given.peaks(words)[1] > 1.5  # one micro-batch, and inputs of others
-    found = search(SearchSpace(costs, 4, split_backward=False, memory=2.0), seconds=1, exact=False)
+    found = search(
+        SearchSpace(costs, 4, split_backward=False, memory=2.0), seconds=1, exact=False
+    )
     assert max(found.memory) <= 2.0
 
 
@@ -308,7 +344,9 @@ def search_with_peaks(monkeypatch, peaks):
     return rooms, found
 
 
-def test_orders_that_take_more_memory_than_foreseen_are_sought_in_less_room(monkeypatch):
+def test_orders_that_take_more_memory_than_foreseen_are_sought_in_less_room(
+    monkeypatch,
+):
     """Less by the excess over the limit, then by twice the excess that is left."""
     peaks = [(2.25, 4.0), (2.125, 3.0), (2.0, 3.0)]
     rooms, found = search_with_peaks(monkeypatch, peaks)
@@ -330,11 +368,15 @@ def test_mistakes():
         UserError, match=r"stages \[0\] with one micro-batch take 1 bytes of rank 0"
     ):
         search(SearchSpace(costs, 2, memory=0.5))
-    with pytest.raises(UserError, match=r"placement is the rank of each of 2 stages.*got \[0, 2\]"):
+    with pytest.raises(
+        UserError, match=r"placement is the rank of each of 2 stages.*got \[0, 2\]"
+    ):
         SearchSpace(costs, 2, placement=[0, 2])
     with pytest.raises(UserError, match="each of 3 ranks runs a stage: got 2 stages"):
         SearchSpace(costs, 2, ranks=3)
-    with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 1"):
+    with pytest.raises(
+        UserError, match="memory has an entry for each of 2 ranks: got 1"
+    ):
         SearchSpace(costs, 2, memory=[1.0])
 
 
@@ -363,13 +405,18 @@ NAN = float("nan")
         ({"n_microbatches": 3000}, {"seconds": 2}, "18000 ops .* 37 or more"),
     ],
 )
-@pytest.mark.parametrize("find", [search, search_steady], ids=["search", "search_steady"])
+@pytest.mark.parametrize(
+    "find", [search, search_steady], ids=["search", "search_steady"]
+)
 def test_invalid_limits_and_seconds_are_refused_at_once(find, space, options, match):
     if find is search_steady and "step_seconds" in options:
         pytest.skip("search has it")
     begin = time.monotonic()
     with pytest.raises(UserError, match=match):
-        find(SearchSpace(**{"costs": stages(1.0, 1.0), "n_microbatches": 2} | space), **options)
+        find(
+            SearchSpace(**{"costs": stages(1.0, 1.0), "n_microbatches": 2} | space),
+            **options,
+        )
     assert time.monotonic() - begin < 2
 
 
@@ -378,7 +425,9 @@ def test_invalid_limits_and_seconds_are_refused_at_once(find, space, options, ma
     [(4, 40, {}), (4, 40, {"memory": 2}), (32, 4, {"ranks": 8}), (1, 160, {})],
     ids=str,
 )
-def test_a_search_ends_in_twice_its_seconds_at_the_largest_sizes(n_stages, n_microbatches, options):
+def test_a_search_ends_in_twice_its_seconds_at_the_largest_sizes(
+    n_stages, n_microbatches, options
+):
     costs = stages(*(1.0 + stage % 3 for stage in range(n_stages)))
     begin = time.monotonic()
     search(SearchSpace(costs, n_microbatches, **options), seconds=1)
@@ -412,7 +461,9 @@ def test_the_fewest_limits_that_cannot_be_met_together():
     """1F1B takes 33 s with 4 micro-batches on rank 0; faster steps need more room there alone."""
     costs = stages(*[1.0] * 4)
     options = {"catalogue": False, "exact": False, "seconds": 2}
-    four, three = (SearchSpace(costs, 8, memory=k, split_backward=False) for k in (4, 3))
+    four, three = (
+        SearchSpace(costs, 8, memory=k, split_backward=False) for k in (4, 3)
+    )
     assert search(four, step_seconds=33, **options).seconds == 33
     given = problem(costs, 8, split_backward=False, memory=[3.0, 2.0, 2.0, 1.0])
     assert exact.conflict(given, 33, 20) == (0,)
@@ -425,7 +476,9 @@ def test_the_fewest_limits_that_cannot_be_met_together():
         UserError, match=r"no orders take 33 s a step in 3 bytes of rank 0: the fast"
     ):
         search(three, step_seconds=33, **options)
-    with pytest.raises(UserError, match=r"no orders take 30 s a step in any memory: the fastest"):
+    with pytest.raises(
+        UserError, match=r"no orders take 30 s a step in any memory: the fastest"
+    ):
         search(four, step_seconds=30, **options)
 
 

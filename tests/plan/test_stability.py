@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.plan.stability import Certificate, Recurrence, coupling_of, largest_stable_rate
+from toolkit.plan.stability import (
+    Certificate,
+    Recurrence,
+    coupling_of,
+    largest_stable_rate,
+)
 from toolkit.schedule import Correction, RandomDelay, catalog
 
 
@@ -50,15 +55,21 @@ def test_limits_of_the_rules_at_momentum_09(delay):
     assert found == pytest.approx(PUBLISHED[delay], abs=0.0051)
 
 
-@pytest.mark.parametrize("coupling", [None, np.eye(3), spread(3)], ids=["all", "none", "random"])
+@pytest.mark.parametrize(
+    "coupling", [None, np.eye(3), spread(3)], ids=["all", "none", "random"]
+)
 def test_closed_forms_hold_for_every_coupling(coupling):
     for mu in (0, 0.5, 0.9):
-        assert limit(delayed(3, 0), mu, coupling=coupling) == pytest.approx(2 + 2 * mu, rel=1e-4)
+        assert limit(delayed(3, 0), mu, coupling=coupling) == pytest.approx(
+            2 + 2 * mu, rel=1e-4
+        )
         nesterov = limit(delayed(3, 0), mu, nesterov=True, coupling=coupling)
         assert nesterov == pytest.approx((2 + 2 * mu) / (1 + 2 * mu), rel=1e-4)
     for k in (1, 2, 7, 30):  # gradient descent with a constant delay
         closed = 2 * sin(pi / (2 * (2 * k + 1)))
-        assert limit(delayed(3, k), 0, coupling=coupling) == pytest.approx(closed, rel=1e-4)
+        assert limit(delayed(3, k), 0, coupling=coupling) == pytest.approx(
+            closed, rel=1e-4
+        )
     predicted = limit(delayed(3, 1, predict=True), 0, coupling=coupling)
     assert predicted == pytest.approx((5**0.5 - 1) / 2, rel=1e-4)
 
@@ -138,15 +149,26 @@ def test_random_delays_in_mean_square_are_exact(per, h, predict):
         operator = 0
         for draw in product(range(3), repeat=n_draws):
             p = np.prod([delay.probabilities[d] for d in draw])
-            drawn = np.resize(draw, (2, 2)) if per != "stage" else np.repeat(draw, 2).reshape(2, 2)
-            a = into.T @ step_matrix(schedule, h, rate, 0.5, False, predict, drawn) @ into
+            drawn = (
+                np.resize(draw, (2, 2))
+                if per != "stage"
+                else np.repeat(draw, 2).reshape(2, 2)
+            )
+            a = (
+                into.T
+                @ step_matrix(schedule, h, rate, 0.5, False, predict, drawn)
+                @ into
+            )
             operator = operator + p * np.kron(a, a)
         assert (np.abs(np.linalg.eigvals(operator)).max() < 1) == stable
 
 
 def test_random_delays_are_stricter_than_their_mean_distribution():
     mean = delayed(4, [[0, 1, 0, 1]] * 4)
-    limits = [limit(delayed(4, RandomDelay(per=per)), 0) for per in ("microbatch", "stage", "step")]
+    limits = [
+        limit(delayed(4, RandomDelay(per=per)), 0)
+        for per in ("microbatch", "stage", "step")
+    ]
     assert limit(mean, 0) > limits[0] > limits[1] > limits[2]
     sure = limit(delayed(4, RandomDelay(least=1, most=1)))
     assert sure == pytest.approx(limit(delayed(4, 1)), rel=1e-5)
@@ -158,7 +180,9 @@ def test_corrections_count_to_first_order(momentum):
     rules = "none", "compensate", "extrapolate", "optimizer_step"
     found = [limit(catalog.cyclic(4, 1, correction=kind), momentum) for kind in rules]
     assert found[0] == found[1] != found[2] == found[3]
-    half = limit(catalog.cyclic(4, 1, correction=Correction("extrapolate", 0.5)), momentum)
+    half = limit(
+        catalog.cyclic(4, 1, correction=Correction("extrapolate", 0.5)), momentum
+    )
     assert min(found) < half < max(found) or half > max(found)
     assert half != pytest.approx(found[2], rel=0.01)
 
@@ -168,7 +192,9 @@ def test_probabilities_of_random_delays():
         (4 / 7, 2 / 7, 1 / 7)
     )
     drawn = RandomDelay("poisson", 0, 4, mean=1.5)
-    expected = sum(d * p for d, p in zip(drawn.values, drawn.probabilities, strict=True))
+    expected = sum(
+        d * p for d, p in zip(drawn.values, drawn.probabilities, strict=True)
+    )
     assert expected == pytest.approx(drawn.expected)
 
 

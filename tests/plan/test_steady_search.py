@@ -12,7 +12,9 @@ from toolkit.schedule import catalog
 
 def stages(*forwards, **more):
     return tuple(
-        StageCost(1, 2, activation_bytes=1, forward_seconds=x, backward_seconds=2 * x, **more)
+        StageCost(
+            1, 2, activation_bytes=1, forward_seconds=x, backward_seconds=2 * x, **more
+        )
         for x in forwards
     )
 
@@ -40,9 +42,13 @@ def test_unequal_stages_are_balanced_over_ranks(split):
 
 
 def test_what_is_found_keeps_to_the_memory_and_its_versions():
-    costs = stages(1.0, 2.0, 1.0, 2.0, parameter_bytes=0.5, input_bytes=0.25, output_bytes=0.25)
+    costs = stages(
+        1.0, 2.0, 1.0, 2.0, parameter_bytes=0.5, input_bytes=0.25, output_bytes=0.25
+    )
     hardware = Hardware("slow", 1, 100, 10, link_latency=0.1, speeds=(1, 2))
-    found = search_steady(space(costs, 6, ranks=2, hardware=hardware, memory=9.0), seconds=10)
+    found = search_steady(
+        space(costs, 6, ranks=2, hardware=hardware, memory=9.0), seconds=10
+    )
     timeline = simulate(found.schedule.lower(12).verify(), costs, hardware)
     assert max(timeline.peak_memory(rank) for rank in range(2)) <= 9.0
     assert found.bound <= found.seconds
@@ -51,7 +57,10 @@ def test_what_is_found_keeps_to_the_memory_and_its_versions():
 
 def test_less_memory_takes_more_time():
     costs = stages(1.0, 2.0, 3.0, 1.0)
-    times = [search_steady(space(costs, 6, memory=room), seconds=5).seconds for room in (1, 4)]
+    times = [
+        search_steady(space(costs, 6, memory=room), seconds=5).seconds
+        for room in (1, 4)
+    ]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1] == 6 * 9
 
@@ -61,11 +70,15 @@ def test_mistakes():
         UserError, match=r"stages \[0\] with one micro-batch take 1 bytes of rank 0"
     ):
         search_steady(space(stages(1.0, 1.0), 2, memory=0.5))
-    with pytest.raises(UserError, match="no pipeline with delay 1 was found in a memory of"):
+    with pytest.raises(
+        UserError, match="no pipeline with delay 1 was found in a memory of"
+    ):
         search_steady(space(stages(*[1.0] * 12), 12, memory=1), seconds=1)
     with pytest.raises(UserError, match="each of 3 ranks runs a stage: got 2"):
         space(stages(1.0, 1.0), 2, ranks=3)
-    with pytest.raises(UserError, match="memory has an entry for each of 2 ranks: got 3"):
+    with pytest.raises(
+        UserError, match="memory has an entry for each of 2 ranks: got 3"
+    ):
         space(stages(1.0, 1.0), 2, memory=[1.0, 2.0, 3.0])
     with pytest.raises(UserError, match=r"placement .* got \[0, 2\]"):
         space(stages(1.0, 1.0), 2, placement=[0, 2])

@@ -12,7 +12,9 @@ class FakeRun:
     def __init__(self, *, id, dir, mode, resume, settings, **options):
         vars(self).update(options)
         self.id, self.mode, self.resume = id, mode, resume
-        self.dir = str(Path(dir) / "wandb" / f"offline-run-20260101_000000-{id}" / "files")
+        self.dir = str(
+            Path(dir) / "wandb" / f"offline-run-20260101_000000-{id}" / "files"
+        )
         self.url = f"https://wandb.test/{id}" if mode == "online" else None
         self.history, self.summary, self.media, self.artifacts = [], {}, {}, []
         self.exit_code, self.defined = None, {}
@@ -53,6 +55,7 @@ def wait_for_offline_run(folder, *names):
     """Wait until W&B's own process has written ``names`` to the one offline run in ``folder``."""
     end = time.monotonic() + 10
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    while not all(name.encode() in path.read_bytes() for name in names):  # it compresses nothing
+    # It compresses nothing.
+    while not all(name.encode() in path.read_bytes() for name in names):
         assert time.monotonic() < end, f"{path} lacks one of {names}"
         time.sleep(0.02)

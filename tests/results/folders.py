@@ -60,7 +60,14 @@ def rows_of(top1, epochs=2):
     ]
 
 
-def train(folder, rule="dp", seed=0, top1=0.9, command="python experiments/train.py", **options):
+def train(
+    folder,
+    rule="dp",
+    seed=0,
+    top1=0.9,
+    command="python experiments/train.py",
+    **options,
+):
     """A training that has finished."""
     name = SCHEDULES[rule][0]
     n = options.get("stages", 2)
@@ -110,14 +117,21 @@ def compare(folder, tops, **options):
         for stage in (0, 1)
     ]
     source = provenance(own, "python experiments/compare.py experiment=digits")
-    write_json(folder / "result.json", {"metrics": metrics, "delays": delays, "provenance": source})
+    write_json(
+        folder / "result.json",
+        {"metrics": metrics, "delays": delays, "provenance": source},
+    )
 
 
 def job(folder, options, name="train", rule="dp", status=None):
     """A job folder without a result."""
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(options, sort_keys=False))
-    hydra = {"hydra": {"job": {"name": name}, "runtime": {"choices": {"schedule": rule}}}}
+    (folder / ".hydra" / "config.yaml").write_text(
+        yaml.safe_dump(options, sort_keys=False)
+    )
+    hydra = {
+        "hydra": {"job": {"name": name}, "runtime": {"choices": {"schedule": rule}}}
+    }
     (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
     if status:
         write_json(folder / "status.json", status)
@@ -128,7 +142,8 @@ def measured(folder):
     names = ("peak_activations", "peak_weights", "messages_sent", "bytes_sent")
     more = ("messages_received", "bytes_received")
     rows = [
-        {"rank": rank, "device_peak": ""} | dict.fromkeys((*names, *more), 2_000_000 + rank)
+        {"rank": rank, "device_peak": ""}
+        | dict.fromkeys((*names, *more), 2_000_000 + rank)
         for rank in (0, 1)
     ]
     write_csv(folder / "ranks.csv", rows)

@@ -22,7 +22,15 @@ def with_rates(path, *rates, rules=("dp",) * 9):
 def test_a_sweep_is_a_row_per_job(tmp_path):
     with_rates(tmp_path, 0.1, 0.1, 0.2, rules=("dp", "cdp_v2", "cdp_v2"))
     found = collect(tmp_path)
-    columns = ["folder", "kind", "state", "schedule", "optimizer.lr", "schedule.delay", "seed"]
+    columns = [
+        "folder",
+        "kind",
+        "state",
+        "schedule",
+        "optimizer.lr",
+        "schedule.delay",
+        "seed",
+    ]
     assert found[columns].values.tolist() == [
         [str(tmp_path / "0"), "train", "finished", "DP", 0.1, 0, 0],
         [str(tmp_path / "1"), "train", "finished", "CDP-v2", 0.1, "freshest", 0],
@@ -30,7 +38,16 @@ def test_a_sweep_is_a_row_per_job(tmp_path):
     ]
     assert found.top1.tolist() == pytest.approx([91, 91, 92])  # per cent
     assert "runtime.order" not in found  # all runs have the same
-    columns = ["model", "data", "runtime", "commit", "torch", "seconds", "device", "command"]
+    columns = [
+        "model",
+        "data",
+        "runtime",
+        "commit",
+        "torch",
+        "seconds",
+        "device",
+        "command",
+    ]
     assert found[columns].iloc[0].tolist() == [
         *("resnet8", "digits", "SingleProcess", "0123456789abcdef+", "2.15.0", 12.5),
         *("a processor, 2 threads", "python experiments/train.py"),
@@ -58,7 +75,10 @@ def test_learning_curves_have_the_options_that_differ(tmp_path):
 
 def test_sizes_are_those_of_the_schedule(tmp_path):
     """Its own options count; the sizes of a schedule file are not among them."""
-    for name, own in (("a", {"n": 8, "n_stages": 3}), ("b", {"n": 8, "file": "orders.csv"})):
+    for name, own in (
+        ("a", {"n": 8, "n_stages": 3}),
+        ("b", {"n": 8, "file": "orders.csv"}),
+    ):
         folders.train(tmp_path / name, schedule=folders.schedule("dp") | own)
     folders.change(tmp_path / "b", schedule="orders")
     folders.job(tmp_path / "b", {}, rule="cdp_v2")
@@ -70,12 +90,23 @@ def test_sizes_are_those_of_the_schedule(tmp_path):
 
 
 def test_lists_are_json_and_empty_groups_have_no_column(tmp_path):
-    for name, nodes, arguments in (("a", [1, 2], {}), ("b", [3], {"depth": 2}), ("c", [3], {})):
-        data = {"_target_": "own.data", "nodes": nodes, "arguments": arguments, "at": {"x": [1]}}
+    for name, nodes, arguments in (
+        ("a", [1, 2], {}),
+        ("b", [3], {"depth": 2}),
+        ("c", [3], {}),
+    ):
+        data = {
+            "_target_": "own.data",
+            "nodes": nodes,
+            "arguments": arguments,
+            "at": {"x": [1]},
+        }
         folders.train(tmp_path / name, data=data)
     found = collect(tmp_path)
     assert found["data.nodes"].tolist() == ["[1, 2]", "[3]", "[3]"]
-    assert not [name for name in found if name.startswith(("data.arguments", "data.at"))]
+    assert not [
+        name for name in found if name.startswith(("data.arguments", "data.at"))
+    ]
 
 
 def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
@@ -88,7 +119,9 @@ def test_the_experiment_is_the_job_of_a_launcher(tmp_path):
     """Its command is the launcher's own script. Reports are no runs."""
     result = folders.train(tmp_path / "a", command="python _submit.py /a/.submitit/%j")
     folders.job(tmp_path / "a", result["provenance"]["config"])
-    folders.job(tmp_path / "b", {"runs": "a"}, name="report", status={"state": "running"})
+    folders.job(
+        tmp_path / "b", {"runs": "a"}, name="report", status={"state": "running"}
+    )
     (row,) = collect(tmp_path).itertuples()
     assert (row.kind, row.state, row.top1) == ("train", "finished", 90)
 
@@ -114,18 +147,29 @@ def test_a_rule_that_a_resumed_comparison_left_out_keeps_its_schedule(tmp_path):
     config = result["provenance"]["config"]
     (tmp_path / "a" / "runs.yaml").write_text(json.dumps(config))
     config["rules"] = {"dp": config["rules"]["dp"]}
-    folders.change(tmp_path / "a", metrics=result["metrics"][:1], provenance=result["provenance"])
+    folders.change(
+        tmp_path / "a", metrics=result["metrics"][:1], provenance=result["provenance"]
+    )
     found = collect(tmp_path)
-    assert found[["schedule", "schedule.delay"]].values.tolist() == [["DP", 0], ["CDP-v1", 1]]
+    assert found[["schedule", "schedule.delay"]].values.tolist() == [
+        ["DP", 0],
+        ["CDP-v1", 1],
+    ]
 
 
 def test_an_unfinished_comparison_has_the_runs_that_ended(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     options = folders.result_of(tmp_path / "a")["provenance"]["config"]
     (tmp_path / "a" / "result.json").unlink()
-    folders.job(tmp_path / "a", options, name="compare", status={"state": "failed", "message": "x"})
+    folders.job(
+        tmp_path / "a",
+        options,
+        name="compare",
+        status={"state": "failed", "message": "x"},
+    )
     lines = (tmp_path / "a" / "runs.csv").read_text().splitlines()
-    (tmp_path / "a" / "runs.csv").write_text("\n".join(lines[:4]) + "\n")  # dp; half of cdp_v1
+    # dp; half of cdp_v1.
+    (tmp_path / "a" / "runs.csv").write_text("\n".join(lines[:4]) + "\n")
     found = collect(tmp_path)
     assert found[["state", "message"]].values.tolist() == [
         *(["finished", ""], ["failed", "x"]),
@@ -136,16 +180,29 @@ def test_an_unfinished_comparison_has_the_runs_that_ended(tmp_path):
 
 def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
     own = folders.config(rules={"dp": folders.schedule("dp")}, seed=3, seeds=2)
-    folders.job(tmp_path / "a", own, name="compare", status={"state": "running", "message": None})
+    folders.job(
+        tmp_path / "a",
+        own,
+        name="compare",
+        status={"state": "running", "message": None},
+    )
     assert [run.seed for run in read_runs([tmp_path])] == [3, 4]
 
 
 def test_other_experiments_have_no_metrics(tmp_path):
     (tmp_path / "m").mkdir()
-    source = folders.provenance({"model": {"name": "vit_b_16"}}, "python experiments/memory.py")
-    folders.write_json(tmp_path / "m" / "result.json", {"metrics": [], "provenance": source})
+    source = folders.provenance(
+        {"model": {"name": "vit_b_16"}}, "python experiments/memory.py"
+    )
+    folders.write_json(
+        tmp_path / "m" / "result.json", {"metrics": [], "provenance": source}
+    )
     found = collect(tmp_path)
-    assert (found.kind[0], found.state[0], found.model[0]) == ("memory", "finished", "vit_b_16")
+    assert (found.kind[0], found.state[0], found.model[0]) == (
+        "memory",
+        "finished",
+        "vit_b_16",
+    )
     assert math.isnan(found.top1[0])
 
 
@@ -153,15 +210,25 @@ def test_other_experiments_have_no_metrics(tmp_path):
     ("status", "state", "message"),
     [
         (None, "unfinished", "there is no result.json"),
-        ({"state": "failed", "message": "the loss is NaN"}, "failed", "the loss is NaN"),
-        ({"state": "running", "message": None}, "running", "it is running, or was killed"),
+        (
+            {"state": "failed", "message": "the loss is NaN"},
+            "failed",
+            "the loss is NaN",
+        ),
+        (
+            {"state": "running", "message": None},
+            "running",
+            "it is running, or was killed",
+        ),
         ({"state": "stopped"}, "stopped", "it was stopped before its first checkpoint"),
         ({"state": "stopped", "saved": 1}, "stopped", "it was stopped: resume=FOLDER"),
         ({"state": "finished"}, "damaged", "status.json says finished"),
         ({"state": "lost"}, "damaged", "status.json says lost"),
     ],
 )
-def test_a_job_without_a_result_has_its_options(tmp_path, monkeypatch, status, state, message):
+def test_a_job_without_a_result_has_its_options(
+    tmp_path, monkeypatch, status, state, message
+):
     """Interpolations of its options are resolved; the environment is not read."""
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     own = folders.schedule("cdp_v1") | {"n": "${microbatches}", "n_stages": "${stages}"}
@@ -183,7 +250,11 @@ def test_a_job_without_a_result_has_its_options(tmp_path, monkeypatch, status, s
 def test_the_status_says_whether_the_loss_of_a_training_diverged(tmp_path):
     failed = {"state": "failed", "message": "the training loss of epoch 0 is nan"}
     for name, status in (("a", failed), ("b", failed | {"diverged": True})):
-        folders.job(tmp_path / name, folders.config(schedule=folders.schedule("dp")), status=status)
+        folders.job(
+            tmp_path / name,
+            folders.config(schedule=folders.schedule("dp")),
+            status=status,
+        )
     assert [run.diverged for run in read_runs([tmp_path])] == [False, True]
 
 
@@ -191,9 +262,13 @@ def test_a_run_resumed_with_other_options_has_a_caution(tmp_path):
     note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
     for name in "ab":
         folders.train(tmp_path / name, "cdp_v1")
-    folders.change(tmp_path / "a", notes=["another", note], schema=1)  # 1 if it is missing
+    # 1 if it is missing.
+    folders.change(tmp_path / "a", notes=["another", note], schema=1)
     assert "schema" not in folders.result_of(tmp_path / "b")
-    assert collect(tmp_path)[["top1", "message"]].values.tolist() == [[90, note], [90, ""]]
+    assert collect(tmp_path)[["top1", "message"]].values.tolist() == [
+        [90, note],
+        [90, ""],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +278,11 @@ def test_a_run_resumed_with_other_options_has_a_caution(tmp_path):
         ("result.json", b"[1]", "result.json is not a JSON object"),
         ("result.json", b"\xff\xfe\0", "result.json cannot be read:"),
         ("epochs.csv", b"epoch,top1\n0,0.5\n1", "epochs.csv cannot be read: line 3 "),
-        ("epochs.csv", b"epoch,top1\n0,high\n", "epochs.csv cannot be read: could not convert"),
+        (
+            "epochs.csv",
+            b"epoch,top1\n0,high\n",
+            "epochs.csv cannot be read: could not convert",
+        ),
         ("status.json", b"{", "status.json cannot be read"),
     ],
 )
@@ -219,7 +298,9 @@ def test_a_damaged_file_makes_a_damaged_run(tmp_path, name, content, message):
 
 
 def options(**more):
-    return {"provenance": {"config": {"rules": {"dp": 3}, "seeds": 1, "seed": 0} | more}}
+    return {
+        "provenance": {"config": {"rules": {"dp": 3}, "seeds": 1, "seed": 0} | more}
+    }
 
 
 @pytest.mark.parametrize(

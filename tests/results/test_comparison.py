@@ -19,13 +19,24 @@ RULES = {"dp": {"delay": 0}, "late": {"delay": {"distribution": "uniform", "most
 
 
 def options(**more):
-    own = {"seed": 0, "seeds": 2, "epochs": 2, "optimizer": {"lr": 0.1}, "threads": None}
+    own = {
+        "seed": 0,
+        "seeds": 2,
+        "epochs": 2,
+        "optimizer": {"lr": 0.1},
+        "threads": None,
+    }
     return own | {"rules": RULES, "resume": None} | more
 
 
 def ended(rule, seed, top1=0.5, epochs=2):
-    rows = [{"epoch": k, "train_loss": 1.0, "top1": top1, "ema_top1": None} for k in range(epochs)]
-    return RuleRun(rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": 0.5}])
+    rows = [
+        {"epoch": k, "train_loss": 1.0, "top1": top1, "ema_top1": None}
+        for k in range(epochs)
+    ]
+    return RuleRun(
+        rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": 0.5}]
+    )
 
 
 def keep(folder, config, runs):
@@ -54,7 +65,10 @@ def test_runs_are_read_as_they_were_kept(folder):
         ({"clip": 1.0}, "clip=1.0 (was None)"),
         ({"rules": RULES | {"dp": {"delay": 4}}}, "rules.dp.delay=4 (was 0)"),
         (
-            {"rules": RULES | {"late": {"delay": {"distribution": "uniform", "most": 3}}}},
+            {
+                "rules": RULES
+                | {"late": {"delay": {"distribution": "uniform", "most": 3}}}
+            },
             "rules.late.delay.most=3 (was 2)",
         ),
     ],
@@ -68,9 +82,18 @@ def test_other_options_are_refused(folder, change, expected):
     "change",
     [
         {"seeds": 5, "seed": 1},
-        {"threads": 4, "tracking": {"mode": "disabled"}, "device": "cpu", "resume": "F"},
+        {
+            "threads": 4,
+            "tracking": {"mode": "disabled"},
+            "device": "cpu",
+            "resume": "F",
+        },
         {"data": {"root": "/elsewhere"}},
-        {"data": {"num_workers": 8, "prefetch_factor": 4}, "workers": 2, "diagnostics": 5},
+        {
+            "data": {"num_workers": 8, "prefetch_factor": 4},
+            "workers": 2,
+            "diagnostics": 5,
+        },
         {"runtime": {"_target_": "toolkit.runtime.Distributed"}},
         {"rules": {"dp": RULES["dp"]}},
         {"rules": RULES | {"new": {"delay": 1}}},
@@ -88,7 +111,10 @@ def test_options_of_one_rule_count_where_it_has_run(tmp_path):
     assert len(read_ended_runs(tmp_path, options(rules=new, own=more))) == 2
     keep_options(tmp_path, options(rules={"dp": RULES["dp"]}, own={}))
     assert len(read_ended_runs(tmp_path, options(own=own))) == 2
-    for other, was in (({}, "None (was 0.05)"), ({"late": {"optimizer": {"lr": 1.0}}}, "1.0 (was")):
+    for other, was in (
+        ({}, "None (was 0.05)"),
+        ({"late": {"optimizer": {"lr": 1.0}}}, "1.0 (was"),
+    ):
         with pytest.raises(UserError, match=re.escape(f"own.late.optimizer.lr={was}")):
             read_ended_runs(tmp_path, options(own=other))
 
@@ -102,7 +128,8 @@ def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
     begun = [folder_of_run(tmp_path, rule, 2) for rule in RULES]
     for path in begun:
         (path / "checkpoints").mkdir(parents=True)
-    (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()  # the other has not saved anything
+    # The other has not saved anything.
+    (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()
     keep_options(tmp_path, options())
     assert read_ended_runs(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
     other = options(rules=RULES | {"late": {"delay": 4}})

@@ -76,7 +76,9 @@ def test_what_it_shows(capsys, clock):
     last = last_line(capsys)
     assert "CDP-v2, seed 0:  50%" in last
     assert "1.0/2 epochs" in last
-    assert last.rstrip().endswith(", test 97%, train loss 0.900, lr 0.0125, 16 samples/s]")
+    assert last.rstrip().endswith(
+        ", test 97%, train loss 0.900, lr 0.0125, 16 samples/s]"
+    )
 
 
 def test_losses_are_read_when_they_are_shown(capsys, clock, reads):
@@ -123,7 +125,9 @@ def test_the_time_left_is_by_what_this_process_trained(capsys, clock):
     assert "16 samples/s" in last
 
 
-@pytest.mark.parametrize(("shown", "end"), [(True, "lr 0.0125, 16 samples/s]"), (False, "")])
+@pytest.mark.parametrize(
+    ("shown", "end"), [(True, "lr 0.0125, 16 samples/s]"), (False, "")]
+)
 def test_without_losses_or_a_bar_none_are_read(capsys, clock, reads, shown, end):
     with Progress(1, shown=shown, interval=0) as bar:
         train(bar, range(4), loss=None if shown else 1.0, clock=clock)

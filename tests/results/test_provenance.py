@@ -35,17 +35,26 @@ def test_what_a_reader_needs():
     found = provenance(CONFIG, "a machine", 1.23456)
     assert found["config"] == {"seed": 3, "betas": [0.9, 0.999], "save": {"keep": 2}}
     assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
-    assert found["versions"].items() >= {k: version(k) for k in ("torch", "cyclic-dp")}.items()
+    assert (
+        found["versions"].items()
+        >= {k: version(k) for k in ("torch", "cyclic-dp")}.items()
+    )
     assert found["started"].endswith("+00:00")
 
 
 def test_commit(monkeypatch, tmp_path):
-    module = sys.modules["toolkit.results.provenance"]  # the package has a function of this name
+    # The package has a function of this name.
+    module = sys.modules["toolkit.results.provenance"]
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "a").write_text("one")
     assert commit() is None
-    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "one"], ["tag", "v1"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "a"],
+        ["commit", "-qm", "one"],
+        ["tag", "v1"],
+    ):
         subprocess.run([*git, *words], check=True)
     found = commit()
     assert re.fullmatch("[0-9a-f]{40}", found)
@@ -57,7 +66,9 @@ def test_commit(monkeypatch, tmp_path):
 
 
 def test_the_processor_and_its_threads(monkeypatch):
-    assert describe(torch.device("cpu")).endswith(f", {torch.get_num_threads()} threads")
+    assert describe(torch.device("cpu")).endswith(
+        f", {torch.get_num_threads()} threads"
+    )
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments/train.py")])

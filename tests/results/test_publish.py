@@ -23,7 +23,9 @@ from toolkit.schedule import catalog
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
 KEY = "0123456789" * 4
-EMPTY = {name: [] for name in ("Summary", "Accuracy", "Memory", "Communication", "Reproduce")}
+EMPTY = {
+    name: [] for name in ("Summary", "Accuracy", "Memory", "Communication", "Reproduce")
+}
 
 
 @pytest.fixture
@@ -34,7 +36,11 @@ def runs(tmp_path):
     (tmp_path / "s" / "sweep.json").write_text("{}")
     folders.train(tmp_path / "t", batch=8)
     (tmp_path / "t" / "wandb_run.json").write_text('{"id": "abc12345", "group": null}')
-    moved = [f"{what}_{way}" for what in ("messages", "bytes") for way in ("sent", "received")]
+    moved = [
+        f"{what}_{way}"
+        for what in ("messages", "bytes")
+        for way in ("sent", "received")
+    ]
     rank = dict.fromkeys(["rank", *moved], 0)
     return [replace(run, ranks=[rank]) for run in read_runs([tmp_path])]
 
@@ -46,11 +52,19 @@ def spec_of(report, runs):
 
 def test_the_report_has_the_sections_their_panels_and_runs(runs):
     spec = spec_of(build_report(runs, "Title"), runs)
-    headings = [b["children"][0]["text"] for b in spec["blocks"] if b["type"] == "heading"]
+    headings = [
+        b["children"][0]["text"] for b in spec["blocks"] if b["type"] == "heading"
+    ]
     assert headings == [*EMPTY]
     grids = [b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid"]
     logged = (
-        ("epoch/top1", "epoch/test_loss", "train/loss", "final/top1", "delay/cosine_stage_.*"),
+        (
+            "epoch/top1",
+            "epoch/test_loss",
+            "train/loss",
+            "final/top1",
+            "delay/cosine_stage_.*",
+        ),
         ("schedule/grid", "schedule/activations_by_slot", "measured/memory"),
         ("measured/timeline", "schedule/traffic_by_slot", "measured/ranks"),
     )
@@ -65,10 +79,16 @@ def test_the_report_has_the_sections_their_panels_and_runs(runs):
 
 @pytest.mark.parametrize(
     ("judged_by", "bars"),
-    [([], ["top1"]), ([LOSS], ["test_loss"]), ([LOSS, ACCURACY, LOSS], ["test_loss", "top1"])],
+    [
+        ([], ["top1"]),
+        ([LOSS], ["test_loss"]),
+        ([LOSS, ACCURACY, LOSS], ["test_loss", "top1"]),
+    ],
 )
 def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bars):
-    judged = [replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)]
+    judged = [
+        replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)
+    ]
     other = replace(runs[0], kind="memory")
     report = Report("Runs = <1>", EMPTY)
     words = json.dumps(spec_of(report, [*judged, other]))
@@ -82,7 +102,9 @@ def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bar
 
 
 def test_what_was_not_measured_has_no_panels(runs):
-    words = json.dumps(spec_of(Report("T", EMPTY), [replace(run, ranks=[]) for run in runs]))
+    words = json.dumps(
+        spec_of(Report("T", EMPTY), [replace(run, ranks=[]) for run in runs])
+    )
     assert "measured/" not in words
     assert "schedule/peak_activations" in words
 
@@ -96,7 +118,9 @@ def test_what_panels_show_is_logged():
     logged.summary = lambda values: numbers.update(values)
     schedule = catalog.cyclic(2)
     track_schedule(logged, schedule)
-    track_measured(logged, None, [{}], *[simulate(schedule.lower(1), unit_costs(2), UNIT)] * 2)
+    track_measured(
+        logged, None, [{}], *[simulate(schedule.lower(1), unit_costs(2), UNIT)] * 2
+    )
     spec = spec_of(Report("T", EMPTY), [])
     shown = re.findall(r'"((?:schedule|measured)/\w+)"', json.dumps(spec))
     assert {*keys} - {"measured/messages"} <= set(shown) <= keys | {*numbers}
@@ -107,13 +131,23 @@ def test_what_panels_show_is_logged():
 
 def test_text_is_no_markup():
     hostile = "a|b <i>*c*</i> [d](javascript:e) `f`\n# g"
-    blocks = [Text(hostile), Table([{hostile: hostile}], hostile), Command("run 'x'", "note")]
+    blocks = [
+        Text(hostile),
+        Table([{hostile: hostile}], hostile),
+        Command("run 'x'", "note"),
+    ]
     spec = spec_of(Report(hostile, {hostile: blocks}), [])
-    text, table = (b["content"] for b in spec["blocks"] if b["type"] == "markdown-block")
+    text, table = (
+        b["content"] for b in spec["blocks"] if b["type"] == "markdown-block"
+    )
     caption, heading, line, row = filter(None, table.splitlines())
     escaped = r"a\|b &lt;i&gt;\*c\*&lt;/i&gt; \[d\]\(javascript:e\) \`f\` \# g"
     assert text == caption == escaped
-    assert heading.split(" ", 1)[1].strip("| ") == row.split(" ", 1)[1].strip("| ") == escaped
+    assert (
+        heading.split(" ", 1)[1].strip("| ")
+        == row.split(" ", 1)[1].strip("| ")
+        == escaped
+    )
     assert set(line) <= set("|:-")
     (code,) = (b for b in spec["blocks"] if b["type"] == "code-block")
     assert code["children"][0]["children"][0]["text"] == "run 'x'\n# note"
@@ -138,15 +172,28 @@ class Server(BaseHTTPRequestHandler):
         asked = json.loads(body)
         query, variables = asked["query"], asked.get("variables") or {}
         self.seen.append((query, variables))
-        view = {"id": "Vmlldzox", "type": "runs", "name": "n", "displayName": "t", "spec": "{}"}
+        view = {
+            "id": "Vmlldzox",
+            "type": "runs",
+            "name": "n",
+            "displayName": "t",
+            "spec": "{}",
+        }
         view |= {"description": "", "updatedAt": "2026-01-01T00:00:00"}
         view |= {"project": {"id": "1", "name": "cdp", "entityName": "me"}}
-        project = {"id": "1", "name": "cdp", "entityName": "me", "__typename": "Project"}
+        project = {
+            "id": "1",
+            "name": "cdp",
+            "entityName": "me",
+            "__typename": "Project",
+        }
         user = {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}"}
         pages = {"edges": [], "pageInfo": {"endCursor": "", "hasNextPage": False}}
         answers = {
             "upsertView": {"upsertView": {"view": view, "inserted": True}},
-            "upsertModel": {"result": {"project": project, "model": project, "inserted": True}},
+            "upsertModel": {
+                "result": {"project": project, "model": project, "inserted": True}
+            },
             "models": {"models": pages},
             "viewer": {"viewer": user | {"teams": {"edges": []}}},
         }
@@ -199,13 +246,16 @@ def test_publishes_report_and_workspace(server, runs, capfd):
     assert KEY not in said.out + said.err
 
     Server.status = 401
-    with pytest.raises(UserError, match=r"failed \(.*entity=me and project=cdp") as found:
+    with pytest.raises(
+        UserError, match=r"failed \(.*entity=me and project=cdp"
+    ) as found:
         publish(report, runs, "me", "cdp")
     assert KEY not in str(found.value)
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [("", "(No API key|not logged in)"), (KEY, ".*127.0.0.1:1.*connection refused")]
+    ("key", "why"),
+    [("", "(No API key|not logged in)"), (KEY, ".*127.0.0.1:1.*connection refused")],
 )
 def test_without_a_key_or_network_it_is_refused(monkeypatch, tmp_path, key, why):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")

@@ -11,7 +11,9 @@ KEYS = ["step", "stage"]
 
 
 def rows(*numbers, of=1.0):
-    return [{"step": n, "stage": stage, "x": of * n} for n in numbers for stage in (0, 1)]
+    return [
+        {"step": n, "stage": stage, "x": of * n} for n in numbers for stage in (0, 1)
+    ]
 
 
 @pytest.fixture
@@ -56,12 +58,16 @@ def test_a_resumed_table_skips_rows_that_cannot_be_read(path, bad, last):
     path.write_text("\n".join(lines[:4] if last else lines))
     found = Ledger(path, KEYS, resume=True).rows()
     assert found == [*rows(0), *(() if last else rows(1, 2)[1:])]
-    with pytest.raises(DamagedError, match=r"a\.csv cannot be read: (line 4|could not convert)"):
+    with pytest.raises(
+        DamagedError, match=r"a\.csv cannot be read: (line 4|could not convert)"
+    ):
         read_csv(path)
 
 
 def test_cells_are_read_as_they_were(path):
-    Ledger(path, ["epoch"]).put([{"epoch": 0, "ema": None, "loss": nan, "few": -3, "x": 1e-9}])
+    Ledger(path, ["epoch"]).put(
+        [{"epoch": 0, "ema": None, "loss": nan, "few": -3, "x": 1e-9}]
+    )
     (row,) = read_csv(path)
     assert isnan(row.pop("loss"))
     assert row == {"epoch": 0, "ema": None, "few": -3, "x": 1e-9}

@@ -43,14 +43,24 @@ def texts(report, section):
 def sweep(tmp_path_factory):
     """Three rules with three seeds; one run more has failed, one is damaged."""
     path = tmp_path_factory.mktemp("sweep")
-    tops = {"dp": (0.9, 0.92, 0.91), "cdp_v1": (0.8, 0.85, 0.81), "cdp_v2": (0.89, 0.92, 0.92)}
-    jobs = [(rule, seed, top) for rule, of_rule in tops.items() for seed, top in enumerate(of_rule)]
+    tops = {
+        "dp": (0.9, 0.92, 0.91),
+        "cdp_v1": (0.8, 0.85, 0.81),
+        "cdp_v2": (0.89, 0.92, 0.92),
+    }
+    jobs = [
+        (rule, seed, top)
+        for rule, of_rule in tops.items()
+        for seed, top in enumerate(of_rule)
+    ]
     command = "python experiments/train.py -m seed=0,1,2 hydra.sweep.dir=/home/me/x"
     sizes = {"stages": 4, "microbatches": 4}
     for number, (rule, seed, top) in enumerate(jobs):
         folders.train(path / str(number), rule, seed, top, command, **sizes)
     options = folders.config(schedule=folders.schedule("cdp_v2", 4), seed=3, **sizes)
-    folders.job(path / "9", options, status={"state": "failed", "message": "the loss is NaN"})
+    folders.job(
+        path / "9", options, status={"state": "failed", "message": "the loss is NaN"}
+    )
     folders.train(path / "10")
     (path / "10" / "result.json").write_text("{")
     folders.measured(path / "6")
@@ -64,15 +74,30 @@ def report(sweep):
 
 def test_summary_names_unfinished_runs(report, sweep):
     assert report.title == "Title"
-    assert [*report.sections] == ["Summary", "Accuracy", "Memory", "Communication", "Reproduce"]
+    assert [*report.sections] == [
+        "Summary",
+        "Accuracy",
+        "Memory",
+        "Communication",
+        "Reproduce",
+    ]
     assert all(report.sections.values())
     *rules, states = (block.text for block in blocks(report, "Summary", Text))
     assert states == "11 runs: 9 finished, 1 failed, 1 damaged."
-    for said, part in zip(rules, ("CDP-v1 ends 9.00 points below DP", "CDP-v2 ends"), strict=True):
+    for said, part in zip(
+        rules, ("CDP-v1 ends 9.00 points below DP", "CDP-v2 ends"), strict=True
+    ):
         assert part in said
     (row,) = table(report, "Summary", "training")
-    assert (row["training"], row["rules"]) == ("resnet8 on digits", "DP, CDP-v1, CDP-v2")
-    assert (row["microbatches"], row["optimizer.lr"], row["seeds"]) == ("4", "0.1", "0, 1, 2, 3")
+    assert (row["training"], row["rules"]) == (
+        "resnet8 on digits",
+        "DP, CDP-v1, CDP-v2",
+    )
+    assert (row["microbatches"], row["optimizer.lr"], row["seeds"]) == (
+        "4",
+        "0.1",
+        "0, 1, 2, 3",
+    )
     failed, damaged = table(report, "Summary", "reason")
     assert failed == {
         "folder": f"{sweep.name}/9",
@@ -105,7 +130,10 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
         ("CDP-v2", "2.5", "0.38 (1)"),
     ]
     sent = table(report, "Communication", "mean in a slot")
-    slots = {row["schedule"]: (row["mean in a slot"], row["largest in a slot"]) for row in sent}
+    slots = {
+        row["schedule"]: (row["mean in a slot"], row["largest in a slot"])
+        for row in sent
+    }
     assert slots == {"DP": ("3", "6"), "CDP-v1": ("3", "4"), "CDP-v2": ("3", "4")}
     (grids,) = blocks(report, "Memory", Figure)
     assert "DP, CDP-v1, CDP-v2" in grids.alt
@@ -114,7 +142,10 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
 def test_measurements_are_shown(report, sweep):
     first, second = table(report, "Communication", "sent (MB)")
     assert (first["rank"], second["rank"]) == ("0", "1")
-    assert (first["peak activations (MB)"], first["messages sent"]) == ("2.000", "2000000")
+    assert (first["peak activations (MB)"], first["messages sent"]) == (
+        "2.000",
+        "2000000",
+    )
     (figure,) = blocks(report, "Communication", Figure)
     assert f" {sweep.name}/6:" in figure.caption
     assert figure.alt.startswith("Timeline of CDP-v2")
@@ -132,7 +163,12 @@ def test_commands_are_shown_once(report, sweep):
 
 def test_commands_have_no_folders_of_this_machine(tmp_path):
     """They repeat what was trained, from the start."""
-    places = "resume=/a/b", "'resume=/my runs/b'", "resume='/my runs/b'", "'hydra.run.dir=/a b'"
+    places = (
+        "resume=/a/b",
+        "'resume=/my runs/b'",
+        "resume='/my runs/b'",
+        "'hydra.run.dir=/a b'",
+    )
     for number, place in enumerate(places):
         command = f"python experiments/train.py {place} seed=1"
         folders.train(tmp_path / str(number), command=command)
@@ -143,7 +179,9 @@ def test_commands_have_no_folders_of_this_machine(tmp_path):
 @pytest.mark.parametrize("data", ["text", "token_files", "mine"])
 def test_language_models_are_judged_by_their_loss(tmp_path, data):
     of_text = {"data": {"_target_": f"toolkit.training.data.{data}"}}
-    folders.compare(tmp_path / "a", {"dp": [0.5, 0.7], "cdp_v1": [0.25, 0.375]}, **of_text)
+    folders.compare(
+        tmp_path / "a", {"dp": [0.5, 0.7], "cdp_v1": [0.25, 0.375]}, **of_text
+    )
     if data == "mine":
         folders.change(tmp_path / "a", judged_by="loss")
     report = built(tmp_path)
@@ -169,7 +207,8 @@ def test_baseline_is_the_rule_without_delay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "mean", "difference"), [((1, 2), "50.00 ± 42.43", "-10.00"), ((2,), "20.00", "-")]
+    ("seeds", "mean", "difference"),
+    [((1, 2), "50.00 ± 42.43", "-10.00"), ((2,), "20.00", "-")],
 )
 def test_only_shared_seeds_are_paired(tmp_path, seeds, mean, difference):
     jobs = [("dp", 0, 0.5), ("dp", 1, 0.9)]
@@ -181,7 +220,9 @@ def test_only_shared_seeds_are_paired(tmp_path, seeds, mean, difference):
 
 
 def test_diverged_runs_are_counted_and_notes_shown_once(tmp_path):
-    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [nan, nan], "cdp_v2": [nan, 0.95]})
+    folders.compare(
+        tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [nan, nan], "cdp_v2": [nan, 0.95]}
+    )
     folders.change(tmp_path / "a", notes=["steps differ"])
     report = built(tmp_path)
     assert final(report, "seeds", "test accuracy (%)")[1:] == [
@@ -195,7 +236,11 @@ def test_diverged_runs_are_counted_and_notes_shown_once(tmp_path):
 @pytest.mark.parametrize(("stated", "given"), [(0.6, None), (None, 0.6), (5.0, 0.6)])
 def test_equivalence_is_tested_at_a_margin(tmp_path, stated, given):
     """The margin of the report, or of the comparison."""
-    tops = {"dp": [0.9, 0.8, 0.7], "cdp_v2": [0.903, 0.799, 0.7], "cdp_v1": [0.8, 0.71, 0.6]}
+    tops = {
+        "dp": [0.9, 0.8, 0.7],
+        "cdp_v2": [0.903, 0.799, 0.7],
+        "cdp_v1": [0.8, 0.71, 0.6],
+    }
     folders.compare(tmp_path / "a", tops, margin=stated)
     report = build_report(read_runs([tmp_path]), "Runs", given)
     assert final(report, "rule", "at a margin of 0.6", "p (equivalence)") == [
@@ -205,13 +250,17 @@ def test_equivalence_is_tested_at_a_margin(tmp_path, stated, given):
     ]
     folders.compare(tmp_path / "b" / "a", tops)
     report = build_report(read_runs([tmp_path / "b"]), "Runs")
-    assert not any("margin" in heading for heading in table(report, "Accuracy", "rule")[0])
+    assert not any(
+        "margin" in heading for heading in table(report, "Accuracy", "rule")[0]
+    )
 
 
 def test_a_repeated_seed_counts_as_it_ran_last(tmp_path):
     for name, top, year in (("a", 0.5, 2026), ("b", 0.7, 2025)):
         source = folders.train(tmp_path / name, top1=top)["provenance"]
-        folders.change(tmp_path / name, provenance=source | {"started": f"{year}-01-01"})
+        folders.change(
+            tmp_path / name, provenance=source | {"started": f"{year}-01-01"}
+        )
     assert final(built(tmp_path), "seeds", "test accuracy (%)") == [("0", "50.00")]
 
 
@@ -234,7 +283,12 @@ def test_rules_are_compared_with_the_first_of_their_options(tmp_path):
 
 def test_rules_with_options_of_their_own_are_compared_with_the_first_rule(tmp_path):
     """Their rates differ, and what all of them share is the same."""
-    tops = {"dp": [0.9], "cdp_v2": [0.8], "dp-nesterov": [0.7], "cdp_v2-nesterov": [0.6]}
+    tops = {
+        "dp": [0.9],
+        "cdp_v2": [0.8],
+        "dp-nesterov": [0.7],
+        "cdp_v2-nesterov": [0.6],
+    }
     own = {
         "cdp_v2": {"optimizer": {"lr": 0.2}},
         "dp-nesterov": {"optimizer": {"nesterov": True}},
@@ -253,10 +307,17 @@ def test_rules_with_options_of_their_own_are_compared_with_the_first_rule(tmp_pa
     kept = {"own": {"dp": {"optimizer": {"lr": 0.7}}}}
     (tmp_path / "a" / "runs.yaml").write_text(json.dumps(kept))
     found = {run.rule: run.config["optimizer"]["lr"] for run in read_runs([tmp_path])}
-    assert found == {"dp": 0.7, "cdp_v2": 0.2, "dp-nesterov": 0.1, "cdp_v2-nesterov": 0.3}
+    assert found == {
+        "dp": 0.7,
+        "cdp_v2": 0.2,
+        "dp-nesterov": 0.1,
+        "cdp_v2-nesterov": 0.3,
+    }
 
 
-@pytest.mark.parametrize("own", [3, {"dp": 3}, {"dp": {"optimizer": {"lr": 1}, "x": {"y": 1}}}])
+@pytest.mark.parametrize(
+    "own", [3, {"dp": 3}, {"dp": {"optimizer": {"lr": 1}, "x": {"y": 1}}}]
+)
 def test_options_of_a_rule_that_cannot_be_read_are_damaged(tmp_path, own):
     folders.compare(tmp_path / "a", {"dp": [0.9]}, own=own)
     assert [run.state for run in read_runs([tmp_path])] == ["damaged"]
@@ -271,10 +332,18 @@ def test_options_of_a_rule_that_cannot_be_read_are_damaged(tmp_path, own):
 )
 def test_options_that_change_no_result_are_ignored(tmp_path, ways):
     """Runs that read their data elsewhere or faster are compared, and averaged over seeds."""
-    jobs = [("dp", 0, ways[0]), ("dp", 1, ways[1]), ("cdp_v2", 0, ways[1]), ("cdp_v2", 1, ways[0])]
+    jobs = [
+        ("dp", 0, ways[0]),
+        ("dp", 1, ways[1]),
+        ("cdp_v2", 0, ways[1]),
+        ("cdp_v2", 1, ways[0]),
+    ]
     for number, (rule, seed, way) in enumerate(jobs):
         folders.train(tmp_path / str(number), rule, seed, data=FOLDER | way)
-    assert final(built(tmp_path), "rule", "seeds") == [("DP", "0, 1"), ("CDP-v2", "0, 1")]
+    assert final(built(tmp_path), "rule", "seeds") == [
+        ("DP", "0, 1"),
+        ("CDP-v2", "0, 1"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +388,10 @@ def test_delays_are_a_row_per_rule_and_stage(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"_target_": "os.system"}, "'os.system'"), (folders.schedule("dp", 128), "too large")],
+    [
+        ({"_target_": "os.system"}, "'os.system'"),
+        (folders.schedule("dp", 128), "too large"),
+    ],
 )
 def test_names_schedules_that_cannot_be_shown(tmp_path, options, why):
     result = folders.train(tmp_path / "a")
@@ -359,6 +431,8 @@ def test_a_report_can_be_passed_on(tmp_path):
     assert "2 runs in runs/cdp_v1 and 1 more" in page
     assert "data.root=images" in page
     (accuracies,) = [
-        block for block in blocks(report, "Accuracy", Table) if "samples/s" in block.rows[0]
+        block
+        for block in blocks(report, "Accuracy", Table)
+        if "samples/s" in block.rows[0]
     ]
     assert "runtime=single_process" in accuracies.caption

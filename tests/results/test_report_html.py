@@ -45,13 +45,23 @@ def test_names_of_runs_are_escaped(tmp_path):
 def test_it_needs_no_other_file_and_is_the_same_every_time():
     report = Report("T", {"A": [drawing(alt="what it shows")], "B": [Text("t")]})
     page = to_html(report)
-    sources = {source.partition(",")[0] for source in re.findall(r'(?:src|href)="([^"]+)', page)}
+    sources = {
+        source.partition(",")[0]
+        for source in re.findall(r'(?:src|href)="([^"]+)', page)
+    }
     assert sources == {"#section-1", "#section-2", "data:", "data:image/svg+xml;base64"}
     assert re.findall(r' id="([^"]+)"', page) == ["section-1", "section-2"]
-    for part in ("default-src 'none'", 'alt="what it shows"', "<figcaption>c</figcaption>"):
+    for part in (
+        "default-src 'none'",
+        'alt="what it shows"',
+        "<figcaption>c</figcaption>",
+    ):
         assert part in page
     assert not re.search(r"@import|url\(", page)
-    assert to_html(Report("T", {"A": [drawing(alt="what it shows")], "B": [Text("t")]})) == page
+    assert (
+        to_html(Report("T", {"A": [drawing(alt="what it shows")], "B": [Text("t")]}))
+        == page
+    )
 
 
 def test_a_page_of_many_long_cells_is_bounded():
@@ -68,18 +78,25 @@ def test_numbers_are_aligned():
         {"rule": "1F1B", "acc": "-", "d": "2 %"},
     ]
     page = to_html(Report("T", {"S": [Table(rows, "c")]}))
-    assert re.findall(r'<th scope="col"( class=number)?>', page) == ["", *[" class=number"] * 2]
+    assert re.findall(r'<th scope="col"( class=number)?>', page) == [
+        "",
+        *[" class=number"] * 2,
+    ]
 
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     """All that a report can hold, with names that are long."""
     path = tmp_path_factory.mktemp("runs")
-    folders.compare(path / "c", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6], "cdp_v2": [0.8, 0.9]})
+    folders.compare(
+        path / "c", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6], "cdp_v2": [0.8, 0.9]}
+    )
     long = "a_name_" * 20
     folders.train(path / long, batch=8, command=f"python experiments/train.py x={long}")
     folders.measured(path / long)
-    folders.job(path / "f", folders.config(), status={"state": "failed", "message": long})
+    folders.job(
+        path / "f", folders.config(), status={"state": "failed", "message": long}
+    )
     page = to_html(build_report(read_runs([path]), f"Title {long}"), "end")
     (path / "report.html").write_text(page)
     return path / "report.html"
@@ -87,11 +104,15 @@ def page_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed"
+    )
     if not CHROMIUM:
         pytest.skip("there is no chromium")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         yield found
         found.close()
 

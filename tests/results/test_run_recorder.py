@@ -55,7 +55,9 @@ def test_the_result_has_the_notes_of_closing(tmp_path, monkeypatch, written):
     recorder = record(tmp_path)
     assert written == ["result.json"]
     assert recorder.unwritten == []
-    assert json.loads((tmp_path / "result.json").read_text())["notes"] == ["W&B has failed"]
+    assert json.loads((tmp_path / "result.json").read_text())["notes"] == [
+        "W&B has failed"
+    ]
     assert recorder.result["notes"] == []
 
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.results import binomial_half_width, equivalence, over_seeds, paired_difference
+from toolkit.results import (
+    binomial_half_width,
+    equivalence,
+    over_seeds,
+    paired_difference,
+)
 
 VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
 
@@ -28,7 +33,9 @@ def test_interval_is_that_of_the_paired_t_test(stats, pairs):
         return  # scipy's interval is undefined where all differences are equal
     expected = stats.ttest_rel(values, baseline).confidence_interval(0.95)
     found = paired_difference(values, baseline)
-    assert found.interval == pytest.approx((expected.low, expected.high), rel=1e-6, abs=1e-9)
+    assert found.interval == pytest.approx(
+        (expected.low, expected.high), rel=1e-6, abs=1e-9
+    )
     assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
 
 
@@ -103,7 +110,10 @@ def test_a_margin_is_above_0(margin):
 
 
 def test_only_a_margin_adds_a_verdict():
-    values, baseline = {0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, {0: 90.0, 1: 80.0, 2: 70.5, 3: 72}
+    values, baseline = (
+        {0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0},
+        {0: 90.0, 1: 80.0, 2: 70.5, 3: 72},
+    )
     tested = equivalence([91.0, 71.0, 73.0], [90.0, 70.5, 72.0], 2, ACCURACY)
     plain = over_seeds(values, baseline, ACCURACY)
     found = over_seeds(values, baseline, ACCURACY, 2)
@@ -133,10 +143,14 @@ def test_a_diverged_run_counts_in_no_mean_and_no_pair():
     expected = paired_difference([91.0, 73.0], [90.0, 70.0])
     assert found[0] == mean([91, 71, 73])
     assert found[2:] == [expected.mean, expected.half_width]
-    assert summary({0: 91.0}, {0: math.nan}) == pytest.approx([91, *[math.nan] * 3], nan_ok=True)
+    assert summary({0: 91.0}, {0: math.nan}) == pytest.approx(
+        [91, *[math.nan] * 3], nan_ok=True
+    )
 
 
-@pytest.mark.parametrize(("values", "seeds"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
+@pytest.mark.parametrize(
+    ("values", "seeds"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")]
+)
 def test_runs_without_a_shared_seed_do_not_pair(values, seeds):
     with pytest.raises(UserError, match=f"got {seeds} and 0, 1"):
         summary(values, {0: 1.0, 1: 1.0})
@@ -145,7 +159,9 @@ def test_runs_without_a_shared_seed_do_not_pair(values, seeds):
 def test_a_binomial_interval_by_hand():
     """90 of 100, of which z^2 more are added, half of them right: 91.92 of 103.84."""
     p = 91.9208 / 103.8416
-    assert binomial_half_width(0.9, 100) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / 103.8416))
+    assert binomial_half_width(0.9, 100) == pytest.approx(
+        1.96 * math.sqrt(p * (1 - p) / 103.8416)
+    )
     for share in (0.0, 1.0):
         assert 0 < binomial_half_width(share, 100) < 0.04
     assert binomial_half_width(0.5, 10_000) == pytest.approx(0.0098, rel=1e-3)

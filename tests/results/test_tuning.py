@@ -34,7 +34,12 @@ def options(rates=(3, 1, 0.5), **more):
 def ran(**ends):
     """Trials by name, each with its final accuracy (a share) and test loss."""
     return [
-        RuleRun(name, 1000, [{"train_loss": top1 and loss, "top1": top1, "test_loss": loss}], [])
+        RuleRun(
+            name,
+            1000,
+            [{"train_loss": top1 and loss, "top1": top1, "test_loss": loss}],
+            [],
+        )
         for name, (top1, loss) in ends.items()
     ]
 
@@ -45,8 +50,12 @@ def test_trials_are_each_rule_at_each_rate():
         **{f"dp_x{factor}": {"delay": 0} for factor in (3, 1, 0.5)},
         **{f"late_x{factor}": {"delay": 1} for factor in (3, 1, 0.5)},
     }
-    assert found["own"]["dp_x3"] == {"optimizer": {"lr": 0.3}}  # and not 0.30000000000000004
-    assert found["own"]["late_x0.5"] == {"optimizer": NADAM | {"lr": 0.001}, "clip": 1.0}
+    # And not 0.30000000000000004.
+    assert found["own"]["dp_x3"] == {"optimizer": {"lr": 0.3}}
+    assert found["own"]["late_x0.5"] == {
+        "optimizer": NADAM | {"lr": 0.001},
+        "clip": 1.0,
+    }
     assert [found[name] for name in ("seed", "seeds", "epochs")] == [1000, 1, 2]
     assert found["tracking"] == {"mode": "disabled", "project": "cdp"}
     assert found["optimizer"] == SGD
@@ -54,7 +63,11 @@ def test_trials_are_each_rule_at_each_rate():
 
 @pytest.mark.parametrize(
     ("readout", "of_trials"),
-    [("newest", "newest"), ("extrapolated", "extrapolated"), ("as_published", "newest")],
+    [
+        ("newest", "newest"),
+        ("extrapolated", "extrapolated"),
+        ("as_published", "newest"),
+    ],
 )
 def test_trials_read_out_the_weights_that_judge_them(readout, of_trials):
     assert trials(options(readout=readout))["readout"] == of_trials
@@ -99,16 +112,22 @@ def test_the_best_has_the_best_metric_and_then_the_lowest_loss():
         "late": {"optimizer": NADAM | {"lr": 0.002}, "clip": 1.0},
     }
     (note,) = edge_notes(rows)
-    assert note.startswith("dp: the best of its rates, 0.3, is the highest that was tried")
+    assert note.startswith(
+        "dp: the best of its rates, 0.3, is the highest that was tried"
+    )
 
 
 def test_language_models_are_tuned_by_their_loss():
-    best = {row["rule"]: row["lr"] for row in tried(options(), TRIALS, LOSS) if row["best"]}
+    best = {
+        row["rule"]: row["lr"] for row in tried(options(), TRIALS, LOSS) if row["best"]
+    }
     assert best == {"dp": 0.3, "late": 0.001}
 
 
 def test_the_lowest_rate_is_the_best_of_those_that_all_diverge():
-    lost = ran(**{f"{rule}_x{k}": (nan, nan) for rule in ("dp", "late") for k in (2, 4)})
+    lost = ran(
+        **{f"{rule}_x{k}": (nan, nan) for rule in ("dp", "late") for k in (2, 4)}
+    )
     rows = tried(options([2, 4]), lost, ACCURACY)
     assert [row["lr"] for row in rows if row["best"]] == [0.2, 0.004]
     assert [note.partition(",")[0] for note in edge_notes(rows)] == [

@@ -27,10 +27,17 @@ def fresh(monkeypatch, tmp_path):
 
 def begin(folder, *, resume=False, own=None, **options):
     tracking = {"mode": "offline", **options}
-    config = {"seed": 3, "model": {"name": "resnet8"}, "resume": None, "tracking": tracking}
+    config = {
+        "seed": 3,
+        "model": {"name": "resnet8"},
+        "resume": None,
+        "tracking": tracking,
+    }
     job_type = "compare" if own else "train"
     run_labels = wandb_run.RunLabels("a run", "many", ("b", "", "c" * 70), job_type)
-    return track(config, folder, run_labels, device="a machine", resume=resume, run_folder=own)
+    return track(
+        config, folder, run_labels, device="a machine", resume=resume, run_folder=own
+    )
 
 
 def log_everything(folder):
@@ -48,7 +55,12 @@ def log_everything(folder):
 def test_everything_logged_arrives(tmp_path, wandb_runs):
     log_everything(tmp_path)
     (run,) = wandb_runs
-    assert (run.project, run.name, run.group, run.job_type) == ("p", "a run", "many", "train")
+    assert (run.project, run.name, run.group, run.job_type) == (
+        "p",
+        "a run",
+        "many",
+        "train",
+    )
     assert (run.mode, run.tags) == ("offline", ["a", "b", "c" * 64])
     source = run.config.pop("provenance")
     assert run.config == {"seed": 3, "model": {"name": "resnet8"}}
@@ -76,9 +88,14 @@ def test_an_offline_run_is_on_disk(tmp_path, capfd):
     assert '"data":[[1,"one"],[2,"two"]]' in table.read_text().replace(" ", "")
     wait_for_offline_run(tmp_path, "train/loss", "final/top1", "model.pt")
     assert capfd.readouterr() == ("", "")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "wandb_run.json", "wandb"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model.pt",
+        "wandb_run.json",
+        "wandb",
+    }
     assert not {"WANDB_CACHE_DIR", "WANDB_DATA_DIR"} & os.environ.keys()
-    with begin(tmp_path, resume=True) as again:  # `wandb sync` joins the folders of one id
+    # `wandb sync` joins the folders of one id.
+    with begin(tmp_path, resume=True) as again:
         again.log({"train/loss": 1}, 30)
     assert again.where == tracker.where
     assert len([*tmp_path.glob(f"wandb/offline-run-*-{identity['id']}*")]) == 2
@@ -87,7 +104,11 @@ def test_an_offline_run_is_on_disk(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("error", "state", "status"),
     [
-        (FloatingPointError("the loss is nan:\nlower it"), "failed: the loss is nan:", 1),
+        (
+            FloatingPointError("the loss is nan:\nlower it"),
+            "failed: the loss is nan:",
+            1,
+        ),
         (KeyboardInterrupt(), "interrupted", 130),
     ],
     ids=str,
@@ -110,7 +131,12 @@ def test_a_resumed_run_keeps_its_id_unless_it_is_damaged(tmp_path, wandb_runs, o
     if own:
         own.mkdir()
     identity = (own or tmp_path) / "wandb_run.json"
-    for resume, content in ((False, None), (True, None), (False, None), (True, '{"id"')):
+    for resume, content in (
+        (False, None),
+        (True, None),
+        (False, None),
+        (True, '{"id"'),
+    ):
         if content:
             identity.write_text(content)
         with begin(tmp_path, own=own, resume=resume) as tracker:
@@ -145,7 +171,9 @@ def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what, expecte
     elif what == "key":
         wandb.teardown()  # which remembers the keys of earlier tests
     else:
-        monkeypatch.setattr(*((wandb, "init") if what == "init" else (wandb.Run, "log")), fail)
+        monkeypatch.setattr(
+            *((wandb, "init") if what == "init" else (wandb.Run, "log")), fail
+        )
     for _ in range(2):
         with begin(tmp_path, mode="online" if what == "key" else "offline") as tracker:
             for step in range(1, 4):
@@ -167,7 +195,10 @@ def test_a_run_online_has_an_address(tmp_path, wandb_runs):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mode": "ofline"}, "tracking.mode 'ofline'"), ({"every": 0}, "tracking.every .*got 0")],
+    [
+        ({"mode": "ofline"}, "tracking.mode 'ofline'"),
+        ({"every": 0}, "tracking.every .*got 0"),
+    ],
 )
 def test_options_that_cannot_be(tmp_path, options, message):
     with pytest.raises(UserError, match=message), begin(tmp_path, **options):
@@ -176,7 +207,12 @@ def test_options_that_cannot_be(tmp_path, options, message):
 
 @pytest.mark.parametrize(
     ("asked", "mode"),
-    [("", "offline"), ("dryrun", "offline"), ("online", "online"), ("disabled", "disabled")],
+    [
+        ("", "offline"),
+        ("dryrun", "offline"),
+        ("online", "online"),
+        ("disabled", "disabled"),
+    ],
 )
 def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
     monkeypatch.setenv("WANDB_MODE", asked)

@@ -20,7 +20,9 @@ def quantised(numbers, bits):
     blocks = []
     for block in numbers.split(256):
         scale = (block.abs().max() / largest).float().double()
-        codes = (block / scale).round().clamp(-largest, largest) if scale > 0 else 0 * block
+        codes = (
+            (block / scale).round().clamp(-largest, largest) if scale > 0 else 0 * block
+        )
         blocks.append(scale * codes)
     return torch.cat(blocks)
 
@@ -111,7 +113,9 @@ def trajectory(model, stage_of, schedule, batches, make_optimizer, bits):
     optimizer, states = None, []
     for step, (inputs, targets) in enumerate(batches):
         gradients, workers = [], []
-        micro = zip(inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        micro = zip(
+            inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True
+        )
         for m, (x, y) in enumerate(micro):
             weights = {}
             for name in theta:

@@ -17,7 +17,14 @@ from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
 from toolkit.runtime.message_transfer import Messages
-from toolkit.schedule import Correction, RandomDelay, Schedule, ScheduleSpec, after, catalog
+from toolkit.schedule import (
+    Correction,
+    RandomDelay,
+    Schedule,
+    ScheduleSpec,
+    after,
+    catalog,
+)
 from toolkit.schedule.method_sizes import pipeline_sizes
 
 STEPS = 6
@@ -25,7 +32,9 @@ STEPS = 6
 # Stage 1 is on both ranks; sums of its gradients go from the one to the other.
 SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
 # Stages that change their ranks, and the ranks that update them.
-CHANGING = after([(catalog.cyclic(2), 2), (catalog.cyclic(2, 1), 2)], catalog.gpipe(2, 2))
+CHANGING = after(
+    [(catalog.cyclic(2), 2), (catalog.cyclic(2, 1), 2)], catalog.gpipe(2, 2)
+)
 GPIPE = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 
@@ -88,7 +97,9 @@ def schedules(n_ranks):
         yield catalog.published(2)
         yield from pipelines(2, 4)
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
-        yield Schedule.from_rank_orders(GPIPE, name="GPipe overlapping", period=4, delay="freshest")
+        yield Schedule.from_rank_orders(
+            GPIPE, name="GPipe overlapping", period=4, delay="freshest"
+        )
         yield catalog.cyclic(2, accumulate=2)
         yield catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2)
 
@@ -128,7 +139,9 @@ def train(world, schedule: Schedule) -> Trained:
     stages = models.cut(models.residual(), schedule)
     kept: list[tuple[int, dict]] = []
     optimizer = models.keeping(kept, sgd)
-    runtime = Distributed(stages, schedule, optimizer, F.cross_entropy, world=world, record=STEPS)
+    runtime = Distributed(
+        stages, schedule, optimizer, F.cross_entropy, world=world, record=STEPS
+    )
     results = list(runtime.run(batches[:4]))
     states = {4: copy.deepcopy(runtime.module().state_dict())}
     for n_steps, batch in enumerate(batches[4:], 5):
@@ -145,7 +158,9 @@ def train(world, schedule: Schedule) -> Trained:
     steps = world.gather([result.step for result in results])
     sent = [row["bytes_sent"] for row in found.by_rank()]
     weights = found.peak_weights(), found.most_weights()
-    return Trained(states, updates, steps, losses, found.peak_activations(), sent, *weights)
+    return Trained(
+        states, updates, steps, losses, found.peak_activations(), sent, *weights
+    )
 
 
 def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:
@@ -170,7 +185,10 @@ def predicted(schedule: Schedule) -> tuple[list[float], list[float]]:
     for first, n_steps in ((0, 4), (4, 1), (5, 1)):
         timeline = simulate(schedule.lower(n_steps, first), costs, UNIT)
         sent = [a + b for a, b in zip(sent, timeline.bytes_sent(), strict=True)]
-        of_run = [timeline.peak_memory(rank, "activations") for rank in range(timeline.n_ranks)]
+        of_run = [
+            timeline.peak_memory(rank, "activations")
+            for rank in range(timeline.n_ranks)
+        ]
         peaks = [max(pair) for pair in zip(peaks, of_run, strict=True)]
     return peaks, sent
 
@@ -200,7 +218,8 @@ def odd_jobs() -> dict[str, Any]:
     found["state"] = copy.deepcopy(first.state_dict())
     found["extrapolated"] = first.extrapolated()
     found["late"] = first.late_weights()
-    resumed = _runtime(world, catalog.cyclic(2, 1, "per_stage"))  # of the same trajectory
+    # Of the same trajectory.
+    resumed = _runtime(world, catalog.cyclic(2, 1, "per_stage"))
     resumed.load_state_dict(found["state"])
     list(resumed.run(batches[3:]))
     found["resumed"] = resumed.module().state_dict()
@@ -228,7 +247,11 @@ def option_cases():
     """Options whose code differs between a rank and a single process: name, schedule, options."""
     all_at_once = StepOptions(clip=0.05, checkpoint="all", ema=0.9, channels_last=True)
     sharded = catalog.cyclic(2, state="sharded")
-    for schedule in (catalog.data_parallel(2), catalog.cyclic(2, 1, "per_stage"), sharded):
+    for schedule in (
+        catalog.data_parallel(2),
+        catalog.cyclic(2, 1, "per_stage"),
+        sharded,
+    ):
         yield f"{schedule.name} {schedule.layout.name}", schedule, all_at_once
     yield "delayed", catalog.cyclic(2, 1), all_at_once
 
@@ -240,15 +263,22 @@ def _with_options(world) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, schedule, options in option_cases():
         make = DelayedAllReduce if name == "delayed" else Distributed
-        runtime = _trained(world, schedule, models.make_batches(2), make=make, options=options)
+        runtime = _trained(
+            world, schedule, models.make_batches(2), make=make, options=options
+        )
         found[name] = copy.deepcopy(runtime.module().state_dict()), runtime.averages()
     batches = [(x.float(), y) for x, y in models.make_batches(2)]
     for precision in ("fp32", "bf16"):
-        others = {"model": models.residual().float(), "options": StepOptions(precision=precision)}
+        others = {
+            "model": models.residual().float(),
+            "options": StepOptions(precision=precision),
+        }
         pipeline = _trained(world, catalog.gpipe(2, 2), batches, record=5, **others)
         found[precision] = copy.deepcopy(pipeline.module().state_dict())
         measured = pipeline.measurements()
-        found[f"{precision} sent"] = sum(row["bytes_sent"] for row in measured.by_rank())
+        found[f"{precision} sent"] = sum(
+            row["bytes_sent"] for row in measured.by_rank()
+        )
         found[f"{precision} held"] = measured.peak_activations()
     ddp = _runtime(world, catalog.data_parallel(2), make=DDP, **others)
     found["DDP bf16"] = [float(result.loss) for result in ddp.run(batches)][-1]
@@ -268,15 +298,22 @@ def _warmed_up(world) -> tuple[list[str], dict]:
     begun: list[str] = []
 
     def noted(name, function):
-        return lambda *args, **options: (begun.append(name), function(*args, **options))[1]
+        return lambda *args, **options: (
+            begun.append(name),
+            function(*args, **options),
+        )[1]
 
     with (
         mock.patch.object(world, "backend", "nccl"),
-        mock.patch.object(distributed, "warm_up", noted("warm_up", distributed.warm_up)),
+        mock.patch.object(
+            distributed, "warm_up", noted("warm_up", distributed.warm_up)
+        ),
         mock.patch.object(Messages, "receive", noted("receive", Messages.receive)),
         mock.patch.object(Messages, "send", noted("send", Messages.send)),
     ):
-        return begun, _awkward(world, catalog.cyclic(2, 1, "per_stage")).module().state_dict()
+        return begun, _awkward(
+            world, catalog.cyclic(2, 1, "per_stage")
+        ).module().state_dict()
 
 
 def in_tiers(world) -> dict[int, dict]:
@@ -284,7 +321,9 @@ def in_tiers(world) -> dict[int, dict]:
     found = {}
     for per_machine in (1, 2, 3, 4):
         batches = models.make_batches(4, STEPS)
-        runtime = _trained(world, catalog.data_parallel(4), batches, per_machine=per_machine)
+        runtime = _trained(
+            world, catalog.data_parallel(4), batches, per_machine=per_machine
+        )
         found[per_machine] = copy.deepcopy(runtime.module().state_dict())
     return found
 
@@ -299,7 +338,9 @@ def on_gpus() -> dict[str, Any]:
         catalog.cyclic(2, 1, "per_stage"),
     ):
         model = models.residual().to(world.device)
-        runtime = _trained(world, schedule, models.make_batches(2), model=model, record=2)
+        runtime = _trained(
+            world, schedule, models.make_batches(2), model=model, record=2
+        )
         assert all(row["device_peak"] for row in runtime.measurements().by_rank())
         state = runtime.module().state_dict()
         found[schedule.name] = {name: tensor.cpu() for name, tensor in state.items()}
@@ -333,7 +374,9 @@ def _awkward(world, schedule):
 def _masked(world, by_hand) -> dict[str, Any]:
     """The weights of a model that takes and returns dictionaries."""
     stages = models.masked_stages(models.masked(), by_hand)
-    runtime = Distributed(stages, catalog.cyclic(2), adamw, models.scores_loss, world=world)
+    runtime = Distributed(
+        stages, catalog.cyclic(2), adamw, models.scores_loss, world=world
+    )
     list(runtime.run(models.masked_batches(2)))
     return runtime.module().state_dict()
 
@@ -347,7 +390,9 @@ class Doubles(nn.Linear):
 
 def _not_saved(world) -> str | None:
     """Why torch.save refuses a model, or its averages, with weights of two types in a stage."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), Doubles(4, 3, dtype=torch.float64))
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.Linear(5, 4), Doubles(4, 3, dtype=torch.float64)
+    )
     stages = partition(model, 2, torch.zeros(2, 6), ["1"])
     given = stages, catalog.gpipe(2, 2), sgd, F.cross_entropy
     runtime = Distributed(*given, world=world, options=StepOptions(ema=0.9))

@@ -49,12 +49,17 @@ def sgd(parameters):
 class DeviceMemory(LiveMemory):
     """Counts the bytes of this process's living tensors, of a DTensor its shard."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor's own kernels come here next
         output = func(*args, **(kwargs or {}))
         arguments = tensors_in((args, kwargs))
-        if any(isinstance(tensor, FakeTensor) for tensor in [*arguments, *tensors_in(output)]):
+        if any(
+            isinstance(tensor, FakeTensor)
+            for tensor in [*arguments, *tensors_in(output)]
+        ):
             return output
         if any(tensor.is_meta for tensor in tensors_in(output)):
             return output

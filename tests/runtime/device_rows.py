@@ -85,7 +85,9 @@ def by_sequence(stage, mesh):
 
 
 def _scatter(mesh, stage, inputs):
-    scattered = DTensor.from_local(inputs[0], mesh, [Replicate()]).redistribute(mesh, [Shard(1)])
+    scattered = DTensor.from_local(inputs[0], mesh, [Replicate()]).redistribute(
+        mesh, [Shard(1)]
+    )
     return (scattered, *inputs[1:])
 
 
@@ -113,11 +115,23 @@ def cases():
         ("DP", catalog.data_parallel(2), sgd, CLIPPED, by_columns_and_rows),
         ("CDP-v1", catalog.cyclic(2, 1), nesterov, plain, by_sequence),
         ("CDP-v2", v2, adamw, CLIPPED, by_columns_and_rows),
-        ("CDP-v2 accumulating", catalog.cyclic(2, accumulate=2), sgd, plain, by_sequence),
+        (
+            "CDP-v2 accumulating",
+            catalog.cyclic(2, accumulate=2),
+            sgd,
+            plain,
+            by_sequence,
+        ),
         ("ZeRO-CDP", catalog.cyclic(2, state="sharded"), adamw, CLIPPED, by_sequence),
         ("GPipe", catalog.gpipe(2, 4), nesterov, RECOMPUTED, by_sequence),
         ("1F1B", catalog.one_f_one_b(2, 4), sgd, CLIPPED, by_columns_and_rows),
-        ("interleaved", catalog.interleaved_1f1b(4, 4, 2), adamw, RECOMPUTED, by_columns_and_rows),
+        (
+            "interleaved",
+            catalog.interleaved_1f1b(4, 4, 2),
+            adamw,
+            RECOMPUTED,
+            by_columns_and_rows,
+        ),
         ("ZB-V", catalog.zb_v(4, 4), sgd, CLIPPED, by_sequence),
         ("DualPipeV", catalog.dualpipe_v(4, 4), adamw, plain, by_columns_and_rows),
         ("2BW", catalog.pipedream_2bw(2, 4), nesterov, CLIPPED, by_sequence),
@@ -138,10 +152,14 @@ def cut(model, schedule):
 
 def single(schedule, optimizer, options, **others) -> SingleProcess:
     stages = cut(others.pop("model", None) or blocks(), schedule)
-    return SingleProcess(stages, schedule, optimizer, F.mse_loss, options=options, **others)
+    return SingleProcess(
+        stages, schedule, optimizer, F.mse_loss, options=options, **others
+    )
 
 
-def on_devices(world, schedule, optimizer, options, parallelize, **others) -> Distributed:
+def on_devices(
+    world, schedule, optimizer, options, parallelize, **others
+) -> Distributed:
     stages = cut(others.pop("model", None) or blocks(), schedule)
     return Distributed(
         stages,
@@ -162,7 +180,9 @@ def train_all(names=None) -> dict[str, Any]:
         if names is not None and name not in names:
             continue
         runtime = on_devices(world, schedule, optimizer, options, parallelize)
-        losses = [result.losses for result in runtime.run(batches(schedule.n_microbatches))]
+        losses = [
+            result.losses for result in runtime.run(batches(schedule.n_microbatches))
+        ]
         found[name] = {
             "state": copy.deepcopy(runtime.module().state_dict()),
             "averages": runtime.averages(),
@@ -253,7 +273,9 @@ def _refused(world):
         lambda: on_devices(world, *case, by_columns_and_rows, width=3),
         lambda: on_devices(world, *case, by_columns_and_rows, width=mesh),
         lambda: on_devices(world, *case, by_columns_and_rows, width=0),
-        lambda: on_devices(world, *case[:2], StepOptions(compile="default"), by_columns_and_rows),
+        lambda: on_devices(
+            world, *case[:2], StepOptions(compile="default"), by_columns_and_rows
+        ),
     )
     messages = []
     for attempt in attempts:
@@ -269,7 +291,9 @@ def _refused(world):
 def killed() -> None:
     """Train until process 3 dies within an op."""
     world = join(device="cpu", timeout=10)
-    runtime = on_devices(world, catalog.one_f_one_b(2, 4), dying(world), StepOptions(), by_sequence)
+    runtime = on_devices(
+        world, catalog.one_f_one_b(2, 4), dying(world), StepOptions(), by_sequence
+    )
     list(runtime.run(batches(4)))
 
 

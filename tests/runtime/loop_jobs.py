@@ -60,7 +60,9 @@ def parameters_of(model):
     """Trained weights; statistics of norms are DDP's rank 0's, and here the mean."""
     state = model.state_dict()
     names = {name for name, _ in net().named_parameters()}
-    state = {name.removeprefix("module."): x.detach().clone() for name, x in state.items()}
+    state = {
+        name.removeprefix("module."): x.detach().clone() for name, x in state.items()
+    }
     return {name: x for name, x in state.items() if name in names}
 
 
@@ -91,7 +93,9 @@ def both(loop, rule="dp", make_optimizer=sgd, **options):
     """What ``loop(model, optimizer)`` leaves under the wrapper and under DDP."""
     found = []
     for of_rule in (rule, None):
-        model, optimizer = wrapped(of_rule, make_optimizer, **(options if of_rule else {}))
+        model, optimizer = wrapped(
+            of_rule, make_optimizer, **(options if of_rule else {})
+        )
         loop(model, optimizer)
         found.append(parameters_of(model))
         if of_rule:
@@ -126,7 +130,14 @@ def hook_second(model):
     model.module.second.register_forward_hook(lambda module, args, output: output * 0.5)
 
 
-CHANGES = (scale, drop_everything, freeze_first, fill_buffer, replace_buffer, hook_second)
+CHANGES = (
+    scale,
+    drop_everything,
+    freeze_first,
+    fill_buffer,
+    replace_buffer,
+    hook_second,
+)
 
 
 def changed():
@@ -218,7 +229,9 @@ def with_optimizers():
         warnings.simplefilter("ignore")  # that Prodigy's model stays one stage
         found = {
             "groups": both(steps, make_optimizer=groups),
-            "counting": both(steps, make_optimizer=lambda m: Counting(m.parameters(), 0.2)),
+            "counting": both(
+                steps, make_optimizer=lambda m: Counting(m.parameters(), 0.2)
+            ),
             "prodigy": both(steps, make_optimizer=lambda m: Prodigy(m.parameters())),
         }
     found["schedule-free"] = both(
@@ -235,7 +248,9 @@ def continued():
         optimizer = sgd(inner)
         generator = torch.Generator().manual_seed(7)
         for parameter in inner.parameters():
-            momentum = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+            momentum = torch.randn(
+                parameter.shape, dtype=torch.float64, generator=generator
+            )
             optimizer.state[parameter]["momentum_buffer"] = momentum
         return optimizer
 
@@ -245,7 +260,9 @@ def continued():
         return optimizer
 
     def loop(model, optimizer):
-        scheduler = getattr(optimizer, "scheduler", None) or optimizer._finished.scheduler
+        scheduler = (
+            getattr(optimizer, "scheduler", None) or optimizer._finished.scheduler
+        )
         for step in range(STEPS):
             train_step(model, optimizer, step)
             scheduler.step()
@@ -259,7 +276,9 @@ def continued():
         for step in range(4):
             if step == 2:
                 model.module.last.requires_grad_(True)
-                optimizer.add_param_group({"params": [*model.module.last.parameters()], "lr": 0.05})
+                optimizer.add_param_group(
+                    {"params": [*model.module.last.parameters()], "lr": 0.05}
+                )
             train_step(model, optimizer, step)
 
     found = {"state and scheduler": both(loop, make_optimizer=scheduled)}
@@ -408,7 +427,9 @@ def _read(model, optimizer):
     optimizer.state_dict()
     found = {}
     for way, weights in ways.items():
-        clean = {k.removeprefix("module."): x.detach().clone() for k, x in weights.items()}
+        clean = {
+            k.removeprefix("module."): x.detach().clone() for k, x in weights.items()
+        }
         found[way] = {k: x for k, x in clean.items() if k in names}
     model.eval()
     found["output"] = model(torch.ones(1, 6, dtype=torch.float64)).detach()
@@ -507,7 +528,11 @@ def counted_shares():
     found = {}
     for rule in ("dp", "cdp_v1", "cdp_v2"):
         model = CyclicDataParallel(
-            token_losses.model(), optimizer=token_losses.sgd, rule=rule, world=world, counted=True
+            token_losses.model(),
+            optimizer=token_losses.sgd,
+            rule=rule,
+            world=world,
+            counted=True,
         )
         for inputs, targets in token_shares():
             outputs = model(inputs[rank])
@@ -515,7 +540,9 @@ def counted_shares():
             model.backward(loss, count)
             model.optimizer.step()
         state = model.state_dict()
-        found[rule] = {name.removeprefix("module."): x.clone() for name, x in state.items()}
+        found[rule] = {
+            name.removeprefix("module."): x.clone() for name, x in state.items()
+        }
     return found
 
 
@@ -529,7 +556,9 @@ def token_shares():
         inputs, targets = [], []
         for rank, size in enumerate((1, 2, 4)):
             shape = (size, token_losses.LENGTH)
-            inputs.append(torch.randint(token_losses.VOCABULARY, shape, generator=generator))
+            inputs.append(
+                torch.randint(token_losses.VOCABULARY, shape, generator=generator)
+            )
             answers = torch.randint(token_losses.VOCABULARY, shape, generator=generator)
             masked = torch.rand(shape, generator=generator) < 0.5
             if rank == step % 3:
@@ -549,9 +578,13 @@ def two_processes():
         "of_ddp": of_ddp,
         "between programs": alone_between_programs,
         "refusals": refusals,
-        "uneven": lambda: {rule: uneven(rule) for rule in ("dp", "cdp_v1", "cdp_v2", None)},
+        "uneven": lambda: {
+            rule: uneven(rule) for rule in ("dp", "cdp_v1", "cdp_v2", None)
+        },
         "resumed": lambda: {rule: resumed(rule) for rule in ("dp", "cdp_v1", "cdp_v2")},
-        "clipped": lambda: {rule: clipped(rule) for rule in ("dp", "cdp_v1", "cdp_v2", None)},
+        "clipped": lambda: {
+            rule: clipped(rule) for rule in ("dp", "cdp_v1", "cdp_v2", None)
+        },
         "alone": lambda: {
             "dp": alone("dp"),
             "cdp_v1": alone("cdp_v1"),

@@ -47,7 +47,9 @@ def make_batches(n_microbatches, steps=5):
 
 def cut(model, schedule):
     """A :func:`residual` as stages."""
-    return stages.cut(model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
+    return stages.cut(
+        model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64)
+    )
 
 
 class Awkward(nn.Module):
@@ -109,7 +111,11 @@ class Pooler(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.head, self.other = nn.Linear(6, 1), nn.Linear(6, 3), nn.Linear(6, 2)
+        self.query, self.head, self.other = (
+            nn.Linear(6, 1),
+            nn.Linear(6, 3),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x, mask):
         weights = self.query(x).squeeze(2).masked_fill(mask == 0, -torch.inf).softmax(1)
@@ -162,7 +168,9 @@ def keeping(kept, make):
         made, steps = make([parameter for _, parameter in parameters]), count()
 
         def keep(*_):
-            weights = {name: parameter.detach().clone() for name, parameter in parameters}
+            weights = {
+                name: parameter.detach().clone() for name, parameter in parameters
+            }
             kept.append((next(steps), weights))
 
         made.register_step_post_hook(keep)
@@ -181,7 +189,9 @@ def assert_updates(kept, states):
 
 
 def stage_of(stages):
-    stage = {name: j for j, part in enumerate(stages) for name, _ in part.named_parameters()}
+    stage = {
+        name: j for j, part in enumerate(stages) for name, _ in part.named_parameters()
+    }
     return stage.__getitem__
 
 
@@ -189,7 +199,9 @@ def runtime_for(model, schedule, order, optimizer=sgd):
     def make_optimizer(parameters):
         return optimizer(parameters, None)
 
-    return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
+    return SingleProcess(
+        cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order
+    )
 
 
 def learning_rates(runtime):
@@ -202,12 +214,18 @@ def assert_same(found, expected, rtol=1e-10, atol=1e-12):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            tensor,
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 def differ(found, expected):
-    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
+    return any(
+        not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected
+    )
 
 
 def name_of(schedule):

@@ -22,7 +22,13 @@ NONE = Correction()
 
 
 def trajectory(
-    model, stage_of, staleness, batches, make_optimizer, correction=NONE, loss_of=F.cross_entropy
+    model,
+    stage_of,
+    staleness,
+    batches,
+    make_optimizer,
+    correction=NONE,
+    loss_of=F.cross_entropy,
 ):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
@@ -33,13 +39,16 @@ def trajectory(
     n_microbatches = len(late(0)[0])
     past = [copy.deepcopy(model)]  # past[t] holds theta_t
     c = correction.c
-    directions = [{name: 0 for name, _ in model.named_parameters()}]  # directions[t] led to theta_t
+    # directions[t] led to theta_t.
+    directions = [{name: 0 for name, _ in model.named_parameters()}]
     optimizer, rates = None, []
     for step, (inputs, targets) in enumerate(batches):
         newest = copy.deepcopy(past[-1])
         gradients, buffers, counts = [], [], []
         for m, (x, y) in enumerate(
-            zip(inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+            zip(
+                inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True
+            )
         ):
             worker = copy.deepcopy(past[-1])  # its buffers are the newest
             with torch.no_grad():
@@ -56,9 +65,13 @@ def trajectory(
             value = loss_of(worker(x), y)
             total, count = value if isinstance(value, tuple) else (value, 1)
             counts.append(count)
-            found = torch.autograd.grad(total / max(1, count), list(worker.parameters()))
+            found = torch.autograd.grad(
+                total / max(1, count), list(worker.parameters())
+            )
             if correction.kind == "compensate":
-                pairs = zip(found, worker.parameters(), past[-1].parameters(), strict=True)
+                pairs = zip(
+                    found, worker.parameters(), past[-1].parameters(), strict=True
+                )
                 found = [g + c * g * g * (newest - used) for g, used, newest in pairs]
             gradients.append([g.detach() for g in found])
             buffers.append(list(worker.buffers()))
@@ -83,7 +96,9 @@ def sgd(parameters, previous):
 
 
 def adamw(parameters, previous):
-    return _continued(torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), previous)
+    return _continued(
+        torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), previous
+    )
 
 
 def decaying(parameters, previous):

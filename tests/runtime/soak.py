@@ -27,7 +27,9 @@ def rounds(n_rounds: int, n_ranks: int) -> int:
     expected = [conform.by_itself(schedule) for schedule in conform.schedules(n_ranks)]
     for number in range(1, n_rounds + 1):
         start = time.monotonic()
-        trained = [conform.train(world, schedule) for schedule in conform.schedules(n_ranks)]
+        trained = [
+            conform.train(world, schedule) for schedule in conform.schedules(n_ranks)
+        ]
         wrong = [
             name_of(schedule)
             for schedule, found, known in zip(
@@ -75,7 +77,9 @@ def main() -> None:
     n_steps = conform.STEPS * len([*conform.schedules(wanted.ranks)])  # of a round
     rows, start = [], time.monotonic()
 
-    def on_report(rank: int, said: tuple[int, list[str], float, int, int, float]) -> None:
+    def on_report(
+        rank: int, said: tuple[int, list[str], float, int, int, float]
+    ) -> None:
         _say(rank, said)
         number, wrong, _, descriptors, threads, size = said
         if number % 5 == 1 or number == wanted.rounds:
@@ -83,7 +87,9 @@ def main() -> None:
             held = {"descriptors": descriptors, "threads": threads, "MiB": round(size)}
             rows.append(row | held)
 
-    done = launch(rounds, wanted.ranks, wanted.rounds, wanted.ranks, on_report=on_report)
+    done = launch(
+        rounds, wanted.ranks, wanted.rounds, wanted.ranks, on_report=on_report
+    )
     print(f"{min(done)} of {wanted.rounds} rounds at {wanted.ranks} ranks: all equal")
     if wanted.keep:
         _keep(wanted.keep, rows, time.monotonic() - start)
@@ -95,7 +101,9 @@ def _keep(folder: Path, rows: list[dict], seconds: float) -> None:
     words = " ".join(word for word in sys.argv[1:] if not word.startswith("--keep"))
     source = provenance({}, describe_cpu(), seconds)
     source["command"] = f"python -m tests.runtime.soak {words}"
-    write_json(folder / RESULT, {"schema": SCHEMA, "metrics": rows, "provenance": source})
+    write_json(
+        folder / RESULT, {"schema": SCHEMA, "metrics": rows, "provenance": source}
+    )
 
 
 if __name__ == "__main__":

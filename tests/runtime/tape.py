@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.runtime import single_process
 
-SYNCHRONISING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique"}
+SYNCHRONISING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+}
 
 
 class Tape(TorchDispatchMode):
@@ -23,7 +30,8 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple] = []
-        self.has_run = True  # recording ran the operations already; a CUDA graph would not have
+        # Recording ran the operations already; a CUDA graph would not have.
+        self.has_run = True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -43,8 +51,13 @@ class Tape(TorchDispatchMode):
             return
         for function, args, kwargs, result in self.operations:
             repeated = function(*args, **kwargs)
-            for memory, tensor in zip(tree_leaves(result), tree_leaves(repeated), strict=True):
-                if isinstance(memory, Tensor) and memory.data_ptr() != tensor.data_ptr():
+            for memory, tensor in zip(
+                tree_leaves(result), tree_leaves(repeated), strict=True
+            ):
+                if (
+                    isinstance(memory, Tensor)
+                    and memory.data_ptr() != tensor.data_ptr()
+                ):
                     memory.copy_(tensor)
 
 

@@ -28,9 +28,12 @@ class InAnyOrder(Scheduled):
         self.microbatches = microbatches
         self.orders = program.ranks
         self.ranks = self._ranks(program, versions, self.microbatches)
-        self.flows = [Dataflow(order, r, ordered=False) for r, order in enumerate(self.orders)]
+        self.flows = [
+            Dataflow(order, r, ordered=False) for r, order in enumerate(self.orders)
+        ]
         self.main = [
-            deque(p for p, i in enumerate(order) if not in_background(i)) for order in self.orders
+            deque(p for p, i in enumerate(order) if not in_background(i))
+            for order in self.orders
         ]
         self.on_its_way, self.other_end = {}, other_ends(program)
         self.met = defaultdict(dict)
@@ -38,7 +41,9 @@ class InAnyOrder(Scheduled):
         self.under_way = []
         self.opened = [0] * len(self.orders)
         while any(flow.n_left for flow in self.flows):
-            assert any(self._advance(rank) for rank in self._shuffled(range(len(self.orders))))
+            assert any(
+                self._advance(rank) for rank in self._shuffled(range(len(self.orders)))
+            )
         yield from map(self.microbatches.result, program.steps)
 
     def _shuffled(self, some):
@@ -48,14 +53,18 @@ class InAnyOrder(Scheduled):
         """Do some of what is possible on a rank; whether anything has been."""
         flow, main, order = self.flows[rank], self.main[rank], self.orders[rank]
         ahead = self.chance.choice((1, 3, 30))
-        self.opened[rank] = max(self.opened[rank], (main[0] if main else len(order)) + ahead)
+        self.opened[rank] = max(
+            self.opened[rank], (main[0] if main else len(order)) + ahead
+        )
         flow.open(min(self.opened[rank], len(order)))
         begun = []
         while (position := flow.next()) is not None:
             begun.append(position)
         for position in self._shuffled(begun):
             self._begin(rank, position)
-        ended = [x for x in self._shuffled(self.under_way) if x[0] == rank and self._end(*x)]
+        ended = [
+            x for x in self._shuffled(self.under_way) if x[0] == rank and self._end(*x)
+        ]
         computes = bool(main) and flow.lacks_nothing(main[0])
         if computes:
             position = main.popleft()
@@ -65,7 +74,9 @@ class InAnyOrder(Scheduled):
 
     def _begin(self, rank, position):
         i, here = self.orders[rank][position], self.ranks[rank]
-        if i.action != Action.RECV and (i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE):
+        if i.action != Action.RECV and (
+            i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE
+        ):
             for _, j, payload in sorted(self.received.pop((rank, i.stage, i.step), ())):
                 here.take(j, payload)
         if not i.action.communicates:
@@ -73,7 +84,9 @@ class InAnyOrder(Scheduled):
             self.flows[rank].end(position)
             return
         if i.action == Action.SEND:
-            self.on_its_way[self.other_end[rank, position]] = copy.deepcopy(here.give(i))
+            self.on_its_way[self.other_end[rank, position]] = copy.deepcopy(
+                here.give(i)
+            )
         elif i.action in COLLECTIVES:
             gives = i.action != Action.BROADCAST or rank == i.peers[0]
             self.met[occasion(i)][rank] = copy.deepcopy(here.give(i)) if gives else None
@@ -96,7 +109,9 @@ class InAnyOrder(Scheduled):
             parts = [copy.deepcopy(self.met[occasion(i)][peer]) for peer in i.peers]
             if i.action == Action.BROADCAST and not is_root:
                 here.take(i, parts[0])
-            elif i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and is_root):
+            elif i.action == Action.ALL_REDUCE or (
+                i.action == Action.REDUCE and is_root
+            ):
                 total = GradientSum()
                 for part in parts:
                     total.add(part.tensors)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, make_batches, name_of, residual, runtime_for
+from tests.runtime.models import (
+    assert_same,
+    make_batches,
+    name_of,
+    residual,
+    runtime_for,
+)
 from toolkit.errors import UserError
 from toolkit.runtime import ORDERS, SingleProcess
 from toolkit.schedule import catalog

@@ -65,7 +65,10 @@ class Net(nn.Module):
 def adamw(parameters):
     """Weights that decay behind those that do not, in another order than the model's."""
     groups = [
-        {"params": [p for name, p in parameters if vector == (p.dim() < 2)], "weight_decay": decay}
+        {
+            "params": [p for name, p in parameters if vector == (p.dim() < 2)],
+            "weight_decay": decay,
+        }
         for vector, decay in ((True, 0.0), (False, 0.1))
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
@@ -142,7 +145,12 @@ def _cases():
         "interleaved": lambda n: catalog.interleaved_1f1b(2 * n, 2 * n, n),
         "zero-bubble": lambda n: catalog.zero_bubble(n, 2 * n),
     }
-    mixed = {"frozen": True, "dropout": 0.3, "optimizer": adamw, "lr_scheduler": falling}
+    mixed = {
+        "frozen": True,
+        "dropout": 0.3,
+        "optimizer": adamw,
+        "lr_scheduler": falling,
+    }
     mixed["runs"] = (2, 4)
     left = {"left": True, "runs": (2, 4)}
     muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])
@@ -156,7 +164,9 @@ def _cases():
         "delayed-split-2": Case(DelayedAllReduce, delayed, runs=(4, 2)),
         "delayed-simultaneous-2": Case(DelayedAllReduce, simultaneous, runs=(1, 3, 2)),
         "1f1b-left-2": Case(TorchPipelining, pipelines["1f1b"](2), **left),
-        "zero-bubble-folds-3": Case(TorchPipelining, catalog.zero_bubble(3, 3), by=folds),
+        "zero-bubble-folds-3": Case(
+            TorchPipelining, catalog.zero_bubble(3, 3), by=folds
+        ),
     }
     for name, make in pipelines.items():
         cases[f"{name}-mixed-2"] = Case(TorchPipelining, make(2), **mixed)
@@ -172,12 +182,16 @@ def _cases():
         options = {"options": StepOptions(channels_last=True)}
         cases[f"{make.runtime}-channels-last-2"] = Case(make, data_parallel, options)
         cases[f"{make.runtime}-muon-2"] = Case(make, data_parallel, optimizer=muon)
-    return {name: case for name, case in cases.items() if case.schedule.n_ranks in RANKS}
+    return {
+        name: case for name, case in cases.items() if case.schedule.n_ranks in RANKS
+    }
 
 
 CASES = _cases()
 COMPRESSED = {
-    f"{name}-{wire}-2": dataclasses.replace(CASES[f"{name}-plain-2"], options={"compression": wire})
+    f"{name}-{wire}-2": dataclasses.replace(
+        CASES[f"{name}-plain-2"], options={"compression": wire}
+    )
     for wire in ("fp16", "bf16")
     for name in ("ddp", "delayed")
 }
@@ -199,8 +213,13 @@ def follow_all(n_ranks):
                 options = {"lr_scheduler": case.lr_scheduler, **case.options}
                 loss = watched(loss, waits)
                 runtime = case.make(stages, schedule, optimizer, loss, **options)
-                found[name] = (case.follow(runtime), ops, float(runtime.total(torch.ones(()))))
-                assert waits == {()} or case.make is TorchPipelining  # while it computes
+                found[name] = (
+                    case.follow(runtime),
+                    ops,
+                    float(runtime.total(torch.ones(()))),
+                )
+                # While it computes.
+                assert waits == {()} or case.make is TorchPipelining
     return found
 
 
@@ -275,13 +294,19 @@ def test_follows_the_schedule(found, name):
                 got_step, got, got_losses, got_outputs = on_rank[run][1][position]
                 assert got_step == step
                 seen += got
-                torch.testing.assert_close(got_losses, losses[list(got)], rtol=1e-10, atol=0)
+                torch.testing.assert_close(
+                    got_losses, losses[list(got)], rtol=1e-10, atol=0
+                )
                 true_outputs = torch.cat([outputs[:0], *(chunks[m] for m in got)])
-                torch.testing.assert_close(got_outputs, true_outputs, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(
+                    got_outputs, true_outputs, rtol=1e-9, atol=1e-12
+                )
             assert sorted(seen) == list(microbatches)  # each reported once
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.make is TorchPipelining])
+@pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if case.make is TorchPipelining]
+)
 def test_torch_runs_the_ops_of_the_schedule(found, name):
     schedule = CASES[name].schedule
     for (_, ops, _), order in zip(found[name], rank_orders(schedule), strict=True):
@@ -329,19 +354,29 @@ GPIPE = catalog.gpipe(3, 3)
         (DDP, GPIPE, "GPipe"),
         (DDP, catalog.data_parallel(3, accumulate=2), "DP accumulate 2"),
         (DDP, catalog.data_parallel(3, n_stages=2), "2 stages"),
-        (DelayedAllReduce, catalog.data_parallel(3, delay=RandomDelay()), "DP random delay 0-1"),
+        (
+            DelayedAllReduce,
+            catalog.data_parallel(3, delay=RandomDelay()),
+            "DP random delay 0-1",
+        ),
         (FSDP, catalog.data_parallel(3, delay=1), "runtime=fsdp"),
         (DelayedAllReduce, catalog.data_parallel(3), "DP"),
         (DelayedAllReduce, catalog.cyclic(3), "CDP-v2"),
         (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage"),
-        (DelayedAllReduce, catalog.cyclic(3, 1, correction="extrapolate"), "CDP-v1 predicted"),
+        (
+            DelayedAllReduce,
+            catalog.cyclic(3, 1, correction="extrapolate"),
+            "CDP-v1 predicted",
+        ),
         (TorchPipelining, catalog.cyclic(3, 1, "per_stage"), "CDP-v1"),
         (TorchPipelining, catalog.one_f_one_b(3, 2), "1F1B"),
         (TorchPipelining, catalog.zero_bubble(3, 7), "zero"),
         (TorchPipelining, catalog.zb_v(6, 6), "ZB-V"),
         (
             TorchPipelining,
-            Schedule.from_rank_orders(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="GPipe"),
+            Schedule.from_rank_orders(
+                ["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="GPipe"
+            ),
             "GPipe",
         ),
     ],
@@ -374,7 +409,10 @@ def test_norms_in_evaluation_mode_do_not_advance():
     stages = CASES["ddp-plain-2"].stages()
     stages.model.norm.eval()
     again = partition(stages.model, 3, torch.zeros(2, 1, 6, 6, dtype=torch.float64))
-    assert [len(WholeModel(found, 0).statistics()) for found in (stages, again)] == [10, 8]
+    assert [len(WholeModel(found, 0).statistics()) for found in (stages, again)] == [
+        10,
+        8,
+    ]
 
 
 def test_refuses_what_torch_cannot_train():
@@ -383,7 +421,9 @@ def test_refuses_what_torch_cannot_train():
     stages.model.requires_grad_(False)
     with pytest.raises(UserError, match="requires_grad"):
         DDP(stages, case.schedule, sgd, F.cross_entropy)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3)
+    )
     stages = partition(model, 2, torch.zeros(2, 1, 6, 6))
     with pytest.raises(UserError, match="SyncBatchNorm"):
         DDP(stages, case.schedule, sgd, F.cross_entropy)

@@ -29,7 +29,9 @@ adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def decaying(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + 0.1 * step)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +53,14 @@ def model():
     return build("resnet8", 10, SIZE).double()
 
 
-def make(model, schedule, *, optimizer=sgd, loss=F.cross_entropy, scheduler=None, **arguments):
+def make(
+    model, schedule, *, optimizer=sgd, loss=F.cross_entropy, scheduler=None, **arguments
+):
     example = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.float64)
     stages = partition(copy.deepcopy(model), N_STAGES, example)
-    return SingleProcess(stages, schedule, optimizer, loss, lr_scheduler=scheduler, **arguments)
+    return SingleProcess(
+        stages, schedule, optimizer, loss, lr_scheduler=scheduler, **arguments
+    )
 
 
 def results_of(runtime, batches):
@@ -137,7 +143,9 @@ def test_replayed_steps_train_bit_for_bit_alike(case, model, batches, monkeypatc
 
 
 @pytest.mark.parametrize("schedule", [cyclic(), data_parallel()], ids=["CDP-v2", "DP"])
-def test_a_state_taken_in_mid_training_continues_alike(schedule, model, batches, monkeypatch):
+def test_a_state_taken_in_mid_training_continues_alike(
+    schedule, model, batches, monkeypatch
+):
     """New versions lie at other addresses, so their steps are recorded anew."""
     expected = make(model, schedule)
     results_of(expected, batches[:40])
@@ -164,7 +172,10 @@ def test_a_state_does_not_change_while_training_goes_on(model, batches, monkeypa
     losses = [losses.clone() for losses, _ in results]
     results_of(runtime, batches[20:30])
     assert all(torch.equal(weights[name], state["model"][name]) for name in weights)
-    assert all(torch.equal(mine, before) for (mine, _), before in zip(results, losses, strict=True))
+    assert all(
+        torch.equal(mine, before)
+        for (mine, _), before in zip(results, losses, strict=True)
+    )
 
 
 OPTIMIZERS = {
@@ -281,10 +292,14 @@ def test_counted_losses_of_texts_are_replayed(model, monkeypatch, batches):
         assert_identical(runtime, expected)
 
 
-def test_what_waits_for_the_device_is_computed_and_says_so_once(model, batches, monkeypatch):
+def test_what_waits_for_the_device_is_computed_and_says_so_once(
+    model, batches, monkeypatch
+):
     def of_all(outputs, targets, n_microbatches):
         losses = F.cross_entropy(outputs, targets, reduction="none")
-        return losses.view(n_microbatches, -1).mean(1) * (1.0 if losses.sum().item() > 0 else 2.0)
+        return losses.view(n_microbatches, -1).mean(1) * (
+            1.0 if losses.sum().item() > 0 else 2.0
+        )
 
     @separable(of_all)
     def loss(outputs, targets):
@@ -305,7 +320,11 @@ def test_what_waits_for_the_device_is_computed_and_says_so_once(model, batches, 
     ("layer", "schedule", "options"),
     [
         (nn.Dropout(0.5), cyclic(), StepOptions()),
-        (nn.Tanh(), catalog.data_parallel(4, delay=RandomDelay(most=2), n_stages=2), StepOptions()),
+        (
+            nn.Tanh(),
+            catalog.data_parallel(4, delay=RandomDelay(most=2), n_stages=2),
+            StepOptions(),
+        ),
         (nn.Tanh(), cyclic(), StepOptions(compile="reduce-overhead")),
     ],
     ids=["dropout", "random delays", "own graphs"],
@@ -318,7 +337,10 @@ def test_what_is_not_replayed_says_so(layer, schedule, options, monkeypatch):
     assert runtime._engine.capture is None
     with emulated_graphs(monkeypatch):
         arguments = stages, schedule, sgd, F.cross_entropy
-        assert SingleProcess(*arguments, capture="off", options=options)._engine.capture is None
+        assert (
+            SingleProcess(*arguments, capture="off", options=options)._engine.capture
+            is None
+        )
 
 
 def test_batches_of_many_sizes_keep_few_recordings(monkeypatch):
@@ -370,7 +392,9 @@ def test_a_script_may_keep_results(monkeypatch):
     def together(outputs, targets):
         return loss(outputs, targets)
 
-    runtimes = small([nn.Linear(4, 4), nn.Linear(4, 3)], cyclic(), monkeypatch, loss=together)
+    runtimes = small(
+        [nn.Linear(4, 4), nn.Linear(4, 3)], cyclic(), monkeypatch, loss=together
+    )
     batches = [(vectors(8, 4), vectors(8, 3)) for _ in range(20)]
     kept = [[runtime.step(*batch) for batch in batches] for runtime in runtimes]
     assert runtimes[0]._engine.capture.n_replayed > 10
@@ -406,7 +430,9 @@ def test_every_input_is_read(monkeypatch):
     torch.manual_seed(0)
     model, runtimes = Added().double(), []
     for emulated in (True, False):
-        stages = partition(copy.deepcopy(model), N_STAGES, (vectors(2, 4), vectors(2, 4)))
+        stages = partition(
+            copy.deepcopy(model), N_STAGES, (vectors(2, 4), vectors(2, 4))
+        )
         with emulated_graphs(monkeypatch) if emulated else nullcontext():
             runtimes.append(SingleProcess(stages, cyclic(), sgd, F.mse_loss))
     for _ in range(12):
@@ -460,10 +486,14 @@ def test_constants_in_other_memory_are_read(name, monkeypatch):
     assert_identical(runtime, expected)
 
 
-def test_more_kinds_of_steps_than_are_kept_are_not_recorded_again_and_again(monkeypatch):
+def test_more_kinds_of_steps_than_are_kept_are_not_recorded_again_and_again(
+    monkeypatch,
+):
     """Stages of PipeDream have 1 to 5 versions, so 60 kinds of steps take turns."""
     schedule = catalog.pipedream(5, 1)
-    runtime, expected = small([nn.Linear(4, 4) for _ in range(5)], schedule, monkeypatch)
+    runtime, expected = small(
+        [nn.Linear(4, 4) for _ in range(5)], schedule, monkeypatch
+    )
     capture = runtime._engine.capture
     for _ in range(150):
         batch = vectors(2, 4), vectors(2, 4)
@@ -485,11 +515,15 @@ def test_recordings_without_use_make_room(monkeypatch):
 
 
 def test_a_model_that_cannot_be_recorded_is_soon_left_alone(monkeypatch):
-    @separable(lambda x, y, n: (x - y).square().view(n, -1).mean(1) * (x.sum().item() > -9e9))
+    @separable(
+        lambda x, y, n: (x - y).square().view(n, -1).mean(1) * (x.sum().item() > -9e9)
+    )
     def loss(outputs, targets):
         return (outputs - targets).square().mean()
 
-    runtime, _ = small([nn.Linear(4, 4), nn.Linear(4, 3)], data_parallel(), monkeypatch, loss=loss)
+    runtime, _ = small(
+        [nn.Linear(4, 4), nn.Linear(4, 3)], data_parallel(), monkeypatch, loss=loss
+    )
     batches = [(vectors(4 * n, 4), vectors(4 * n, 3)) for n in range(1, 30)]
     with pytest.warns(UserWarning, match="capture"):
         results_of(runtime, batches * 2)
@@ -512,20 +546,26 @@ def test_a_captured_step_holds_at_most_one_more_version(model, batches, monkeypa
     addresses = set()
     for runner, versions in zip(runtime._runners, runtime._versions, strict=True):
         held = [*versions.values(), *runner._spare]
-        addresses |= {tensor.data_ptr() for weights_of in held for tensor in weights_of.values()}
+        addresses |= {
+            tensor.data_ptr() for weights_of in held for tensor in weights_of.values()
+        }
         # Two versions are read, and the memory of the third is that of a version that has ended.
         assert len(held) <= 2
     for captured in capture._captured.values():
         assert len(captured.outputs) == 1
 
 
-def test_a_replayed_step_dispatches_nothing_but_copies_and_updates(model, batches, monkeypatch):
+def test_a_replayed_step_dispatches_nothing_but_copies_and_updates(
+    model, batches, monkeypatch
+):
     """No synchronisation: every operation of the host is one that a GPU runs later."""
     with emulated_graphs(monkeypatch):
         runtime = make(model, cyclic(), optimizer=partial(sgd, foreach=True))
     results_of(runtime, batches[:20])
     for captured in runtime._engine.capture._captured.values():
-        captured.replay_forward = captured.replay_losses = captured.replay_backward = lambda: None
+        captured.replay_forward = captured.replay_losses = captured.replay_backward = (
+            lambda: None
+        )
     found = count_operations(lambda: runtime.step(*batches[20]))
     assert not any("scalar" in name or "item" in name for name in found)
     assert found.total() <= 8 + 8 * N_STAGES
@@ -539,15 +579,21 @@ def test_cuda_graphs_train_as_operations_do(case, model, batches):
     runtimes = []
     for capture in ("auto", "off"):
         stages = partition(
-            copy.deepcopy(model).cuda(), N_STAGES, torch.empty_like(batches[0][0][:BATCH]).cuda()
+            copy.deepcopy(model).cuda(),
+            N_STAGES,
+            torch.empty_like(batches[0][0][:BATCH]).cuda(),
         )
         made = {"optimizer": sgd, "loss": F.cross_entropy} | arguments
         scheduler = made.pop("scheduler", None)
         runtimes.append(
-            SingleProcess(stages, schedule, **made, lr_scheduler=scheduler, capture=capture)
+            SingleProcess(
+                stages, schedule, **made, lr_scheduler=scheduler, capture=capture
+            )
         )
     for inputs, targets in batches:
-        losses = [runtime.step(inputs.cuda(), targets.cuda()).losses for runtime in runtimes]
+        losses = [
+            runtime.step(inputs.cuda(), targets.cuda()).losses for runtime in runtimes
+        ]
         torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
     assert runtimes[0]._engine.capture.n_replayed >= N_STEPS - 12
     states = [runtime.module().state_dict() for runtime in runtimes]

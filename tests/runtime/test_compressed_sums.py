@@ -38,7 +38,9 @@ N_STEPS, N_BEFORE = 6, 3
 
 def token_mean(outputs, targets):
     """A sum with a count, which travels with the gradients."""
-    return F.cross_entropy(outputs, targets, reduction="sum"), torch.tensor(float(len(targets)))
+    return F.cross_entropy(outputs, targets, reduction="sum"), torch.tensor(
+        float(len(targets))
+    )
 
 
 def trained(schedule, make, loss=F.cross_entropy, **options):
@@ -93,7 +95,11 @@ def job():
         SCHEDULES["v1"], Distributed, token_mean, world=world, compression="int8"
     )
     found["in order"] = trained(
-        SCHEDULES["v1 rotated"], Distributed, world=world, compression="int4", overlap=False
+        SCHEDULES["v1 rotated"],
+        Distributed,
+        world=world,
+        compression="int4",
+        overlap=False,
     )
     found["bytes"] = {case: sent(world, *case) for case in (*CASES, ("v1", "none"))}
     return found
@@ -202,7 +208,9 @@ def test_a_message_by_hand(bits):
     one = compressor.compress(SEND, total(first), {"w"}).decoded()
     other = compressor.compress(SEND, total(second), {"w"}).decoded()
     torch.testing.assert_close(one["w"], rounded(first), rtol=0, atol=0)
-    torch.testing.assert_close(other["w"], rounded(second + first - rounded(first)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        other["w"], rounded(second + first - rounded(first)), rtol=0, atol=0
+    )
     assert one["count"] == 3
     # What has been sent differs from what should have been by one message's error.
     lost = compressor.errors[0][1].view(20, 30)
@@ -212,9 +220,13 @@ def test_a_message_by_hand(bits):
 
 def test_a_sum_that_is_not_finite_leaves_no_error():
     compressor = SumCompressor(8)
-    broken = compressor.compress(SEND, total(torch.tensor([1.0, torch.inf])), {"w"}).decoded()
+    broken = compressor.compress(
+        SEND, total(torch.tensor([1.0, torch.inf])), {"w"}
+    ).decoded()
     assert not broken["w"].isfinite().any()
-    whole = compressor.compress(SEND, total(torch.tensor([1.0, 127.0])), {"w"}).decoded()
+    whole = compressor.compress(
+        SEND, total(torch.tensor([1.0, 127.0])), {"w"}
+    ).decoded()
     assert whole["w"].tolist() == [1.0, 127.0]
 
 
@@ -227,7 +239,9 @@ def found_weights(compression, error_feedback=True):
     The optimum is (0, 0.5). There the ranks' gradients of the first weight are large and opposite;
     only rank 0 has one of the second, which is small.
     """
-    inputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    inputs = torch.tensor(
+        [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], dtype=torch.float64
+    )
     targets = torch.tensor([[10.0], [0.5], [-10.0], [0.0]], dtype=torch.float64)
     return models.two_weights(
         [(inputs, targets)] * 300, compression, "sums", error_feedback=error_feedback
@@ -273,7 +287,12 @@ def test_refuses_the_errors_of_another_training(alone):
     def load(changed, compression):
         stages = models.cut(models.residual(), schedule)
         SingleProcess(
-            stages, schedule, sgd, F.cross_entropy, order="scheduled", compression=compression
+            stages,
+            schedule,
+            sgd,
+            F.cross_entropy,
+            order="scheduled",
+            compression=compression,
         ).load_state_dict(changed)
 
     with pytest.raises(UserError, match="int8"):

@@ -30,13 +30,20 @@ SCHEDULES = {
     "v2 sharded": catalog.cyclic(3, "freshest", state="sharded"),
     "v1 circulating": catalog.cyclic(3, 1, state="circulating"),
 }
-HANDS_ON = [name for name in SCHEDULES if "sharded" not in name and "circulating" not in name]
+HANDS_ON = [
+    name for name in SCHEDULES if "sharded" not in name and "circulating" not in name
+]
 
 
 def runtime_of(schedule, compression):
     stages = models.cut(models.residual(), schedule)
     return SingleProcess(
-        stages, schedule, sgd, F.cross_entropy, order="scheduled", compression=compression
+        stages,
+        schedule,
+        sgd,
+        F.cross_entropy,
+        order="scheduled",
+        compression=compression,
     )
 
 
@@ -67,7 +74,9 @@ def test_all_ranks_compute_with_the_same_bits(name, monkeypatch):
 
     def noted(rank, i):
         copies = read.setdefault((i.stage, i.version), {})
-        copies[id(rank)] = {name: x.clone() for name, x in rank.weights[i.weights].items()}
+        copies[id(rank)] = {
+            name: x.clone() for name, x in rank.weights[i.weights].items()
+        }
         forward(rank, i)
 
     monkeypatch.setitem(Rank.execute.__globals__["_METHODS"], Action.FORWARD, noted)
@@ -172,7 +181,9 @@ def test_differences_by_hand(bits):
         assert torch.equal(hat["phase"], weights_of(numbers)["phase"])
     # What a message lost is in the next: the error stays that of one message.
     largest_code = 2 ** (bits - 1) - 1
-    largest_difference = 2 * torch.stack([first, second, third]).abs().max() * (1 + 1 / 7)
+    largest_difference = (
+        2 * torch.stack([first, second, third]).abs().max() * (1 + 1 / 7)
+    )
     assert max(lost) <= largest_difference / largest_code / 2
 
 
@@ -222,11 +233,15 @@ def found_weights(compression, error_feedback=True):
     compared with its own. Only the owner has a gradient of the second, so no message of sums
     rounds it.
     """
-    inputs = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    inputs = torch.tensor(
+        [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64
+    )
     targets = torch.tensor([[10.0], [0.0], [10.0], [0.5]], dtype=torch.float64)
     swinging = torch.tensor([[-10.0], [0.0], [-10.0], [0.5]], dtype=torch.float64)
     batches = [(inputs, targets), (inputs, swinging)] * 200
-    return models.two_weights(batches, compression, "weights", error_feedback=error_feedback)
+    return models.two_weights(
+        batches, compression, "weights", error_feedback=error_feedback
+    )
 
 
 def test_error_feedback_of_weights_is_needed():

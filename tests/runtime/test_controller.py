@@ -83,8 +83,13 @@ def test_follows_the_single_process(controller, schedule):
     found = list(controller.train(*arguments(schedule), batches, record=2))
     single, expected = alone(schedule)
     for result, of_single in zip(found, expected, strict=True):
-        assert (result.step, result.microbatches) == (of_single.step, of_single.microbatches)
-        torch.testing.assert_close(result.losses, of_single.losses, rtol=1e-10, atol=1e-12)
+        assert (result.step, result.microbatches) == (
+            of_single.step,
+            of_single.microbatches,
+        )
+        torch.testing.assert_close(
+            result.losses, of_single.losses, rtol=1e-10, atol=1e-12
+        )
     assert_same(controller.module().state_dict(), single.module().state_dict())
     found_state, expected_state = controller.state_dict(), single.state_dict()
     torch.testing.assert_close(
@@ -102,7 +107,9 @@ def test_compressed_messages_follow_the_single_process(controller):
     list(single.run(batches))
     assert_same(controller.module().state_dict(), single.module().state_dict())
     found, expected = controller.state_dict(), single.state_dict()
-    torch.testing.assert_close(found["versions"], expected["versions"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        found["versions"], expected["versions"], rtol=1e-10, atol=1e-12
+    )
     assert found["ranks"].keys() == expected["ranks"].keys()
 
 
@@ -165,10 +172,23 @@ def test_an_exception_names_rank_and_instruction(controller):
             raise RuntimeError("no loss here")
         return F.cross_entropy(outputs, targets)
 
-    with pytest.raises(RankError, match=r"rank 1, in step 0 at FORWARD stage 1.*no loss here"):
-        list(controller.train(*arguments(catalog.cyclic(2), loss), models.make_batches(2)))
+    with pytest.raises(
+        RankError, match=r"rank 1, in step 0 at FORWARD stage 1.*no loss here"
+    ):
+        list(
+            controller.train(
+                *arguments(catalog.cyclic(2), loss), models.make_batches(2)
+            )
+        )
     assert await_end(processes_of(controller))
-    assert len(list(controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2)))) == 5
+    assert (
+        len(
+            list(
+                controller.train(*arguments(catalog.cyclic(2)), models.make_batches(2))
+            )
+        )
+        == 5
+    )
 
 
 def test_a_mistake_stays_a_users_error(controller):
@@ -182,14 +202,17 @@ def test_a_mistake_stays_a_users_error(controller):
     with pytest.raises(UserError, match="multiple of 2"):
         list(
             controller.train(
-                *arguments(catalog.cyclic(2)), [(torch.zeros(3, 3, 6, 6), torch.zeros(3))]
+                *arguments(catalog.cyclic(2)),
+                [(torch.zeros(3, 3, 6, 6), torch.zeros(3))],
             )
         )
     with pytest.raises(UserError, match=r"Controller\(ranks=3\)"):
         controller.train(*arguments(catalog.cyclic(3)), models.make_batches(3))
     lock = threading.Lock()
     with pytest.raises(UserError, match="lock"):
-        controller.train(*arguments(catalog.cyclic(2), lambda *_: lock), models.make_batches(2))
+        controller.train(
+            *arguments(catalog.cyclic(2), lambda *_: lock), models.make_batches(2)
+        )
 
 
 def test_a_killed_rank_is_named(controller):
@@ -203,7 +226,9 @@ def test_a_killed_rank_is_named(controller):
 
 
 @pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
-def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, schedule):
+def test_training_continues_from_the_kept_state_when_ranks_are_lost(
+    controller, schedule
+):
     batches = iter(models.make_batches(2, 12))  # each is read once
     runtime = Controlled(*arguments(schedule), controller=controller, keep_every=5)
     found = []
@@ -227,7 +252,9 @@ def test_training_continues_from_the_kept_state_when_ranks_are_lost(controller, 
 
 
 @pytest.mark.parametrize("schedule", KEPT_SCHEDULES, ids=name_of)
-def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(controller, schedule):
+def test_state_is_whole_though_a_rank_is_lost_while_it_is_asked_for(
+    controller, schedule
+):
     """At random moments, from before the call until after it; the bits are the same."""
     runtime = Controlled(*arguments(schedule), controller=controller, keep_every=2)
     list(runtime.run(models.make_batches(2, 4)))
@@ -262,7 +289,11 @@ def test_kills_at_random_moments_are_healed_to_the_same_bits(controller, schedul
     def train(runtime, index):
         """Train four steps; return losses and all state."""
         results = list(runtime.run(batches[4 * index : 4 * index + 4]))
-        return results, copy.deepcopy(runtime.state_dict()), runtime.module().state_dict()
+        return (
+            results,
+            copy.deepcopy(runtime.state_dict()),
+            runtime.module().state_dict(),
+        )
 
     undisturbed = Controlled(*arguments(schedule), controller=controller, keep_every=2)
     expected, seconds = [], []
@@ -319,7 +350,9 @@ def test_a_rank_that_is_lost_before_the_first_step_is_replaced(controller, tmp_p
     assert_same(runtime.module().state_dict(), expected.module().state_dict())
 
 
-def test_a_rank_lost_before_its_first_step_is_in_no_step_of_the_training_before(controller):
+def test_a_rank_lost_before_its_first_step_is_in_no_step_of_the_training_before(
+    controller,
+):
     schedule = catalog.cyclic(2, 1)
     list(controller.train(*arguments(schedule), models.make_batches(2, 3)))
     assert all("in step 2" in row["at"] for row in controller.status())
@@ -331,7 +364,11 @@ def test_a_rank_lost_before_its_first_step_is_in_no_step_of_the_training_before(
 
     stages, *_, loss = arguments(schedule)
     with pytest.raises(JobFailedError, match="rank 1") as caught:
-        list(controller.train(stages, schedule, optimizer, loss, models.make_batches(2, 3)))
+        list(
+            controller.train(
+                stages, schedule, optimizer, loss, models.make_batches(2, 3)
+            )
+        )
     of_rank_1, _, _ = str(caught.value).partition(";")
     assert "step" not in of_rank_1
 
@@ -347,9 +384,15 @@ def test_a_loaded_state_takes_the_place_of_the_kept_one_of_its_step(controller):
             tensor.zero_()
     runtime.load_state_dict(loaded)
     expected = copy.deepcopy(runtime.module().state_dict())
-    assert not any(tensor.any() for tensor in expected.values() if tensor.is_floating_point())
+    assert not any(
+        tensor.any() for tensor in expected.values() if tensor.is_floating_point()
+    )
     processes_of(controller)[1].kill()
-    assert all(map(torch.equal, tensors_in(runtime.module().state_dict()), tensors_in(expected)))
+    assert all(
+        map(
+            torch.equal, tensors_in(runtime.module().state_dict()), tensors_in(expected)
+        )
+    )
     assert len(runtime.recoveries) <= 1
 
 
@@ -400,7 +443,9 @@ def test_a_rank_that_is_lost_again_and_again_ends_the_training(controller):
     def loss(outputs, targets):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    runtime = Controlled(*arguments(catalog.cyclic(2), loss), controller=controller, keep_every=5)
+    runtime = Controlled(
+        *arguments(catalog.cyclic(2), loss), controller=controller, keep_every=5
+    )
     # Both ranks call the loss at the same time: either may be seen to end first.
     with pytest.raises(JobFailedError, match=r"rank [01] (was ended|has died)"):
         list(runtime.run(models.make_batches(2)))
@@ -423,7 +468,9 @@ def test_what_is_not_exhausted_ends_the_ranks_and_can_be_repeated(controller, ho
     assert await_end(processes)
     with pytest.raises(UserError, match="not exhausted"):
         controller.module()
-    assert len(list(controller.train(*arguments(schedule), models.make_batches(2)))) == 5
+    assert (
+        len(list(controller.train(*arguments(schedule), models.make_batches(2)))) == 5
+    )
 
 
 def test_status_is_a_table_of_live_ranks(controller):
@@ -455,7 +502,9 @@ def test_the_end_of_the_caller_leaves_no_process(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         processes = [Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(processes) == 2
@@ -471,7 +520,10 @@ def test_ranks_of_several_machines_act_as_one_job():
         each = (range(2), range(2, 3))
         return [replace(this_machine(len(ranks))[0], ranks=ranks) for ranks in each]
 
-    with mock.patch.object(processes, "this_machine", machines), processes.Processes(3) as made:
+    with (
+        mock.patch.object(processes, "this_machine", machines),
+        processes.Processes(3) as made,
+    ):
         assert made.call(place) == [["0", "0", "2"], ["1", "1", "2"], ["2", "0", "1"]]
         made.begin(time.sleep, 60)
         os.kill(made.process_ids[2], signal.SIGKILL)

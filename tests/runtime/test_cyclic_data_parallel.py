@@ -14,7 +14,13 @@ from tests.stages import in_loops
 from toolkit.cost.worker_forms import ModelCosts, best_rule
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.runtime import CyclicDataParallel, JobFailedError, SingleProcess, StepOptions, launch
+from toolkit.runtime import (
+    CyclicDataParallel,
+    JobFailedError,
+    SingleProcess,
+    StepOptions,
+    launch,
+)
 from toolkit.runtime.process_group.world import World
 from toolkit.schedule import catalog
 
@@ -45,7 +51,8 @@ def states(schedule, model=None, **options):
     if model is not None:
         batches = [(x.float(), y) for x, y in batches]
     return [
-        copy.deepcopy((runtime.step(*batch), runtime.module().state_dict())[1]) for batch in batches
+        copy.deepcopy((runtime.step(*batch), runtime.module().state_dict())[1])
+        for batch in batches
     ]
 
 
@@ -84,7 +91,10 @@ def test_an_automatic_rule_is_the_best_form_on_given_links(odd_jobs):
         runtime.step(*batch)
     for found in odd_jobs:
         (chains, staleness), state = found["automatic"]
-        assert (chains, staleness) == (form.schedule.chains, form.schedule.max_staleness)
+        assert (chains, staleness) == (
+            form.schedule.chains,
+            form.schedule.max_staleness,
+        )
         assert staleness == 1
         assert_same(state, runtime.module().state_dict(), 1e-10, 1e-10)
 
@@ -144,12 +154,24 @@ def test_keywords_dictionaries_and_shares_of_their_own_sizes(as_scripts_do):
 
 def test_calls_out_of_turn_are_refused(as_scripts_do):
     """On the rank that makes them, and training goes on."""
-    mistakes = ["optimizer.step()", "model(x)", "the end of training", "parameters()", "a second"]
+    mistakes = [
+        "optimizer.step()",
+        "model(x)",
+        "the end of training",
+        "parameters()",
+        "a second",
+    ]
     for *_, refused in as_scripts_do:
         assert len(refused) == 3 * 5 + 3
-        for k, (mistake, message) in enumerate(zip(mistakes * 3, refused, strict=False)):
+        for k, (mistake, message) in enumerate(
+            zip(mistakes * 3, refused, strict=False)
+        ):
             assert message.startswith(mistake), k
-        assert [message.split()[0] for message in refused[-3:]] == ["model(x)", "no_sync", "an"]
+        assert [message.split()[0] for message in refused[-3:]] == [
+            "model(x)",
+            "no_sync",
+            "an",
+        ]
 
 
 def test_one_rank_and_an_awkward_model():
@@ -179,13 +201,20 @@ def test_a_step_of_some_ranks_only_ends_the_job():
         ({"rule": "gpipe"}, "unknown rule 'gpipe'"),
         ({"rule": catalog.cyclic(3)}, "3 ranks"),
         ({"rule": catalog.cyclic(2, placement="per_stage")}, "a part of the model"),
-        ({"rule": catalog.weipipe(2, accumulate=2)}, "micro-batch 2 before .* micro-batch 0"),
+        (
+            {"rule": catalog.weipipe(2, accumulate=2)},
+            "micro-batch 2 before .* micro-batch 0",
+        ),
         ({"rule": catalog.cyclic(2), "groups": 2}, "groups"),
         ({"model": F.relu}, "model: got a function"),
     ],
 )
 def test_unfit_arguments_are_refused(arguments, words):
     world = World(0, 2, torch.device("cpu"), "gloo", watch=None, store=None)
-    given = {"model": models.residual(), "optimizer": conform.sgd, "world": world} | arguments
+    given = {
+        "model": models.residual(),
+        "optimizer": conform.sgd,
+        "world": world,
+    } | arguments
     with pytest.raises(UserError, match=words):
         CyclicDataParallel(**given)

@@ -24,7 +24,9 @@ def weights(action, peer, stage=0, version=0):
 
 
 def activation(action, peer, stage=0, tick=0, microbatch=0):
-    return Instruction(tick, action, stage, microbatch, 0, None, Buffer.ACTIVATION, (peer,))
+    return Instruction(
+        tick, action, stage, microbatch, 0, None, Buffer.ACTIVATION, (peer,)
+    )
 
 
 def summed(action, *peers, stage=0):
@@ -53,7 +55,9 @@ def test_a_difference_of_weights_waits_for_the_one_before():
         weights(Action.RECV, 2, stage=1, version=2),
     )
     assert begun(flow_of(*instructions)) == [0, 1, 2]
-    flow = Dataflow(instructions, 0, ordered=False, chained=(Buffer.GRADIENT, Buffer.WEIGHTS))
+    flow = Dataflow(
+        instructions, 0, ordered=False, chained=(Buffer.GRADIENT, Buffer.WEIGHTS)
+    )
     flow.open(3)
     assert begun(flow) == [0, 2]
     flow.end(0)
@@ -73,7 +77,9 @@ def test_only_messages_of_one_kind_share_a_waiter():
         activation(Action.RECV, 1),
     ]
     assert len({*map(waiter_of, apart)}) == len(apart)
-    assert waiter_of(weights(Action.RECV, 1, version=1)) == waiter_of(weights(Action.RECV, 1))
+    assert waiter_of(weights(Action.RECV, 1, version=1)) == waiter_of(
+        weights(Action.RECV, 1)
+    )
 
 
 def test_in_background():
@@ -98,7 +104,9 @@ def test_releases_come_first():
 
 def test_opening_by_tick():
     ticks = (0, 1, 1, 3, 4)
-    flow = flow_of(*(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks), opened=0)
+    flow = flow_of(
+        *(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks), opened=0
+    )
     found = []
     for tick in (-1, 1, 0, 2, 99):
         flow.open_until(tick)
@@ -206,7 +214,10 @@ def test_updates_wait_for_their_limit():
     """Those of a step, whatever their sums; other instructions do not wait."""
     instructions = [op(Action.UPDATE)._replace(step=step) for step in (0, 1)]
     flow = Dataflow(
-        [*instructions, summed(Action.ALL_REDUCE, 0, 1)], 0, ordered=False, update_limit=-1
+        [*instructions, summed(Action.ALL_REDUCE, 0, 1)],
+        0,
+        ordered=False,
+        update_limit=-1,
     )
     flow.open(3)
     assert begun(flow) == [2]

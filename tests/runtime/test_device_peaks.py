@@ -23,7 +23,9 @@ def predicted(schedule, width):
     """The timeline of a case, from stages on the meta device."""
     with torch.device("meta"):
         model = device_peaks.decoder()
-    tokens = torch.zeros(device_peaks.BATCH, device_peaks.TOKENS, dtype=torch.long, device="meta")
+    tokens = torch.zeros(
+        device_peaks.BATCH, device_peaks.TOKENS, dtype=torch.long, device="meta"
+    )
     stages = partition(model, schedule.n_stages, tokens)
     if width == 1:
         costs = profile(stages, tokens)
@@ -40,7 +42,9 @@ def test_simulated_peaks_are_those_that_devices_have(measured, name):
     timeline = predicted(schedule, width)
     assert schedule.n_ranks * width == len(measured)
     for process, peaks in enumerate(measured):
-        assert timeline.peak_memory(process // width) == pytest.approx(peaks[name], rel=WITHIN)
+        assert timeline.peak_memory(process // width) == pytest.approx(
+            peaks[name], rel=WITHIN
+        )
 
 
 def test_two_devices_hold_less_than_one(measured):

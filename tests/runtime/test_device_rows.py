@@ -49,7 +49,9 @@ def test_follows_the_single_process(trained, name):
         for step, expected in enumerate(losses):
             in_column = [found["losses"][step] for found in of_processes[device::2]]
             merged = torch.cat([loss for loss in in_column if len(loss)]).sort().values
-            torch.testing.assert_close(merged, expected.sort().values, rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                merged, expected.sort().values, rtol=0, atol=1e-10
+            )
 
 
 @thorough
@@ -95,7 +97,9 @@ def assert_identical(state, expected):
 
 
 def test_schedules_change_on_devices(odd_jobs):
-    runtime = device_rows.single(catalog.cyclic(2, n_stages=2), device_rows.adamw, StepOptions())
+    runtime = device_rows.single(
+        catalog.cyclic(2, n_stages=2), device_rows.adamw, StepOptions()
+    )
     list(runtime.run(device_rows.batches(2)[:2]))
     runtime.switch(catalog.gpipe(2, 2))
     list(runtime.run(device_rows.batches(2)[2:]))
@@ -104,7 +108,9 @@ def test_schedules_change_on_devices(odd_jobs):
 
 
 def test_takes_a_mesh(odd_jobs):
-    runtime, _ = in_one_process(catalog.gpipe(2, 4), device_rows.sgd, device_rows.CLIPPED)
+    runtime, _ = in_one_process(
+        catalog.gpipe(2, 4), device_rows.sgd, device_rows.CLIPPED
+    )
     for found in odd_jobs:
         assert_same(found["mesh"], runtime.module().state_dict())
 
@@ -119,13 +125,21 @@ def test_devices_share_the_weights(odd_jobs):
             is_halved = ".up." in name or name.endswith("down.weight")
             if parameter.requires_grad:
                 n_elements += parameter.numel() // (2 if is_halved else 1)
-        expected.append(2 * 8 * n_elements)  # the version before the update, and the new one
+        # The version before the update, and the new one.
+        expected.append(2 * 8 * n_elements)
     for found in odd_jobs:
         assert list(found["peaks"]) == expected
 
 
 def test_refuses_what_does_not_fit(odd_jobs):
-    expected = ("rank 1, device 1", "parallelize", "of 3 devices", "('data', 'tensor')", "0", "co")
+    expected = (
+        "rank 1, device 1",
+        "parallelize",
+        "of 3 devices",
+        "('data', 'tensor')",
+        "0",
+        "co",
+    )
     for found in odd_jobs:
         for message, words in zip(found["refused"], expected, strict=True):
             assert words in message

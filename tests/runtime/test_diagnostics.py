@@ -29,7 +29,11 @@ def test_nothing_is_late_without_delay():
     _, found = looked_into(catalog.data_parallel(3))
     assert [len(delays) for delays in found] == [3, 0, 3, 0, 3, 0]
     for delays in found[::2]:
-        assert [(delay.stage, delay.delay) for delay in delays] == [(0, 0), (1, 0), (2, 0)]
+        assert [(delay.stage, delay.delay) for delay in delays] == [
+            (0, 0),
+            (1, 0),
+            (2, 0),
+        ]
         for delay in delays:
             assert delay.cosine == pytest.approx(1)
             assert delay.gradient == pytest.approx(delay.fresh_gradient)
@@ -51,7 +55,9 @@ def test_follows_its_definition():
     past = []
     again = make(schedule)
     for batch in batches:
-        past.append({k: p.detach().clone() for k, p in again.module().named_parameters()})
+        past.append(
+            {k: p.detach().clone() for k, p in again.module().named_parameters()}
+        )
         again.step(*batch)
     model = residual().train()
 
@@ -76,7 +82,9 @@ def test_follows_its_definition():
         cosine = float(F.cosine_similarity(a, b, dim=0))
         norms = [float(x.norm()) for x in (a, b, newest, newest - before)]
         assert cosine < 0.9999
-        assert astuple(delay) == pytest.approx((step, stage, 1, cosine, *norms), rel=1e-9)
+        assert astuple(delay) == pytest.approx(
+            (step, stage, 1, cosine, *norms), rel=1e-9
+        )
     assert all(isnan(delay.moved) for delay in found[0])
 
 
@@ -87,7 +95,12 @@ def test_the_scale_of_the_loss_is_not_in_the_gradients():
         options = StepOptions(precision="fp16", loss_scale=scale)
         stages = cut(residual().float(), schedule)
         runtime = SingleProcess(
-            stages, schedule, conform.sgd, F.cross_entropy, options=options, diagnostics=1
+            stages,
+            schedule,
+            conform.sgd,
+            F.cross_entropy,
+            options=options,
+            diagnostics=1,
         )
         batches = [(x.float(), y) for x, y in make_batches(3, 3)]
         return [[*map(astuple, result.delays)] for result in runtime.run(batches)]
@@ -104,7 +117,9 @@ def test_moved_is_the_last_update_whatever_the_delay(delay):
     plain = make(schedule)
     past = []
     for batch in make_batches(3, 5):
-        past.append({k: p.detach().clone() for k, p in plain.module().named_parameters()})
+        past.append(
+            {k: p.detach().clone() for k, p in plain.module().named_parameters()}
+        )
         plain.step(*batch)
     for stage, measured in enumerate(found[4]):
         names = [name for name, _ in runtime.stages[stage].named_parameters()]

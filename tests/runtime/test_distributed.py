@@ -67,12 +67,16 @@ def test_weights_held_while_messages_overlap(trained, size, k, schedule):
     found = trained[size][k]
     assert all(map(operator.le, found.weights, found.most_weights))
     moves = {(i.action, i.buffer) for order in schedule.lower(2).ranks for i in order}
-    in_place = schedule.state == "replicated" and (Action.SEND, Buffer.WEIGHTS) not in moves
+    in_place = (
+        schedule.state == "replicated" and (Action.SEND, Buffer.WEIGHTS) not in moves
+    )
     if in_place and schedule.max_staleness == 0:
         assert found.weights == found.most_weights
 
 
-@pytest.mark.parametrize("schedule", [catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)], ids=name_of)
+@pytest.mark.parametrize(
+    "schedule", [catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)], ids=name_of
+)
 def test_awkward_models(odd_jobs, schedule):
     """Dropout, AdamW, a learning-rate schedule, frozen parameters, whole numbers that cross."""
     stages = models.cut_awkward(models.awkward(), schedule)
@@ -81,13 +85,19 @@ def test_awkward_models(odd_jobs, schedule):
     list(runtime.run(models.id_batches(schedule.n_microbatches)))
     for found in odd_jobs:  # the model is whole on every rank
         assert_same(found[f"awkward {schedule.name}"], runtime.module().state_dict())
-        assert found[f"rates {schedule.name}"] == models.learning_rates(runtime) == [0.0025, 0.0025]
+        assert (
+            found[f"rates {schedule.name}"]
+            == models.learning_rates(runtime)
+            == [0.0025, 0.0025]
+        )
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_dictionaries_and_stages_by_hand(odd_jobs, by_hand):
     stages = models.masked_stages(models.masked(), by_hand)
-    runtime = SingleProcess(stages, catalog.cyclic(2), conform.adamw, models.scores_loss)
+    runtime = SingleProcess(
+        stages, catalog.cyclic(2), conform.adamw, models.scores_loss
+    )
     list(runtime.run(models.masked_batches(2)))
     for found in odd_jobs:
         assert_same(found[f"masked {by_hand}"], runtime.module().state_dict())
@@ -119,7 +129,10 @@ def test_weights_are_extrapolated_and_late_on_every_rank(odd_jobs):
 
 
 def test_ranks_of_stages_and_their_updates_change_with_the_schedule(odd_jobs):
-    whole, resumed = in_one_process(conform.CHANGING), in_one_process(conform.CHANGING, 0)
+    whole, resumed = (
+        in_one_process(conform.CHANGING),
+        in_one_process(conform.CHANGING, 0),
+    )
     assert_same(odd_jobs[1]["changed"], whole.module().state_dict())
     resumed.load_state_dict(copy.deepcopy(odd_jobs[0]["changing"]))
     list(resumed.run(models.make_batches(2)[4:]))
@@ -136,7 +149,13 @@ def test_weights_of_several_types_can_be_saved(odd_jobs):
 
 
 def test_refuses_what_does_not_fit(odd_jobs):
-    expected = ("world.part(3)", "record=STEPS", "give n_steps", "multiple of 2", "versions")
+    expected = (
+        "world.part(3)",
+        "record=STEPS",
+        "give n_steps",
+        "multiple of 2",
+        "versions",
+    )
     for found in odd_jobs:
         for message, words in zip(found["errors"], expected, strict=True):
             assert words in message
@@ -166,7 +185,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "wrong"), [(k, x) for k, values in WRONG.items() for x in values])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [(k, x) for k, values in WRONG.items() for x in values]
+)
 def test_refuses_unknown_values(name, wrong):
     """Before the ranks meet."""
     schedule = catalog.cyclic(2)
@@ -189,7 +210,11 @@ def test_with_nccl_a_rank_runs_its_stages_before_the_first_message(odd_jobs):
 def test_on_gpus():
     """By NCCL where there are two; else two ranks share one, and gloo takes messages by host."""
     for found in launch(conform.on_gpus, 2):
-        for schedule in (catalog.data_parallel(2), catalog.cyclic(2), catalog.cyclic(2, 1)):
+        for schedule in (
+            catalog.data_parallel(2),
+            catalog.cyclic(2),
+            catalog.cyclic(2, 1),
+        ):
             expected = in_one_process(schedule).module().state_dict()
             assert_same(found[schedule.name], expected)
 
@@ -238,7 +263,9 @@ def test_16_bits_are_sent_and_held(odd_jobs):
             stages, schedule, conform.sgd, F.cross_entropy, "scheduled", options=options
         )
         list(single.run([(x.float(), y) for x, y in models.make_batches(2)]))
-        assert_same(found[precision], single.module().state_dict(), rtol=1e-5, atol=1e-6)
+        assert_same(
+            found[precision], single.module().state_dict(), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_baselines_take_what_they_can(odd_jobs):
@@ -250,8 +277,18 @@ def test_baselines_take_what_they_can(odd_jobs):
     [
         ("DDP", catalog.data_parallel(2), {"clip": 1.0}, "ddp takes no clip=1.0"),
         ("FSDP", catalog.data_parallel(2), {"ema": 0.9}, "fsdp takes no ema=0.9"),
-        ("DDP", catalog.data_parallel(2), {"precision": "fp16"}, "ddp takes no precision=fp16"),
-        ("TorchPipelining", catalog.gpipe(2, 2), {"precision": "bf16"}, "takes no precision=bf16"),
+        (
+            "DDP",
+            catalog.data_parallel(2),
+            {"precision": "fp16"},
+            "ddp takes no precision=fp16",
+        ),
+        (
+            "TorchPipelining",
+            catalog.gpipe(2, 2),
+            {"precision": "bf16"},
+            "takes no precision=bf16",
+        ),
     ],
 )
 def test_baselines_refuse_the_rest(name, schedule, options, refused):
@@ -265,7 +302,9 @@ def test_baselines_refuse_the_rest(name, schedule, options, refused):
 
 SUITES = {
     "one process": test_single_process._schedules,
-    "many processes": lambda: [s for size in (1, 2, 3, 4) for s in conform.schedules(size)],
+    "many processes": lambda: [
+        s for size in (1, 2, 3, 4) for s in conform.schedules(size)
+    ],
 }
 
 

@@ -56,7 +56,10 @@ def small_batches(steps):
     """Micro-batches of 4, for 2 ranks."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator))
+        (
+            torch.randn(8, 6, generator=generator),
+            torch.randint(3, (8,), generator=generator),
+        )
         for _ in range(steps)
     ]
 
@@ -72,7 +75,9 @@ def job():
     """Reports all that it finds, and ends by an error of rank 1."""
     world = join(device="cpu")
     found = {
-        "same": {(k, way): _trained(world, k, **WAYS.get(way, {})) for k, way in _runs()},
+        "same": {
+            (k, way): _trained(world, k, **WAYS.get(way, {})) for k, way in _runs()
+        },
         "compressed": {
             (compression, k): _compressed(world, schedule, compression)
             for compression in TYPES
@@ -99,7 +104,9 @@ def _trained(world, k, **options):
     """State and losses of a run of steps that overlap and one alone."""
     schedule = SCHEDULES[k]
     stages = models.cut(models.residual(), schedule)
-    runtime = Distributed(stages, schedule, sgd, F.cross_entropy, world=world, **options)
+    runtime = Distributed(
+        stages, schedule, sgd, F.cross_entropy, world=world, **options
+    )
     batches = models.make_batches(schedule.n_microbatches, 4)
     results = [*runtime.run(batches[:3]), runtime.step(*batches[3])]
     assert not _threads()
@@ -179,7 +186,11 @@ def _ahead(world, state):
         mock.patch.object(Executor, "_perform", performing),
         mock.patch.object(Dataflow, "open_until", opening),
     ):
-        list(_small_runtime(world, catalog.cyclic(2, 1, state=state)).run(small_batches(3)))
+        list(
+            _small_runtime(world, catalog.cyclic(2, 1, state=state)).run(
+                small_batches(3)
+            )
+        )
     return max(opened)
 
 
@@ -217,7 +228,11 @@ def _fail(world):
             raise ValueError("a bad micro-batch")
         return F.cross_entropy(outputs, targets)
 
-    list(_small_runtime(world, catalog.cyclic(2, 1), loss, pacing=True).run(small_batches(4)))
+    list(
+        _small_runtime(world, catalog.cyclic(2, 1), loss, pacing=True).run(
+            small_batches(4)
+        )
+    )
 
 
 def _threads():
@@ -243,7 +258,9 @@ def found(ended):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("k", range(len(SCHEDULES)), ids=lambda k: name_of(SCHEDULES[k]))
+@pytest.mark.parametrize(
+    "k", range(len(SCHEDULES)), ids=lambda k: name_of(SCHEDULES[k])
+)
 def test_the_way_changes_no_bit(found, k, way):
     for rank in (0, 1):
         same = found[rank]["same"]
@@ -265,7 +282,9 @@ def by_the_definition(sent_as):
 
     def gradients(weights, inputs, targets):
         leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
-        loss = F.cross_entropy(torch.func.functional_call(model, leaves, inputs), targets)
+        loss = F.cross_entropy(
+            torch.func.functional_call(model, leaves, inputs), targets
+        )
         found = torch.autograd.grad(loss / 2, list(leaves.values()))
         return loss.detach(), dict(zip(leaves, found, strict=True))
 
@@ -276,7 +295,9 @@ def by_the_definition(sent_as):
         other_loss, own = gradients(read, other_x, other_y)
         losses.append((loss, other_loss))
         total = {name: own[name] + rounded(sent)[name] for name in own}
-        versions.append({name: x - LR * total[name] for name, x in versions[-1].items()})
+        versions.append(
+            {name: x - LR * total[name] for name, x in versions[-1].items()}
+        )
     return versions[-1], losses
 
 
@@ -302,7 +323,9 @@ def test_all_read_what_the_owner_has_rounded(found, k, compression):
         owner = SHARED[k].owners[stage]
         there = read[1 - owner][stage, version]
         pairs += [(x, there[name]) for name, x in read[owner][stage, version].items()]
-    assert all(torch.equal(other, x.to(TYPES[compression]).float()) for x, other in pairs)
+    assert all(
+        torch.equal(other, x.to(TYPES[compression]).float()) for x, other in pairs
+    )
     assert not all(torch.equal(other, x) for x, other in pairs)
 
 
@@ -314,13 +337,21 @@ def test_collectives_sum_in_the_type_that_travels(found, compression):
     for inputs, targets in small_batches(4):
         halves = zip(inputs.chunk(2), targets.chunk(2), strict=True)
         given = [
-            torch.autograd.grad(F.cross_entropy(model(x), y) / 2, parameters) for x, y in halves
+            torch.autograd.grad(F.cross_entropy(model(x), y) / 2, parameters)
+            for x, y in halves
         ]
         with torch.no_grad():
             for p, one, other in zip(parameters, *given, strict=True):
-                p -= LR * (one.to(sent_as).float() + other.to(sent_as).float()).to(sent_as).float()
+                p -= (
+                    LR
+                    * (one.to(sent_as).float() + other.to(sent_as).float())
+                    .to(sent_as)
+                    .float()
+                )
     key = compression, len(SHARED)
-    (state, _, read), (_, _, others) = (found[rank]["compressed"][key] for rank in (0, 1))
+    (state, _, read), (_, _, others) = (
+        found[rank]["compressed"][key] for rank in (0, 1)
+    )
     models.assert_same(state, dict(model.named_parameters()), 1e-6, 1e-7)
     assert read.keys() == others.keys()
     for version, weights in read.items():
@@ -351,7 +382,9 @@ def test_an_abandoned_run_is_refused(found):
     for rank in (0, 1):
         threads, refused = found[rank]["abandoned"]
         assert (threads, len(refused)) == ([], 8)
-        assert all("run()" in words and "start the ranks again" in words for words in refused)
+        assert all(
+            "run()" in words and "start the ranks again" in words for words in refused
+        )
 
 
 def test_an_error_of_the_loss_surfaces(ended):

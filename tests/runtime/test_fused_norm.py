@@ -16,12 +16,17 @@ SHAPES = [(N * 5, 4), (N * 2, 4, 6), (N * 2, 4, 3, 5), (N, 4, 2, 2, 2)]
 def inputs(shape, dtype=torch.float64):
     torch.manual_seed(0)
     x = (2 + 3 * torch.randn(shape)).to(dtype).requires_grad_()
-    parameters = [torch.randn(4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    parameters = [
+        torch.randn(4, dtype=torch.float64).requires_grad_() for _ in range(2)
+    ]
     return x, *parameters
 
 
 def expected(x, weight, bias, eps):
-    norms = [F.batch_norm(part, None, None, weight, bias, True, 0.0, eps) for part in x.chunk(N)]
+    norms = [
+        F.batch_norm(part, None, None, weight, bias, True, 0.0, eps)
+        for part in x.chunk(N)
+    ]
     return torch.cat(norms)
 
 
@@ -29,7 +34,9 @@ def expected(x, weight, bias, eps):
 @pytest.mark.parametrize("affine", [(True, True), (False, False)])
 def test_equals_a_norm_of_each_microbatch(shape, affine):
     x, *parameters = inputs(shape)
-    weight, bias = (p if used else None for p, used in zip(parameters, affine, strict=True))
+    weight, bias = (
+        p if used else None for p, used in zip(parameters, affine, strict=True)
+    )
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
     y, statistics, _, _ = microbatch_norm(x, weight, bias, N, 1e-3)
     reference = expected(x, weight, bias, 1e-3)
@@ -39,7 +46,9 @@ def test_equals_a_norm_of_each_microbatch(shape, affine):
     theirs = torch.autograd.grad(reference, leaves, start)
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     channels = [part.detach().transpose(0, 1).flatten(1) for part in x.chunk(N)]
-    sums = torch.stack([sum(c.mean(1) for c in channels), sum(c.var(1) for c in channels)])
+    sums = torch.stack(
+        [sum(c.mean(1) for c in channels), sum(c.var(1) for c in channels)]
+    )
     torch.testing.assert_close(statistics, sums, rtol=1e-12, atol=1e-12)
 
 
@@ -71,7 +80,9 @@ def test_an_activation_may_overwrite_the_result():
     x, weight, bias = inputs((N * 2, 4, 3, 5))
     y, *_ = microbatch_norm(x, weight, bias, N, 1e-3)
     (mine,) = torch.autograd.grad(nn.ReLU(inplace=True)(y).square().sum(), x)
-    (theirs,) = torch.autograd.grad(expected(x, weight, bias, 1e-3).relu().square().sum(), x)
+    (theirs,) = torch.autograd.grad(
+        expected(x, weight, bias, 1e-3).relu().square().sum(), x
+    )
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
@@ -92,14 +103,20 @@ def test_sixteen_bits_are_computed_in_more():
     weight, bias = weight.detach().float(), bias.detach().float()
     y, statistics, *_ = microbatch_norm(x, weight, bias, N, 1e-3)
     (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
-    assert (y.dtype, gradient.dtype, statistics.dtype) == (x.dtype, x.dtype, torch.float32)
+    assert (y.dtype, gradient.dtype, statistics.dtype) == (
+        x.dtype,
+        x.dtype,
+        torch.float32,
+    )
     reference = expected(x.detach().float(), weight, bias, 1e-3)
     torch.testing.assert_close(y.float(), reference, rtol=0.01, atol=0.02)
 
 
 def test_more_shapes_than_torch_compiles_by_default(monkeypatch):
     compile_formula = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_formula(f, backend="eager", **k))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **k: compile_formula(f, backend="eager", **k)
+    )
     formula = fused_norm._compiled.__wrapped__(fused_norm.forward_formula)
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
         for size in range(2, 7):

@@ -10,7 +10,10 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +115,9 @@ def locally(options, make_optimizer, loss):
         for optimizer in optimizers:
             optimizer.step()
         if step >= start and (step + 1 - start) % period == 0:
-            for k, parameters in enumerate(zip(*(r.parameters() for r in ranks), strict=True)):
+            for k, parameters in enumerate(
+                zip(*(r.parameters() for r in ranks), strict=True)
+            ):
                 new = sum(p.detach() for p in parameters) / RANKS
                 if "outer_lr" in options:
                     delta = outer[k] - new
@@ -153,7 +158,9 @@ def quantized(feedback, order, bits):
     weights = []
     for step, (inputs, targets) in enumerate(batches()):
         flats, sent = [], []
-        for m, (x, y) in enumerate(zip(inputs.chunk(RANKS), targets.chunk(RANKS), strict=True)):
+        for m, (x, y) in enumerate(
+            zip(inputs.chunk(RANKS), targets.chunk(RANKS), strict=True)
+        ):
             whole.zero_grad()
             F.cross_entropy(whole(x), y).backward()
             flats.append(torch.cat([p.grad.flatten() for p in in_order]))
@@ -164,7 +171,9 @@ def quantized(feedback, order, bits):
         gradient = sum(flats) / RANKS
         if step >= 2:
             means = []
-            for rank, parts in enumerate(zip(*(s.chunk(RANKS) for s in sent), strict=True)):
+            for rank, parts in enumerate(
+                zip(*(s.chunk(RANKS) for s in sent), strict=True)
+            ):
                 total = sum(parts) / RANKS + errors_of_mean[rank]
                 means.append(in_blocks(total, bits))
                 errors_of_mean[rank] = (total - means[rank]) * feedback
@@ -180,7 +189,9 @@ def quantized(feedback, order, bits):
 def plain_ddp(options):
     """On a rank: DDP and PowerSGD as torch's users write them."""
     rank = int(os.environ["RANK"])
-    wrapped = DistributedDataParallel(model(), bucket_cap_mb=options.get("bucket_mb", 25))
+    wrapped = DistributedDataParallel(
+        model(), bucket_cap_mb=options.get("bucket_mb", 25)
+    )
     state = PowerSGDState(
         None,
         matrix_approximation_rank=options.get("low_rank", 2),
@@ -199,7 +210,9 @@ def plain_ddp(options):
     weights = []
     for inputs, targets in batches():
         optimizer.zero_grad()
-        F.cross_entropy(wrapped(inputs.chunk(RANKS)[rank]), targets.chunk(RANKS)[rank]).backward()
+        F.cross_entropy(
+            wrapped(inputs.chunk(RANKS)[rank]), targets.chunk(RANKS)[rank]
+        ).backward()
         optimizer.step()
         weights.append(copy.deepcopy(wrapped.module.state_dict()))
     return weights
@@ -207,7 +220,9 @@ def plain_ddp(options):
 
 def make(kind, options, optimizer=sgd, loss=F.cross_entropy):
     stages = partition(model(), 2, torch.zeros(2, 6).double())
-    return kind(stages, catalog.data_parallel(RANKS, n_stages=2), optimizer, loss, **options)
+    return kind(
+        stages, catalog.data_parallel(RANKS, n_stages=2), optimizer, loss, **options
+    )
 
 
 def on_rank():
@@ -256,7 +271,9 @@ def found():
 @pytest.mark.parametrize("name", LOCAL)
 def test_local_steps_equal_their_equation(found, name):
     _, options, optimizer, loss = LOCAL[name]
-    defaults = {"outer_lr": 0.7, "outer_momentum": 0.9} if LOCAL[name][0] is DiLoCo else {}
+    defaults = (
+        {"outer_lr": 0.7, "outer_momentum": 0.9} if LOCAL[name][0] is DiLoCo else {}
+    )
     expected = locally(defaults | options, optimizer, loss)
     for rank in found:
         for weights, true_weights in zip(rank[name][0], expected, strict=True):
@@ -266,7 +283,9 @@ def test_local_steps_equal_their_equation(found, name):
 @pytest.mark.parametrize("name", [n for n in COMPRESSED if n.startswith("powersgd")])
 def test_powersgd_is_torchs_own_bit_for_bit(found, name):
     for rank in found:
-        for weights, true_weights in zip(rank[name][0], rank[name, "torch"], strict=True):
+        for weights, true_weights in zip(
+            rank[name][0], rank[name, "torch"], strict=True
+        ):
             assert_same(weights, true_weights, 0, 0)
     assert differ(found[0][name][0][-1], found[0]["exact"][0][-1])
 

@@ -7,7 +7,13 @@ import torch
 
 from tests.runtime import reference, token_losses
 from tests.runtime.models import assert_same, name_of
-from tests.runtime.token_losses import by_itself, make_batches, sgd, token_loss, whole_loss
+from tests.runtime.token_losses import (
+    by_itself,
+    make_batches,
+    sgd,
+    token_loss,
+    whole_loss,
+)
 from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess, StepOptions, launch
 from toolkit.schedule import catalog
@@ -28,7 +34,9 @@ def late_reference(schedule):
 
     def staleness(step):
         stages, microbatches = range(schedule.n_stages), range(schedule.n_microbatches)
-        return [[step - schedule.version(j, m, step) for m in microbatches] for j in stages]
+        return [
+            [step - schedule.version(j, m, step) for m in microbatches] for j in stages
+        ]
 
     def make_optimizer(parameters, previous):
         optimizer = sgd(parameters)
@@ -88,7 +96,9 @@ def test_means_of_microbatches_are_something_else():
         result = runtime.step(*make_batches(4)[0])
     assert len(warned) == 1
     assert result.loss.isnan()
-    difference = runtime.module()[3].weight - by_itself(schedule, n_steps=1)[0]["3.weight"]
+    difference = (
+        runtime.module()[3].weight - by_itself(schedule, n_steps=1)[0]["3.weight"]
+    )
     assert difference.abs().max() > 1e-3
 
 
@@ -166,7 +176,9 @@ def test_sums_and_means_do_not_mix():
         SingleProcess(stages, schedule, sgd, either).step(*make_batches(2)[0])
 
 
-@pytest.mark.parametrize("schedule", [catalog.data_parallel(2), catalog.gpipe(2, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    "schedule", [catalog.data_parallel(2), catalog.gpipe(2, 2)], ids=name_of
+)
 def test_a_count_that_receivers_do_not_expect_is_refused(schedule):
     """Where the loss fails on the outputs of zeros by which they find out."""
     with pytest.raises(UserError, match="outputs of zeros"):

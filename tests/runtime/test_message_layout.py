@@ -45,7 +45,9 @@ def tensors(draw):
         n = math.prod(shape)
         values = draw(st.lists(st.integers(0, highest), min_size=n, max_size=n))
         tensor = torch.tensor(values, dtype=dtype).view(shape)
-        found[f"place {k}"] = tensor.mT if tensor.dim() > 1 and draw(st.booleans()) else tensor
+        found[f"place {k}"] = (
+            tensor.mT if tensor.dim() > 1 and draw(st.booleans()) else tensor
+        )
     return found
 
 
@@ -94,11 +96,20 @@ def skeletons_of(model, n_stages, example, by="flops"):
 
 def test_finding_layouts_leaves_no_statistics():
     """The skeletons are used again, for micro-batches of another size."""
-    skeletons = skeletons_of(models.residual(), 2, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
-    small, large = (torch.empty(n, 1, 6, 6, dtype=torch.float64, device="meta") for n in (3, 8))
+    skeletons = skeletons_of(
+        models.residual(), 2, torch.zeros(3, 1, 6, 6, dtype=torch.float64)
+    )
+    small, large = (
+        torch.empty(n, 1, 6, 6, dtype=torch.float64, device="meta") for n in (3, 8)
+    )
     first, other = find_layouts(skeletons, (small,)), find_layouts(skeletons, (large,))
     assert find_layouts(skeletons, (small,)) == first
-    norms = [m for stage in skeletons for m in stage.modules() if isinstance(m, MicrobatchNorm)]
+    norms = [
+        m
+        for stage in skeletons
+        for m in stage.modules()
+        if isinstance(m, MicrobatchNorm)
+    ]
     assert {norm.statistics for norm in norms} == {None}
     assert (other.gradients, other.weights) == (first.gradients, first.weights)
     assert other.activations[0].n_bytes * 3 == first.activations[0].n_bytes * 8
@@ -122,7 +133,12 @@ def test_a_compressed_message_by_hand():
     )
     assert found.n_bytes == 4 + 2 * 2 + 2
     flat = found.pack(given_tensors, CPU)
-    assert flat.tolist() == [*(0, 0, 0x80, 0x3F), *(0x80, 0x3F), *(0, 0xC0), *(0x80, 0x3F)]
+    assert flat.tolist() == [
+        *(0, 0, 0x80, 0x3F),
+        *(0x80, 0x3F),
+        *(0, 0xC0),
+        *(0x80, 0x3F),
+    ]
 
 
 def sent_as(found):
@@ -133,7 +149,10 @@ def test_what_of_a_model_is_compressed():
     """Weights and their gradients; neither the statistics of norms nor what crosses boundaries."""
     skeletons = skeletons_of(models.residual().float(), 2, torch.zeros(3, 1, 6, 6))
     inputs = (torch.zeros(3, 1, 6, 6, device="meta"),)
-    plain, found = find_layouts(skeletons, inputs), find_layouts(skeletons, inputs, torch.bfloat16)
+    plain, found = (
+        find_layouts(skeletons, inputs),
+        find_layouts(skeletons, inputs, torch.bfloat16),
+    )
     assert found.activations == plain.activations
     assert found.activation_gradients == plain.activation_gradients
     for weights, gradients, before in zip(
@@ -189,7 +208,10 @@ class Odd(nn.Module):
 
 def odd_batches(n_microbatches, steps):
     n = 4 * n_microbatches
-    inputs = torch.randn(n, 3, dtype=torch.float64), torch.randn(n, 4, dtype=torch.float64)
+    inputs = (
+        torch.randn(n, 3, dtype=torch.float64),
+        torch.randn(n, 4, dtype=torch.float64),
+    )
     return [(inputs, torch.arange(n) % 3)] * steps
 
 
@@ -243,7 +265,11 @@ def test_layouts_are_what_a_run_hands_over(monkeypatch, schedule, model):
     data = batches(schedule.n_microbatches, 2)
     inputs = data[0][0] if isinstance(data[0][0], tuple) else (data[0][0],)
     example = tuple(x.chunk(schedule.n_microbatches)[0].to("meta") for x in inputs)
-    layouts = find_layouts([meta_copy(runner.compute) for runner in runtime._runners], example)
+    layouts = find_layouts(
+        [meta_copy(runner.compute) for runner in runtime._runners], example
+    )
     list(runtime.run(data))
-    sent = (i for order in schedule.lower(2).ranks for i in order if i.action.communicates)
+    sent = (
+        i for order in schedule.lower(2).ranks for i in order if i.action.communicates
+    )
     assert handed_over == {(i.buffer, i.stage) for i in sent if i.action != Action.RECV}

@@ -72,7 +72,11 @@ TWO_A_MACHINE = [
         (range(4), 4, [("all", (0, 1, 2, 3))]),
         (range(3), 1, [("between", (0, 1, 2))]),
         (range(4), 2, TWO_A_MACHINE),
-        (range(4), 3, [("gather", (0, 1, 2)), ("between", (0, 3)), ("spread", (0, 1, 2))]),
+        (
+            range(4),
+            3,
+            [("gather", (0, 1, 2)), ("between", (0, 3)), ("spread", (0, 1, 2))],
+        ),
         ((1, 3, 5), 4, [("gather", (1, 3)), ("between", (1, 5)), ("spread", (1, 3))]),
     ],
 )
@@ -117,7 +121,9 @@ MIXED = {"a": (3, torch.float64), "b": (5, torch.float32), "c": (0, torch.float3
 def layouts():
     """One byte a weight; gradients of several types, as a norm's statistics may be."""
     weights = tuple(Layout.of({"w": torch.empty(n, dtype=torch.uint8)}) for n in SIZES)
-    mixed = Layout.of({name: torch.empty(n, dtype=dtype) for name, (n, dtype) in MIXED.items()})
+    mixed = Layout.of(
+        {name: torch.empty(n, dtype=dtype) for name, (n, dtype) in MIXED.items()}
+    )
     nothing = Layout.of({})
     return Layouts((nothing,), (nothing,), (0,), (mixed, nothing), weights)
 
@@ -127,7 +133,10 @@ def values(rank, stage):
 
 
 def summands(rank):
-    return {name: torch.arange(n, dtype=dtype) + 10 * rank for name, (n, dtype) in MIXED.items()}
+    return {
+        name: torch.arange(n, dtype=dtype) + 10 * rank
+        for name, (n, dtype) in MIXED.items()
+    }
 
 
 def exchange():
@@ -228,7 +237,10 @@ def test_the_message_needed_first_goes_first():
 
 def test_messages_that_others_order_begin_at_once():
     turns, message = Turns(together=True), Transfer(torch.empty(0))
-    assert [turns.add(position, message) for position in (7, 9)] == [[(7, message)], [(9, message)]]
+    assert [turns.add(position, message) for position in (7, 9)] == [
+        [(7, message)],
+        [(9, message)],
+    ]
     assert turns.end(7) == []
 
 

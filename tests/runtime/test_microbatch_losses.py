@@ -46,7 +46,9 @@ def scaled(outputs, targets, factor):
     return F.cross_entropy(outputs, targets) * sum(factor)
 
 
-RESULTS, _ = Results.of(torch.zeros(1), lambda value: isinstance(value, torch.Tensor), "model")
+RESULTS, _ = Results.of(
+    torch.zeros(1), lambda value: isinstance(value, torch.Tensor), "model"
+)
 
 
 def classes(shape, ignored=False):
@@ -61,7 +63,11 @@ TEXTS = torch.Size([N * 2, 7, 5])
 SEPARABLE = {
     "torch": (F.cross_entropy, IMAGES, classes(IMAGES[:1])),
     "ignored": (F.cross_entropy, IMAGES, classes(IMAGES[:1], ignored=True)),
-    "smoothed": (partial(F.cross_entropy, label_smoothing=0.1), IMAGES, classes(IMAGES[:1], True)),
+    "smoothed": (
+        partial(F.cross_entropy, label_smoothing=0.1),
+        IMAGES,
+        classes(IMAGES[:1], True),
+    ),
     "probabilities": (F.cross_entropy, IMAGES, torch.rand(IMAGES).double()),
     "a module": (nn.CrossEntropyLoss(label_smoothing=0.2), IMAGES, classes(IMAGES[:1])),
     "the outer of two partials": (
@@ -71,7 +77,11 @@ SEPARABLE = {
     ),
     "squares": (F.mse_loss, IMAGES, torch.rand(IMAGES).double()),
     "a module of squares": (nn.MSELoss(), IMAGES, torch.rand(IMAGES).double()),
-    "images": (partial(cross_entropy, label_smoothing=0.1), IMAGES, classes(IMAGES[:1])),
+    "images": (
+        partial(cross_entropy, label_smoothing=0.1),
+        IMAGES,
+        classes(IMAGES[:1]),
+    ),
     "texts": (cross_entropy, TEXTS, classes(TEXTS[:2], ignored=True)),
 }
 OTHERS = {
@@ -92,7 +102,9 @@ def of_step(loss, outputs, targets):
     """The losses, their counts and the gradient of outputs, one by one and in one call."""
     found = []
     for in_one_call in (False, True):
-        losses = MicrobatchLosses(loss, checked_loss(loss, PLAIN, RESULTS), PLAIN, RESULTS)
+        losses = MicrobatchLosses(
+            loss, checked_loss(loss, PLAIN, RESULTS), PLAIN, RESULTS
+        )
         leaf = outputs.clone().requires_grad_()
         compute = losses if in_one_call else losses._one_by_one
         value = compute((leaf,), targets, N)
@@ -112,7 +124,9 @@ def test_one_call_equals_a_call_of_each(name):
     assert losses.in_one_call() is not None
     # As few operations as for a single micro-batch, and at most four for its mean.
     single = count_operations(lambda: loss(outputs, targets)).total()
-    assert count_operations(lambda: losses((outputs,), targets, N)).total() <= single + 4
+    assert (
+        count_operations(lambda: losses((outputs,), targets, N)).total() <= single + 4
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -122,8 +136,12 @@ def test_other_losses_are_called_for_each(name):
     assert losses.in_one_call() is None
     outputs = torch.randn(IMAGES, dtype=torch.float64)
     targets = classes(IMAGES[:1])
-    expected = [loss(x, y) for x, y in zip(outputs.chunk(N), targets.chunk(N), strict=True)]
-    torch.testing.assert_close(losses((outputs,), targets, N).value, torch.stack(expected))
+    expected = [
+        loss(x, y) for x, y in zip(outputs.chunk(N), targets.chunk(N), strict=True)
+    ]
+    torch.testing.assert_close(
+        losses((outputs,), targets, N).value, torch.stack(expected)
+    )
 
 
 def test_an_argument_by_position_is_not_lost():
@@ -158,11 +176,15 @@ def test_only_the_first_losses_are_examined():
 
 def test_several_outputs_belong_together_as_the_loss_says():
     results, _ = Results.of(
-        (torch.zeros(1), torch.zeros(1)), lambda value: isinstance(value, torch.Tensor), "model"
+        (torch.zeros(1), torch.zeros(1)),
+        lambda value: isinstance(value, torch.Tensor),
+        "model",
     )
     loss = cross_entropy
     assert (
-        MicrobatchLosses(loss, checked_loss(loss, PLAIN, results), PLAIN, results).in_one_call()
+        MicrobatchLosses(
+            loss, checked_loss(loss, PLAIN, results), PLAIN, results
+        ).in_one_call()
         is None
     )
 

@@ -51,7 +51,9 @@ def test_both_ways_agree_with_a_norm_of_each(kind, options):
     in_turn, at_once = (normalised(way, norm, x) for way in ("_in_turn", "_at_once"))
     torch.testing.assert_close(at_once, in_turn, rtol=1e-10, atol=1e-12)
     parts = x.chunk(N)
-    expected = [F.batch_norm(p, None, None, norm.weight, norm.bias, True, 0.0) for p in parts]
+    expected = [
+        F.batch_norm(p, None, None, norm.weight, norm.bias, True, 0.0) for p in parts
+    ]
     torch.testing.assert_close(in_turn[0], torch.cat(expected), rtol=1e-12, atol=1e-12)
     if norm.track_running_stats:
         channels = [p.transpose(0, 1).flatten(1) for p in parts]
@@ -73,7 +75,9 @@ def test_sixteen_bits_are_summed_in_more():
 
 def test_one_value_of_a_channel_is_refused_in_both_ways():
     for way in ("_in_turn", "_at_once"):
-        with pytest.raises(ValueError, match=r"more than 1 value per|one value of a channel"):
+        with pytest.raises(
+            ValueError, match=r"more than 1 value per|one value of a channel"
+        ):
             normalised(way, made(nn.BatchNorm1d), torch.randn(N, 4))
 
 
@@ -85,7 +89,10 @@ def of_a_step(n_norms, n_microbatches):
     stages = cut(model, 1, torch.zeros(2, 4))
     sgd = partial(torch.optim.SGD, lr=0.1, foreach=True)
     runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "grouped")
-    batch = torch.randn(4 * n_microbatches, 4), torch.zeros(4 * n_microbatches, dtype=torch.long)
+    batch = (
+        torch.randn(4 * n_microbatches, 4),
+        torch.zeros(4 * n_microbatches, dtype=torch.long),
+    )
     runtime.step(*batch)
     return count_operations(lambda: runtime.step(*batch))
 

@@ -39,7 +39,9 @@ class Parts:
         for k, batch in enumerate(self.batches):
             if parts := [*wanted(k)]:
                 self.loaded += [(k, m) for m in parts]
-                yield tuple(torch.cat([x.chunk(n_parts)[m] for m in parts]) for x in batch)
+                yield tuple(
+                    torch.cat([x.chunk(n_parts)[m] for m in parts]) for x in batch
+                )
 
 
 def queue_of(batches, wanted, n_microbatches=3, first_step=0):
@@ -77,9 +79,13 @@ class Sized(torch.Tensor):
         return super().to(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("wanted", "rows"), [([], []), ([1], [2, 2]), ([0, 2], [4, 4])])
+@pytest.mark.parametrize(
+    ("wanted", "rows"), [([], []), ([1], [2, 2]), ([0, 2], [4, 4])]
+)
 def test_only_what_is_wanted_moves_to_the_device(wanted, rows):
-    batches = [tuple(tensor.as_subclass(Sized) for tensor in b) for b in make_batches(2)]
+    batches = [
+        tuple(tensor.as_subclass(Sized) for tensor in b) for b in make_batches(2)
+    ]
     meta = torch.device("meta")
     Sized.rows = []
     source = reader(batches, lambda step: wanted, device=meta)
@@ -131,7 +137,10 @@ def test_batches_that_differ_are_refused(other, seen, divisible):
         ((torch.zeros(7, 2), torch.zeros(7)), r"\[7, 7\].*multiple of 3"),
         ((torch.zeros(6, 2), torch.zeros(3)), r"\[6, 3\].*multiple of 3"),
         ((torch.zeros(0, 2), torch.zeros(0)), r"\[0, 0\].*multiple of 3"),
-        (((torch.zeros(6), torch.zeros(9)), torch.zeros(6)), r"\[6, 9, 6\].*multiple of 3"),
+        (
+            ((torch.zeros(6), torch.zeros(9)), torch.zeros(6)),
+            r"\[6, 9, 6\].*multiple of 3",
+        ),
         (ROWS, "tensor.*pair"),
         ((ROWS, ROWS, ROWS), "tuple of 3.*pair"),
         (3, "int.*pair"),
@@ -157,7 +166,10 @@ def test_more_steps_than_batches_are_refused(n_batches):
     with pytest.raises(UserError, match=f"n_steps: got 3.*n_steps={n_batches}"):
         list(reader(make_batches(n_batches), lambda step: [0], n_steps=3))
     batches = iter(make_batches(3))  # none is taken beyond n_steps
-    assert (len(list(BatchReader(batches, 3, lambda step: [0], 0, CPU, 2))), len([*batches])) == (
+    assert (
+        len(list(BatchReader(batches, 3, lambda step: [0], 0, CPU, 2))),
+        len([*batches]),
+    ) == (
         2,
         1,
     )
@@ -175,7 +187,10 @@ def test_results_are_in_order_of_micro_batches():
     assert (queue.n_finished(0), queue.n_finished(1)) == (2, 0)
     result, nothing = queue.result(0), queue.result(1)
     assert (result.step, result.microbatches, nothing.microbatches) == (0, (0, 2), ())
-    assert (result.losses.tolist(), result.outputs.flatten().tolist()) == ([0, 2], [0, 0, 2, 2])
+    assert (result.losses.tolist(), result.outputs.flatten().tolist()) == (
+        [0, 2],
+        [0, 0, 2, 2],
+    )
     assert float(result.loss) == 1
     assert nothing.losses.shape == nothing.outputs.shape == (0,)
     assert queue.n_finished(0) == 0
@@ -197,7 +212,10 @@ def test_a_queue_takes_batches_that_it_does_not_use():
 @quick
 def test_any_rank_gets_its_slices(data):
     """Whatever it reads of each step, and in any order, as steps overlap; it loads no others."""
-    n_parts, n_steps = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.integers(1, 4))
+    n_parts, n_steps = (
+        data.draw(st.sampled_from([1, 2, 3, 6])),
+        data.draw(st.integers(1, 4)),
+    )
     first = data.draw(st.integers(0, 3))
     parts = st.sets(st.integers(0, n_parts - 1)).map(sorted)
     wanted = {first + k: data.draw(parts) for k in range(n_steps)}
@@ -211,7 +229,9 @@ def test_any_rank_gets_its_slices(data):
             assert torch.equal(found, inputs)
             assert torch.equal(labels, targets)
         queue.skip_to(first + n_steps)
-    assert batches.loaded == [(step - first, m) for step in wanted for m in wanted[step]]
+    assert batches.loaded == [
+        (step - first, m) for step in wanted for m in wanted[step]
+    ]
 
 
 class Moving:
@@ -221,7 +241,9 @@ class Moving:
         return device, non_blocking
 
 
-@pytest.mark.parametrize(("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)])
+@pytest.mark.parametrize(
+    ("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)]
+)
 def test_only_a_gpu_copies_asynchronously(name, ahead):
     device = None if name is None else torch.device(name)
     assert _selected(Moving(), 1, [0], device) == (device, ahead)

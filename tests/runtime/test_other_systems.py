@@ -39,10 +39,13 @@ CASES = {
     },
 }
 SYSTEMS = [
-    pytest.param(name, marks=pytest.mark.skipif(not find_spec(name), reason=f"needs {name}"))
+    pytest.param(
+        name, marks=pytest.mark.skipif(not find_spec(name), reason=f"needs {name}")
+    )
     for name in CASES
 ]
-TOLERANCE = {"deepspeed": {"rtol": 1e-4, "atol": 1e-5}, "horovod": {}}  # 32 bits, 64 bits
+# 32 bits, 64 bits.
+TOLERANCE = {"deepspeed": {"rtol": 1e-4, "atol": 1e-5}, "horovod": {}}
 RESUMED = ("zero-1", "zero-3", "mixed")
 
 
@@ -54,7 +57,9 @@ def follow(case):
     """The weights and the losses by step and micro-batch."""
     runtime = made(case)
     results = [result for run in case.follow(runtime) for result in run[1]]
-    losses = {(r[0], m): float(x) for r in results for m, x in zip(r[1], r[2], strict=True)}
+    losses = {
+        (r[0], m): float(x) for r in results for m, x in zip(r[1], r[2], strict=True)
+    }
     return copy.deepcopy(runtime.module().state_dict()), losses
 
 
@@ -138,11 +143,16 @@ def test_refuses_other_options(make, options, named):
 
 @pytest.mark.parametrize(
     ("make", "module", "way_out"),
-    [(DeepSpeed, "deepspeed", "pip install"), (Horovod, "horovod", "install_horovod.sh")],
+    [
+        (DeepSpeed, "deepspeed", "pip install"),
+        (Horovod, "horovod", "install_horovod.sh"),
+    ],
 )
 def test_names_the_command_that_installs_it(make, module, way_out, monkeypatch):
     """Also before ranks are joined."""
     without_package(monkeypatch, module)
     for use in (make.check_installed, lambda: made(Case(make, DP))):
-        with pytest.raises(UserError, match=f"{make.runtime} needs {module}: .*{way_out}"):
+        with pytest.raises(
+            UserError, match=f"{make.runtime} needs {module}: .*{way_out}"
+        ):
             use()

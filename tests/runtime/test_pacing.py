@@ -101,7 +101,8 @@ def test_rate_is_that_of_the_shortest_step(pacer, clock, sent):
         pacer.end_step()
         assert pacer.rate == pytest.approx(rate)
     pacer.begin(2000)
-    for seconds, rate in ((0.001, 250), (20, 500)):  # 2000 bytes in the shortest step, of 5 s
+    # 2000 bytes in the shortest step, of 5 s.
+    for seconds, rate in ((0.001, 250), (20, 500)):
         clock.now += seconds
         pacer.end_step()
         assert pacer.rate == pytest.approx(rate)

@@ -20,15 +20,27 @@ PREDICTED = catalog.cyclic(3, 1, correction="extrapolate")
 FRESH, ONE = (0, 0, 0), (1, 1, 1)
 CASES = {
     "synchronous start": ([(DP, 2)], V1, [FRESH, FRESH, FRESH, ONE, ONE, ONE]),
-    "a delay grows": ([(DP, 1)], LATE, [FRESH, FRESH, (0, 1, 1), (0, 2, 2), (0, 2, 3), (0, 2, 3)]),
+    "a delay grows": (
+        [(DP, 1)],
+        LATE,
+        [FRESH, FRESH, (0, 1, 1), (0, 2, 2), (0, 2, 3), (0, 2, 3)],
+    ),
     # What is held is read: each stage's newest but one.
     "older versions are held": (
         [(V1, 3)],
         LATE,
         [FRESH, ONE, ONE, (0, 1, 1), (0, 2, 2), (0, 2, 3)],
     ),
-    "back to synchronous": ([(DP, 1), (V1, 3)], DP, [FRESH, FRESH, ONE, ONE, FRESH, FRESH]),
-    "to a pipeline": ([(V1, 3)], catalog.gpipe(3, 3), [FRESH, ONE, ONE, FRESH, FRESH, FRESH]),
+    "back to synchronous": (
+        [(DP, 1), (V1, 3)],
+        DP,
+        [FRESH, FRESH, ONE, ONE, FRESH, FRESH],
+    ),
+    "to a pipeline": (
+        [(V1, 3)],
+        catalog.gpipe(3, 3),
+        [FRESH, ONE, ONE, FRESH, FRESH, FRESH],
+    ),
 }
 
 
@@ -81,7 +93,9 @@ def test_a_prediction_begins_once_there_are_two_versions(order):
 def test_batches_of_unknown_number_end_anywhere():
     model, batches = residual(), make_batches(3, 5)
     for n in range(6):
-        runtime = runtime_for(copy.deepcopy(model), after([(DP, 2), (V2, 2)], V1), "grouped")
+        runtime = runtime_for(
+            copy.deepcopy(model), after([(DP, 2), (V2, 2)], V1), "grouped"
+        )
         assert [result.step for result in runtime.run(iter(batches[:n]))] == [*range(n)]
         assert runtime.steps_done == n
 

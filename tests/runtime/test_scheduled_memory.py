@@ -34,7 +34,11 @@ class Kept:
 def a_runtime(schedule, *between):
     """Of alike stages, each a linear layer and what comes ``between``; it sums its outputs."""
     n = schedule.n_stages
-    layers = [layer for _ in range(n) for layer in (nn.Linear(4, 4), *(make() for make in between))]
+    layers = [
+        layer
+        for _ in range(n)
+        for layer in (nn.Linear(4, 4), *(make() for make in between))
+    ]
     names = [str(k) for k in range(1 + len(between), len(layers), 1 + len(between))]
     stages = partition(nn.Sequential(*layers), n, torch.zeros(2, 4), names)
     optimizer = partial(torch.optim.SGD, lr=0.1)
@@ -71,7 +75,9 @@ def test_as_many_as_the_program_holds(n):
         assert most_kept(schedule) == single * most_held(schedule), schedule.name
 
 
-@pytest.mark.parametrize("schedule", [catalog.data_parallel(3, "one"), catalog.zero_bubble(3, 3)])
+@pytest.mark.parametrize(
+    "schedule", [catalog.data_parallel(3, "one"), catalog.zero_bubble(3, 3)]
+)
 def test_gradients_go_as_soon_as_they_are_used(monkeypatch, schedule):
     """And not only when all ops of the same moment have come to their end."""
     execute, seen = Rank.execute, []

@@ -74,7 +74,9 @@ def test_optimizers_that_average_evaluate_with_averages(found):
         assert any((ours[name] - trained[name]).abs().max() > 1e-3 for name in ours)
 
 
-@pytest.mark.parametrize("case", ["state and scheduler", "added group", "its own parameters"])
+@pytest.mark.parametrize(
+    "case", ["state and scheduler", "added group", "its own parameters"]
+)
 def test_finished_optimizers(found, case):
     for of_rank in found:
         assert_same(*of_rank["continued"][case], 1e-12, 1e-13)
@@ -171,7 +173,9 @@ def test_uneven_inputs(found):
         assert steps_done == 5
         assert_same(weights, of_rank["uneven"][None], 1e-12, 1e-13)
         for rule in ("cdp_v1", "cdp_v2"):
-            assert_same(of_rank["uneven"][rule][0], _late_and_uneven(rule), 1e-10, 1e-12)
+            assert_same(
+                of_rank["uneven"][rule][0], _late_and_uneven(rule), 1e-10, 1e-12
+            )
 
 
 def _late_and_uneven(rule):
@@ -179,7 +183,11 @@ def _late_and_uneven(rule):
     schedule = schedule_of(rule)
     example = torch.randn(4, 6, dtype=torch.float64)
     stages = partition(loop_jobs.net(), schedule.n_stages, example)
-    stage_of = {name: j for j, stage in enumerate(stages) for name, _ in stage.named_parameters()}
+    stage_of = {
+        name: j
+        for j, stage in enumerate(stages)
+        for name, _ in stage.named_parameters()
+    }
     batches = []
     for step in range(5):
         shares = [loop_jobs.share(min(step, 2 + 2 * rank), 4, rank) for rank in (0, 1)]
@@ -226,7 +234,11 @@ def _counted_reference(schedule, steps):
     """Each worker's gradient on the versions that the schedule gives it, by the total count."""
     example = torch.zeros(2, token_losses.LENGTH, dtype=torch.int64)
     stages = partition(token_losses.model(), schedule.n_stages, example)
-    stage_of = {name: j for j, stage in enumerate(stages) for name, _ in stage.named_parameters()}
+    stage_of = {
+        name: j
+        for j, stage in enumerate(stages)
+        for name, _ in stage.named_parameters()
+    }
     past = [token_losses.model()]
     optimizer = None
     for step, (inputs, targets) in enumerate(steps):

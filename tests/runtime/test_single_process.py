@@ -12,7 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.runtime import conform, models
-from tests.runtime.models import assert_same, cut, make_batches, name_of, residual, runtime_for
+from tests.runtime.models import (
+    assert_same,
+    cut,
+    make_batches,
+    name_of,
+    residual,
+    runtime_for,
+)
 from tests.runtime.reference import adamw, decaying, sgd, trajectory
 from tests.thorough import more
 from toolkit.errors import UserError
@@ -74,21 +81,37 @@ def _pipelines():
     yield catalog.zb_v(4, 3)
     yield catalog.chimera(4, 6)
     orders = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
-    yield Schedule.from_rank_orders(orders, name="overlapping", period=4, delay="freshest")
+    yield Schedule.from_rank_orders(
+        orders, name="overlapping", period=4, delay="freshest"
+    )
 
 
 def _corrected():
     """Late weights are predicted, or their gradients compensated."""
     for kind in ("optimizer_step", "compensate"):
         yield catalog.cyclic(3, 1, correction=kind)
-        yield catalog.cyclic(3, "freshest", "per_stage", correction=Correction(kind, 0.5))
-    yield catalog.data_parallel(3, delay=[0, 2, 3], correction=Correction("compensate", 3))
+        yield catalog.cyclic(
+            3, "freshest", "per_stage", correction=Correction(kind, 0.5)
+        )
+    yield catalog.data_parallel(
+        3, delay=[0, 2, 3], correction=Correction("compensate", 3)
+    )
     halves = "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"
-    yield Schedule.from_rank_orders(halves, name="halves", delay=1, correction="compensate")
-    for delay, placement in ((1, "one"), ("freshest", "per_microbatch"), (1, "per_stage")):
+    yield Schedule.from_rank_orders(
+        halves, name="halves", delay=1, correction="compensate"
+    )
+    for delay, placement in (
+        (1, "one"),
+        ("freshest", "per_microbatch"),
+        (1, "per_stage"),
+    ):
         yield catalog.cyclic(3, delay, placement, correction="extrapolate")
     yield catalog.cyclic(
-        2, "freshest", "per_stage_and_microbatch", accumulate=2, correction="extrapolate"
+        2,
+        "freshest",
+        "per_stage_and_microbatch",
+        accumulate=2,
+        correction="extrapolate",
     )
     yield catalog.cyclic(3, [2, 1, 1], chains="rotated", correction="extrapolate")
     yield catalog.data_parallel(
@@ -126,25 +149,40 @@ def test_follows_the_reference(model, name, order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("delay", [1, "freshest", 3])
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_predicts_by_the_optimizers_step_at_the_rate_of_the_step(model, decoupled, delay, order):
+def test_predicts_by_the_optimizers_step_at_the_rate_of_the_step(
+    model, decoupled, delay, order
+):
     schedule = catalog.data_parallel(3, delay=delay, correction="optimizer_step")
     if delay == "freshest":
         schedule = catalog.cyclic(3, correction="optimizer_step")
     batches = make_batches(3)
-    make, makers = decaying, {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)}
-    makers["lr_scheduler"] = lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t))
+    make, makers = (
+        decaying,
+        {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)},
+    )
+    makers["lr_scheduler"] = lambda o: torch.optim.lr_scheduler.LambdaLR(
+        o, lambda t: 1 / (1 + t)
+    )
     if decoupled:
         make = adamw
-        makers = {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)}
+        makers = {
+            "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)
+        }
     stages = cut(model, schedule)
     given = model, models.stage_of(stages), schedule.delays, batches, make
-    runtime = SingleProcess(stages, schedule, loss=F.cross_entropy, order=order, **makers)
-    for batch, state in zip(batches, trajectory(*given, schedule.corrected), strict=True):
+    runtime = SingleProcess(
+        stages, schedule, loss=F.cross_entropy, order=order, **makers
+    )
+    for batch, state in zip(
+        batches, trajectory(*given, schedule.corrected), strict=True
+    ):
         runtime.step(*batch)
         assert_same(runtime.module().state_dict(), state)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam]
+)
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_weight_decay_is_decoupled_as_the_option_says(optimizer, decoupled):
     layer = nn.Linear(2, 2, bias=False)
@@ -185,14 +223,20 @@ def test_predictions_read_out_one_update_further_are_error_feedback(order):
     schedule = catalog.cyclic(2, 1, correction="extrapolate")
     stages = partition(model, 2, batches[0][0])
     runtime = SingleProcess(
-        stages, schedule, lambda p: torch.optim.Adam(p, lr=0.01), F.cross_entropy, order=order
+        stages,
+        schedule,
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        F.cross_entropy,
+        order=order,
     )
     twin = copy.deepcopy(model)
     for inputs, targets in batches:
         runtime.step(inputs, targets)
         twin.load_state_dict(past)
         loss = F.cross_entropy(twin(inputs), targets)
-        for p, gradient in zip(carrier, torch.autograd.grad(loss, twin.parameters()), strict=True):
+        for p, gradient in zip(
+            carrier, torch.autograd.grad(loss, twin.parameters()), strict=True
+        ):
             p.grad = gradient
         before = [p.detach().clone() for p in carrier]
         adam.step()
@@ -206,7 +250,11 @@ def test_stages_without_late_weights_are_not_extrapolated(model, order):
     runtime = runtime_for(model, catalog.cyclic(3), order)
     assert runtime.extrapolated() == {}
     list(runtime.run(make_batches(3)[:2]))
-    late = {name for stage in list(runtime.stages)[:2] for name, _ in stage.named_parameters()}
+    late = {
+        name
+        for stage in list(runtime.stages)[:2]
+        for name, _ in stage.named_parameters()
+    }
     assert runtime.extrapolated().keys() == late
 
 
@@ -232,13 +280,17 @@ def test_a_wrong_rule_differs(model):
     """The comparison above can fail: the reference of each rule differs from each other rule's."""
     rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]
     rules += [
-        replace(rules[-1], correction=c) for c in ("extrapolate", Correction("compensate", 9))
+        replace(rules[-1], correction=c)
+        for c in ("extrapolate", Correction("compensate", 9))
     ]
     at, batches = models.stage_of(cut(model, rules[0])), make_batches(3)
     ends = [
-        trajectory(model, at, rule.staleness, batches, sgd, rule.corrected)[-1] for rule in rules
+        trajectory(model, at, rule.staleness, batches, sgd, rule.corrected)[-1]
+        for rule in rules
     ]
-    assert all(models.differ(one, other) for one, other in itertools.permutations(ends, 2))
+    assert all(
+        models.differ(one, other) for one, other in itertools.permutations(ends, 2)
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -260,7 +312,9 @@ def test_overlapping_steps_follow_the_same_trajectory(model, name):
 def test_no_delay_is_plain_pytorch(order):
     """delay=0 without batch norm: the whole batch, one optimizer, no toolkit; a frozen weight."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
     model[1].bias.requires_grad_(False)
     plain = copy.deepcopy(model)
     optimizer = sgd(plain.parameters(), None)
@@ -282,7 +336,9 @@ def test_result_holds_losses_and_outputs_in_order(model, order):
     expected = [copy.deepcopy(model)(x) for x in inputs.chunk(4)]
     result = runtime_for(model, schedule, order).step(inputs, targets)
     torch.testing.assert_close(result.outputs, torch.cat(expected).detach())
-    losses = [F.cross_entropy(x, y) for x, y in zip(expected, targets.chunk(4), strict=True)]
+    losses = [
+        F.cross_entropy(x, y) for x, y in zip(expected, targets.chunk(4), strict=True)
+    ]
     torch.testing.assert_close(result.losses, torch.stack(losses).detach())
     assert not result.outputs.requires_grad
 
@@ -298,7 +354,9 @@ def test_batches_go_to_the_device_of_the_model(order):
     assert runtime.step(*batch).outputs.device.type == "meta"
 
 
-@pytest.mark.parametrize("orders", [*zip(ORDERS, ORDERS, strict=True), ORDERS], ids="-".join)
+@pytest.mark.parametrize(
+    "orders", [*zip(ORDERS, ORDERS, strict=True), ORDERS], ids="-".join
+)
 @pytest.mark.parametrize("correction", ["none", "extrapolate"])
 @pytest.mark.parametrize("delay", [0, 1, "freshest"])
 def test_continues_from_a_state_dict(model, orders, delay, correction):
@@ -307,7 +365,8 @@ def test_continues_from_a_state_dict(model, orders, delay, correction):
     schedule = method(3, delay=delay, correction=correction)
     batches = make_batches(3)
     whole, begun, resumed = (
-        runtime_for(copy.deepcopy(model), schedule, order) for order in (orders[0], *orders)
+        runtime_for(copy.deepcopy(model), schedule, order)
+        for order in (orders[0], *orders)
     )
     list(whole.run(batches))
     for batch in batches[:2]:
@@ -349,14 +408,18 @@ def test_learning_rate_of_step_t_applies_to_update_t(model, order):
         return optimizer
 
     stages = cut(model, schedule)
-    expected = trajectory(model, models.stage_of(stages), schedule.staleness, batches, scheduled)
+    expected = trajectory(
+        model, models.stage_of(stages), schedule.staleness, batches, scheduled
+    )
     runtime = SingleProcess(
         cut(copy.deepcopy(model), schedule),
         schedule,
         lambda parameters: adamw(parameters, None),
         F.cross_entropy,
         order,
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: [*rates, 0][t]),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda t: [*rates, 0][t]
+        ),
     )
     list(runtime.run(batches))
     assert_same(runtime.module().state_dict(), expected[-1])
@@ -379,13 +442,20 @@ REDUCE_ON_PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
         ({"optimizer": lambda parameters: None}, "optimizer.*None"),
         ({"optimizer": list}, "optimizer.*list"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer:.*SGD"),
-        ({"lr_scheduler": REDUCE_ON_PLATEAU}, "lr_scheduler.*ReduceLROnPlateau.*'metrics'"),
+        (
+            {"lr_scheduler": REDUCE_ON_PLATEAU},
+            "lr_scheduler.*ReduceLROnPlateau.*'metrics'",
+        ),
         ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler.*None"),
     ],
 )
 def test_refuses_what_does_not_fit(model, arguments, message):
     stages = cut(model, catalog.cyclic(3))
-    given = {"schedule": catalog.cyclic(3), "optimizer": torch.optim.SGD, "loss": F.cross_entropy}
+    given = {
+        "schedule": catalog.cyclic(3),
+        "optimizer": torch.optim.SGD,
+        "loss": F.cross_entropy,
+    }
     with pytest.raises(UserError, match=message):
         SingleProcess(stages, **given | arguments)
 
@@ -397,7 +467,9 @@ def test_refuses_models(model):
         SingleProcess(model, *given)
     with pytest.raises(UserError, match=r"Sequential.*requires_grad"):
         SingleProcess(cut(model.requires_grad_(False), given[0]), *given)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3)
+    )
     with pytest.raises(UserError, match="SyncBatchNorm"):
         runtime_for(model.double(), catalog.data_parallel(2, n_stages=1), "grouped")
 
@@ -408,14 +480,18 @@ def test_refuses_a_loss_that_is_not_scalar(model, order):
         return F.cross_entropy(outputs, targets, reduction="none")
 
     schedule = catalog.cyclic(3)
-    runtime = SingleProcess(cut(model, schedule), schedule, torch.optim.SGD, loss, order)
+    runtime = SingleProcess(
+        cut(model, schedule), schedule, torch.optim.SGD, loss, order
+    )
     with pytest.raises(UserError, match=r"loss.*\[3\].*reduction"):
         runtime.step(*make_batches(3, 1)[0])
 
 
 def test_a_run_can_be_left(model):
     batches = make_batches(3)
-    left, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped") for _ in "ab")
+    left, whole = (
+        runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped") for _ in "ab"
+    )
     run = left.run(batches)
     next(run)
     run.close()
@@ -444,7 +520,9 @@ def test_refuses_a_state_that_lacks_what_the_schedule_reads(model):
 def test_cumulative_batch_norm():
     """momentum=None: running statistics are the mean over all steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm2d(1, momentum=None), nn.Flatten(), nn.Linear(36, 3)).double()
+    model = nn.Sequential(
+        nn.BatchNorm2d(1, momentum=None), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
     batches = make_batches(2, 3)
     runtime = runtime_for(model, catalog.data_parallel(2, n_stages=1), "grouped")
     list(runtime.run(batches))

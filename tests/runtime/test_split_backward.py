@@ -73,7 +73,11 @@ CASES = {
     "added at the end": lambda x, w: (x[0] @ w[0] + w[1],),
     "two joints of a weight": lambda x, w: (torch.tanh(x[0] @ w[0]) @ w[0] @ w[1],),
     "an output of weights only": lambda x, w: (x[0] @ w[0], w[1] * 2),
-    "outputs of weights only, one of the other": lambda x, w: (x[0], (a := w[0] * 2), a @ w[1]),
+    "outputs of weights only, one of the other": lambda x, w: (
+        x[0],
+        (a := w[0] * 2),
+        a @ w[1],
+    ),
     "a weight apart and joined": lambda x, w: (x[0] @ w[0], w[0] * 2, w[1] * w[0]),
     "an input passed on": lambda x, w: (x[0].view_as(x[0]), x[0] @ w[0]),
     "an input that is an output": lambda x, w: (x[0], x[0] @ w[0] @ w[1]),
@@ -81,7 +85,9 @@ CASES = {
     "a weight unused": lambda x, w: (x[0] @ w[1],),
     "a weight that is an output": lambda x, w: (w[0].view_as(w[0]), x[0] @ w[1]),
     "nodes of several outputs": lambda x, w: tuple((x[0] @ w[0]).chunk(2, 1)),
-    "one of several outputs": lambda x, w: ((x[0] @ w[0]).chunk(2, 1)[1] @ w[1].chunk(2, 0)[0],),
+    "one of several outputs": lambda x, w: (
+        (x[0] @ w[0]).chunk(2, 1)[1] @ w[1].chunk(2, 0)[0],
+    ),
     "several inputs": lambda x, w: (torch.cat(x) @ w[0], x[0] * x[1] @ w[1]),
 }
 
@@ -143,11 +149,15 @@ def test_halves_of_models(name, which):
     names = [name for name, _ in stage.named_parameters()]
 
     def run(x, w):
-        found = torch.func.functional_call(stage, dict(zip(names, w, strict=True)), tuple(x))
+        found = torch.func.functional_call(
+            stage, dict(zip(names, w, strict=True)), tuple(x)
+        )
         return found if isinstance(found, tuple) else (found,)
 
     inputs = [leaf(2, *boundary.shape[1:]) for boundary in stages.boundaries[which]]
-    first, second = check(run, inputs if which else [example()], twins(stage.parameters()))
+    first, second = check(
+        run, inputs if which else [example()], twins(stage.parameters())
+    )
     assert 0.3 < second / (first + second) < 0.55 if which else first == 0
 
 
@@ -158,14 +168,20 @@ def test_halves_of_any_graph(data):
     n_inputs, n_weights = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     n_leaves = n_inputs + n_weights + 1
     index = st.integers(0, 100)
-    steps = data.draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), index, index), min_size=1))
-    chosen = data.draw(st.lists(index, min_size=1, max_size=3, unique_by=lambda k: k % len(steps)))
+    steps = data.draw(
+        st.lists(st.tuples(st.sampled_from(OPERATIONS), index, index), min_size=1)
+    )
+    chosen = data.draw(
+        st.lists(index, min_size=1, max_size=3, unique_by=lambda k: k % len(steps))
+    )
     constant = torch.randn(3, 3, dtype=torch.float64)
 
     def run(x, w):
         values = [*x, *w, constant]
         for operation, first, second in steps:
-            values.append(operation(values[first % len(values)], values[second % len(values)]))
+            values.append(
+                operation(values[first % len(values)], values[second % len(values)])
+            )
         return tuple(values[n_leaves + k % len(steps)] for k in chosen)
 
     inputs, weights = ([leaf(3, 3) for _ in range(n)] for n in (n_inputs, n_weights))

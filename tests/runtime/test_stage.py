@@ -33,21 +33,29 @@ def test_a_microbatch_by_itself_is_not_copied():
     parts = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
     ((merged,),) = _regroup([(part,) for part in parts], [(0,), (1,)], [(0, 1)])
     assert torch.equal(merged, torch.cat(parts))
-    ways = (lambda: both_ways(0, 1)), (lambda: both_ways(0)), (lambda: merged.sum().backward())
+    ways = (
+        (lambda: both_ways(0, 1)),
+        (lambda: both_ways(0)),
+        (lambda: merged.sum().backward()),
+    )
     assert [count_operations(way)["cat"] for way in ways] == [2, 0, 0]
 
 
 def test_a_norm_in_evaluation_mode_keeps_its_statistics():
     """As in fine-tuning: against plain PyTorch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
     model[1].running_mean.fill_(0.1)
     model[1].eval()
     plain = copy.deepcopy(model)
     optimizer = sgd(plain.parameters())
     example = torch.zeros(3, 6, dtype=torch.float64)
     schedule = catalog.data_parallel(2)
-    runtime = SingleProcess(partition(model, 2, example), schedule, sgd, F.cross_entropy)
+    runtime = SingleProcess(
+        partition(model, 2, example), schedule, sgd, F.cross_entropy
+    )
     for _ in range(3):
         inputs, targets = torch.randn(6, 6, dtype=torch.float64), torch.randint(3, (6,))
         optimizer.zero_grad()
@@ -72,7 +80,9 @@ class Noisy(nn.Module):
             x = F.dropout(x, 0.5, training=self.training)
         if self.kind == "attention":
             heads = x.view(-1, 2, 1, 3)
-            x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+            x = F.scaled_dot_product_attention(
+                heads, heads, heads, dropout_p=0.5
+            ).flatten(1)
         return self.last(x)
 
 
@@ -85,9 +95,13 @@ def test_draws_are_alike_in_every_order(kind, order, checkpoint):
     def trained(order, checkpoint, seed=0):
         torch.manual_seed(0)
         schedule = catalog.cyclic(2)
-        stages = partition(Noisy(kind).double(), 2, torch.zeros(3, 6, dtype=torch.float64))
+        stages = partition(
+            Noisy(kind).double(), 2, torch.zeros(3, 6, dtype=torch.float64)
+        )
         given = stages, schedule, sgd, F.cross_entropy, order
-        runtime = SingleProcess(*given, seed=seed, options=StepOptions(checkpoint=checkpoint))
+        runtime = SingleProcess(
+            *given, seed=seed, options=StepOptions(checkpoint=checkpoint)
+        )
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)
@@ -111,7 +125,9 @@ class Deep(nn.Module):
         for layer, dropout in zip(self.layers, self.dropouts, strict=False):
             x = dropout(torch.tanh(layer(x)))
         heads = x.view(-1, 2, 1, 3)
-        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(
+            1
+        )
         return self.layers[3](x)
 
 
@@ -165,7 +181,11 @@ def test_draws_are_alike_in_every_cut(method, order, checkpoint, exported):
     whole = trained(1)
     for n_stages in (2, 3):
         # In one process a stage without draws runs micro-batches as one batch: other roundings.
-        assert_same(trained(n_stages), whole, *((1e-10, 1e-12) if order == "grouped" else (0, 0)))
+        assert_same(
+            trained(n_stages),
+            whole,
+            *((1e-10, 1e-12) if order == "grouped" else (0, 0)),
+        )
 
 
 def test_a_module_of_all_stages_draws_as_they_do():
@@ -211,9 +231,15 @@ def test_stages_microbatches_and_steps_draw_apart():
     layers = [nn.Linear(64, 64) for _ in range(3)]
     for layer in layers:
         layer.weight.data, layer.bias.data = torch.eye(64), torch.zeros(64)
-    net = nn.Sequential(layers[0], nn.Dropout(0.5), layers[1], nn.Dropout(0.5), layers[2])
+    net = nn.Sequential(
+        layers[0], nn.Dropout(0.5), layers[1], nn.Dropout(0.5), layers[2]
+    )
     stages = partition(net, 3, torch.ones(1, 64))
-    assert [sum(isinstance(m, nn.Dropout) for m in s.modules()) for s in stages] == [0, 1, 1]
+    assert [sum(isinstance(m, nn.Dropout) for m in s.modules()) for s in stages] == [
+        0,
+        1,
+        1,
+    ]
 
     def still(parameters):
         return torch.optim.SGD(parameters, 0.0)

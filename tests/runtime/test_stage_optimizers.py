@@ -30,7 +30,10 @@ def trained(net, optimizer, steps=3):
 def test_stages_continue_the_whole():
     """With its groups, options and state; a group may be empty in a stage."""
     net = model()
-    groups = [{"params": [*net[0].parameters()], "lr": 0.1}, {"params": [*net[1].parameters()]}]
+    groups = [
+        {"params": [*net[0].parameters()], "lr": 0.1},
+        {"params": [*net[1].parameters()]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     trained(net, optimizer)
     expected = copy.deepcopy(net)
@@ -40,7 +43,9 @@ def test_stages_continue_the_whole():
         optimizers.make([(f"{k}.{name}", p) for name, p in net[k].named_parameters()])
         for k in (0, 1)
     ]
-    assert [[len(group["params"]) for group in stage.param_groups] for stage in stages] == [
+    assert [
+        [len(group["params"]) for group in stage.param_groups] for stage in stages
+    ] == [
         [2, 0],
         [0, 2],
     ]
@@ -69,7 +74,9 @@ def test_states_by_name_are_those_of_torch():
     for index, values in expected["state"].items():
         torch.testing.assert_close(whole["state"][index], values, rtol=0, atol=0)
     of_parameters, options = optimizers.from_torch(whole)
-    assert sorted(of_parameters) == sorted(options) == sorted(dict(net.named_parameters()))
+    assert (
+        sorted(of_parameters) == sorted(options) == sorted(dict(net.named_parameters()))
+    )
     of_stage = optimizers.state_of_stage(["1.weight", "1.bias"], of_parameters, options)
     assert of_stage["param_groups"][0]["params"] == [0, 1]
     assert of_stage["state"][1] == whole["state"][3]
@@ -105,7 +112,9 @@ def test_what_is_no_optimizer_of_the_model_is_refused():
 
 
 def test_only_what_the_loop_changes_is_handed_over():
-    optimizer = torch.optim.SGD(model().parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    optimizer = torch.optim.SGD(
+        model().parameters(), lr=torch.tensor(0.1), momentum=0.9
+    )
     scheduler = StepLR(optimizer, 1, 0.5)
     settings = LoopSettings(optimizer)
     settings.note(0, oldest=-1, clips_as_before=False)
@@ -130,4 +139,8 @@ def test_clipping_counts_at_once_or_from_the_next_step():
     settings.clip_update(0)
     settings.note(1, oldest=0, clips_as_before=True)
     settings.note(2, oldest=0, clips_as_before=True)
-    assert [settings.of_steps[step].clip for step in range(3)] == [Clip(1.0), Clip(1.0), None]
+    assert [settings.of_steps[step].clip for step in range(3)] == [
+        Clip(1.0),
+        Clip(1.0),
+        None,
+    ]

@@ -85,7 +85,9 @@ def test_turns_of_any_program(program):
         begins = first is not None and first.stage == 0
         assert ticks.get(rank) == (first.tick if begins else None)
     leader = min(ticks, key=lambda rank: (ticks[rank], rank))
-    later = {f"turn/world/1/{r}": tick for r, tick in ticks.items() if tick > ticks[leader]}
+    later = {
+        f"turn/world/1/{r}": tick for r, tick in ticks.items() if tick > ticks[leader]
+    }
     store = Store()
     worlds = [World(rank, store) for rank in range(len(program.ranks))]
     ranks = [StartOffset(program, world) for world in worlds]
@@ -102,5 +104,6 @@ def test_turns_of_any_program(program):
     assert store.keys == set()  # each rank has taken its turn
     assert worlds[leader].finished == len(given)  # a GPU has done what comes before
     assert [world.waited_for for world in worlds] == [
-        [leader] if f"turn/world/1/{rank}" in later else [] for rank in range(len(ranks))
+        [leader] if f"turn/world/1/{rank}" in later else []
+        for rank in range(len(ranks))
     ]

@@ -26,7 +26,9 @@ def train(runtime, batches):
 
 def make(case, kind=None):
     options = {} if kind is SingleProcess else case.options
-    return (kind or case.make)(*case.arguments(), lr_scheduler=case.lr_scheduler, **options)
+    return (kind or case.make)(
+        *case.arguments(), lr_scheduler=case.lr_scheduler, **options
+    )
 
 
 @contextlib.contextmanager
@@ -81,7 +83,9 @@ def single():
 
 @pytest.fixture(scope="module")
 def found(single):
-    return launch(rank_0_first, 2, {name: middle for name, (middle, _) in single.items()})
+    return launch(
+        rank_0_first, 2, {name: middle for name, (middle, _) in single.items()}
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +113,9 @@ def test_a_single_process_continues_from_its_state(single, found, name):
 def test_a_state_of_another_form_is_refused_on_every_rank(found):
     for on_rank in found:
         for name in NAMES:
-            assert on_rank[name][-1].startswith("the state is not of this run: state['model']")
+            assert on_rank[name][-1].startswith(
+                "the state is not of this run: state['model']"
+            )
 
 
 @pytest.mark.parametrize("unused", [None, {}, "x", ["no weight"], [[]], [0]], ids=repr)
@@ -118,7 +124,9 @@ def test_unused_weights_that_are_no_names_are_refused(unused):
     runtime = make(case, SingleProcess)
     state = runtime.state_dict()
     state["stages"][1]["unused"] = unused
-    with pytest.raises(UserError, match=re.escape(f"['stages'][1]['unused'] is {unused!r}")):
+    with pytest.raises(
+        UserError, match=re.escape(f"['stages'][1]['unused'] is {unused!r}")
+    ):
         runtime.load_state_dict(state)
     state["stages"][1]["unused"] = []
     runtime.load_state_dict(state)
@@ -139,12 +147,18 @@ def test_values_do_not_matter():
     ("change", "fault"),
     [
         ({"a": torch.zeros(3, 2)}, "it['a'] is float32[3, 2], not float32[2, 3]"),
-        ({"a": torch.zeros(2, 3).double()}, "it['a'] is float64[2, 3], not float32[2, 3]"),
+        (
+            {"a": torch.zeros(2, 3).double()},
+            "it['a'] is float64[2, 3], not float32[2, 3]",
+        ),
         ({"a": None}, "it['a'] is None, not float32[2, 3]"),
         ({"b": [1.0]}, "it['b'][1]['c'] is missing, not None"),
         ({"b": "xy"}, "it['b'][0] is missing, not of type float"),
         ({"b": [1.0, {}]}, "it['b'][1]['c'] is missing, not None"),
-        ({"b": [1.0, {"c": None, "x": 1}]}, "it['b'][1]['x'] is of type int, not unknown"),
+        (
+            {"b": [1.0, {"c": None, "x": 1}]},
+            "it['b'][1]['x'] is of type int, not unknown",
+        ),
         ({"b": [1.0, {"c": 0}]}, "it['b'][1]['c'] is of type int, not None"),
         ({"d": 3.0}, "it['d'] is of type float, not of type int"),
         ({"e": 1}, "it['e'] is of type int, not of type bool"),

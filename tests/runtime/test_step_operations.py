@@ -39,7 +39,8 @@ def plain_operations(model, options, inputs, targets):
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=thorough)])
 def test_a_step_takes_few_operations_more_than_plain_pytorch(precision, monkeypatch):
     """With fused norms, as on a GPU. Two versions of a stage's weights are two forwards of it."""
-    monkeypatch.setattr(microbatch_losses, "_EXAMINED", 0)  # the first steps take some more
+    # The first steps take some more.
+    monkeypatch.setattr(microbatch_losses, "_EXAMINED", 0)
     torch.manual_seed(0)
     model = build("resnet18", 10, 16)
     options = StepOptions(precision=precision, norms="fused")
@@ -62,7 +63,8 @@ SLOW = {"resnet18", "resnet50", "vit_b_16", "resnet20"}
 
 @pytest.mark.parametrize("norms", ["fused", "separate"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=thorough) if name in SLOW else name for name in MODELS]
+    "name",
+    [pytest.param(name, marks=thorough) if name in SLOW else name for name in MODELS],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_a_stage_is_one_graph_for_the_compiler(name, norms, monkeypatch):

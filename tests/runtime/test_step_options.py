@@ -53,7 +53,9 @@ RECIPES = {
 MODEL_CLIP = StepOptions(clip=0.05, clip_by="model")
 
 
-def make(schedule, options, order="grouped", model=None, optimizer=conform.sgd, **others):
+def make(
+    schedule, options, order="grouped", model=None, optimizer=conform.sgd, **others
+):
     stages = cut(model or residual(), schedule)
     return SingleProcess(
         stages, schedule, optimizer, F.cross_entropy, order, options=options, **others
@@ -126,7 +128,11 @@ def test_a_split_backward_takes_no_more_operations_than_a_whole_one(name):
             list(runtime.run(make_batches(schedule.n_microbatches)))
         return found.count
 
-    assert operations(catalog.zero_bubble(3, 3)) == operations(catalog.one_f_one_b(3, 3)) > 0
+    assert (
+        operations(catalog.zero_bubble(3, 3))
+        == operations(catalog.one_f_one_b(3, 3))
+        > 0
+    )
 
 
 @pytest.mark.parametrize("options", [RECIPES["clip"], MODEL_CLIP])
@@ -158,7 +164,8 @@ def test_the_norm_of_the_model_is_known_where_no_update_is_early(delay):
 def test_the_average_follows_weights_and_running_statistics():
     """By which it is tested; but no numbers of batches."""
     schedule = catalog.cyclic(3)
-    runtime = make(schedule, StepOptions(ema=0.4, channels_last=True))  # reached at step 6
+    # Reached at step 6.
+    runtime = make(schedule, StepOptions(ema=0.4, channels_last=True))
     state = runtime.module().state_dict()
     expected = {k: x.clone() for k, x in state.items() if "num_batches" not in k}
     assert any("running_var" in name for name in expected)
@@ -182,7 +189,11 @@ def test_state_holds_the_average():
     list(second.run(batches[3:]))
     whole, averages = trained(schedule, options)
     assert_same(second.module().state_dict() | second.averages(), whole | averages)
-    kept = [average for stage in state["stages"] for average in stage["average"]["weights"].items()]
+    kept = [
+        average
+        for stage in state["stages"]
+        for average in stage["average"]["weights"].items()
+    ]
     assert_same(dict(kept), first.averages(), 0, 0)
 
 
@@ -196,7 +207,8 @@ def single_batches(n_microbatches, steps=5):
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "scale"), [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 64.0)]
+    ("precision", "dtype", "scale"),
+    [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 64.0)],
 )
 def test_autocasts_as_plain_torch_does(precision, dtype, scale):
     """One micro-batch, cut into stages: the same numbers as the whole model."""
@@ -223,7 +235,9 @@ ROUNDING = {"rtol": 0, "atol": 0.006}
 
 
 def in_16_bits(schedule, order):
-    runtime = in_single(schedule, StepOptions(precision="bf16", checkpoint="all"), order)
+    runtime = in_single(
+        schedule, StepOptions(precision="bf16", checkpoint="all"), order
+    )
     list(runtime.run(single_batches(schedule.n_microbatches)))
     return runtime.module().state_dict()
 
@@ -231,7 +245,9 @@ def in_16_bits(schedule, order):
 @pytest.mark.parametrize("schedule", SCHEDULES[:4], ids=name_of)
 def test_16_bits_in_every_order(schedule):
     """Nearly alike: micro-batches that run as one batch are rounded in another order."""
-    assert_same(in_16_bits(schedule, "scheduled"), in_16_bits(schedule, "grouped"), **ROUNDING)
+    assert_same(
+        in_16_bits(schedule, "scheduled"), in_16_bits(schedule, "grouped"), **ROUNDING
+    )
 
 
 @pytest.mark.parametrize(("schedule", "delay"), [(SCHEDULES[1], 2), (SCHEDULES[3], 1)])
@@ -263,7 +279,9 @@ def test_an_infinite_gradient_is_skipped():
     """The weights stay; the learning rate and the running statistics advance."""
     options = StepOptions(precision="fp16", loss_scale=1e30)
     others = {"lr_scheduler": conform._decay, "optimizer": conform.adamw}
-    runtime, again = (in_single(catalog.cyclic(2, 1), options, **others) for _ in range(2))
+    runtime, again = (
+        in_single(catalog.cyclic(2, 1), options, **others) for _ in range(2)
+    )
     before = copy.deepcopy(runtime.module().state_dict())
     list(runtime.run(single_batches(2, 3)))
     after = runtime.module().state_dict()
@@ -303,7 +321,10 @@ SCALED = {"precision": "fp16", "loss_scale": 2.0}
     [
         ({"clip": 1.0}, [(9.0, True), (math.inf, True), None]),
         (SCALED, [(2.25, True), (math.inf, False), None]),
-        (SCALED | {"clip": 1.0, "clip_by": "model"}, [(math.inf, False), (math.inf, False), None]),
+        (
+            SCALED | {"clip": 1.0, "clip_by": "model"},
+            [(math.inf, False), (math.inf, False), None],
+        ),
         ({}, [None, None, None]),
     ],
 )
@@ -323,7 +344,8 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
     schedule = catalog.cyclic(4)
     calls = _without_code(monkeypatch)
     expected, _ = trained(schedule, StepOptions())
-    monkeypatch.setattr(MicrobatchNorm, "_in_turn", getattr(MicrobatchNorm, norm))  # as on a GPU
+    # As on a GPU.
+    monkeypatch.setattr(MicrobatchNorm, "_in_turn", getattr(MicrobatchNorm, norm))
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         found, _ = trained(schedule, StepOptions(compile="default"))
     assert_same(found, expected)
@@ -336,14 +358,19 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     """As they come under random delays: more than torch compiles by default."""
     made = counted_graphs(monkeypatch)
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
-    stage = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double())
+    stage = fx.symbolic_trace(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    )
     plain, found = (
         StageRunner(copy.deepcopy(stage), 0, conform.sgd, None, 0, options)
         for options in (StepOptions(), StepOptions(compile="default"))
     )
     for size in [*sizes, *sizes]:
         batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
-        runs = [runner.forward(runner.newest(), batch, range(size), 0) for runner in (plain, found)]
+        runs = [
+            runner.forward(runner.newest(), batch, range(size), 0)
+            for runner in (plain, found)
+        ]
         torch.testing.assert_close(*runs)
         found.take_statistics()
     assert len(made) == len(sizes)
@@ -355,7 +382,8 @@ def test_compiled_stages_whose_backward_is_split_train_alike(monkeypatch):
     schedule = Schedule.from_rank_orders(("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"))
     _without_code(monkeypatch)
     expected, found = (
-        trained(schedule, StepOptions(compile=mode), "scheduled")[0] for mode in ("none", "default")
+        trained(schedule, StepOptions(compile=mode), "scheduled")[0]
+        for mode in ("none", "default")
     )
     assert_same(found, expected)
 
@@ -390,7 +418,9 @@ class Graphs:
         def run(weights, inputs):
             outputs = call(weights, inputs)
             self._made += [lambda tensor=tensor: tensor for tensor in outputs]
-            self._made += [lambda weight=weight: weight.grad for weight in weights.values()]
+            self._made += [
+                lambda weight=weight: weight.grad for weight in weights.values()
+            ]
             return outputs
 
         return run
@@ -404,7 +434,9 @@ class Graphs:
         self._made.clear()
 
 
-@pytest.mark.parametrize("others", [{}, {"checkpoint": "all"}, {"ema": 0.9, "clip": 0.05}])
+@pytest.mark.parametrize(
+    "others", [{}, {"checkpoint": "all"}, {"ema": 0.9, "clip": 0.05}]
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, others, frozen):
     """Each step begins once, looks at the delay included."""
@@ -429,7 +461,9 @@ def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, others, frozen):
         torch.testing.assert_close(result.outputs, true.outputs)
         torch.testing.assert_close(result.losses, true.losses)
         cosines = [delay.cosine for delay in true.delays]
-        assert [delay.cosine for delay in result.delays] == pytest.approx(cosines, nan_ok=True)
+        assert [delay.cosine for delay in result.delays] == pytest.approx(
+            cosines, nan_ok=True
+        )
 
 
 WRONG = [
@@ -453,13 +487,28 @@ MIXED = catalog.cyclic(3, [[1, 1, 0], [1, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize(
     ("schedule", "order", "options", "message"),
     [
-        (catalog.cyclic(3), "grouped", MODEL_CLIP, "clip_by=model.*CDP-v2.*clip_by=stage"),
+        (
+            catalog.cyclic(3),
+            "grouped",
+            MODEL_CLIP,
+            "clip_by=model.*CDP-v2.*clip_by=stage",
+        ),
         (MIXED, "grouped", MODEL_CLIP, "clip_by=model.*first updates.*clip_by=stage"),
         (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "clip_by=model.*order=grouped"),
-        (catalog.cyclic(3), "grouped", StepOptions(checkpoint=[3]), "stage 3 in checkpoint"),
+        (
+            catalog.cyclic(3),
+            "grouped",
+            StepOptions(checkpoint=[3]),
+            "stage 3 in checkpoint",
+        ),
         # A forward may overwrite in a CUDA graph what a backward needs.
         *(
-            (catalog.cyclic(2), "scheduled", StepOptions(compile=mode), f"{mode}.*order=grouped")
+            (
+                catalog.cyclic(2),
+                "scheduled",
+                StepOptions(compile=mode),
+                f"{mode}.*order=grouped",
+            )
             for mode in ("reduce-overhead", "max-autotune")
         ),
     ],

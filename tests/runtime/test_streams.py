@@ -54,8 +54,12 @@ def done(monkeypatch, used):
         yield
 
     ops = Stream(found, "ops")
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: getattr(here, "stream", ops))
-    monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: Stream(found, "own"))
+    monkeypatch.setattr(
+        "torch.cuda.current_stream", lambda device: getattr(here, "stream", ops)
+    )
+    monkeypatch.setattr(
+        "torch.cuda.Stream", lambda device, priority: Stream(found, "own")
+    )
     monkeypatch.setattr("toolkit.runtime.streams._spare", defaultdict(list))
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.stream", entered)

@@ -62,7 +62,9 @@ def test_follows_the_reference(schedule, order, by_hand):
     found = runtime.module().state_dict()
     short = {"0": "model.encoder", "1": "model.pooler"}
     named = {
-        f"{short[k.partition('.')[0]]}.{k.partition('.')[2]}" if by_hand else f"model.{k}": x
+        f"{short[k.partition('.')[0]]}.{k.partition('.')[2]}"
+        if by_hand
+        else f"model.{k}": x
         for k, x in found.items()
     }
     assert_same(named, expected)
@@ -78,5 +80,7 @@ def test_the_module_takes_what_the_model_takes():
 def test_another_structure_is_refused():
     runtime, _ = train(catalog.cyclic(2), "grouped", False)
     ids, answers = id_batches(2)[0]
-    with pytest.raises(UserError, match="inputs: got 1 tensors; expected 2, ids and more_mask"):
+    with pytest.raises(
+        UserError, match="inputs: got 1 tensors; expected 2, ids and more_mask"
+    ):
         runtime.step(ids, answers)

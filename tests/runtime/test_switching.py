@@ -38,7 +38,9 @@ CANDIDATES = {"dp": DP, "cdp_v1": V1, "cdp_v2": V2}
 )
 def test_choice(seconds, present, options, expected):
     names = [*CANDIDATES]
-    found = choose_schedule([*CANDIDATES.values()], seconds, names.index(present), **options)
+    found = choose_schedule(
+        [*CANDIDATES.values()], seconds, names.index(present), **options
+    )
     assert names[found] == expected
 
 
@@ -48,7 +50,9 @@ def in_one_process(schedule, dtype=torch.float64, *given):
 
 
 def test_falls_back_when_the_loss_rises_and_returns_when_it_is_calm():
-    switching = Switching(in_one_process(V1), CANDIDATES, SwitchOptions(every=1, loss_factor=2))
+    switching = Switching(
+        in_one_process(V1), CANDIDATES, SwitchOptions(every=1, loss_factor=2)
+    )
     batches, losses = make_batches(2, 9), [3, 2, 2.5, 5, 4, 2.6, 2.5, 2, 9]
     found = []
     for batch, loss in zip(batches, losses, strict=True):
@@ -66,7 +70,9 @@ def test_falls_back_when_the_loss_rises_and_returns_when_it_is_calm():
     # A list of changes, given as phases, is the same run.
     phased = in_one_process(after([(V1, 4), (DP, 3), (V1, 2)], DP))
     list(phased.run(batches))
-    assert_same(switching.runtime.module().state_dict(), phased.module().state_dict(), 0, 0)
+    assert_same(
+        switching.runtime.module().state_dict(), phased.module().state_dict(), 0, 0
+    )
 
 
 @pytest.mark.parametrize("saved", range(1, 8))
@@ -90,26 +96,41 @@ def test_resumes_across_changes(saved):
     assert [look.loss for look in again.decisions] == [2, 5, 4, 1.5]
     assert again.phases() == [("cdp_v2", 4), ("dp", 4), ("cdp_v2", 0)]
     assert again.runtime.schedule_plan == whole.runtime.schedule_plan
-    assert_same(again.runtime.module().state_dict(), whole.runtime.module().state_dict(), 0, 0)
+    assert_same(
+        again.runtime.module().state_dict(), whole.runtime.module().state_dict(), 0, 0
+    )
 
 
 def test_refuses_what_it_cannot_decide_or_run():
     for candidates, options, named in (
         (CANDIDATES, {}, "loss_factor"),
-        ({"dp": catalog.data_parallel(3, n_stages=2)}, {"loss_factor": 2}, "n_microbatches"),
+        (
+            {"dp": catalog.data_parallel(3, n_stages=2)},
+            {"loss_factor": 2},
+            "n_microbatches",
+        ),
     ):
         with pytest.raises(UserError, match=named):
             Switching(in_one_process(V1), candidates, SwitchOptions(**options))
-    for values in ({"every": 0}, {"threshold": 1}, {"staleness_price": -1}, {"loss_factor": 1}):
+    for values in (
+        {"every": 0},
+        {"threshold": 1},
+        {"staleness_price": -1},
+        {"loss_factor": 1},
+    ):
         with pytest.raises(UserError, match=f"switch.{next(iter(values))}"):
             SwitchOptions(**values)
 
 
 def costs_at(step):
     """Fast links, slow ones from step 4 to 12, and fast ones again."""
-    cost = StageCost(0, 0, parameter_bytes=1e6, forward_seconds=0.1, backward_seconds=0.2)
+    cost = StageCost(
+        0, 0, parameter_bytes=1e6, forward_seconds=0.1, backward_seconds=0.2
+    )
     slow = 4 <= step < 12
-    return (cost,) * 2, Hardware("made up", 1, 1e12, 1e6 if slow else 1e9, speeds=(1, 1))
+    return (cost,) * 2, Hardware(
+        "made up", 1, 1e12, 1e6 if slow else 1e9, speeds=(1, 1)
+    )
 
 
 class Scripted(Distributed):
@@ -159,7 +180,9 @@ def test_ranks_switch_together_and_their_changes_replay_to_the_bit(ranks, dtype)
     for found, *_ in ranks:
         steps, looks, switched, replayed = found[dtype]
         assert steps == [*range(18)]
-        changes = [(look.step, look.schedule, look.reason) for look in looks if look.reason]
+        changes = [
+            (look.step, look.schedule, look.reason) for look in looks if look.reason
+        ]
         assert changes == [(10, "cdp_v1", COSTS), (12, "dp", COSTS)]
         # After a decision that changes nothing, the next one is four times as far away.
         assert [look.step for look in looks] == [2, 10, 12, 14, 18]
@@ -180,8 +203,17 @@ def test_costs_are_measured_while_ranks_train(ranks):
 
 def test_a_slow_rank_is_one_of_lower_speed():
     layout = type("Sized", (), {"n_bytes": 8})()
-    layouts = Layouts((layout,) * 2, (layout,) * 2, (1, 1), (layout,) * 2, (layout,) * 2)
-    fast = {(0, "F"): 1.0, (0, "I"): 1.0, (0, "W"): 0.5, (1, "F"): 3.0, (1, "B"): 4.0, (0, "U"): 2}
+    layouts = Layouts(
+        (layout,) * 2, (layout,) * 2, (1, 1), (layout,) * 2, (layout,) * 2
+    )
+    fast = {
+        (0, "F"): 1.0,
+        (0, "I"): 1.0,
+        (0, "W"): 0.5,
+        (1, "F"): 3.0,
+        (1, "B"): 4.0,
+        (0, "U"): 2,
+    }
     measured = [fast, fast, {key: 2 * seconds for key, seconds in fast.items()}]
     costs, hardware = running_costs(measured, layouts, 0.25, 1e3)
     assert [cost.seconds(hardware) for cost in costs] == [(1.0, 1.5), (3.0, 4.0)]

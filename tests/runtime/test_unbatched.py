@@ -56,7 +56,9 @@ def test_follows_the_reference(name, schedule, order):
     assert_same(runtime.state_dict()["model"], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"checkpoint": "all"}, {"clip": 0.1}, {"ema": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": "all"}, {"clip": 0.1}, {"ema": 0.9}]
+)
 @pytest.mark.parametrize("name", ["tied, dropout", "judged, tied"])
 def test_orders_agree_with_options(name, options):
     schedule = catalog.cyclic(4, n_stages=3)
@@ -103,10 +105,13 @@ def test_a_tied_weight_has_one_owner_and_one_row():
     # The stage between passes it on, and need not run micro-batches one by one.
     assert [one_by_one(stage) for stage in stages] == [False, False, True]
     layouts = find_layouts(list(stages), (torch.zeros(2, 4, dtype=torch.long),))
-    shapes = [{tensor.shape for tensor in layout.tensors} for layout in layouts.activations]
+    shapes = [
+        {tensor.shape for tensor in layout.tensors} for layout in layouts.activations
+    ]
     assert shapes == [{(2, 4, 6), (1, 7, 6)}] * 2 + [{(2, 7)}]
     shapes = [
-        {tensor.shape for tensor in layout.tensors} for layout in layouts.activation_gradients
+        {tensor.shape for tensor in layout.tensors}
+        for layout in layouts.activation_gradients
     ]
     assert shapes == [set(), *[{(2, 4, 6), (1, 7, 6)}] * 2]
 
@@ -114,7 +119,10 @@ def test_a_tied_weight_has_one_owner_and_one_row():
 def test_a_stage_that_passes_a_weight_on_copies_nothing():
     stages = unbatched.stages_of("tied, dropout", 3)
     runtime = SingleProcess(
-        stages, catalog.data_parallel(4, n_stages=3), unbatched.optimizer, lambda x, y: x.mean()
+        stages,
+        catalog.data_parallel(4, n_stages=3),
+        unbatched.optimizer,
+        lambda x, y: x.mean(),
     )
     runner = runtime._runners[1]
     assert runner.one_by_one  # it draws

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, make_batches, name_of, runtime_for, stage_of
+from tests.runtime.models import (
+    assert_same,
+    make_batches,
+    name_of,
+    runtime_for,
+    stage_of,
+)
 from tests.runtime.reference import sgd, trajectory
 from toolkit.schedule import catalog
 
@@ -17,7 +23,9 @@ class Summed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2)
+        )
 
     def forward(self, x):
         return torch.tanh(F.linear(x, self.first + self.second))
@@ -71,7 +79,9 @@ class Active(nn.BatchNorm1d):
         if self.training:
             self.num_batches_tracked.add_(1)
         known = self.running_mean, self.running_var
-        x = F.batch_norm(x, *known, self.weight, self.bias, self.training, self.momentum, self.eps)
+        x = F.batch_norm(
+            x, *known, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
         return F.leaky_relu(x, 0.1, inplace=True)
 
 
@@ -108,9 +118,17 @@ class Biased(nn.Module):
 MODELS = {
     "biased": Biased,
     "active": lambda: in_row(
-        *(nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False), nn.Linear(8, 3))
+        *(
+            nn.Linear(36, 8),
+            Active(8),
+            nn.Linear(8, 8),
+            Active(8, affine=False),
+            nn.Linear(8, 3),
+        )
     ),
-    "added": lambda: in_row(Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)),
+    "added": lambda: in_row(
+        Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+    ),
     "summed": lambda: in_row(nn.Linear(36, 6), Summed(), Summed(), nn.Linear(6, 3)),
     "folded": Folded,
     "fourier": Fourier,
@@ -133,7 +151,9 @@ def routed(x, always, sometimes):
 class Routed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.always, self.sometimes = (nn.Parameter(torch.randn(36, 3) / 6) for _ in range(2))
+        self.always, self.sometimes = (
+            nn.Parameter(torch.randn(36, 3) / 6) for _ in range(2)
+        )
 
     def forward(self, x):
         return routed(x.flatten(1), self.always, self.sometimes)
@@ -148,10 +168,13 @@ def test_a_weight_that_took_part_once_keeps_its_state():
     torch.manual_seed(0)
     model = Routed().double()
     small, large = (
-        (scale * x, y) for scale, (x, y) in zip((1, 100), make_batches(2, 2), strict=True)
+        (scale * x, y)
+        for scale, (x, y) in zip((1, 100), make_batches(2, 2), strict=True)
     )
     schedule = catalog.data_parallel(2, n_stages=1)
-    first, second = (runtime_for(copy.deepcopy(model), schedule, "grouped", adam) for _ in range(2))
+    first, second = (
+        runtime_for(copy.deepcopy(model), schedule, "grouped", adam) for _ in range(2)
+    )
     list(first.run([large, small]))
     second.load_state_dict(first.state_dict())
     for runtime in (first, second):
@@ -163,7 +186,11 @@ def test_a_weight_that_took_part_once_keeps_its_state():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "schedule",
-    [catalog.gradient_accumulation(2, 4), catalog.cyclic(4, n_stages=2), catalog.zero_bubble(2, 4)],
+    [
+        catalog.gradient_accumulation(2, 4),
+        catalog.cyclic(4, n_stages=2),
+        catalog.zero_bubble(2, 4),
+    ],
     ids=name_of,
 )
 def test_unusual_models(schedule, name, order):

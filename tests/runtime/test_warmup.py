@@ -17,10 +17,18 @@ N_STAGES = 4
 
 def made(model, example, options=PLAIN):
     schedule = catalog.cyclic(N_STAGES)
-    stages = (models.cut_awkward if model is models.awkward else models.cut)(model(), schedule)
-    runners = [StageRunner(s, j, conform.adamw, None, 0, options) for j, s in enumerate(stages)]
+    stages = (models.cut_awkward if model is models.awkward else models.cut)(
+        model(), schedule
+    )
+    runners = [
+        StageRunner(s, j, conform.adamw, None, 0, options) for j, s in enumerate(stages)
+    ]
     inputs = (example.to("meta"),)
-    return runners, find_layouts([meta_copy(runner.compute) for runner in runners], inputs), inputs
+    return (
+        runners,
+        find_layouts([meta_copy(runner.compute) for runner in runners], inputs),
+        inputs,
+    )
 
 
 def held(runner):
@@ -31,7 +39,9 @@ def held(runner):
     ("model", "make_batches"),
     [(models.residual, models.make_batches), (models.awkward, models.id_batches)],
 )
-@pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all", channels_last=True)])
+@pytest.mark.parametrize(
+    "options", [PLAIN, StepOptions(checkpoint="all", channels_last=True)]
+)
 @pytest.mark.parametrize("computed", [range(N_STAGES), [0, 2], [1, 2], [3]], ids=str)
 def test_every_stage_runs_both_ways_and_nothing_is_left(
     monkeypatch, model, make_batches, options, computed

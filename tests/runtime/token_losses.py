@@ -18,7 +18,13 @@ IGNORED = -100
 
 def model():
     torch.manual_seed(0)
-    layers = [nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    layers = [
+        nn.Embedding(VOCABULARY, 6),
+        nn.Linear(6, 6),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*layers, nn.Linear(6, VOCABULARY)).double()
 
 
@@ -59,7 +65,9 @@ def token_loss(outputs, targets):
 
 def whole_loss(outputs, targets):
     """The same as one mean over a whole batch."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(
+        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED
+    )
 
 
 def sgd(parameters):
@@ -100,7 +108,10 @@ def on_ranks():
     """What every schedule of as many ranks, and every baseline, makes of the batches."""
     world = join()
     found = [
-        trained(Distributed(cut(model(), s), s, sgd, token_loss, world=world), s.n_microbatches)
+        trained(
+            Distributed(cut(model(), s), s, sgd, token_loss, world=world),
+            s.n_microbatches,
+        )
         for s in schedules(world.size)
     ]
     baselines = {}
@@ -113,7 +124,10 @@ def on_ranks():
         ):
             stages = cut(model(), schedule)
             runtime = make(stages, schedule, sgd, token_loss, world=world)
-            baselines[make.__name__] = schedule, *trained(runtime, schedule.n_microbatches)
+            baselines[make.__name__] = (
+                schedule,
+                *trained(runtime, schedule.n_microbatches),
+            )
     return found, baselines
 
 

@@ -16,7 +16,8 @@ from toolkit.runtime import CyclicDataParallel, StepOptions, join
 from toolkit.schedule import catalog
 
 STEPS = 5
-SLOW = Hardware("slow", 1e8, 1e12, link_bandwidth=3e6)  # all parameters take about a step
+# All parameters take about a step.
+SLOW = Hardware("slow", 1e8, 1e12, link_bandwidth=3e6)
 
 
 def schedules():
@@ -97,7 +98,10 @@ def changing_rates():
 
 def clipped():
     return state(
-        train(wrap("cdp_v2", options=StepOptions(clip=0.05)), models.make_batches(4, STEPS))
+        train(
+            wrap("cdp_v2", options=StepOptions(clip=0.05)),
+            models.make_batches(4, STEPS),
+        )
     )
 
 
@@ -122,10 +126,14 @@ def resumed_rates():
     net = wrap(schedule)
     scheduler = StepLR(net.optimizer, 2, 0.5)
     train(net, batches[:2], scheduler)
-    saved = copy.deepcopy((net.state_dict(), net.optimizer.state_dict(), scheduler.state_dict()))
+    saved = copy.deepcopy(
+        (net.state_dict(), net.optimizer.state_dict(), scheduler.state_dict())
+    )
     other = wrap(schedule)
     scheduler = StepLR(other.optimizer, 2, 0.5)
-    for part, state_dict in zip((other, other.optimizer, scheduler), saved, strict=True):
+    for part, state_dict in zip(
+        (other, other.optimizer, scheduler), saved, strict=True
+    ):
         part.load_state_dict(state_dict)
     return state(train(other, batches[2:], scheduler))
 
@@ -143,7 +151,9 @@ def evaluated():
 
 
 def autocast():
-    net = CyclicDataParallel(models.residual().float(), optimizer=conform.sgd, rule="cdp_v2")
+    net = CyclicDataParallel(
+        models.residual().float(), optimizer=conform.sgd, rule="cdp_v2"
+    )
     for inputs, targets in models.make_batches(4, STEPS):
         x, y = (tensor.chunk(4)[net.world.rank] for tensor in (inputs.float(), targets))
         with torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +194,8 @@ def as_scripts_do():
     torch.manual_seed(5 + net.world.rank)
     shares = []
     for _ in range(3):
-        x = torch.randn(2 + net.world.rank, 4, dtype=torch.float64)  # shares differ in size
+        # Shares differ in size.
+        x = torch.randn(2 + net.world.rank, 4, dtype=torch.float64)
         mask = torch.rand(len(x), 8, dtype=torch.float64)
         shares.append((x, mask))
         expect_refusal(net.optimizer.step)
@@ -208,7 +219,9 @@ def as_scripts_do():
 def alone():
     """One rank, a model with dropout, frozen and unused parameters, AdamW, groups of parameters."""
     schedule = catalog.cyclic(1, n_stages=2)
-    net = CyclicDataParallel(models.awkward(), optimizer=conform.adamw, rule=schedule, seed=3)
+    net = CyclicDataParallel(
+        models.awkward(), optimizer=conform.adamw, rule=schedule, seed=3
+    )
     for x, y in models.id_batches(1):
         F.cross_entropy(net(x), y).backward()
         net.optimizer.step()

@@ -159,7 +159,11 @@ def runtime_for(name, schedule, order="grouped", kind=SingleProcess, **options):
 
 
 ON_RANKS = {
-    "tied": [catalog.cyclic(2), catalog.one_f_one_b(2, 3), catalog.cyclic(2, state="sharded")],
+    "tied": [
+        catalog.cyclic(2),
+        catalog.one_f_one_b(2, 3),
+        catalog.cyclic(2, state="sharded"),
+    ],
     "judged, tied": [catalog.cyclic(2), catalog.zero_bubble(2, 2)],
     "early": [catalog.cyclic(2, 1, "per_stage"), catalog.gpipe(2, 2)],
 }

@@ -21,7 +21,9 @@ METHODS = [
     catalog.chimera(4, 4),
     catalog.dualpipe(2, 4),
     catalog.pipedream_2bw(2, 3),
-    Schedule.from_rank_orders(("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="rank orders"),
+    Schedule.from_rank_orders(
+        ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="rank orders"
+    ),
 ]
 
 

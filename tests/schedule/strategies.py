@@ -43,7 +43,9 @@ def shifted(n_stages, offsets, period, backward=(Kind.BACKWARD,)):
 
 def split(n_stages, offsets, period):
     """As :func:`shifted`, the gradients of the parameters coming after those of the inputs."""
-    return shifted(n_stages, offsets, period, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    return shifted(
+        n_stages, offsets, period, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
 
 
 @st.composite
@@ -79,13 +81,17 @@ def random_delays(draw, least=0, most=3):
 
 
 @st.composite
-def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES, chains=CHAINS):
+def schedules(
+    draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES, chains=CHAINS
+):
     s, m = draw(st.integers(1, max_size)), draw(st.integers(1, max_size))
     accumulate = draw(st.sampled_from([k for k in range(1, m + 1) if m % k == 0]))
     placement, state = draw(st.sampled_from(placements)), draw(st.sampled_from(states))
     when = draw(timings(s, m, rules, accumulate))
     try:
-        free = Schedule("any", s, m, when, placement, "freshest", state, accumulate=accumulate)
+        free = Schedule(
+            "any", s, m, when, placement, "freshest", state, accumulate=accumulate
+        )
     except UserError as error:
         assert "in the same slot" in str(error)  # noqa: PT017 - nothing else may be wrong
         reject()

@@ -47,9 +47,13 @@ def test_each_stage_has_a_rank_in_each_direction(p, m):
     for j in range(p):
         assert {*schedule.layout.ranks(j)} == {j, p - 1 - j} if m > 1 else {j}
     program = schedule.lower(3).verify()
-    sums = [i for of_rank in program.ranks for i in of_rank if i.buffer == Buffer.GRADIENT]
+    sums = [
+        i for of_rank in program.ranks for i in of_rank if i.buffer == Buffer.GRADIENT
+    ]
     assert len(sums) >= 3 * p * (m > 1)
-    updates = [i for of_rank in program.ranks for i in of_rank if i.action == Action.UPDATE]
+    updates = [
+        i for of_rank in program.ranks for i in of_rank if i.action == Action.UPDATE
+    ]
     assert {i.stage for i in updates} == {*range(p)}
 
 
@@ -85,7 +89,10 @@ def test_dualpipe_v_is_torchs(s, m):
         pp_group_size=s // 2,
         _n_microbatches=m,
     )
-    theirs, own = Schedule.from_rank_orders(found, name="DualPipeV"), catalog.dualpipe_v(s, m)
+    theirs, own = (
+        Schedule.from_rank_orders(found, name="DualPipeV"),
+        catalog.dualpipe_v(s, m),
+    )
     assert own == theirs
     assert own.timing.pairs == theirs.timing.pairs
 

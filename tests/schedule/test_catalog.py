@@ -41,7 +41,10 @@ def test_names(name, factory, options):
 
 def test_each_method_is_its_row_of_the_table():
     found = [catalog.data_parallel(3), catalog.cyclic(3)]
-    found += [catalog.cyclic(3, 1, "per_stage", "sharded"), catalog.gradient_accumulation(2, 3)]
+    found += [
+        catalog.cyclic(3, 1, "per_stage", "sharded"),
+        catalog.gradient_accumulation(2, 3),
+    ]
     assert [(one.timing, one.placement, one.delay, one.state) for one in found] == [
         (timing.simultaneous(3, 3), "per_microbatch", 0, "replicated"),
         (timing.cyclic(3, 3), "per_microbatch", "freshest", "replicated"),
@@ -60,7 +63,12 @@ def test_n_stages_is_n_unless_given(make):
 @pytest.mark.parametrize("name", catalog.FACTORIES)
 def test_refuses_an_invalid_size(name, size):
     make = catalog.FACTORIES[name]
-    sizes = signature(make).parameters.keys() & {"n", "n_stages", "n_microbatches", "n_ranks"}
+    sizes = signature(make).parameters.keys() & {
+        "n",
+        "n_stages",
+        "n_microbatches",
+        "n_ranks",
+    }
     for wrong in sizes:
         with pytest.raises(UserError, match=re.escape(repr(size))):
             make(**dict.fromkeys(sizes, 4) | {wrong: size})
@@ -68,12 +76,21 @@ def test_refuses_an_invalid_size(name, size):
 
 @pytest.mark.parametrize("method", catalog.METHODS.values(), ids=list(catalog.METHODS))
 def test_each_method_of_the_registry_is_built_by_name(method):
-    sizes = signature(method.factory).parameters.keys() & {"n", "n_stages", "n_microbatches"}
+    sizes = signature(method.factory).parameters.keys() & {
+        "n",
+        "n_stages",
+        "n_microbatches",
+    }
     options = {size: 8 if size == "n_microbatches" else 4 for size in sizes}
     own = method(**options)
     assert own.name == method.label
     assert ScheduleSpec.from_call(method.name, options).build() == own
-    assert ScheduleSpec.from_call(method.factory.__name__, method.options | options).build() == own
+    assert (
+        ScheduleSpec.from_call(
+            method.factory.__name__, method.options | options
+        ).build()
+        == own
+    )
 
 
 def test_a_schedule_of_plain_values():

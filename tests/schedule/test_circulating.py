@@ -30,7 +30,8 @@ def test_closed_forms(n, k):
     assert found.traffic == Fraction((n - 1) * (3 * k * n - 2 * k + 1), n * n)
     assert found.activations == 1
     assert found.parameters == Fraction(1, n)
-    assert found.weights == Fraction(min(n, 4), n)  # its own, two that pass, and one more
+    # Its own, two that pass, and one more.
+    assert found.weights == Fraction(min(n, 4), n)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +55,27 @@ def test_a_rank_sums_nothing_that_it_can_hand_on(schedule):
                 ends[(*key, i.tick + schedule.timing.ticks_per_slot)] += 1
             elif i.action == Action.SEND and i.buffer == Buffer.GRADIENT:
                 sent[(*key, i.tick)] += 1
-                assert i.peers[0] in ((rank + 1) % n, (rank + 2) % n, schedule.owners[i.stage])
+                assert i.peers[0] in (
+                    (rank + 1) % n,
+                    (rank + 2) % n,
+                    schedule.owners[i.stage],
+                )
     assert sent == ends
 
 
 @pytest.mark.parametrize("delay", [1, "freshest"])
 def test_cdp_sends_as_much_as_sharded_and_a_slot_earlier(delay):
-    first, second = (catalog.cyclic(4, delay, state=s) for s in ("sharded", "circulating"))
+    first, second = (
+        catalog.cyclic(4, delay, state=s) for s in ("sharded", "circulating")
+    )
     assert footprint(first).traffic == footprint(second).traffic
     early = [
-        sum(i.tick for rank in schedule.lower(6).verify().ranks for i in rank if is_sent(i))
+        sum(
+            i.tick
+            for rank in schedule.lower(6).verify().ranks
+            for i in rank
+            if is_sent(i)
+        )
         for schedule in (first, second)
     ]
     assert early[1] < early[0]

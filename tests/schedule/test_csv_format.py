@@ -64,7 +64,10 @@ def test_a_pipeline_that_does_not_drain_has_a_period_in_its_file(delay):
         Schedule.from_csv(text)
     with pytest.raises(UserError, match="the file has period=4: got period=6"):
         Schedule.from_csv(text, delay=delay, period=6)
-    for text in ("0F0,0B0\n1F0 period=9,1B0\n", "0F0  period=9,0B0 period=9\n1F0,1B0\n"):
+    for text in (
+        "0F0,0B0\n1F0 period=9,1B0\n",
+        "0F0  period=9,0B0 period=9\n1F0,1B0\n",
+    ):
         assert Schedule.from_csv(text).period == 9
 
 
@@ -76,7 +79,10 @@ def test_torch_reads_it(schedule):
     if not hasattr(schedules, "_validate_schedule"):
         pytest.skip("this torch has no _validate_schedule")
     rows = csv.reader(io.StringIO(schedule.to_csv()))
-    actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
+    actions = {
+        r: [schedules._Action.from_str(cell) for cell in row]
+        for r, row in enumerate(rows)
+    }
     found = schedules._validate_schedule(
         actions, schedule.n_ranks, schedule.n_stages, schedule.n_microbatches
     )
@@ -97,7 +103,9 @@ def test_pairs_take_one_slot_or_two():
     text = schedule.to_csv()
     assert text == "0F0,,,(0F1;0B0)OVERLAP_F_B,,,0B1\n,1F0,1B0,,1F1,1B1,\n"
     assert Schedule.from_csv(text) == schedule
-    assert Schedule.from_csv(text.replace("(0F1;0B0)OVERLAP_F_B", "0F1;0B0")) == schedule
+    assert (
+        Schedule.from_csv(text.replace("(0F1;0B0)OVERLAP_F_B", "0F1;0B0")) == schedule
+    )
     apart = Schedule.from_csv(text, unfold=True)
     assert apart == Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", orders[1]])
     assert not apart.timing.pairs
@@ -128,7 +136,13 @@ def test_a_timing_pairs_what_starts_together_on_one_rank():
         Schedule("none", 1, 2, Timing(together, 4), "per_stage")
     Schedule("pair", 1, 2, Timing(together, 4, pairs={forward: backward}), "per_stage")
     with pytest.raises(UserError, match="runs on one rank: got 0F1;0B0"):
-        Schedule("apart", 1, 2, Timing(together, 4, pairs={forward: backward}), "per_microbatch")
+        Schedule(
+            "apart",
+            1,
+            2,
+            Timing(together, 4, pairs={forward: backward}),
+            "per_microbatch",
+        )
 
 
 WITH_MESSAGES = (
@@ -174,14 +188,25 @@ def test_orders_and_messages_of_torch_are_read(schedule_class, per_rank, p, m):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     gpipe = schedule_class == "ScheduleGPipe"
     method = "_get_pipeline_order" if gpipe else "_calculate_single_rank_operations"
-    rounds = {"number_of_rounds": m // p, "microbatches_per_round": p, "_n_microbatches": m}
+    rounds = {
+        "number_of_rounds": m // p,
+        "microbatches_per_round": p,
+        "_n_microbatches": m,
+    }
     stages = {"n_local_stages": per_rank, "_stages": [None] * per_rank}
     stages |= dict.fromkeys(("num_stages", "_num_stages"), p * per_rank)
     orders = torchs(schedule_class, method, p, pp_group_size=p, **rounds, **stages)
     schedule = Schedule.from_rank_orders(orders)
-    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (p, p * per_rank, m)
+    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (
+        p,
+        p * per_rank,
+        m,
+    )
     lowered = schedules._add_send_recv(
-        {r: [*map(schedules._Action.from_str, order.split())] for r, order in enumerate(orders)},
+        {
+            r: [*map(schedules._Action.from_str, order.split())]
+            for r, order in enumerate(orders)
+        },
         stage_to_rank=lambda j: schedule.rank(j, 0),
         num_stages=schedule.n_stages,
     )
@@ -196,7 +221,9 @@ def test_a_file_may_have_a_comma_in_its_name(name, tmp_path, monkeypatch):
     (tmp_path / name).write_text("0F0,0B0")
     for source in (name, str(tmp_path / name), tmp_path / name):
         assert Schedule.from_csv(source).to_csv() == "0F0,0B0\n"
-    with pytest.raises(UserError, match=r"c,d.csv cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        UserError, match=r"c,d.csv cannot be read \(No such file or directory\)"
+    ):
         Schedule.from_csv("c,d.csv")
 
 
@@ -245,7 +272,10 @@ def test_a_misspelt_cell_is_named(text, message):
         ),
         (["0F0 0B0", ""], r"every rank has something to do: got 2 ranks, idle: \[1\]"),
         ([], "every rank has something to do"),
-        (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward;"),
+        (
+            ["0F0 0B0 0F1"],
+            "stage 0 of micro-batch 1 needs .* a backward .*: found forward;",
+        ),
         (["0F0 0B0 2F0 2B0"], "stage 1 of micro-batch 0 .*: found nothing"),
         (["0F0 0B0 0F11 0B1"], "stage 0 of micro-batch 1 .*: found backward;"),
         (["0F0 0B0", "1F0 0F0 1B0"], "0F0 is done twice: on rank 0 and on rank 1"),
@@ -334,7 +364,10 @@ def test_a_file_that_cannot_be_read(name, content, why, tmp_path):
     ("schedule", "message"),
     [
         (catalog.data_parallel(2), "DP has up to 2 ranks per stage"),
-        (catalog.cyclic(3, placement="per_stage_and_microbatch"), "CDP-v2 has up to 3 ranks"),
+        (
+            catalog.cyclic(3, placement="per_stage_and_microbatch"),
+            "CDP-v2 has up to 3 ranks",
+        ),
         (catalog.data_parallel(2, "one"), "placement 'one'"),
         (HALF_SLOTS, "halves .* 2 start times in a slot"),
         (IDLE, "ops of every rank: rank 1 of idle"),

@@ -77,7 +77,9 @@ PREDICTED = """
     ("schedule", "n_steps", "expected"),
     [
         pytest.param(catalog.zero_bubble(2, 1), 1, SPLIT, id="split backward"),
-        pytest.param(catalog.cyclic(1, 1, correction="extrapolate"), 3, PREDICTED, id="predicted"),
+        pytest.param(
+            catalog.cyclic(1, 1, correction="extrapolate"), 3, PREDICTED, id="predicted"
+        ),
     ],
 )
 def test_literal_needs(schedule, n_steps, expected):
@@ -94,8 +96,12 @@ def test_a_sum_after_an_all_reduce():
 def test_a_sum_that_is_handed_on_again():
     """Its next part waits until the sum before it has left."""
     order = catalog.weipipe(3, accumulate=2).lower(1).ranks[0]
-    found = [p for p, i in enumerate(order) if i.buffer == Buffer.GRADIENT and i.stage == 0]
-    backwards = [p for p, i in enumerate(order) if i.action == Action.BACKWARD and i.stage == 0]
+    found = [
+        p for p, i in enumerate(order) if i.buffer == Buffer.GRADIENT and i.stage == 0
+    ]
+    backwards = [
+        p for p, i in enumerate(order) if i.action == Action.BACKWARD and i.stage == 0
+    ]
     assert [order[p].action for p in found] == [Action.SEND, Action.RECV, Action.SEND]
     assert found[0] in needs(order, 0)[backwards[1]]
 
@@ -121,10 +127,14 @@ def in_any_order(program, chance):
     event, members = {}, defaultdict(list)
     for rank, order in enumerate(program.ranks):
         met, last = Counter(), {}  # ranks may meet several times for the same
-        for position, (i, found) in enumerate(zip(order, needs(order, rank), strict=True)):
+        for position, (i, found) in enumerate(
+            zip(order, needs(order, rank), strict=True)
+        ):
             here, collective = (rank, position), i.action in COLLECTIVES
             met[occasion(i)] += 1
-            key = (occasion(i), met[occasion(i)]) if collective else ends.get(here, here)
+            key = (
+                (occasion(i), met[occasion(i)]) if collective else ends.get(here, here)
+            )
             event[here] = key
             members[key].append(here)
             graph.add(key, *(event[rank, needed] for needed in found))
@@ -157,7 +167,13 @@ def test_any_order_of_a_method_is_right(schedule):
     """And its instructions meet where replay joins them, which has the keys written out."""
     for seed in range(5):
         verify_order(in_any_order(schedule.lower(3), random.Random(seed)))
-    walk = iter([step for step in replay(schedule.lower(2).ranks) if step[1].action.communicates])
+    walk = iter(
+        [
+            step
+            for step in replay(schedule.lower(2).ranks)
+            if step[1].action.communicates
+        ]
+    )
     for rank, first in walk:
         n = 2 if first.action == Action.SEND else len(first.peers)
         joined = [(rank, first), *islice(walk, n - 1)]

@@ -68,7 +68,9 @@ THREE_STEPS = """
     rank 1 .   1F0 .    1F0' 1B0   1F0'' 1B0'  1F0   1B0'' .     1B0 .
     rank 2 .   .   2F0  2B0  2F0'  2B0'  2F0'' 2B0'' 2F0   2B0   .   .
 """
-CHAIN = Schedule.from_rank_orders(["0F0 0B0", "1F0 1B0", "2F0 2B0"], delay=[2, 1, 0], period=2)
+CHAIN = Schedule.from_rank_orders(
+    ["0F0 0B0", "1F0 1B0", "2F0 2B0"], delay=[2, 1, 0], period=2
+)
 BOTH = "per_stage_and_microbatch"
 
 
@@ -77,12 +79,20 @@ BOTH = "per_stage_and_microbatch"
     [
         pytest.param(catalog.data_parallel(3), 1, DP, id="simultaneous"),
         pytest.param(catalog.cyclic(3), 2, CDP, id="cyclic"),
-        pytest.param(catalog.data_parallel(2, accumulate=2), 2, DP_ACCUMULATED, id="accumulated"),
-        pytest.param(catalog.cyclic(2, accumulate=2), 2, CDP_ACCUMULATED, id="cyclic accumulated"),
+        pytest.param(
+            catalog.data_parallel(2, accumulate=2), 2, DP_ACCUMULATED, id="accumulated"
+        ),
+        pytest.param(
+            catalog.cyclic(2, accumulate=2), 2, CDP_ACCUMULATED, id="cyclic accumulated"
+        ),
         pytest.param(catalog.cyclic(3, n_stages=4), 1, FOUR_BY_THREE, id="4x3"),
-        pytest.param(catalog.cyclic(3, placement="per_stage"), 2, PIPELINE, id="per_stage"),
+        pytest.param(
+            catalog.cyclic(3, placement="per_stage"), 2, PIPELINE, id="per_stage"
+        ),
         pytest.param(catalog.cyclic(3, placement="one"), 1, ONE_DEVICE, id="one"),
-        pytest.param(catalog.cyclic(3, placement=BOTH), 2, TIMES_MODEL_PARALLEL, id=BOTH),
+        pytest.param(
+            catalog.cyclic(3, placement=BOTH), 2, TIMES_MODEL_PARALLEL, id=BOTH
+        ),
         pytest.param(CHAIN, 4, THREE_STEPS, id="three steps"),
     ],
 )

@@ -23,7 +23,12 @@ def test_two_groups_of_two():
         ". . . . 0F2 1F2 2F2 3F2 3B2 2B2 1B2 0B2",
         ". . . . 0F3 1F3 2F3 3F3 3B3 2B3 1B3 0B3",
     ]
-    assert schedule.staleness == ((1, 1, 0, 0), (1, 1, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0))
+    assert schedule.staleness == (
+        (1, 1, 0, 0),
+        (1, 1, 0, 0),
+        (0, 0, 0, 0),
+        (0, 0, 0, 0),
+    )
 
 
 @pytest.mark.parametrize(("n", "g"), SIZES)
@@ -44,23 +49,31 @@ def test_closed_forms(n, g):
 
 def total(n, g):
     """The largest sum of activations: a worker holds up to n stages' in a step of 2n slots."""
-    held = [min(t + 1, 2 * n - t) for t in range(2 * n)]  # stages, by slot of a worker's step
+    # stages, by slot of a worker's step.
+    held = [min(t + 1, 2 * n - t) for t in range(2 * n)]
     starts = [Fraction(2 * n * k, g) for k in range(g)]
     moments = {(start + t) % (2 * n) for start in starts for t in range(2 * n)}
-    most = max(sum(held[int((moment - start) % (2 * n))] for start in starts) for moment in moments)
+    most = max(
+        sum(held[int((moment - start) % (2 * n))] for start in starts)
+        for moment in moments
+    )
     return Fraction(most * (n // g), n)
 
 
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
 def test_one_group_is_data_parallelism_and_n_groups_are_cyclic(state):
     together = catalog.cyclic(4, groups=1, state=state)
-    assert together.lower(3).ranks == catalog.data_parallel(4, state=state).lower(3).ranks
+    assert (
+        together.lower(3).ranks == catalog.data_parallel(4, state=state).lower(3).ranks
+    )
     alone = catalog.cyclic(4, state=state)
     assert catalog.cyclic(4, groups=4, state=state) == alone
 
 
 @pytest.mark.parametrize(("n", "g"), [(4, 2), (8, 2), (6, 3), (9, 3)])
-def test_a_machine_a_group_sends_each_sum_on_once_and_each_version_to_the_others_once(n, g):
+def test_a_machine_a_group_sends_each_sum_on_once_and_each_version_to_the_others_once(
+    n, g
+):
     """Between groups, of each stage and step; the owner's group gets new weights from the owner."""
     schedule, size = catalog.cyclic(n, 1, groups=g), n // g
     program = schedule.lower(6).verify()
@@ -68,7 +81,11 @@ def test_a_machine_a_group_sends_each_sum_on_once_and_each_version_to_the_others
     for rank, order in enumerate(program.ranks):
         for i in order:
             if i.action == Action.SEND and rank // size != i.peers[0] // size:
-                key = i.buffer, i.stage, i.version if i.buffer == Buffer.WEIGHTS else i.step
+                key = (
+                    i.buffer,
+                    i.stage,
+                    i.version if i.buffer == Buffer.WEIGHTS else i.step,
+                )
                 between.setdefault(key, []).append((rank // size, i.peers[0] // size))
     gradients = between[Buffer.GRADIENT, 0, 3]
     assert sorted(gradients) == [*pairwise(range(g))]
@@ -85,7 +102,11 @@ def test_rotated_groups_share_messages_and_updates(n, g):
     between: Counter = Counter()
     for rank, order in enumerate(program.ranks):
         for i in order:
-            if i.action == Action.SEND and i.of_step == 3 and i.peers[0] // size != rank // size:
+            if (
+                i.action == Action.SEND
+                and i.of_step == 3
+                and i.peers[0] // size != rank // size
+            ):
                 between[i.buffer, rank // size, i.peers[0] // size] += 1
     expected = {
         (buffer, k, (k + 1) % g): n - size
@@ -117,7 +138,8 @@ def test_a_rotated_chain_of_groups():
 
 
 @pytest.mark.parametrize(
-    ("groups", "named"), [(3, "1, 2, 4, 8"), (0, "1 or more"), (16, "1, 2, 4, 8"), ("two", "two")]
+    ("groups", "named"),
+    [(3, "1, 2, 4, 8"), (0, "1 or more"), (16, "1, 2, 4, 8"), ("two", "two")],
 )
 def test_refuses_groups_that_do_not_divide_the_workers(groups, named):
     with pytest.raises(UserError, match=named):

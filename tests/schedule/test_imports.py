@@ -22,7 +22,8 @@ USE = "from toolkit.schedule import catalog; catalog.cyclic(3).lower(2).verify()
 
 
 @pytest.mark.parametrize(
-    ("code", "allowed"), [(USE, ("toolkit.schedule", "toolkit.errors")), ("import toolkit", ())]
+    ("code", "allowed"),
+    [(USE, ("toolkit.schedule", "toolkit.errors")), ("import toolkit", ())],
 )
 def test_imports_the_standard_library_only(code, allowed):
     command = [sys.executable, "-c", FOREIGN.format(code=code)]
@@ -34,9 +35,14 @@ def test_imports_the_standard_library_only(code, allowed):
 
 def test_its_modules_depend_on_each_other_one_way():
     folder = Path(schedule.__file__).parent
-    needs = {path.stem: {*needed(path)} for path in folder.glob("*.py") if path.stem != "__init__"}
+    needs = {
+        path.stem: {*needed(path)}
+        for path in folder.glob("*.py")
+        if path.stem != "__init__"
+    }
     assert len(needs) > 15
-    assert {*TopologicalSorter(needs).static_order()} == needs.keys()  # or it raises CycleError
+    # Or it raises CycleError.
+    assert {*TopologicalSorter(needs).static_order()} == needs.keys()
 
 
 def needed(path):
@@ -48,5 +54,7 @@ def needed(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "toolkit.schedule":
             yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("toolkit.schedule."):
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+            "toolkit.schedule."
+        ):
             yield node.module.split(".")[2]

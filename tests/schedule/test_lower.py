@@ -119,7 +119,10 @@ CIRCULATING = {
         ),
         # Forwards and backwards hand on copies of their own.
         pytest.param(
-            catalog.cyclic(3, n_stages=4, state="circulating"), 1, CIRCULATING, id="circulating"
+            catalog.cyclic(3, n_stages=4, state="circulating"),
+            1,
+            CIRCULATING,
+            id="circulating",
         ),
     ],
 )
@@ -127,7 +130,11 @@ def test_literal_handovers(schedule, n_steps, expected):
     messages, frees = defaultdict(list), defaultdict(list)
     for rank, own in enumerate(schedule.lower(n_steps).ranks):
         for i in own:
-            key = i.buffer, i.stage, i.step if i.buffer == Buffer.GRADIENT else i.version
+            key = (
+                i.buffer,
+                i.stage,
+                i.step if i.buffer == Buffer.GRADIENT else i.version,
+            )
             if i.action == Action.SEND and i.microbatch is None:
                 messages[key].append((i.tick, f"{rank}>{i.peers[0]}"))
             elif i.action == Action.FREE and i.microbatch is None:
@@ -135,7 +142,9 @@ def test_literal_handovers(schedule, n_steps, expected):
     found = {}
     for key in messages.keys() | frees.keys():
         moments = sorted(messages[key]), sorted(frees[key])
-        found[key] = tuple(", ".join(f"{tick} {who}" for tick, who in own) for own in moments)
+        found[key] = tuple(
+            ", ".join(f"{tick} {who}" for tick, who in own) for own in moments
+        )
     assert found == expected
 
 
@@ -153,7 +162,10 @@ def test_every_op_runs_when_and_where_the_schedule_says(schedule, n_steps, first
         for i in instructions:
             if i.action.computes:
                 assert rank == schedule.rank(i.stage, i.microbatch, i.step)
-                assert i.tick == timing.starts[i.op] + (i.step - first_step) * timing.period
+                assert (
+                    i.tick
+                    == timing.starts[i.op] + (i.step - first_step) * timing.period
+                )
             elif i.action == Action.UPDATE and schedule.state == "sharded":
                 assert rank == schedule.owners[i.stage]
 
@@ -171,7 +183,9 @@ def test_activations_are_counted_as_the_ops_live(program):
         alive = Counter()
         for i in (i for i in rank if i.action == Action.FORWARD):
             alive.update(range(i.tick, ends[i.stage, i.microbatch, i.step]))
-        slots = [range(slot * tick, (slot + 1) * tick) for slot in range(program.n_slots)]
+        slots = [
+            range(slot * tick, (slot + 1) * tick) for slot in range(program.n_slots)
+        ]
         assert list(by_slot) == [max(alive[at] for at in slot) for slot in slots]
     assert program.peak_activations() == tuple(map(max, program.activations()))
 
@@ -223,6 +237,8 @@ def test_ranks_that_give_and_that_receive(action, gives, leaves):
 def test_ranks_that_take_turns_do_not_reduce_without_the_others(state):
     """The two micro-batches of a step end together, on two of the three ranks of a stage."""
     timing = Timing(simultaneous(2, 2).starts, 2)
-    schedule = Schedule("x", 2, 2, timing, "per_stage_and_microbatch", "freshest", state)
+    schedule = Schedule(
+        "x", 2, 2, timing, "per_stage_and_microbatch", "freshest", state
+    )
     assert len(schedule.layout.ranks(0)) > 2
     schedule.lower(5).verify()

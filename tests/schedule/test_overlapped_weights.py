@@ -37,14 +37,17 @@ def test_the_first_of_n_workers_can_hold_two_models(n):
 
 def test_sizes_of_stages():
     program = catalog.data_parallel(2, n_stages=3).lower(3)
-    assert most_weights(program, [1, 10, 100]) == (211, 211)  # the largest is held twice
+    # The largest is held twice.
+    assert most_weights(program, [1, 10, 100]) == (211, 211)
 
 
 def on_some_machine(program, draw):
     """``[rank]``, the most weights in a simulation; updates take no time."""
     costs = [
         StageCost(1.0, 2.0, parameter_bytes=1.0, forward_seconds=a, backward_seconds=b)
-        for a, b in ((draw.random(), draw.random()) for _ in range(program.schedule.n_stages))
+        for a, b in (
+            (draw.random(), draw.random()) for _ in range(program.schedule.n_stages)
+        )
     ]
     links = draw.choice([float("inf"), 10.0, 1.0])
     timeline = simulate(program, costs, Hardware("any", 1.0, float("inf"), links, 0.0))

@@ -26,14 +26,18 @@ from toolkit.schedule import (
 )
 from toolkit.schedule.steady_state import footprint, steady_steps, steps_to_time
 
-DP, V1, V2 = (f(2) for f in (catalog.data_parallel, catalog.METHODS["cdp_v1"], catalog.cyclic))
+DP, V1, V2 = (
+    f(2) for f in (catalog.data_parallel, catalog.METHODS["cdp_v1"], catalog.cyclic)
+)
 
 
 def test_a_synchronous_start():
     """The first cyclic step reads the newest weights only; the next ones are a step late."""
     schedule = after([(DP, 2)], V1)
     program = schedule.lower(5).verify()
-    reads = {(i.step, i.version) for rank in program.ranks for i in rank if i.action.computes}
+    reads = {
+        (i.step, i.version) for rank in program.ranks for i in rank if i.action.computes
+    }
     assert reads == {(0, 0), (1, 1), (2, 2), (3, 2), (4, 3)}
     # Two steps of 4 slots, with one to drain, come before.
     assert program.changes == (9,)
@@ -51,7 +55,9 @@ def test_what_the_next_schedule_reads_is_kept_or_sent():
     across = [i for rank in program.ranks for i in rank if i.tick == program.changes[0]]
     assert not [i for i in across if i.action == Action.FREE]
     pipeline = after([(DP, 1)], catalog.gpipe(2, 2)).lower(2).verify()
-    across = [[i for i in rank if i.tick == pipeline.changes[0]] for rank in pipeline.ranks]
+    across = [
+        [i for i in rank if i.tick == pipeline.changes[0]] for rank in pipeline.ranks
+    ]
     # Each rank goes on with one of the stages that both had.
     assert [next((i.action, i.stage) for i in rank) for rank in across] == [
         (Action.FREE, 1),
@@ -62,7 +68,9 @@ def test_what_the_next_schedule_reads_is_kept_or_sent():
         (rank, i.stage)
         for rank, own in enumerate(back.ranks)
         for i in own
-        if i.peers == (1 - rank,) and i.action == Action.SEND and i.buffer == Buffer.WEIGHTS
+        if i.peers == (1 - rank,)
+        and i.action == Action.SEND
+        and i.buffer == Buffer.WEIGHTS
     ]
     assert sent == [(0, 0), (1, 1)]
 
@@ -85,7 +93,9 @@ MADE = [
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(MADE), st.integers(1, 3)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.sampled_from(MADE), st.integers(1, 3)), min_size=1, max_size=3
+    ),
     st.sampled_from(MADE),
     st.integers(0, 3),
     st.integers(1, 7),
@@ -117,7 +127,9 @@ def test_the_steady_state_is_that_of_the_last():
     assert footprint(schedule) == footprint(V1)
     assert steps_to_time(schedule) == 3 + steps_to_time(V1)
     program = schedule.lower(steps_to_time(schedule)).verify()
-    timeline, plain = (simulate(p, unit_costs(2), UNIT) for p in (program, V1.lower(20)))
+    timeline, plain = (
+        simulate(p, unit_costs(2), UNIT) for p in (program, V1.lower(20))
+    )
     assert timeline.step_time == plain.step_time
 
 
@@ -125,7 +137,10 @@ def test_the_next_schedule_starts_when_all_have_finished():
     program = after([(DP, 2)], V1).lower(4).verify()
     timeline = simulate(program, unit_costs(2), UNIT)
     starts = [
-        [min(s.start for s in timeline.spans if (s.rank, s.step) == (r, t)) for r in range(2)]
+        [
+            min(s.start for s in timeline.spans if (s.rank, s.step) == (r, t))
+            for r in range(2)
+        ]
         for t in range(3)
     ]
     assert starts[0] == [0, 0]
@@ -142,9 +157,14 @@ def test_lengths_in_epochs():
 
 def test_by_plain_values():
     phases = [{"schedule": "dp", "epochs": 1}, {"schedule": "cdp_v2", "steps": 2}]
-    built = ScheduleSpec.from_call("cdp_v1", {"n": 4, "n_stages": 3, "phases": phases}).build()
+    built = ScheduleSpec.from_call(
+        "cdp_v1", {"n": 4, "n_stages": 3, "phases": phases}
+    ).build()
     assert built == after(
-        [Phase(catalog.data_parallel(4, n_stages=3), epochs=1), (catalog.cyclic(4, n_stages=3), 2)],
+        [
+            Phase(catalog.data_parallel(4, n_stages=3), epochs=1),
+            (catalog.cyclic(4, n_stages=3), 2),
+        ],
         catalog.cyclic(4, 1, n_stages=3),
     )
 
@@ -171,9 +191,14 @@ def test_is_drawn_with_a_step_of_each():
         ),
         (lambda: after([Phase(DP, epochs=1)], V1).lower(1), "in_steps"),
         (lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": 1}), "got 1"),
-        (lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": ["dp"]}), "got 'dp'"),
         (
-            lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": [{"schedule": "pd"}]}),
+            lambda: ScheduleSpec.from_call("cdp_v1", {"n": 2, "phases": ["dp"]}),
+            "got 'dp'",
+        ),
+        (
+            lambda: ScheduleSpec.from_call(
+                "cdp_v1", {"n": 2, "phases": [{"schedule": "pd"}]}
+            ),
             "'pd'",
         ),
     ],
@@ -188,7 +213,9 @@ def test_other_lengths_of_slots_make_one_program():
     assert coarse.timing.ticks_per_slot < fine.timing.ticks_per_slot
     for pair in product((coarse, fine), repeat=2):
         program = after([(pair[0], 2)], pair[1]).lower(4).verify()
-        assert {i.step for rank in program.ranks for i in rank if i.action.computes} == {*range(4)}
+        assert {
+            i.step for rank in program.ranks for i in rank if i.action.computes
+        } == {*range(4)}
     assert replace(after([(coarse, 2)], fine), name="x").name == "x"
 
 

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import quick
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
-from toolkit.schedule import STATES, Kind, Op, RandomDelay, Schedule, catalog, pipeline_orders
+from toolkit.schedule import (
+    STATES,
+    Kind,
+    Op,
+    RandomDelay,
+    Schedule,
+    catalog,
+    pipeline_orders,
+)
 from toolkit.schedule.dependencies import dependencies
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
@@ -49,7 +57,9 @@ def torchs_rounds(schedule_class, n_ranks, per_rank, n_microbatches):
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_orders_are_torchs(p, m):
-    golden = torchs("ScheduleGPipe", "_get_pipeline_order", p, _num_stages=p, _n_microbatches=m)
+    golden = torchs(
+        "ScheduleGPipe", "_get_pipeline_order", p, _num_stages=p, _n_microbatches=m
+    )
     assert text(pipeline_orders.gpipe(p, m)) == golden
     golden = torchs_rounds("ScheduleInterleavedZeroBubble", p, 1, m)
     assert text(pipeline_orders.zero_bubble(p, m)) == golden
@@ -94,7 +104,9 @@ def test_eager_looped_and_without_bubble(p, m):
     """Closed forms, for v stages a rank; the last two hold what their first forwards make."""
     eager, zero = catalog.eager_1f1b(p, m), catalog.zb_h2(p, m)
     assert eager.period == catalog.one_f_one_b(p, m).period
-    assert eager.lower(2).peak_activations() == tuple(min(m, 2 * (p - r) - 1) for r in range(p))
+    assert eager.lower(2).peak_activations() == tuple(
+        min(m, 2 * (p - r) - 1) for r in range(p)
+    )
     assert zero.period == 3 * m + max(0, 2 * p - 1 - m)
     assert set(zero.lower(2).peak_activations()) == {min(m, 2 * p - 1)}
     for v in (1, 2, 3):
@@ -123,7 +135,10 @@ def steps_slots(schedule):
 
 def test_slots_of_zb_h2_with_few_microbatches():
     """The numbers of its docstring."""
-    paper = [Schedule.from_rank_orders(pipeline_orders.zero_bubble(8, m, 7)) for m in (8, 12, 15)]
+    paper = [
+        Schedule.from_rank_orders(pipeline_orders.zero_bubble(8, m, 7))
+        for m in (8, 12, 15)
+    ]
     assert [(x.period, steps_slots(x)) for x in paper] == [(31, 34), (39, 44), (45, 52)]
     here = [catalog.zb_h2(8, m) for m in (8, 12, 15)]
     assert [(x.period, steps_slots(x)) for x in here] == [(31, 31), (39, 43), (45, 52)]
@@ -179,7 +194,9 @@ def test_any_orders_that_can_be_carried_out(rank_orders, delay, state):
     timeline = simulate(program, unit_costs(schedule.n_stages), UNIT)
     assert len(timeline.step_ends) == 3
     if not schedule.splits_backward:
-        spans = [span for span in timeline.spans if span.lane == "compute" and span.step == 0]
+        spans = [
+            span for span in timeline.spans if span.lane == "compute" and span.step == 0
+        ]
         found = {span.name: span.start for span in spans}
         assert found == {str(op): start for op, start in starts.items()}
 
@@ -189,14 +206,18 @@ def test_any_orders_that_can_be_carried_out(rank_orders, delay, state):
 def test_any_orders_overlap_by_any_period(rank_orders, more, state):
     """No op waits longer than until its rank is free and what it needs has ended."""
     period = max(map(len, rank_orders)) + more
-    schedule = Schedule.from_rank_orders(rank_orders, delay="freshest", state=state, period=period)
+    schedule = Schedule.from_rank_orders(
+        rank_orders, delay="freshest", state=state, period=period
+    )
     timing = schedule.timing
     for order in rank_orders:
         taken, free = set(), 0
         for op in order:
             needs = dependencies(op, timing.starts, schedule.n_stages)
             slots = range(max([free, *map(timing.end, needs)]), timing.starts[op] + 1)
-            assert [slot for slot in slots if slot % period not in taken] == [timing.starts[op]]
+            assert [slot for slot in slots if slot % period not in taken] == [
+                timing.starts[op]
+            ]
             taken.add(timing.starts[op] % period)
             free = timing.end(op)
     schedule.lower(3).verify()
@@ -204,7 +225,10 @@ def test_any_orders_overlap_by_any_period(rank_orders, more, state):
 
 @pytest.mark.parametrize(
     ("period", "delays"),
-    [(7, [0, [0, 0], RandomDelay(most=2)]), (6, [1, "freshest", [1, 0], RandomDelay(least=1)])],
+    [
+        (7, [0, [0, 0], RandomDelay(most=2)]),
+        (6, [1, "freshest", [1, 0], RandomDelay(least=1)]),
+    ],
 )
 def test_the_period_waits_for_the_weights(period, delays):
     """Rank 1 is busy for 6 slots; stage 0 begins at slot 0 and is updated after 0B1, at slot 7.
@@ -230,11 +254,22 @@ def test_steps_overlap_where_the_period_is_shorter_than_a_step():
     rank 0 0F0 0F1 .   0B0  0F0' 0F1' 0B1
     rank 1 .   1F0 1B0 1F1  1B1  1F0'
     """
-    starts = {"0F0": 0, "0F1": 1, "0B0": 3, "0B1": 6, "1F0": 1, "1B0": 2, "1F1": 3, "1B1": 4}
+    starts = {
+        "0F0": 0,
+        "0F1": 1,
+        "0B0": 3,
+        "0B1": 6,
+        "1F0": 1,
+        "1B0": 2,
+        "1F1": 3,
+        "1B1": 4,
+    }
     schedule = Schedule.from_rank_orders(OVERLAP, period=4, delay="freshest")
     assert {str(op): start for op, start in schedule.timing.starts.items()} == starts
     assert (schedule.staleness, schedule.period) == (((1, 1), (0, 0)), 4)
-    assert Schedule.from_rank_orders(OVERLAP, period=6) == Schedule.from_rank_orders(OVERLAP)
+    assert Schedule.from_rank_orders(OVERLAP, period=6) == Schedule.from_rank_orders(
+        OVERLAP
+    )
 
 
 @pytest.mark.parametrize(

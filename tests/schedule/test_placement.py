@@ -24,7 +24,9 @@ def test_cyclic_stage_j_has_n_minus_j_replicas(n):
     for j in range(n):
         of_stage = [next(ranks) for _ in range(n - j)]
         assert layout.ranks(j) == of_stage
-        assert [layout.rank(j, m) for m in range(n)] == [of_stage[m % (n - j)] for m in range(n)]
+        assert [layout.rank(j, m) for m in range(n)] == [
+            of_stage[m % (n - j)] for m in range(n)
+        ]
     assert layout.n_ranks == n * (n + 1) // 2
 
 
@@ -32,7 +34,8 @@ def test_ranks_take_turns_from_step_to_step():
     """Stage 1 has two ranks for three micro-batches. An owner ends its stage's last gradient."""
     schedule = catalog.cyclic(3, placement="per_stage_and_microbatch", state="sharded")
     tables = [
-        [[schedule.rank(j, m, step) for m in range(3)] for j in range(3)] for step in range(3)
+        [[schedule.rank(j, m, step) for m in range(3)] for j in range(3)]
+        for step in range(3)
     ]
     even, odd = [[0, 1, 2], [3, 4, 3], [5, 5, 5]], [[0, 1, 2], [4, 3, 4], [5, 5, 5]]
     assert tables == [even, odd, even]
@@ -78,7 +81,9 @@ def test_no_accepted_schedule_collides(schedule):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_places_a_split_backward(placement):
     """Both halves run where the forward ran, and are done before the rank is lent again."""
-    when = split(2, (0, 6, 12), 18) if placement == "per_stage" else split(2, (0, 2, 4), 6)
+    when = (
+        split(2, (0, 6, 12), 18) if placement == "per_stage" else split(2, (0, 2, 4), 6)
+    )
     schedule = Schedule("split", 2, 3, when, placement, "freshest")
     schedule.lower(3).verify()
     assert placement == "one" or not collide(when, schedule.rank, 8)
@@ -87,7 +92,9 @@ def test_places_a_split_backward(placement):
 def test_an_assigned_placement():
     """Two pipelines in opposite directions on the same ranks, which cyclic timing lets meet."""
     table = [[0, 3, 0, 3], [1, 2, 1, 2], [2, 1, 2, 1], [3, 0, 3, 0]]
-    schedule = Schedule("both ways", 4, 4, timing.cyclic(4, 4), Assigned(table), "freshest")
+    schedule = Schedule(
+        "both ways", 4, 4, timing.cyclic(4, 4), Assigned(table), "freshest"
+    )
     assert [[schedule.rank(j, m) for m in range(4)] for j in range(4)] == table
     schedule.lower(4).verify()
     assert schedule.n_ranks == 4
@@ -98,7 +105,10 @@ def test_an_assigned_placement():
     ("placement", "message"),
     [
         ("per_stage", r"(?s)rank 0 cannot run 0F0 and 0F1.*0F0/\[0F1\]"),
-        ("One", "placement 'One'.*one, per_microbatch, per_stage, per_stage_and_microbatch"),
+        (
+            "One",
+            "placement 'One'.*one, per_microbatch, per_stage, per_stage_and_microbatch",
+        ),
         ([[0]], r"\[stage\]\[microbatch\], here 2 of 2 each: got \(\(0,\),\)"),
         ([[0, 0], [1]], "here 2 of 2 each"),
         ([[0, 0], [1, -1]], "a rank .*: got -1"),
@@ -117,10 +127,15 @@ def test_owners_are_dealt_out_by_what_a_placement_is(make):
     """Of sharded state, whatever the placement's name: ZeRO by rank orders is ZeRO."""
     named = make(4, state="sharded", delay=1)
     table = [[named.rank(j, m) for m in range(4)] for j in range(4)]
-    assigned = Schedule("mine", 4, 4, named.timing, Assigned(table), delay=1, state="sharded")
+    assigned = Schedule(
+        "mine", 4, 4, named.timing, Assigned(table), delay=1, state="sharded"
+    )
     assert assigned.owners == named.owners == (3, 2, 1, 0)
     programs = [schedule.lower(3).verify() for schedule in (named, assigned)]
     assert programs[0].peak_weights() == programs[1].peak_weights()
     orders = ["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"]
     zero = Schedule.from_rank_orders(orders, state="sharded").lower(2).verify()
-    assert zero.peak_weights() == catalog.data_parallel(2, state="sharded").lower(2).peak_weights()
+    assert (
+        zero.peak_weights()
+        == catalog.data_parallel(2, state="sharded").lower(2).peak_weights()
+    )

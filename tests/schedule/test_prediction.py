@@ -33,7 +33,9 @@ DP = catalog.data_parallel(4, "one", delay=2, n_stages=1, correction="extrapolat
 )
 def test_stage_version_and_step_of_predictions(schedule, n_steps, expected):
     ranks = schedule.lower(n_steps).verify().ranks
-    assert [[i.weights for i in own if i.action == Action.PREDICT] for own in ranks] == expected
+    assert [
+        [i.weights for i in own if i.action == Action.PREDICT] for own in ranks
+    ] == expected
 
 
 @given(programs(states=["replicated"]))
@@ -46,7 +48,9 @@ def test_who_reads_a_prediction_holds_it(program):
             late = program.schedule.corrected.predicts and 0 < i.version < i.step
             assert (i.buffer == Buffer.PREDICTION) == late
         made = [i.weights for i in order if i.action == Action.PREDICT]
-        assert sorted(made) == sorted({i.weights for i in ops if i.buffer == Buffer.PREDICTION})
+        assert sorted(made) == sorted(
+            {i.weights for i in ops if i.buffer == Buffer.PREDICTION}
+        )
 
 
 @pytest.mark.parametrize("n", range(2, 9))
@@ -58,13 +62,26 @@ def test_it_costs_weights_and_nothing_else(n, delay, placement):
     assert found.weights > plain.weights
     if delay == 1 and placement in ("one", "per_microbatch"):
         assert found.weights == plain.weights + 1
-    for name in ("ranks", "total_activations", "traffic", "messages", "traffic_in_slot", "rounds"):
+    for name in (
+        "ranks",
+        "total_activations",
+        "traffic",
+        "messages",
+        "traffic_in_slot",
+        "rounds",
+    ):
         assert getattr(found, name) == getattr(plain, name), name
 
 
 def test_it_needs_one_version_more():
     schedule = catalog.data_parallel(2, delay=[2, 0], correction="extrapolate")
-    assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4, 7)] == [0, 0, 0, 1, 4]
+    assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4, 7)] == [
+        0,
+        0,
+        0,
+        1,
+        4,
+    ]
     assert [list(schedule.versions(j, 4)) for j in range(2)] == [[1, 2, 3, 4], [4]]
 
 
@@ -95,12 +112,27 @@ LATE = Buffer.PREDICTION
 @pytest.mark.parametrize(
     ("action", "buffer", "change", "why"),
     [
-        (Action.PREDICT, LATE, drop, "does not hold the prediction from version 1 of stage 0"),
-        (Action.FORWARD, LATE, instead(buffer=None), "weight version 1, and to predict from it"),
+        (
+            Action.PREDICT,
+            LATE,
+            drop,
+            "does not hold the prediction from version 1 of stage 0",
+        ),
+        (
+            Action.FORWARD,
+            LATE,
+            instead(buffer=None),
+            "weight version 1, and to predict from it",
+        ),
         (Action.FORWARD, None, instead(buffer=LATE), "promises weight version 0\n"),
         (Action.PREDICT, LATE, instead(step=1), "predicts nothing from version 1"),
         (Action.PREDICT, LATE, twice, "holds that prediction already"),
-        (Action.FREE, LATE, drop, "FREE prediction stage 2 step 2 version 1: it is missing"),
+        (
+            Action.FREE,
+            LATE,
+            drop,
+            "FREE prediction stage 2 step 2 version 1: it is missing",
+        ),
     ],
 )
 def test_a_broken_program_is_refused(action, buffer, change, why):

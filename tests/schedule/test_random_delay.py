@@ -69,7 +69,9 @@ def test_draws_are_distributed_as_they_should_be(delay, probabilities):
     n, place = 2000, {"stage": 1, "microbatch": 1, "step": 1}
     for varied in place:
         found = Counter(delay.draw(**place | {varied: k}) for k in range(n))
-        assert {k: found[k] / n for k in sorted(found)} == pytest.approx(expected, abs=0.035)
+        assert {k: found[k] / n for k in sorted(found)} == pytest.approx(
+            expected, abs=0.035
+        )
 
 
 GEO, POI = {"distribution": "geometric"}, {"distribution": "poisson"}
@@ -99,8 +101,12 @@ def test_refuses_an_invalid_random_delay(options, message):
 
 
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
-@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
-@pytest.mark.parametrize(("per", "least"), [*product(["microbatch", "stage", "step"], [0, 1])])
+@pytest.mark.parametrize(
+    "placement", ["one", "per_microbatch", "per_stage_and_microbatch"]
+)
+@pytest.mark.parametrize(
+    ("per", "least"), [*product(["microbatch", "stage", "step"], [0, 1])]
+)
 def test_forward_and_backward_read_what_is_drawn(least, per, placement, state):
     delay = RandomDelay(least=least, most=least + 2, per=per, seed=5)
     make = catalog.cyclic if least else catalog.data_parallel
@@ -116,7 +122,9 @@ def test_forward_and_backward_read_what_is_drawn(least, per, placement, state):
     assert len(late) > 1
 
 
-@pytest.mark.parametrize(("make", "k"), [(catalog.data_parallel, 0), (catalog.cyclic, 2)])
+@pytest.mark.parametrize(
+    ("make", "k"), [(catalog.data_parallel, 0), (catalog.cyclic, 2)]
+)
 def test_a_single_possible_delay_is_that_delay(make, k):
     drawn = make(3, delay=RandomDelay(least=k, most=k)).lower(5)
     assert drawn.ranks == make(3, delay=k).lower(5).ranks
@@ -130,12 +138,15 @@ def test_any_timing_takes_what_it_can_honour(schedule, data):
     replace(schedule, delay=delay).lower(3).verify()
     if least:
         delay = replace(delay, least=least - 1)
-        with pytest.raises(UserError, match=rf"{least - 1} steps late.* least={least} or"):
+        with pytest.raises(
+            UserError, match=rf"{least - 1} steps late.* least={least} or"
+        ):
             replace(schedule, delay=delay)
 
 
 @pytest.mark.parametrize(
-    "options", [{"distribution": "geometric", "p": 0.3}, {"distribution": "poisson", "mean": 3.3}]
+    "options",
+    [{"distribution": "geometric", "p": 0.3}, {"distribution": "poisson", "mean": 3.3}],
 )
 def test_long_delays_are_drawn_at_once(options):
     """Exactly, though their probabilities have thousands of digits."""

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import matrices, quick, random_delays, schedules, shifted
 from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.schedule import Action, Buffer, RandomDelay, Schedule, catalog, steady_state, timing
+from toolkit.schedule import (
+    Action,
+    Buffer,
+    RandomDelay,
+    Schedule,
+    catalog,
+    steady_state,
+    timing,
+)
 from toolkit.schedule.steady_state import footprint
 
 SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
@@ -53,12 +61,18 @@ def test_a_ring_is_in_the_order_in_which_ranks_finish():
     """Micro-batch 1 starts first, then 2, then 0."""
     when = shifted(3, (4, 0, 2), 6)
     schedule = Schedule("own", 3, 3, when, "per_microbatch", 2, chains="rotated")
-    assert schedule.rings == (((1,), (2,), (0,)), ((2,), (0,), (1,)), ((0,), (1,), (2,)))
+    assert schedule.rings == (
+        ((1,), (2,), (0,)),
+        ((2,), (0,), (1,)),
+        ((0,), (1,), (2,)),
+    )
     assert schedule.owners == (0, 1, 2)
     # Rank 0 starts first, and is the last to have run both its micro-batches, 0 and 2.
     when = shifted(1, (0, 2, 8, 6), 10)
     options = {"delay": 1, "chains": "rotated", "accumulate": 2}
-    assert Schedule("own", 1, 4, when, "per_microbatch", **options).rings == (((1,), (0,)),)
+    assert Schedule("own", 1, 4, when, "per_microbatch", **options).rings == (
+        ((1,), (0,)),
+    )
 
 
 @pytest.mark.parametrize("chains", ["in_order", "rotated"])
@@ -70,7 +84,14 @@ def test_weights_do_not_wait_once_they_have_been_used(chains):
 
 @pytest.mark.parametrize(
     ("n", "n_stages", "k"),
-    [*((n, n, 1) for n in SIZES), (2, 4, 1), (5, 15, 1), (2, 2, 2), (3, 6, 3), (4, 4, 2)],
+    [
+        *((n, n, 1) for n in SIZES),
+        (2, 4, 1),
+        (5, 15, 1),
+        (2, 2, 2),
+        (3, 6, 3),
+        (4, 4, 2),
+    ],
 )
 def test_every_rank_does_as_much_as_any_other(n, n_stages, k):
     """Of each stage it hands on a gradient and weights, except of one in n stages."""
@@ -79,7 +100,11 @@ def test_every_rank_does_as_much_as_any_other(n, n_stages, k):
     assert schedule.owners == tuple((j - 1) % n for j in range(n_stages))
     each = 2 * (n - 1) * (n_stages // n)
     for slots in zip(*steady_state(schedule).traffic, strict=True):
-        assert sum(slot.messages for slot in slots) == sum(slot.units for slot in slots) == each
+        assert (
+            sum(slot.messages for slot in slots)
+            == sum(slot.units for slot in slots)
+            == each
+        )
     sends = [(rank, i) for rank, own in enumerate(program.ranks) for i in own]
     ways = {(rank, *i.peers) for rank, i in sends if i.action == Action.SEND}
     assert ways == {(rank, (rank + 1) % n) for rank in range(n)}
@@ -120,7 +145,9 @@ def read_by(i):
 
 
 @given(
-    schedules(placements=["per_microbatch"], states=["replicated"], chains=["in_order"]),
+    schedules(
+        placements=["per_microbatch"], states=["replicated"], chains=["in_order"]
+    ),
     st.integers(1, 4),
     st.integers(0, 3),
     st.data(),
@@ -133,7 +160,10 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
     schedule = replace(schedule, delay=data.draw(st.one_of(matrices(least), drawn)))
     m, n = schedule.n_microbatches, schedule.n_workers
     ends = [
-        {max(schedule.timing.gradient_end(j, i) for i in range(w, m, n)) for w in range(n)}
+        {
+            max(schedule.timing.gradient_end(j, i) for i in range(w, m, n))
+            for w in range(n)
+        }
         for j in range(schedule.n_stages)
     ]
     assume(n == 1 or all(len(of_stage) > 1 for of_stage in ends))
@@ -145,13 +175,19 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
             if i.action == Action.SEND and i.buffer == Buffer.WEIGHTS:
                 hops[i.stage, i.version].append((rank, *i.peers))
             elif i.action == Action.UPDATE:
-                assert rank == schedule.owners[i.stage] == schedule.rings[i.stage][-1][-1]
+                assert (
+                    rank == schedule.owners[i.stage] == schedule.rings[i.stage][-1][-1]
+                )
     for (j, version), found in hops.items():
         *others, together = schedule.rings[j]
         expected = []
         for way in ([*chain.from_iterable(others)], together[:-1]):
-            reads = [any((j, version) in read_by(i) for i in program.ranks[r]) for r in way]
-            reached = way[: max((k for k, read in enumerate(reads, 1) if read), default=0)]
+            reads = [
+                any((j, version) in read_by(i) for i in program.ranks[r]) for r in way
+            ]
+            reached = way[
+                : max((k for k, read in enumerate(reads, 1) if read), default=0)
+            ]
             expected += pairwise([schedule.owners[j], *reached])
         assert Counter(found) == Counter(expected)
 
@@ -177,7 +213,12 @@ TIGHT = shifted(1, (0, 2), 4)  # the update ends at tick 4, when the next step s
     ids=str,
 )  # fmt: skip
 def test_refuses(options, message):
-    usual = {"n_stages": 3, "n_microbatches": 3, "timing": timing.cyclic(3, 3), "delay": 1}
+    usual = {
+        "n_stages": 3,
+        "n_microbatches": 3,
+        "timing": timing.cyclic(3, 3),
+        "delay": 1,
+    }
     usual |= {"placement": "per_microbatch", "chains": "rotated"}
     with pytest.raises(UserError, match=message):
         Schedule("own", **usual | options)
@@ -186,4 +227,6 @@ def test_refuses(options, message):
 def test_takes_entries_that_are_fresh_and_leave_time():
     assert rotated(3, [[1, 1, 1], [1, 1, 0], [1, 0, 0]]).lower(4).verify()
     late = RandomDelay(least=1, most=2)
-    Schedule("own", 1, 2, TIGHT, "per_microbatch", late, chains="rotated").lower(6).verify()
+    Schedule("own", 1, 2, TIGHT, "per_microbatch", late, chains="rotated").lower(
+        6
+    ).verify()

@@ -29,7 +29,9 @@ FOUR, TWO, ONE = np.int64(4), np.uint8(2), np.int16(1)
 
 def make(starts):
     """A schedule of one stage and one micro-batch."""
-    return Schedule("own", 1, 1, Timing({Op(*op): at for op, at in starts.items()}, period=3))
+    return Schedule(
+        "own", 1, 1, Timing({Op(*op): at for op, at in starts.items()}, period=3)
+    )
 
 
 @pytest.mark.parametrize(("s", "n"), [(4, 4), (4, 2), (2, 4), (5, 3)])
@@ -71,13 +73,27 @@ def test_refuses_an_op_that_starts_too_early(s, m, halves, data):
     starts = dict(when.starts) | {op: when.end(needed) - earlier}
     message = rf"(?s){op} starts before {needed}, .* {earlier} ticks.*\[{op}\]"
     with pytest.raises(UserError, match=message):
-        Schedule("own", s, m, Timing(starts, when.period, when.ticks_per_slot), "one", "freshest")
+        Schedule(
+            "own",
+            s,
+            m,
+            Timing(starts, when.period, when.ticks_per_slot),
+            "one",
+            "freshest",
+        )
 
 
 def test_ops_between_slots_collide_where_a_period_ends():
     starts = {Op(F, 0, 0): 0, Op(B, 0, 0): 3}
     with pytest.raises(UserError, match="cannot run 0B0 and 0F0 in the same slot"):
-        Schedule("tight", 1, 1, Timing(starts, period=4, ticks_per_slot=2), "per_stage", delay=1)
+        Schedule(
+            "tight",
+            1,
+            1,
+            Timing(starts, period=4, ticks_per_slot=2),
+            "per_stage",
+            delay=1,
+        )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +141,9 @@ def test_repr_is_short():
 
 def test_a_rank_that_has_nothing_to_do_holds_nothing():
     """There are more turns than micro-batches, and one step alone."""
-    schedule = Schedule("own", 8, 4, timing.pipelined(8, 4), "per_stage_and_microbatch", "freshest")
+    schedule = Schedule(
+        "own", 8, 4, timing.pipelined(8, 4), "per_stage_and_microbatch", "freshest"
+    )
     peaks = schedule.lower(1).verify().peak_activations()
     assert sorted(peaks) == [0] * 10 + [1] * 26
 
@@ -135,7 +153,8 @@ def test_a_rank_that_has_nothing_to_do_holds_nothing():
     [
         (catalog.cyclic(4, 1), 16),
         (catalog.zero_bubble(3, 8), 12),
-        (catalog.cyclic(3, n_stages=4), 48),  # workers are 8 / 3 slots apart: three ticks a slot
+        # Workers are 8 / 3 slots apart: three ticks a slot.
+        (catalog.cyclic(3, n_stages=4), 48),
         (catalog.cyclic(9, state="sharded"), 2),
         (catalog.data_parallel(4, state="sharded"), 2),
     ],
@@ -148,11 +167,17 @@ def test_lookahead_in_ticks(schedule, ticks):
 
 def test_labels_add_the_key_to_a_shared_name():
     names = {"dp": "DP", "late": "CDP delay 2", "later": "CDP delay 2"}
-    expected = {"dp": "DP", "late": "CDP delay 2 (late)", "later": "CDP delay 2 (later)"}
+    expected = {
+        "dp": "DP",
+        "late": "CDP delay 2 (late)",
+        "later": "CDP delay 2 (later)",
+    }
     assert labels(names) == expected
 
 
-@pytest.mark.parametrize(("s", "m", "ticks"), [(3, 3, 1), (4, 3, 3), (3, 4, 2), (2, 6, 3)])
+@pytest.mark.parametrize(
+    ("s", "m", "ticks"), [(3, 3, 1), (4, 3, 3), (3, 4, 2), (2, 6, 3)]
+)
 def test_ticks_are_as_coarse_as_possible(s, m, ticks):
     assert timing.cyclic(s, m).ticks_per_slot == ticks
 
@@ -160,7 +185,9 @@ def test_ticks_are_as_coarse_as_possible(s, m, ticks):
 # NumPy's numbers, and schedules as keys
 
 
-@pytest.mark.parametrize("value", [0, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)])
+@pytest.mark.parametrize(
+    "value", [0, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)]
+)
 def test_what_is_no_size(value):
     with pytest.raises(UserError, match="the size is a whole number, 1 or more: got"):
         whole(value, "the size", 1)
@@ -184,8 +211,12 @@ def test_numpys_whole_numbers_are_numbers(make, sizes, options, plain):
     made = make(*sizes, **options)
     assert made == plain
     assert repr(made) == repr(plain)
-    assert {type(n) for n in (made.n_stages, made.n_microbatches, made.accumulate)} == {int}
-    assert repr(made.lower(np.int64(3), np.int64(1)).ranks) == repr(plain.lower(3, 1).ranks)
+    assert {type(n) for n in (made.n_stages, made.n_microbatches, made.accumulate)} == {
+        int
+    }
+    assert repr(made.lower(np.int64(3), np.int64(1)).ranks) == repr(
+        plain.lower(3, 1).ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +225,10 @@ def test_numpys_whole_numbers_are_numbers(make, sizes, options, plain):
         (np.ones((3, 3), int), [[1, 1, 1]] * 3),
         (np.array([1, 2, 1], np.int8), [1, 2, 1]),
         (np.array(1), 1),
-        ([np.array([1, 2, 3]), [1, 1, np.int64(2)], (3, 1, 1)], [[1, 2, 3], [1, 1, 2], [3, 1, 1]]),
+        (
+            [np.array([1, 2, 3]), [1, 1, np.int64(2)], (3, 1, 1)],
+            [[1, 2, 3], [1, 1, 2], [3, 1, 1]],
+        ),
         (range(1, 4), [1, 2, 3]),
     ],
     ids=["matrix", "by stage", "number", "rows", "range"],
@@ -210,7 +244,9 @@ def test_a_delay_in_an_array(delay, plain):
 @given(schedules())
 @quick
 def test_equal_schedules_hash_alike(schedule):
-    timing = replace(schedule.timing, starts=dict(reversed(schedule.timing.starts.items())))
+    timing = replace(
+        schedule.timing, starts=dict(reversed(schedule.timing.starts.items()))
+    )
     delay = schedule.delay
     if isinstance(delay, tuple):
         delay = [list(row) if isinstance(row, tuple) else row for row in delay]

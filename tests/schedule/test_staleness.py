@@ -19,7 +19,8 @@ from toolkit.schedule import Kind, Op, catalog
 def test_freshest_cyclic_is_the_closed_form(n, k):
     """If workers accumulate, only their first micro-batches can be late."""
     assert catalog.cyclic(n, accumulate=k).staleness == tuple(
-        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(k * n)) for j in range(n)
+        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(k * n))
+        for j in range(n)
     )
     assert catalog.data_parallel(n, delay="freshest", accumulate=k).max_staleness == 0
 
@@ -32,7 +33,9 @@ def least_by_search(when, stage, microbatch, n_microbatches):
     """Try d = 0, 1, ...: update t - d - 1 must have ended when the forward of step t starts."""
     kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     ops = [Op(kind, stage, m) for kind in kinds for m in range(n_microbatches)]
-    ready = max(when.starts[op] + when.ticks_per_slot for op in ops if op in when.starts)
+    ready = max(
+        when.starts[op] + when.ticks_per_slot for op in ops if op in when.starts
+    )
     start = when.starts[Op(Kind.FORWARD, stage, microbatch)]
     return next(d for d in count() if ready - (d + 1) * when.period <= start)
 
@@ -84,7 +87,9 @@ def test_refuses_an_invalid_delay(delay, message):
 
 @pytest.mark.parametrize("method", [catalog.data_parallel, catalog.cyclic])
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
-@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
+@pytest.mark.parametrize(
+    "placement", ["one", "per_microbatch", "per_stage_and_microbatch"]
+)
 def test_any_delay_is_read_by_forward_and_backward(method, state, placement):
     least = [[1, 1, 0], [1, 0, 0], [0, 0, 0]] if method is catalog.cyclic else 0
     for delay in (least, 1, 2, 5, [3, 1, 5], [[1, 2, 3], [3, 2, 1], [1, 1, 4]]):
@@ -103,7 +108,9 @@ def test_as_published():
     assert schedule.staleness == tuple((*row, 0, 0, 0, 0, 0) for row in rows)
     schedule.lower(3).verify()
     assert schedule.timing == catalog.data_parallel(8, n_stages=4).timing
-    with pytest.raises(UserError, match="stage 0 on micro-batch 3 cannot read weights 0 steps"):
+    with pytest.raises(
+        UserError, match="stage 0 on micro-batch 3 cannot read weights 0 steps"
+    ):
         catalog.cyclic(8, schedule.delay, n_stages=4)
     for n in range(2, 9):
         assert catalog.published(n, n_stages=n).staleness == catalog.cyclic(n).staleness

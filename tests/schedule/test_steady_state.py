@@ -130,9 +130,18 @@ def test_sharded_cdp_is_point_to_point_and_holds_few_weights(n):
             assert held > n
         else:
             assert held <= 4
-            actions = {i.action for rank in program(delay, n, state).ranks for i in rank}
-            assert actions.isdisjoint({Action.BROADCAST, Action.REDUCE, Action.ALL_REDUCE})
-            assert max(t.messages for slot in steady(delay, n, state).traffic for t in slot) <= 3
+            actions = {
+                i.action for rank in program(delay, n, state).ranks for i in rank
+            }
+            assert actions.isdisjoint(
+                {Action.BROADCAST, Action.REDUCE, Action.ALL_REDUCE}
+            )
+            assert (
+                max(
+                    t.messages for slot in steady(delay, n, state).traffic for t in slot
+                )
+                <= 3
+            )
 
 
 @given(schedules())
@@ -248,14 +257,18 @@ def test_collectives_send_what_they_receive(action, n):
         for total in collective(action, tuple(range(n)))
     ]
     all_reduce = action == Action.ALL_REDUCE
-    assert totals == [(2 * (n - 1) * n, 2 * (n - 1)) if all_reduce else (n - 1, n - 1)] * 2
+    assert (
+        totals == [(2 * (n - 1) * n, 2 * (n - 1)) if all_reduce else (n - 1, n - 1)] * 2
+    )
 
 
 def test_the_root_of_a_tree():
     """A root of four ranks sends to two, and one of these to the fourth; a reduction reversed."""
     for action in (Action.BROADCAST, Action.REDUCE):
         outward, inward = [2, 1, 0, 0], [0, 1, 1, 1]
-        expected = [outward, inward] if action == Action.BROADCAST else [inward, outward]
+        expected = (
+            [outward, inward] if action == Action.BROADCAST else [inward, outward]
+        )
         found = collective(action, (2, 0, 1, 3))
         assert [[each.messages for each in total] for total in found] == expected
 
@@ -269,7 +282,9 @@ def test_every_program_keeps_to_its_closed_form(n):
     assert [(row.setting, row.rule) for row in rows] == [
         (s, r) for s in SETTINGS for r in PAPERS_RULES
     ]
-    assert {(row.setting, row.rule): row.differences for row in rows if row.differences} == {}
+    assert {
+        (row.setting, row.rule): row.differences for row in rows if row.differences
+    } == {}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +300,9 @@ def test_every_program_keeps_to_its_closed_form(n):
 def test_the_papers_table_for_four_workers(setting, dp, cdp):
     """Ranks, activations of one and of all."""
     rows = {row.rule: row.counted for row in compare(4) if row.setting == setting}
-    found = {rule: (f.ranks, f.activations, f.total_activations) for rule, f in rows.items()}
+    found = {
+        rule: (f.ranks, f.activations, f.total_activations) for rule, f in rows.items()
+    }
     assert found == {"DP": dp, "CDP-v1": cdp, "CDP-v2": cdp}
 
 

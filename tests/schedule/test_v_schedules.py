@@ -12,7 +12,9 @@ from toolkit.schedule import Kind, Op, Schedule, catalog
 
 MAKES = {"ZB-V": catalog.zb_v, "V-Half": catalog.v_half, "V-Min": catalog.v_min}
 RANKS = range(1, 13)
-SIZES = sorted({(p, m) for p in RANKS for m in (*range(1, 10), p, 2 * p - 1, 2 * p, 3 * p + 1)})
+SIZES = sorted(
+    {(p, m) for p in RANKS for m in (*range(1, 10), p, 2 * p - 1, 2 * p, 3 * p + 1)}
+)
 every = pytest.mark.parametrize("name", MAKES)
 
 
@@ -24,7 +26,9 @@ def most(name, p):
 def bubble(name, p, m):
     """Slots in which the busiest rank idles between its first and its last op."""
     k = most(name, p)
-    return max(0, 2 * p - 1 - m, 6 * p - 1 - 3 * k if 2 * m > k else 4 * p - 1 - 4 * m) * (p > 1)
+    return max(
+        0, 2 * p - 1 - m, 6 * p - 1 - 3 * k if 2 * m > k else 4 * p - 1 - 4 * m
+    ) * (p > 1)
 
 
 HALF = """
@@ -68,7 +72,9 @@ def test_bubbles_are_no_larger_than_published(p):
                 [at for op, at in starts.items() if op.stage in (r, 2 * p - 1 - r)]
                 for r in range(p)
             ]
-            assert max(max(span) - min(span) + 1 - 6 * m for span in spans) == bubble(name, p, m)
+            assert max(max(span) - min(span) + 1 - 6 * m for span in spans) == bubble(
+                name, p, m
+            )
 
 
 @every
@@ -77,7 +83,11 @@ def test_bubbles_are_no_larger_than_published(p):
 def test_any_sizes(name, p, m):
     """Every op once, on its arm of the V, in the order of the micro-batches; a right program."""
     schedule = MAKES[name](2 * p, m)
-    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (p, 2 * p, m)
+    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (
+        p,
+        2 * p,
+        m,
+    )
     starts = schedule.timing.starts
     assert len(starts) == 6 * p * m
     for j in range(2 * p):
@@ -104,7 +114,9 @@ def test_zb_v_against_torchs(p, m):
     """As full and as dense where torch's pattern is; with fewer micro-batches no longer."""
     method = "_calculate_single_rank_operations"
     sizes = {"pp_group_size": p, "num_stages": 2 * p, "_n_microbatches": m}
-    theirs = Schedule.from_rank_orders(torchs("ScheduleZBVZeroBubble", method, p, **sizes))
+    theirs = Schedule.from_rank_orders(
+        torchs("ScheduleZBVZeroBubble", method, p, **sizes)
+    )
     own = catalog.zb_v(2 * p, m)
     assert own.layout == theirs.layout
     assert own.period <= theirs.period
@@ -126,9 +138,13 @@ def test_1f1b_v_holds_and_idles_as_its_authors(p, bubble):
         one_step = catalog.one_f_one_b_v(2 * p, m).lower(1)
         timeline = simulate(one_step, unit_costs(2 * p, backward=2.0), UNIT)
         spans = [
-            [s for s in timeline.spans if (s.rank, s.lane) == (r, "compute")] for r in range(p)
+            [s for s in timeline.spans if (s.rank, s.lane) == (r, "compute")]
+            for r in range(p)
         ]
-        busy = [max(s.end for s in of_rank) - min(s.start for s in of_rank) for of_rank in spans]
+        busy = [
+            max(s.end for s in of_rank) - min(s.start for s in of_rank)
+            for of_rank in spans
+        ]
         assert max(busy) - 6 * m == bubble
 
 
@@ -137,7 +153,10 @@ def test_1f1b_v_holds_and_idles_as_its_authors(p, bubble):
 def test_hanayo(p, waves, m):
     """Ranks idle 2(p-1) slots if p divides m, for any number of waves; p micro-batches at once."""
     schedule = catalog.hanayo(2 * waves * p, m, p)
-    assert [schedule.rank(j, 0) for j in range(2 * p)] == [*range(p), *reversed(range(p))]
+    assert [schedule.rank(j, 0) for j in range(2 * p)] == [
+        *range(p),
+        *reversed(range(p)),
+    ]
     assert max(schedule.lower(2).verify().peak_activations()) == 2 * waves * min(m, p)
     if m % p == 0:
         assert schedule.period == 4 * waves * m + 2 * (p - 1)

@@ -101,7 +101,11 @@ def backward_first(program, rank, backward, data):
 
 def second_half_first(program, rank, second, data):
     first = same(program, rank, second, Action.BACKWARD_INPUT)
-    return before(program, rank, second, first), second, "the first half of this backward"
+    return (
+        before(program, rank, second, first),
+        second,
+        "the first half of this backward",
+    )
 
 
 def later_stage_first(program, rank, later, data):
@@ -119,22 +123,31 @@ def free_before_use(program, rank, free, data):
 def free_weights_before_use(program, rank, user, data):
     own = program.ranks[rank]
     ends = own[own.index(user) :]
-    free = next(i for i in ends if i.action == Action.FREE and i.weights == user.weights)
-    what = "the prediction from version" if user.buffer == Buffer.PREDICTION else "version"
+    free = next(
+        i for i in ends if i.action == Action.FREE and i.weights == user.weights
+    )
+    what = (
+        "the prediction from version" if user.buffer == Buffer.PREDICTION else "version"
+    )
     why = f"the rank does not hold {what} {user.version} of stage {user.stage}"
     return before(program, rank, free, user), user, why
 
 
 def read_another(program, rank, op, data):
     wrong = op._replace(version=op.version + data.draw(st.sampled_from([-1, 1, 2])))
-    also = {Buffer.PREDICTION: "predict from it", Buffer.COMPENSATED: "compensate its gradient"}
+    also = {
+        Buffer.PREDICTION: "predict from it",
+        Buffer.COMPENSATED: "compensate its gradient",
+    }
     more = f", and to {also[op.buffer]}" if op.buffer else ""
     why = f"the schedule promises weight version {op.version}{more}\n"
     return put(program, rank, op, wrong), wrong, why
 
 
 def make_another(program, rank, update, data):
-    wrong = update._replace(version=update.version + data.draw(st.sampled_from([-1, 1])))
+    wrong = update._replace(
+        version=update.version + data.draw(st.sampled_from([-1, 1]))
+    )
     return put(program, rank, update, wrong), wrong, "the update of step"
 
 
@@ -224,7 +237,9 @@ def test_a_rank_that_joins_a_collective_of_others():
     refusal(edit(program, outsider, lambda own: own.insert(0, collective)))
 
 
-@pytest.mark.parametrize("action", [Action.REDUCE, Action.BROADCAST], ids=["reduce", "broadcast"])
+@pytest.mark.parametrize(
+    "action", [Action.REDUCE, Action.BROADCAST], ids=["reduce", "broadcast"]
+)
 def test_a_collective_of_sharded_state_done_twice_by_all(action):
     program = catalog.data_parallel(3, state="sharded").lower(2)
     refusal(reduced_twice(program, *find(program, of(action)), None)[0])
@@ -259,14 +274,18 @@ def test_a_sum_handed_on_twice():
     rank, send = find(program, of(Action.SEND))
     receive = send._replace(action=Action.RECV, peers=(rank,))
     mutant = twice(twice(program, rank, send), send.peers[0], receive)
-    assert refusal(mutant).startswith(at(program, rank, send) + "there is no sum to hand on")
+    assert refusal(mutant).startswith(
+        at(program, rank, send) + "there is no sum to hand on"
+    )
 
 
 def test_an_update_before_the_sum_is_complete():
     program = catalog.cyclic(3).lower(1)
     rank, update = find(program, of(Action.UPDATE))
     own = program.ranks[rank]
-    receive = next(i for i in own if i.action == Action.RECV and i.stage == update.stage)
+    receive = next(
+        i for i in own if i.action == Action.RECV and i.stage == update.stage
+    )
     message = refusal(before(program, rank, update, receive))
     why = "the gradient lacks micro-batches [0, 1, 2]"
     assert message.startswith(at(program, rank, update) + why)
@@ -275,7 +294,9 @@ def test_an_update_before_the_sum_is_complete():
 @pytest.mark.parametrize("first_step", [0, 1, 5])
 def test_the_place_is_marked_in_the_grid(first_step):
     program = catalog.cyclic(3).lower(2, first_step)
-    rank, op = find(program, lambda i: i[1:5] == (Action.BACKWARD, 1, 1, first_step + 1))
+    rank, op = find(
+        program, lambda i: i[1:5] == (Action.BACKWARD, 1, 1, first_step + 1)
+    )
     _, *grid = refusal(twice(program, rank, op)).splitlines()
     assert grid[1 + rank].count("[1B1") == 1
     assert "\n".join(grid).count("[") == 1
@@ -320,8 +341,16 @@ def test_any_change_of_a_field_is_refused(program, data):
         (of(Action.FORWARD), {"step": 99}, "no such stage"),
         (of(Action.SEND), {"peers": ()}, "no such peers"),
         (of(Action.SEND), {"peers": (0, 1)}, "no such peers"),
-        (of(Action.BACKWARD), {"action": Action.BACKWARD_INPUT}, "schedule has no such op"),
-        (of(Action.UPDATE), {"buffer": Buffer.WEIGHTS}, "no instruction of these fields"),
+        (
+            of(Action.BACKWARD),
+            {"action": Action.BACKWARD_INPUT},
+            "schedule has no such op",
+        ),
+        (
+            of(Action.UPDATE),
+            {"buffer": Buffer.WEIGHTS},
+            "no instruction of these fields",
+        ),
         (of(Action.PREDICT), {"buffer": None}, "no instruction of these fields"),
     ],
 )

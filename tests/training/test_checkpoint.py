@@ -51,7 +51,9 @@ class Saved:
             "steps_done": self.steps_done,
             "fixed": {"n": torch.tensor(self.steps_done)},
             "versions": {j: {self.steps_done: weights[j]} for j in range(2)},
-            "stages": {j: {"betas": (0.5, None), 0: weights[j]["w" + str(j)]} for j in range(2)},
+            "stages": {
+                j: {"betas": (0.5, None), 0: weights[j]["w" + str(j)]} for j in range(2)
+            },
         }
 
     def state_dict(self):
@@ -66,11 +68,17 @@ class Saved:
 
 
 def save(checkpoints, step, **options):
-    checkpoints.save(Saved(step), {"position": [step, 1.5], "name": "run"}, step, **options)
+    checkpoints.save(
+        Saved(step), {"position": [step, 1.5], "name": "run"}, step, **options
+    )
 
 
 def same(found, step):
-    expected = {"runtime": Saved(step).state_dict(), "position": [step, 1.5], "name": "run"}
+    expected = {
+        "runtime": Saved(step).state_dict(),
+        "position": [step, 1.5],
+        "name": "run",
+    }
     assert tree_map_only(torch.Tensor, torch.Tensor.tolist, found) == tree_map_only(
         torch.Tensor, torch.Tensor.tolist, expected
     )
@@ -86,7 +94,11 @@ def mutated(content, chance):
     at = chance.randrange(len(content))
     kind = chance.randrange(4)
     if kind == 0:
-        return content[:at] + bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :]
+        return (
+            content[:at]
+            + bytes([content[at] ^ (1 << chance.randrange(8))])
+            + content[at + 1 :]
+        )
     if kind == 1:
         return content[:at]
     if kind == 2:
@@ -129,7 +141,10 @@ def test_files_and_folders_side_by_side(checkpoints, tmp_path):
     other = Checkpoints(tmp_path, keep=2, sharded=not checkpoints.sharded)
     save(checkpoints, 1, best=True)
     save(other, 2, best=True)
-    assert [path.is_dir() for path in other.paths()] == [checkpoints.sharded, other.sharded]
+    assert [path.is_dir() for path in other.paths()] == [
+        checkpoints.sharded,
+        other.sharded,
+    ]
     assert (tmp_path / "best.ckpt").is_dir() == other.sharded
     same(checkpoints.load(Saved())[0], 2)
     remove = shutil.rmtree if other.sharded else os.unlink
@@ -148,7 +163,9 @@ def test_saves_a_step_again_and_in_a_copied_folder(checkpoints, tmp_path):
     assert [path.name[-6:] for path in copied.paths()] == ["2.ckpt", "3.ckpt"]
 
 
-def test_a_failed_save_keeps_the_earlier_checkpoints(checkpoints, tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_earlier_checkpoints(
+    checkpoints, tmp_path, monkeypatch
+):
     save(checkpoints, 1)
 
     def full(descriptor):
@@ -217,7 +234,9 @@ def on_ranks(folder):
         checkpoints = Checkpoints(folder / make.__name__, sharded=True)
         checkpoints.save(runtime, {"name": "run"}, 3)
         train(runtime, batches[3:])
-        again = make(cyclic()[0] if make is Distributed else CASE.stages(), *arguments[1:])
+        again = make(
+            cyclic()[0] if make is Distributed else CASE.stages(), *arguments[1:]
+        )
         state, damaged = checkpoints.load(again)
         again.load_state_dict(state["runtime"])
         train(again, batches[3:])
@@ -229,7 +248,9 @@ def on_ranks(folder):
             "read": [
                 j
                 for j, known in enumerate(versions)
-                if not any(t.is_meta for weights in known.values() for t in weights.values())
+                if not any(
+                    t.is_meta for weights in known.values() for t in weights.values()
+                )
             ],
         }
     found["errors"] = errors(folder, runtime, world)
@@ -251,7 +272,9 @@ def errors(folder, runtime, world):
         found.append(str(error))
     (folder / "file").touch()
     try:
-        write_sharded(folder / "file" / "a.ckpt", {"runtime": runtime.local_state()}, world)
+        write_sharded(
+            folder / "file" / "a.ckpt", {"runtime": runtime.local_state()}, world
+        )
     except OSError as error:
         found.append(str(error))
     return found
@@ -282,7 +305,9 @@ def test_a_rank_writes_and_reads_its_share(folder, found):
         sizes = [(path / f"rank_{rank}.ckpt").stat().st_size for rank in range(2)]
         assert min(sizes) > 0.25 * sum(sizes)
     for on_rank in found:
-        assert on_rank["Distributed"]["read"] == on_rank["Distributed"]["own"] != [0, 1, 2]
+        assert (
+            on_rank["Distributed"]["read"] == on_rank["Distributed"]["own"] != [0, 1, 2]
+        )
         assert on_rank["FSDP"]["read"] == on_rank["FSDP"]["own"] == [0, 1, 2]
 
 
@@ -307,7 +332,9 @@ def test_every_rank_raises_the_error_of_one(found):
 @pytest.fixture
 def written(tmp_path):
     stages = partition(torch.nn.Sequential(torch.nn.Linear(2, 2)), 1, torch.zeros(2, 2))
-    runtime = SingleProcess(stages, catalog.data_parallel(1), CASE.optimizer, F.cross_entropy)
+    runtime = SingleProcess(
+        stages, catalog.data_parallel(1), CASE.optimizer, F.cross_entropy
+    )
     write_sharded(tmp_path / "a.ckpt", {"runtime": runtime.local_state()}, None)
     return tmp_path / "a.ckpt"
 
@@ -322,7 +349,9 @@ def not_ours(path):
         archive.writestr("archive/constants.pkl", b"")
     for payload in (b"", b"junk", cut.getvalue()[:-200], script.getvalue()):
         digest = hashlib.sha256(payload).hexdigest().encode()
-        yield lambda content=_MAGIC + digest + b"\n" + payload: path.write_bytes(content)
+        yield (
+            lambda content=_MAGIC + digest + b"\n" + payload: path.write_bytes(content)
+        )
     yield lambda: os.mkfifo(path)
     yield path.mkdir
     yield lambda: path.symlink_to("/dev/zero")
@@ -342,7 +371,8 @@ def test_uses_the_one_before_a_file_that_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"n_ranks": 1, "part": {"a": 1}}, {"n_ranks": "x"}, {"n_ranks": 10**12}]
+    "state",
+    [{}, {"n_ranks": 1, "part": {"a": 1}}, {"n_ranks": "x"}, {"n_ranks": 10**12}],
 )
 def test_other_content_is_refused(written, state):
     write(written / "rank_0.ckpt", state)

@@ -85,11 +85,18 @@ def train(callback, clock, accuracies, n_steps=4, seconds=0.0):
         # an epoch as good as the best is saved too
         (SaveOptions(), ACCURACY, [0.5, 0.4, 0.7, 0.7, 0.6], [4, 12, 16]),
         (SaveOptions(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 20, 24]),
-        (SaveOptions(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 20, 24]),
+        (
+            SaveOptions(6, epochs=None),
+            ACCURACY,
+            [0.9, 0.5, 0.8, 0.6, 0.9, 0.95],
+            [4, 20, 24],
+        ),
         (SaveOptions(), LOSS, [0.5, 0.4, 0.7, 0.4, 0.6], [4, 8, 16]),
     ],
 )
-def test_the_best_is_saved_whenever_it_comes(make, clock, often, measure, accuracies, best):
+def test_the_best_is_saved_whenever_it_comes(
+    make, clock, often, measure, accuracies, best
+):
     assert train(make(often, measure=measure), clock, accuracies).best == best
 
 
@@ -116,7 +123,8 @@ def test_saves_when_it_is_due(make, clock, often, steps):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "lengths"), [(0.1, [8, 16, 32, 32]), (0.4, [8] * 4), (4.0, [8, 4, 2, 1, 1])]
+    ("seconds", "lengths"),
+    [(0.1, [8, 16, 32, 32]), (0.4, [8] * 4), (4.0, [8, 4, 2, 1, 1])],
 )
 def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
     """Twice as many steps where a stretch took less than half of it, half where it took more."""
@@ -136,7 +144,9 @@ def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
         (SaveOptions(epochs=None), False, False),
     ],
 )
-def test_a_signal_stops_the_run_after_a_checkpoint(make, clock, capsys, often, full, saved):
+def test_a_signal_stops_the_run_after_a_checkpoint(
+    make, clock, capsys, often, full, saved
+):
     """If it saves any, and this one can be written, also after another that could not."""
     callback = make(often, Signals(signal.SIGTERM))
     callback.checkpoints.full = True
@@ -161,7 +171,9 @@ def test_no_signal_stops_a_finished_run(make, epochs, stops):
 
 
 @pytest.mark.parametrize(
-    ("handler", "heard"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)], ids=["", "nohup"]
+    ("handler", "heard"),
+    [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)],
+    ids=["", "nohup"],
 )
 def test_the_end_of_the_terminal_is_heard_except_under_nohup(handler, heard):
     """And handlers are restored."""

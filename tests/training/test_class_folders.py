@@ -21,7 +21,10 @@ from toolkit.errors import UserError
 from toolkit.training.data import cifar10, class_folders, image_folder
 from toolkit.training.data.class_folders import n_workers, read_image
 
-MEAN, STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+MEAN, STD = (
+    torch.tensor(c).view(3, 1, 1)
+    for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+)
 
 
 @pytest.fixture
@@ -149,7 +152,9 @@ def test_images_are_what_pil_and_torchvision_make_of_them(root, epoch):
     """Training images are drawn by the seed of their epoch and their number."""
     images, seed = image_folder(str(root), 16, 0), hash((5, epoch))
     files, test_files = files_of(images)
-    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(
+        len(files), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     random = [v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     fixed = [v2.Resize(18), v2.CenterCrop(16), v2.PILToTensor()]
     for found, numbers, these, view in (
@@ -182,9 +187,16 @@ def test_on_a_gpu(root):
 
 @pytest.mark.parametrize(
     ("damaged", "index", "tried"),
-    [((), 3, [3]), ((3, 4), 3, [3, 4, 5]), ((6, 3, 5), 5, [5, 6, 3, 4]), ((2,), 2, [2, 0])],
+    [
+        ((), 3, [3]),
+        ((3, 4), 3, [3, 4, 5]),
+        ((6, 3, 5), 5, [5, 6, 3, 4]),
+        ((2,), 2, [2, 0]),
+    ],
 )
-def test_the_next_of_its_class_replaces_a_damaged_image(tmp_path, damaged, index, tried):
+def test_the_next_of_its_class_replaces_a_damaged_image(
+    tmp_path, damaged, index, tried
+):
     """Images 0 to 2 are of one class, 3 to 6 of another; each is an empty file."""
     paths = [str(tmp_path / f"{k}.jpg") for k in range(7)]
     for path in paths:
@@ -219,7 +231,9 @@ def test_the_rest_of_a_batch_stays(root, capsys, kept, num_workers):
     for epoch in (0, 1):
         generator = torch.Generator().manual_seed(hash((0, epoch)))
         orders = torch.randperm(18, generator=generator).tolist(), [*range(12)]
-        found = zip(whole_epoch(images, epoch), before[epoch], orders, (1, 4), strict=True)
+        found = zip(
+            whole_epoch(images, epoch), before[epoch], orders, (1, 4), strict=True
+        )
         for (x, y), (old, labels), order, damaged in found:
             rows = [order.index(k + 1 if k == damaged else k) for k in order]
             assert torch.equal(x, old[rows])
@@ -242,7 +256,9 @@ def test_errors_name_the_file_in_one_line(root, num_workers):
     for path in (root / "val/eel").iterdir():
         path.write_bytes(b"none")
     images = image_folder(str(root), 16, num_workers, damaged="skip")
-    with pytest.raises(UserError, match=f"^{root}/val/eel: none of its 4 .*data.damaged=skip"):
+    with pytest.raises(
+        UserError, match=f"^{root}/val/eel: none of its 4 .*data.damaged=skip"
+    ):
         list(images.test(4, CPU))
 
 
@@ -275,7 +291,9 @@ def test_damaged_bytes_are_named_or_read_as_pil_reads_them(root, kind, damaged):
         images = image_folder(str(root), 16, 0, damaged=damaged)
         try:
             with Image.open(path) as image:
-                expected = v2.PILToTensor()(v2.CenterCrop(16)(v2.Resize(18)(image.convert("RGB"))))
+                expected = v2.PILToTensor()(
+                    v2.CenterCrop(16)(v2.Resize(18)(image.convert("RGB")))
+                )
         except Exception:  # decoders raise anything on garbled bytes
             expected = None
         if expected is not None:
@@ -294,12 +312,19 @@ def test_training_skips_a_damaged_image(root):
     """From the command line; by default it is refused."""
     broken = root / "train/cat/0.png"
     cut(broken, 300)
-    data = ("data=image_folder", f"data.root={root}", "data.image_size=16", "data.num_workers=1")
+    data = (
+        "data=image_folder",
+        f"data.root={root}",
+        "data.image_size=16",
+        "data.num_workers=1",
+    )
     tiny = ("model=resnet8", "epochs=2", "batch=3")
     message = refused("train", *data, *tiny, f"hydra.run.dir={root}/refused")
     assert message.startswith(f"{broken} ")
     assert "data.damaged=skip" in message
-    finished = run("train", *data, *tiny, "data.damaged=skip", f"hydra.run.dir={root}/run")
+    finished = run(
+        "train", *data, *tiny, "data.damaged=skip", f"hydra.run.dir={root}/run"
+    )
     assert finished.status == 0, finished.err
     assert finished.err.count("warning: ") == 1
     assert f"warning: {broken} is damaged" in finished.err
@@ -314,7 +339,9 @@ def test_damaged_images_and_those_of_another_size_are_refused(tmp_path):
     with pytest.raises(UserError, match=f"{ten}/test/class3/1.png .*data=image_folder"):
         cifar10(str(ten))
     Image.new("RGB", (32, 31)).save(ten / "train/class1/2.png")
-    with pytest.raises(UserError, match=f"^{ten}/train/class1/2.png is 32x31 .*data=image_folder"):
+    with pytest.raises(
+        UserError, match=f"^{ten}/train/class1/2.png is 32x31 .*data=image_folder"
+    ):
         cifar10(str(ten))
 
 
@@ -344,7 +371,10 @@ def split_is_file(root):
         (no_classes, "/train "),
         (split_is_file, "/val "),
         (lambda root: (root / "train").rename(root / "other"), "/train "),
-        (lambda root: (root / "val").rename(root / "other"), "/val .* has other/, train/$"),
+        (
+            lambda root: (root / "val").rename(root / "other"),
+            "/val .* has other/, train/$",
+        ),
     ],
 )
 def test_another_layout(root, damage, message):

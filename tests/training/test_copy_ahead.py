@@ -44,7 +44,9 @@ def test_no_batch_is_lost(n):
 @pytest.mark.parametrize("n_steps", [1, 2, 3])
 def test_an_early_end_has_read_one_batch_more(n_steps):
     done = []
-    assert [*islice(one_ahead(noted(9, done), begin(done)), n_steps)] == [*range(n_steps)]
+    assert [*islice(one_ahead(noted(9, done), begin(done)), n_steps)] == [
+        *range(n_steps)
+    ]
     assert done[-1] == f"copy {n_steps}"
 
 
@@ -111,11 +113,16 @@ def test_a_loader_read_ahead_gives_the_same_batches(monkeypatch, num_workers):
     numbers = [(torch.tensor(batch), None) for batch in CHOSEN]
 
     def epoch(loader, seed):
-        return (images[:, 1:] for images, _ in loader.read(numbers, seed, torch.device("cpu")))
+        return (
+            images[:, 1:]
+            for images, _ in loader.read(numbers, seed, torch.device("cpu"))
+        )
 
     expected = [*epoch(class_folders._Loaded(Who(), [], 0, 1), 7)]
     monkeypatch.setattr(
-        class_folders, "copied_ahead", lambda batches, device: one_ahead(batches, lambda b: b)
+        class_folders,
+        "copied_ahead",
+        lambda batches, device: one_ahead(batches, lambda b: b),
     )
     loader = class_folders._Loaded(Who(), [], num_workers, 1)
     for _ in range(2):

@@ -65,8 +65,12 @@ def flip_bits(content, random):
 BYTES = {
     "bits flipped": flip_bits,
     "cut": lambda content, random: content[: random.randrange(len(content))],
-    "grown": lambda content, random: content + random.randbytes(random.randrange(1, 100)),
-    "zeroed": lambda content, random: content[: len(content) // 2] + bytes(len(content) // 2),
+    "grown": lambda content, random: (
+        content + random.randbytes(random.randrange(1, 100))
+    ),
+    "zeroed": lambda content, random: (
+        content[: len(content) // 2] + bytes(len(content) // 2)
+    ),
     "noise": lambda content, random: random.randbytes(len(content)),
 }
 
@@ -92,11 +96,17 @@ def convert(tensor, random):
 
 def extend(value, random):
     more_value = random.choice([0, "x", torch.zeros(2)])
-    return {**value, "more": more_value} if isinstance(value, dict) else [*value, more_value]
+    return (
+        {**value, "more": more_value}
+        if isinstance(value, dict)
+        else [*value, more_value]
+    )
 
 
 def replace_type(value, random):
-    return random.choice([other for other in OTHER_TYPES if type(other) is not type(value)])
+    return random.choice(
+        [other for other in OTHER_TYPES if type(other) is not type(value)]
+    )
 
 
 CONTENTS = {
@@ -110,7 +120,9 @@ CONTENTS = {
 
 def change(state, kind, random):
     accepted, make = CONTENTS[kind]
-    found = [place for place in places(state) if isinstance(place[0][place[1]], accepted)]
+    found = [
+        place for place in places(state) if isinstance(place[0][place[1]], accepted)
+    ]
     container, key = random.choice(found)
     if make is None:
         container.pop(key)
@@ -128,7 +140,9 @@ def test_damaged_checkpoints_do_not_go_unnoticed(tmp_path, original, kind):
         shutil.copytree(source, folder, symlinks=True)
         latest = Checkpoints(folder / "checkpoints").paths()[-1]
         if kind in BYTES:
-            file = random.choice(sorted(latest.iterdir())) if latest.is_dir() else latest
+            file = (
+                random.choice(sorted(latest.iterdir())) if latest.is_dir() else latest
+            )
             file.write_bytes(BYTES[kind](file.read_bytes(), random))
         elif latest.is_dir():
             (part,) = read_parts(latest)
@@ -141,7 +155,9 @@ def test_damaged_checkpoints_do_not_go_unnoticed(tmp_path, original, kind):
 
         outcome, message = None, ""
         try:
-            outcome = run_with_checkpoints(built(*options_of(name)), folder, resume=True)
+            outcome = run_with_checkpoints(
+                built(*options_of(name)), folder, resume=True
+            )
         except UserError as error:
             message = str(error)
         if outcome is None:

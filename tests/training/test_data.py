@@ -12,7 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.thorough import more
-from tests.training.test_run_with_checkpoints import assert_identical, configured, weights
+from tests.training.test_run_with_checkpoints import (
+    assert_identical,
+    configured,
+    weights,
+)
 from toolkit.cli import build_run
 from toolkit.errors import UserError
 from toolkit.runtime.microbatches import Divisible
@@ -60,7 +64,10 @@ def write_idx(folder, n_train=30, n_test=20):
     folder.mkdir(exist_ok=True)
     for split, n in (("train", n_train), ("t10k", n_test)):
         pixels = random.integers(0, 256, (n, 28, 28), np.uint8)
-        for name, x in (("images", pixels), ("labels", np.arange(n, dtype=np.uint8) % 10)):
+        for name, x in (
+            ("images", pixels),
+            ("labels", np.arange(n, dtype=np.uint8) % 10),
+        ):
             header = bytes([0, 0, 8, x.ndim]) + np.array(x.shape, ">u4").tobytes()
             file = folder / f"{split}-{name}-idx{x.ndim}-ubyte.gz"
             file.write_bytes(gzip.compress(header + x.tobytes()))
@@ -91,7 +98,9 @@ def epoch_of(samples, seed=0, epoch=0, batch_size=4):
 
 def labelled(n, size=8):
     generator = torch.Generator().manual_seed(n)
-    pixels = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+    pixels = torch.randint(
+        256, (n, 3, size, size), dtype=torch.uint8, generator=generator
+    )
     return Labelled(pixels, torch.arange(n) % 4)
 
 
@@ -103,7 +112,9 @@ class Noisy(Dataset):
     """Its samples are varied by torch's generator."""
 
     def __init__(self, n):
-        self.images = torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        self.images = torch.randn(
+            n, 3, 8, 8, generator=torch.Generator().manual_seed(0)
+        )
 
     def __len__(self):
         return len(self.images)
@@ -122,9 +133,13 @@ SETS = {
     "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
     "cifar10": lambda root: cifar10(str(write_ten(root))),
     "fashion_mnist": lambda root: fashion_mnist(str(write_idx(root))),
-    "image_folder": lambda root: image_folder(str(write_folders(root)), 16, num_workers=0),
+    "image_folder": lambda root: image_folder(
+        str(write_folders(root)), 16, num_workers=0
+    ),
     "text": lambda root: text(str(write_text(root) / "some.txt"), length=8),
-    "tokens": lambda root: token_files(str(write_tokens(root)), length=8, vocabulary=40),
+    "tokens": lambda root: token_files(
+        str(write_tokens(root)), length=8, vocabulary=40
+    ),
     "datasets": lambda root: Datasets(Noisy(20), Noisy(6), 10),
     "features": lambda root: Datasets(vectors(20), vectors(6), 5),
 }
@@ -169,7 +184,9 @@ def test_batches_fit_what_the_set_says(samples):
         assert {x.dtype for x, _ in pairs} == {like.dtype}
         labels = torch.cat([y for _, y in pairs])
         assert labels.dtype == torch.int64
-        assert (*labels.shape, samples.form.n_classes) == samples.form.output(len(labels))
+        assert (*labels.shape, samples.form.n_classes) == samples.form.output(
+            len(labels)
+        )
         assert 0 <= labels.min() <= labels.max() < samples.form.n_classes
 
 
@@ -212,7 +229,10 @@ class Stream(IterableDataset):
     [
         (Stream(), "^train: got a Stream"),
         (TensorDataset(torch.zeros(4, 3, 8, 8)), r"\(Tensor \[3, 8, 8\]\);"),
-        (TensorDataset(torch.zeros(4, 3, 2), torch.zeros(4)), r"\[3, 2\], Tensor \[\]\);"),
+        (
+            TensorDataset(torch.zeros(4, 3, 2), torch.zeros(4)),
+            r"\[3, 2\], Tensor \[\]\);",
+        ),
         (TensorDataset(torch.zeros(4, 3).long(), torch.zeros(4)), r"int64.*tokens"),
     ],
 )
@@ -230,7 +250,9 @@ class Spoilt(Noisy):
 
     def __getitem__(self, number):
         return (
-            self.make(*super().__getitem__(number)) if number == 7 else super().__getitem__(number)
+            self.make(*super().__getitem__(number))
+            if number == 7
+            else super().__getitem__(number)
         )
 
 
@@ -250,15 +272,21 @@ class Spoilt(Noisy):
 )
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_spoilt_sample_is_named(make, got, split):
-    samples = Datasets(*((Spoilt(make), Noisy(8))[:: 1 if split == "train" else -1]), 10)
-    batches = samples.train(32, 0, 0, CPU) if split == "train" else samples.test(32, CPU)
+    samples = Datasets(
+        *((Spoilt(make), Noisy(8))[:: 1 if split == "train" else -1]), 10
+    )
+    batches = (
+        samples.train(32, 0, 0, CPU) if split == "train" else samples.test(32, CPU)
+    )
     with pytest.raises(UserError, match=f"^{split}: sample 7 .*{got}"):
         list(batches)
 
 
 PARTS = st.one_of(
     st.lists(st.integers(0, 2), max_size=4).map(torch.zeros),
-    st.sampled_from([torch.zeros(3, 8, 8, dtype=kind) for kind in (torch.uint8, torch.complex64)]),
+    st.sampled_from(
+        [torch.zeros(3, 8, 8, dtype=kind) for kind in (torch.uint8, torch.complex64)]
+    ),
     st.just(torch.zeros(3, 8, 8)),
     st.integers(-2, 4),
     st.sampled_from([None, 1.5, "cat", {}, float("nan"), 2**70]),
@@ -292,7 +320,9 @@ def test_a_wrong_length_or_class_is_refused():
         Datasets(Noisy(4), Negative(4), 10)
     with pytest.raises(UserError, match=r"^test: .* length 0"):
         Datasets(Noisy(4), Noisy(0), 10)
-    held = Labelled(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 10, 2]))
+    held = Labelled(
+        torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 10, 2])
+    )
     with pytest.raises(UserError, match=r"^test: sample 2 has class 10"):
         InMemory(Labelled(held.images, held.labels % 10), held, 10, (0.5,), (0.5,))
 
@@ -342,7 +372,9 @@ def test_parts_are_slices(samples, wanted):
         assert_equal(batches.parts(3, lambda k: wanted[k] if k < 3 else []), expected)
 
 
-@pytest.mark.parametrize("wanted", [[[0], [0], [0]], [[0, 2], [], [1]], [[], [], []]], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [[[0], [0], [0]], [[0, 2], [], [1]], [[], [], []]], ids=str
+)
 def test_only_what_is_wanted_is_read(tmp_path, monkeypatch, wanted):
     """By this process, when it is taken; or the same by workers."""
     reads, read = [], class_folders.read_image
@@ -361,7 +393,9 @@ def test_only_what_is_wanted_is_read(tmp_path, monkeypatch, wanted):
     assert not reads
     expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
     assert_equal(parts, expected)
-    assert reads == [n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()]
+    assert reads == [
+        n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()
+    ]
     by_workers = image_folder(root, 8, num_workers=1).train(SIZE, 0, 0, CPU)
     assert_equal(by_workers.parts(3, wanted.__getitem__), expected)
 
@@ -397,7 +431,9 @@ def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
     sums = []
     for rank in range(n_ranks):
         share = images.test(5, CPU, rank, n_ranks)
-        evaluate(model, share, lambda values: sums.append(values) or torch.ones_like(values))
+        evaluate(
+            model, share, lambda values: sums.append(values) or torch.ones_like(values)
+        )
     total = torch.stack(sums).sum(0)
     found = evaluate(model, share, lambda values: total)
     alone = evaluate(model, images.test(5, CPU))
@@ -406,7 +442,9 @@ def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
 
 
 @pytest.mark.parametrize(
-    "of", [synthetic(24, 1, 4, 4), held(crop_padding=2, flip=True)], ids=["plain", "augmented"]
+    "of",
+    [synthetic(24, 1, 4, 4), held(crop_padding=2, flip=True)],
+    ids=["plain", "augmented"],
 )
 def test_parts_of_some_batches_count_from_the_first_of_these(of):
     batches = of.train(8, 0, 0, CPU)
@@ -435,10 +473,13 @@ def test_a_root_that_is_missing(tmp_path, load, inside):
 
 
 @pytest.mark.parametrize(
-    ("load", "test", "classes"), [(cifar10, "test", TEN), (image_folder, "val", CLASSES)]
+    ("load", "test", "classes"),
+    [(cifar10, "test", TEN), (image_folder, "val", CLASSES)],
 )
 def test_classes_that_differ(tmp_path, load, test, classes):
     write_images(tmp_path / "train", classes)
     write_images(tmp_path / test, (*classes[1:], "zebra"))
-    with pytest.raises(UserError, match=f"{tmp_path}/train and {tmp_path}/{test} .*{classes[0]}"):
+    with pytest.raises(
+        UserError, match=f"{tmp_path}/train and {tmp_path}/{test} .*{classes[0]}"
+    ):
         load(str(tmp_path))

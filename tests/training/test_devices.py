@@ -20,13 +20,21 @@ from toolkit.training.devices import options_of_width
 
 TEXT = "the cat sat on the mat, and the dog on the log. " * 12
 MODEL = ("model=gpt", "model.layers=2", "model.width=8", "model.heads=2")
-RUN = ("data=text", "data.length=16", "schedule=one_f_one_b", "stages=2", "microbatches=4")
+RUN = (
+    "data=text",
+    "data.length=16",
+    "schedule=one_f_one_b",
+    "stages=2",
+    "microbatches=4",
+)
 DEVICES = ("runtime=distributed", "runtime.width=2", "runtime.backend=gloo")
 
 
 def built(folder, *more):
     text = f"data.root={Path(folder) / 'text.txt'}"
-    return build_run(composed("train", *MODEL, *RUN, text, "batch=2", "device=cpu", *more))
+    return build_run(
+        composed("train", *MODEL, *RUN, text, "batch=2", "device=cpu", *more)
+    )
 
 
 def on_devices(folder):
@@ -34,7 +42,9 @@ def on_devices(folder):
     join()
     is_first = os.environ["RANK"] == "0"
     run_folder = Path(folder) / ("run" if is_first else "elsewhere")
-    return weights(run_with_checkpoints(built(folder, "epochs=1", *DEVICES), run_folder))
+    return weights(
+        run_with_checkpoints(built(folder, "epochs=1", *DEVICES), run_folder)
+    )
 
 
 def test_devices_train_as_one_process_and_it_resumes(tmp_path):

@@ -60,7 +60,9 @@ def one_by_one(padding, flip, seed, epoch, batch_size):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_augmentation_to_the_bit(padding, flip, epoch):
     found = held(crop_padding=padding, flip=flip).train(8, 3, epoch, CPU)
-    for batch, expected in zip(found, one_by_one(padding, flip, 3, epoch, 8), strict=True):
+    for batch, expected in zip(
+        found, one_by_one(padding, flip, 3, epoch, 8), strict=True
+    ):
         assert all(map(torch.equal, batch, expected))
         assert batch[0].is_contiguous()
 
@@ -88,7 +90,9 @@ def test_a_gpu_gets_the_same_images_and_is_never_waited_for(n_parts):
 
 def test_digits():
     images = digits()
-    train, test = ([y for _, y in b] for b in (images.train(1, 0, 0, CPU), images.test(1, CPU)))
+    train, test = (
+        [y for _, y in b] for b in (images.train(1, 0, 0, CPU), images.test(1, CPU))
+    )
     assert (len(train), len(test), images.form.n_classes) == (1437, 360, 10)
     x, _ = epoch_of(images, batch_size=1437)
     assert abs(x.mean()) < 0.1
@@ -117,7 +121,10 @@ def published(tmp_path, monkeypatch):
     folder.mkdir()
     random = np.random.default_rng(0)
     content = {
-        name: {"data": random.integers(0, 256, (3, 3072), np.uint8), "labels": [7, 0, 9]}
+        name: {
+            "data": random.integers(0, 256, (3, 3072), np.uint8),
+            "labels": [7, 0, 9],
+        }
         for name in ("data_batch_1", "test_batch")
     }
     sums = {}
@@ -164,7 +171,9 @@ def test_another_file_than_the_published_is_refused(published, damage, tmp_path)
         file.mkdir()
     if damage == "pipe":
         os.mkfifo(file)
-    with pytest.raises(UserError, match=f"data.root={root}: {root}/cifar-10-batches-py"):
+    with pytest.raises(
+        UserError, match=f"data.root={root}: {root}/cifar-10-batches-py"
+    ):
         cifar10(str(root))
     assert not (tmp_path / "made").exists()
 
@@ -182,14 +191,18 @@ def test_subsets_are_of_all_classes_alike_and_a_larger_one_holds_the_smaller():
     assert subsets == [sorted(subset) for subset in subsets]
     assert all({*smaller} < {*larger} for smaller, larger in pairwise(subsets))
     assert subsets[8] != [0, 1, 2, 50, 51, 52, 80, 81, 82]
-    assert balanced_subset(None, LABELS, "n_train").tolist() == [*range(84)] == subsets[-1]
+    assert (
+        balanced_subset(None, LABELS, "n_train").tolist() == [*range(84)] == subsets[-1]
+    )
 
 
 def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     """Only what is chosen is decoded; each image equals that of the whole set."""
     ((whole, _),) = cifar10(str(cifar_folders)).test(20, CPU)
     reads, read = [], in_memory.read_image
-    monkeypatch.setattr(in_memory, "read_image", lambda *of: reads.append(of) or read(*of))
+    monkeypatch.setattr(
+        in_memory, "read_image", lambda *of: reads.append(of) or read(*of)
+    )
     small = cifar10(str(cifar_folders), n_train=20, n_test=10)
     assert (len(reads), len(small.train(20, 0, 0, CPU))) == (30, 1)
     ((x, y),) = small.test(20, CPU)
@@ -205,7 +218,9 @@ def test_fashion_mnist_as_published(tmp_path):
     np.testing.assert_allclose(x, (pixels - 0.2860) / 0.3530, rtol=1e-4, atol=1e-5)
     small = fashion_mnist(str(tmp_path), n_train=20, n_test=10)
     assert len(small.train(20, 0, 0, CPU)) == 1
-    assert torch.equal(next(iter(small.test(20, CPU)))[0], x[balanced_subset(10, y, "n_test")])
+    assert torch.equal(
+        next(iter(small.test(20, CPU)))[0], x[balanced_subset(10, y, "n_test")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +251,9 @@ def test_images_and_labels_of_fashion_mnist_that_differ_are_refused(tmp_path, sp
     other = write_idx(tmp_path / "other", 40, 40)
     name = f"{split}-labels-idx1-ubyte.gz"
     (other / name).rename(write_idx(tmp_path) / name)
-    with pytest.raises(UserError, match=rf"{split}-\*.gz .*28\] and labels \[40\] up to 9;"):
+    with pytest.raises(
+        UserError, match=rf"{split}-\*.gz .*28\] and labels \[40\] up to 9;"
+    ):
         fashion_mnist(str(tmp_path))
 
 
@@ -249,7 +266,10 @@ def test_three_classes_are_no_cifar10(tmp_path):
 @pytest.mark.parametrize(
     ("load", "option", "value"),
     [
-        *((synthetic, f"{name}", 0) for name in ("n_train", "n_test", "n_classes", "image_size")),
+        *(
+            (synthetic, f"{name}", 0)
+            for name in ("n_train", "n_test", "n_classes", "image_size")
+        ),
         (synthetic, "in_channels", 0),
         (image_folder, "damaged", "skp"),
         (image_folder, "image_size", 0),

@@ -38,14 +38,23 @@ CPU = torch.device("cpu")
 )
 def test_shares_of_right_answers(scores, targets, top1, top5):
     scores, targets = torch.tensor(scores), torch.tensor(targets)
-    found = evaluate(nn.Identity(), [(scores[:2], targets[:2]), (scores[2:], targets[2:])])
+    found = evaluate(
+        nn.Identity(), [(scores[:2], targets[:2]), (scores[2:], targets[2:])]
+    )
     assert (found.top1, found.top5) == pytest.approx((top1, top5), nan_ok=True)
-    assert found.loss == pytest.approx(float(F.cross_entropy(scores, targets)), nan_ok=True)
+    assert found.loss == pytest.approx(
+        float(F.cross_entropy(scores, targets)), nan_ok=True
+    )
 
 
 def test_every_place_of_a_sequence_is_an_answer():
-    scores, targets = torch.randn(4, 3, 7, dtype=torch.float64), torch.randint(7, (4, 3))
-    found = evaluate(nn.Identity(), [(scores[:1], targets[:1]), (scores[1:], targets[1:])])
+    scores, targets = (
+        torch.randn(4, 3, 7, dtype=torch.float64),
+        torch.randint(7, (4, 3)),
+    )
+    found = evaluate(
+        nn.Identity(), [(scores[:1], targets[:1]), (scores[1:], targets[1:])]
+    )
     flat = evaluate(nn.Identity(), [(scores.flatten(0, 1), targets.flatten())])
     assert (found.top1, found.top5) == (flat.top1, flat.top5)
     assert found.loss == pytest.approx(flat.loss)
@@ -68,7 +77,8 @@ def test_a_batch_of_the_test_has_room(form, batch_size, expected):
 
 def test_the_best_epoch_is_that_of_the_measure():
     epochs = [
-        Epoch(k, 1.0, loss, top1, 1.0, 0.1, 1.0) for k, loss, top1 in ((0, 2, 0.5), (1, 1, 0.4))
+        Epoch(k, 1.0, loss, top1, 1.0, 0.1, 1.0)
+        for k, loss, top1 in ((0, 2, 0.5), (1, 1, 0.4))
     ]
     assert is_best(epochs, LOSS)
     assert not is_best(epochs, ACCURACY)
@@ -97,7 +107,11 @@ def test_evaluation_restores_each_mode_and_moves_no_statistics():
     model = Modes()
     evaluate(model, [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))])
     assert model.seen == {False}
-    assert (model.training, model.frozen.training, model.norm.training) == (True, False, True)
+    assert (model.training, model.frozen.training, model.norm.training) == (
+        True,
+        False,
+        True,
+    )
     assert model.norm.num_batches_tracked == 0
 
 
@@ -137,8 +151,12 @@ def test_reports_epochs_and_steps(images):
     epochs, steps, position = [], [], Position()
     history = prepared(images, lr=0.5).run(epochs.append, steps.append, position)
     assert epochs == history
-    assert position.first_loss == pytest.approx(float(steps[0].result.losses.double().mean()))
-    assert [(step.step, step.n_steps) for step in steps] == 2 * [(k, 8) for k in range(1, 9)]
+    assert position.first_loss == pytest.approx(
+        float(steps[0].result.losses.double().mean())
+    )
+    assert [(step.step, step.n_steps) for step in steps] == 2 * [
+        (k, 8) for k in range(1, 9)
+    ]
     assert [step.result.step for step in steps] == [*range(16)]
     assert {step.samples for step in steps} == {16}
     rates = [0.5 * (1 + k / 1000) for k in range(16)]
@@ -152,7 +170,9 @@ def test_reports_epochs_and_steps(images):
 
 def test_a_first_epoch_that_has_become_too_short_is_refused(images):
     with pytest.raises(UserError, match=r"after 9 steps.* 8:"):
-        prepared(images).run(position=Position(step=9, steps_done=9, loss=1.0, n_losses=1))
+        prepared(images).run(
+            position=Position(step=9, steps_done=9, loss=1.0, n_losses=1)
+        )
 
 
 @pytest.mark.parametrize("guard", ["off", "stop", "rollback"])
@@ -164,7 +184,9 @@ def test_a_loss_far_above_the_first_is_a_divergence(guard, loss):
     if guard == "off" or loss == 9.5:
         loop._check(run, loss, position, "training")
     else:
-        with pytest.raises(DivergedError, match=r"training loss of epoch 0 is .*, after step 7:"):
+        with pytest.raises(
+            DivergedError, match=r"training loss of epoch 0 is .*, after step 7:"
+        ):
             loop._check(run, loss, position, "training")
 
 
@@ -173,7 +195,9 @@ def test_weights_that_only_the_test_finds_lost(images, monkeypatch):
     found = Evaluation(nan, nan, nan)
     monkeypatch.setattr(evaluation, "evaluate", lambda *arguments, **options: found)
     epochs = []
-    with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan, after step 8"):
+    with pytest.raises(
+        FloatingPointError, match="the test loss of epoch 0 is nan, after step 8"
+    ):
         prepared(images).run(epochs.append)
     assert epochs == []
 
@@ -213,7 +237,9 @@ def test_a_resumed_epoch_counts_its_own_steps_per_second(images, monkeypatch):
 
 
 def test_a_divergence_says_the_same_in_another_process():
-    error = DivergedError("the loss is nan", [Epoch(0, *range(6))], more=", or save.steps=10")
+    error = DivergedError(
+        "the loss is nan", [Epoch(0, *range(6))], more=", or save.steps=10"
+    )
     copied = pickle.loads(pickle.dumps(error))
     assert str(copied) == str(error)
     assert str(copied).count("optimizer.lr") == 1

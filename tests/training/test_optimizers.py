@@ -68,7 +68,12 @@ def test_muon_leaves_the_outer_layers_to_adamw():
         ("resnet50", {"conv1.weight", "fc.weight"}),
         (
             "vit_b_16",
-            {"conv_proj.weight", "class_token", "encoder.pos_embedding", "heads.head.weight"},
+            {
+                "conv_proj.weight",
+                "class_token",
+                "encoder.pos_embedding",
+                "heads.head.weight",
+            },
         ),
     ],
 )
@@ -107,7 +112,13 @@ def test_stages_are_updated_like_the_whole_model(name):
     found = []
     for n_stages in (1, 3):
         torch.manual_seed(0)
-        layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+        layers = [
+            nn.Linear(4, 8),
+            nn.Tanh(),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Linear(8, 3),
+        ]
         model = nn.Sequential(*layers).double()
         stages = partition(model, n_stages, torch.empty(2, 4, dtype=F64))
         schedule = catalog.data_parallel(2, n_stages=n_stages)
@@ -144,7 +155,9 @@ def test_singular_vectors_stay():
     matrix = drawn(4, 6)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     turned = u.mT @ orthogonalized(matrix) @ v.mT
-    torch.testing.assert_close(turned, torch.diag(turned.diagonal()), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        turned, torch.diag(turned.diagonal()), atol=1e-12, rtol=0
+    )
     assert (turned.diagonal() > 0).all()
     assert not orthogonalized(torch.zeros(3, 4)).any()
 
@@ -169,7 +182,9 @@ def test_matrices_go_where_torchs_muon_takes_them(shape, nesterov):
 
 
 def test_a_filter_is_a_matrix_of_its_outputs():
-    filters, matrix = (nn.Parameter(drawn(4, 18).view(s)) for s in ((4, 2, 3, 3), (4, 18)))
+    filters, matrix = (
+        nn.Parameter(drawn(4, 18).view(s)) for s in ((4, 2, 3, 3), (4, 18))
+    )
     for p in (filters, matrix):
         p.grad = 2 * p.detach()
         Muon([{"params": [p], "orthogonal": True}], **OPTIONS).step()
@@ -180,7 +195,9 @@ def test_other_groups_are_adamws():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()
     twin = copy.deepcopy(model)
     hidden, others = [model[0].weight], [model[0].bias, *model[1].parameters()]
-    optimizer = Muon([{"params": hidden, "orthogonal": True}, {"params": others}], **OPTIONS)
+    optimizer = Muon(
+        [{"params": hidden, "orthogonal": True}, {"params": others}], **OPTIONS
+    )
     adamw = torch.optim.AdamW(twin.parameters(), **OPTIONS)
     for _ in range(3):
         for module, chosen in ((model, optimizer), (twin, adamw)):

@@ -11,7 +11,12 @@ from toolkit.errors import UserError
 from toolkit.format import GIB
 from toolkit.model.peak_memory import LiveMemory
 from toolkit.training import run_memory
-from toolkit.training.run_memory import PROCESS_BYTES, MemoryCheck, check_fits, predict_peak
+from toolkit.training.run_memory import (
+    PROCESS_BYTES,
+    MemoryCheck,
+    check_fits,
+    predict_peak,
+)
 
 SMALL = ("data=synthetic", "data.n_train=256", "data.n_test=16", "batch=8", "epochs=1")
 
@@ -20,7 +25,12 @@ SMALL = ("data=synthetic", "data.n_train=256", "data.n_test=16", "batch=8", "epo
 @pytest.mark.parametrize("schedule", ["dp", "cdp_v2"])
 def test_prediction_is_not_below_what_a_run_holds(order, schedule):
     """And at most twice that, of activations mostly."""
-    options = ("model=resnet8", f"schedule={schedule}", f"runtime.order={order}", "ema=0.9")
+    options = (
+        "model=resnet8",
+        f"schedule={schedule}",
+        f"runtime.order={order}",
+        "ema=0.9",
+    )
     with LiveMemory() as live:
         run = build_run(settings("train", *SMALL, *options, "device=cpu"))
         gc.collect()
@@ -33,7 +43,9 @@ def test_prediction_is_not_below_what_a_run_holds(order, schedule):
 def test_more_runs_than_fit_are_refused():
     run_bytes = 3 * GIB - PROCESS_BYTES
     check_fits(4, run_bytes, 12 * GIB)
-    with pytest.raises(UserError, match=r"=5 needs 15.0 GiB .* 3.0 GiB for each .*12.0 GiB"):
+    with pytest.raises(
+        UserError, match=r"=5 needs 15.0 GiB .* 3.0 GiB for each .*12.0 GiB"
+    ):
         check_fits(5, run_bytes, 12 * GIB)
     with pytest.raises(UserError, match="parallel=4 is the most that fits"):
         check_fits(5, run_bytes, 14.9 * GIB)
@@ -57,7 +69,9 @@ def test_the_largest_run_counts(monkeypatch, on_a_gpu):
     memory = MemoryCheck(3)
     for _ in range(3):
         memory.add(on_a_gpu)
-    with pytest.raises(UserError, match=r"parallel=3 needs 12.0 GiB .*parallel=2 is the most"):
+    with pytest.raises(
+        UserError, match=r"parallel=3 needs 12.0 GiB .*parallel=2 is the most"
+    ):
         memory.notes()
 
 

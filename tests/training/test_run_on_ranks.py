@@ -45,9 +45,15 @@ def on_ranks(folder):
 def on_rank(folder, name):
     join()
     runtime = {"zero": "distributed"}.get(name.split(",")[0], name.split(",")[0])
-    options = f"runtime={runtime}", "runtime.backend=gloo", "device=cpu", *RUNTIMES[name]
+    options = (
+        f"runtime={runtime}",
+        "runtime.backend=gloo",
+        "device=cpu",
+        *RUNTIMES[name],
+    )
     options += ("save.steps=3", "save.keep=9", *SHORT)
-    mine = folder if int(os.environ["RANK"]) == 0 else Path("elsewhere")  # rank 0's counts
+    # Rank 0's counts.
+    mine = folder if int(os.environ["RANK"]) == 0 else Path("elsewhere")
     whole = run_with_checkpoints(built(*options), mine / "whole")
     expected = weights(whole)
     error = None
@@ -84,7 +90,10 @@ def test_ranks_stop_together_and_resume(distributed, name):
         assert_identical(ended, expected)  # resumed when all was done
         assert measured is None
         assert error == SENT[name].name
-    saved = [path.is_dir() for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")]
+    saved = [
+        path.is_dir()
+        for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")
+    ]
     assert saved == 4 * ["sharded" in name]
 
 
@@ -107,12 +116,18 @@ def test_another_runtime_resumes_what_ranks_have_saved(distributed, name):
         outcome = run_with_checkpoints(built(*options, *SHORT), single, resume=True)
         assert outcome.resumed_at == 4
         mine, theirs = weights(outcome), found[0][name][0]
-        alike.append(all(torch.allclose(mine[k], theirs[k], rtol=1e-3, atol=1e-4) for k in theirs))
+        alike.append(
+            all(
+                torch.allclose(mine[k], theirs[k], rtol=1e-3, atol=1e-4) for k in theirs
+            )
+        )
     assert alike == [True, False]
 
 
 @thorough
-def test_a_runtime_without_compression_refuses_errors_of_compressed_messages(distributed, tmp_path):
+def test_a_runtime_without_compression_refuses_errors_of_compressed_messages(
+    distributed, tmp_path
+):
     folder, _ = distributed
     shutil.copytree(folder / "distributed, int8" / "whole", tmp_path / "saved")
     run = built("schedule=cdp_v1", *SHORT)

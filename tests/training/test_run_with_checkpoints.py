@@ -53,7 +53,9 @@ def configured(*options):
 def _configured(*options):
     schema.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = compose("train", [*TINY, "epochs=3", "stages=2", "microbatches=2", *options])
+        config = compose(
+            "train", [*TINY, "epochs=3", "stages=2", "microbatches=2", *options]
+        )
     OmegaConf.resolve(config)
     return config
 
@@ -63,7 +65,9 @@ def built(*options):
 
 
 def weights(outcome):
-    return {name: x.clone() for name, x in outcome.run.runtime.module().state_dict().items()}
+    return {
+        name: x.clone() for name, x in outcome.run.runtime.module().state_dict().items()
+    }
 
 
 def assert_identical(found, expected):
@@ -98,7 +102,9 @@ def uninterrupted(tmp_path_factory):
 
     def run(*options):
         if options not in found:
-            outcome = run_with_checkpoints(built(*options), tmp_path_factory.mktemp("run"))
+            outcome = run_with_checkpoints(
+                built(*options), tmp_path_factory.mktemp("run")
+            )
             found[options] = weights(outcome), outcome.epochs
         return found[options]
 
@@ -170,9 +176,13 @@ def test_resumes_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order
 )
 def test_saves_as_often_as_asked(tmp_path, options, kept, steps):
     run_with_checkpoints(built(*options), tmp_path, weights=kept)
-    found = sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/step_*.ckpt"))
+    found = sorted(
+        int(path.stem[5:]) for path in tmp_path.glob("checkpoints/step_*.ckpt")
+    )
     assert found == steps
-    others = {path.name for path in tmp_path.rglob("*.*")} - {f"step_{k:09}.ckpt" for k in found}
+    others = {path.name for path in tmp_path.rglob("*.*")} - {
+        f"step_{k:09}.ckpt" for k in found
+    }
     assert others == ({"model.pt", "best.ckpt"} if kept and steps else set())
 
 
@@ -201,7 +211,13 @@ def test_other_orders_in_the_same_file_are_noted(tmp_path):
 
 def test_other_options_are_noted_if_the_training_depends_on_them(tmp_path):
     stopped(tmp_path, 3)
-    options = ("epochs=2", "optimizer.lr=0.5", "schedule=dp", "save.keep=3", "threads=1")
+    options = (
+        "epochs=2",
+        "optimizer.lr=0.5",
+        "schedule=dp",
+        "save.keep=3",
+        "threads=1",
+    )
     outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
     (note,) = outcome.notes
     assert note.startswith("resumed with other options than those of the checkpoint: ")
@@ -213,10 +229,15 @@ def test_other_options_are_noted_if_the_training_depends_on_them(tmp_path):
 
 def test_changed_options():
     now = {"a": 1, "b": {"c": 2}, "n": None}
-    assert changed_options({"a": 1, "d": 3}, now, ()) == "b.c=2 (was None), d=None (was 3)"
+    assert (
+        changed_options({"a": 1, "d": 3}, now, ()) == "b.c=2 (was None), d=None (was 3)"
+    )
     many = changed_options({}, dict.fromkeys("pqrst", 1), ())
     assert many.endswith("s=1 (was None), and 1 more")
-    assert changed_options({"ab": 1, "a": {"b": 1}}, {"ab": 2, "a": {}}, ["a"]) == "ab=2 (was 1)"
+    assert (
+        changed_options({"ab": 1, "a": {"b": 1}}, {"ab": 2, "a": {}}, ["a"])
+        == "ab=2 (was 1)"
+    )
 
 
 def test_other_options_of_a_finished_run_are_refused(tmp_path):
@@ -227,7 +248,9 @@ def test_other_options_of_a_finished_run_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"optimizer\.lr"):
         run_with_checkpoints(build_run(changed), tmp_path, resume=True)
     assert {path: path.read_bytes() for path in kept} == kept
-    again = run_with_checkpoints(built("epochs=1", "save.keep=3"), tmp_path, resume=True)
+    again = run_with_checkpoints(
+        built("epochs=1", "save.keep=3"), tmp_path, resume=True
+    )
     assert len(again.epochs) == 1
     run_with_checkpoints(built("epochs=2", "optimizer.lr=0.5"), tmp_path, resume=True)
     with pytest.raises(UserError, match="epochs=1"):
@@ -246,11 +269,16 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
 
     with pytest.raises(UserError, match="resume="):
         run_with_checkpoints(built(), tmp_path)
-    with pytest.raises(StoppedError, match="SIGINT"):  # one signal, which torchrun sent on
-        run_with_checkpoints(built(), tmp_path, resume=True, listeners=Listeners(on_step=twice))
+    # One signal, which torchrun sent on.
+    with pytest.raises(StoppedError, match="SIGINT"):
+        run_with_checkpoints(
+            built(), tmp_path, resume=True, listeners=Listeners(on_step=twice)
+        )
     monkeypatch.setattr(sys.modules[Signals.__module__], "ECHO", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        run_with_checkpoints(built(), tmp_path, resume=True, listeners=Listeners(on_step=twice))
+        run_with_checkpoints(
+            built(), tmp_path, resume=True, listeners=Listeners(on_step=twice)
+        )
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
@@ -269,7 +297,9 @@ def planted(run, at, n=10):
     seen = iter(range(10_000))
     for runner in runners:
 
-        def wild(*total, update=runner.update, groups=runner.optimizer.param_groups, **how):
+        def wild(
+            *total, update=runner.update, groups=runner.optimizer.param_groups, **how
+        ):
             if at <= next(seen) // len(runners) < at + n:
                 for group in groups:
                     group["lr"] *= 1000
@@ -312,7 +342,13 @@ def test_without_a_guard_a_diverged_run_continues(tmp_path):
 def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, sharded):
     # Else gradients differ by rounding, and AdamW's first updates go by the signs of tiny ones.
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    options = ("device=cuda", "schedule=cdp_v1", "ema=0.9", "optimizer=adamw", "save.steps=3")
+    options = (
+        "device=cuda",
+        "schedule=cdp_v1",
+        "ema=0.9",
+        "optimizer=adamw",
+        "save.steps=3",
+    )
     options += (f"save.sharded={sharded}",)
     whole = run_with_checkpoints(built(*options), tmp_path / "whole")
     stopped(tmp_path / "again", 8, *options)
@@ -450,7 +486,9 @@ def test_a_full_disk(disk, capsys, sharded):
             except OSError:
                 pass
 
-    outcome = run_with_checkpoints(built(*options), folder, listeners=Listeners(on_step=fill))
+    outcome = run_with_checkpoints(
+        built(*options), folder, listeners=Listeners(on_step=fill)
+    )
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
     assert note.startswith("not written (")
@@ -472,7 +510,9 @@ def test_a_folder_that_vanishes_stays_so(tmp_path, sharded):
         shutil.rmtree(folder, ignore_errors=True)
 
     options = ("save.steps=4", f"save.sharded={sharded}")
-    outcome = run_with_checkpoints(built(*options), folder, listeners=Listeners(on_step=remove))
+    outcome = run_with_checkpoints(
+        built(*options), folder, listeners=Listeners(on_step=remove)
+    )
     (note,) = outcome.notes
     assert note.startswith("not written (")
     assert outcome.weights_lost

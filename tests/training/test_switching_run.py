@@ -12,7 +12,13 @@ from toolkit.schedule.spec_phases import in_order
 from toolkit.training import Listeners, StoppedError, run_with_checkpoints
 from toolkit.training.stop_signals import Signals
 
-OPTIONS = ("schedule=cdp_v1", "epochs=2", "data.n_train=32", "save.steps=1", "save.keep=99")
+OPTIONS = (
+    "schedule=cdp_v1",
+    "epochs=2",
+    "data.n_train=32",
+    "save.steps=1",
+    "save.keep=99",
+)
 CHOOSING = ("switch.candidates=[dp,cdp_v2]", "switch.every=2", "switch.loss_factor=1.5")
 LOSSES = [4.0, 7.0, 5.0, 3.0]  # what is seen at each look
 
@@ -67,7 +73,9 @@ def stopped_at(run, folder, at):
         if step.result.step + 1 == at:
             signals.number = 15
 
-    run_with_checkpoints(run, folder, listeners=Listeners(on_step=on_step), signals=signals)
+    run_with_checkpoints(
+        run, folder, listeners=Listeners(on_step=on_step), signals=signals
+    )
 
 
 def test_resuming_without_the_candidates_is_refused(tmp_path):

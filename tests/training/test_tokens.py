@@ -33,7 +33,9 @@ def test_sequences_lie_one_after_another_from_a_random_place_on(n, length, epoch
     seen = x.flatten().sort().values
     first = int(seen[0])
     assert 0 <= first < length
-    assert torch.equal(seen, torch.arange(first, first + length * ((n - length) // length)))
+    assert torch.equal(
+        seen, torch.arange(first, first + length * ((n - length) // length))
+    )
     assert y.max() < n
 
 
@@ -72,7 +74,9 @@ def test_bytes_of_files_in_the_order_of_their_paths(tmp_path, monkeypatch):
 
 def test_without_a_file_it_is_the_reference_of_python():
     found = text(length=512)
-    words = bytes(torch.cat([x for x, _ in found.train(16, 0, 0, CPU)]).flatten().tolist())
+    words = bytes(
+        torch.cat([x for x, _ in found.train(16, 0, 0, CPU)]).flatten().tolist()
+    )
     assert len(words) > 300_000
     assert b"statement" in words
     assert found.form.vocabulary == 256

@@ -22,7 +22,12 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
 def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
     """Also where its result comes before the update."""
-    options = "schedule=cdp_v1", f"runtime.order={order}", "lr=cosine", "lr.warmup_epochs=0.5"
+    options = (
+        "schedule=cdp_v1",
+        f"runtime.order={order}",
+        "lr=cosine",
+        "lr.warmup_epochs=0.5",
+    )
     run = built(*options, "lr.reference_batch=4", "epochs=2")
     first, reported, made = run.runtime._updaters[0], [], []
     update = Updater.update
@@ -61,14 +66,18 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
     found = []
     for options in ([], changed):
         run = built(f"optimizer={optimizer}", *options)
-        folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}"))
+        folder = shutil.copytree(
+            tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}")
+        )
         outcome = run_with_checkpoints(run, folder, resume=True)
         groups = [g for u in run.runtime._updaters for g in u.optimizer.param_groups]
         for option in options:
             name, _, value = option.removeprefix("optimizer.").partition("=")
             values = {str(group[name]) for group in groups}
             assert len(values) == 1
-            assert values.pop().replace(" ", "").strip("()[]").lower() == value.strip("[]")
+            assert values.pop().replace(" ", "").strip("()[]").lower() == value.strip(
+                "[]"
+            )
         found.append(weights(outcome))
     plain, other = found
     assert any(not torch.equal(plain[name], other[name]) for name in plain)
@@ -78,15 +87,21 @@ def test_an_epoch_of_another_length_is_refused(tmp_path):
     """Also after its last step: rates go by epochs."""
     run_with_checkpoints(built("epochs=1", "schedule=dp"), tmp_path)
     with pytest.raises(UserError, match="after 8 steps"):
-        run_with_checkpoints(built("epochs=2", "schedule=dp", "batch=8"), tmp_path, resume=True)
+        run_with_checkpoints(
+            built("epochs=2", "schedule=dp", "batch=8"), tmp_path, resume=True
+        )
 
 
 def test_the_training_loss_is_smoothed_and_the_test_loss_is_not():
-    runs = [built("epochs=1", f"label_smoothing={k}", "optimizer.lr=0") for k in (0, 0.25)]
+    runs = [
+        built("epochs=1", f"label_smoothing={k}", "optimizer.lr=0") for k in (0, 0.25)
+    ]
     (plain,), (smoothed,) = (run.run() for run in runs)
     assert smoothed.train_loss != plain.train_loss
     assert smoothed.test_loss == plain.test_loss
-    tested = evaluate(runs[1].runtime.module(), runs[1].samples.test(16, torch.device("cpu")))
+    tested = evaluate(
+        runs[1].runtime.module(), runs[1].samples.test(16, torch.device("cpu"))
+    )
     assert tested.loss == pytest.approx(smoothed.test_loss)
     outputs, targets = torch.randn(4, 5), torch.tensor([0, 4, 2, 1])
     uniform = -F.log_softmax(outputs, 1).mean()
@@ -114,7 +129,9 @@ class Centred(nn.Module):
 
 
 def test_a_model_that_mixes_samples_is_refused():
-    with pytest.raises(UserError, match=r"Centred mixes .* return self.last\(x - x.mean\(0\)\)"):
+    with pytest.raises(
+        UserError, match=r"Centred mixes .* return self.last\(x - x.mean\(0\)\)"
+    ):
         prepare(
             TrainingOptions(batch=4, device="cpu"),
             model=Centred(),

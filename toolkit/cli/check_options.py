@@ -15,7 +15,13 @@ from toolkit.cli.hydra_args import key_of, parse, unquoted, value_of
 from toolkit.cli.instantiate import plain
 from toolkit.errors import UserError, suggest
 from toolkit.files import conf
-from toolkit.options import OWN, SaveOptions, SwitchOptions, TrackingOptions, TrainingOptions
+from toolkit.options import (
+    OWN,
+    SaveOptions,
+    SwitchOptions,
+    TrackingOptions,
+    TrainingOptions,
+)
 from toolkit.schedule import Schedule
 from toolkit.terminal import show_import
 
@@ -82,7 +88,9 @@ def check_training(config: DictConfig) -> TrainingOptions:
         UserError: a value is out of range.
     """
     learning_rate = config.optimizer.get("lr", 0)
-    is_number = isinstance(learning_rate, int | float) and not isinstance(learning_rate, bool)
+    is_number = isinstance(learning_rate, int | float) and not isinstance(
+        learning_rate, bool
+    )
     if not is_number or not 0 <= learning_rate < inf:
         raise UserError(f"optimizer.lr is a number, 0 or more: got {learning_rate!r}")
     options = plain(config)
@@ -92,18 +100,23 @@ def check_training(config: DictConfig) -> TrainingOptions:
     names = {field.name for field in fields(TrainingOptions)}
     values = {name: value for name, value in options.items() if name in names}
     return TrainingOptions(
-        **values | {name: option_class(**options[name]) for name, option_class in nested.items()}
+        **values
+        | {name: option_class(**options[name]) for name, option_class in nested.items()}
     )
 
 
-def check_compressed(schedules: "Mapping[str, Schedule]", compression: str, width: int) -> None:
+def check_compressed(
+    schedules: "Mapping[str, Schedule]", compression: str, width: int
+) -> None:
     """Raise UserError if ``int8`` or ``int4`` cannot compress the messages of a schedule."""
     from toolkit.cost.compression import GRADIENT_BITS
     from toolkit.runtime.rank_compression import check_handed_on
 
     if compression in GRADIENT_BITS:
         if width > 1:
-            raise UserError(f"width={width} takes no compression={compression}: use bf16")
+            raise UserError(
+                f"width={width} takes no compression={compression}: use bf16"
+            )
         for schedule in schedules.values():
             check_handed_on(schedule, GRADIENT_BITS[compression])
 
@@ -119,20 +132,26 @@ def check_given(experiment: str, arguments: Sequence[str]) -> None:
         UserError: it names an unknown choice of a group or no output folder, or gives a size twice.
     """
     config_folders, group_names = folders(arguments), groups(conf())
-    argument_of_option = {key_of(argument): argument for argument in parse(arguments).overrides}
+    argument_of_option = {
+        key_of(argument): argument for argument in parse(arguments).overrides
+    }
     for key, argument in argument_of_option.items():
         group = key.partition("@")[0]
         if not key:
             raise UserError(f"{argument!r} is not OPTION=VALUE")
         if key in _FOLDERS and not unquoted(value_of(argument)):
-            raise UserError(f"{argument} names no folder: give one, such as {key}=outputs/mine")
+            raise UserError(
+                f"{argument} names no folder: give one, such as {key}=outputs/mine"
+            )
         if group in group_names and "=" in argument:
             _check_choice(argument, choices(config_folders, group))
     if all(name in argument_of_option for name in _SAME):
         size_pair = " and ".join(
             argument_of_option[name] for name in argument_of_option if name in _SAME
         )
-        raise UserError(f"{size_pair}: workers sets microbatches, so leave one of them out")
+        raise UserError(
+            f"{size_pair}: workers sets microbatches, so leave one of them out"
+        )
     # Elsewhere Hydra says that there is no such option.
     if "schedule.file" in schema.option_names(experiment):
         _check_sizes_of_file(argument_of_option)
@@ -145,7 +164,9 @@ def _check_sizes_of_file(argument_of_option: Mapping[str, str]) -> None:
         argument_of_option: the options of a command line by name, as they are written.
     """
     file = argument_of_option.get("schedule.file", "=null")
-    compares_schedules = any(name.startswith("schedule@also.") for name in argument_of_option)
+    compares_schedules = any(
+        name.startswith("schedule@also.") for name in argument_of_option
+    )
     # Other schedules of the table take their sizes from the other options.
     size_options = ["schedule.n_ranks"]
     if not compares_schedules:
@@ -188,7 +209,10 @@ def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
         UserError: the seed or threads are impossible, or an option does not exist.
     """
     option_names = {key_of(option) for option in options}
-    if "schedule.file" in option_names and not option_names & {"schedule", "schedule.delay"}:
+    if "schedule.file" in option_names and not option_names & {
+        "schedule",
+        "schedule.delay",
+    }:
         config.schedule.delay = 0
     if config.get("workers") is not None and "microbatches" in config:
         if "microbatches" in option_names:
@@ -204,7 +228,10 @@ def resolve_options(config: DictConfig, options: Sequence[str]) -> None:
         check_training(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise UserError(f"seed is 0 or more, and below 2**63: got {config.seed}")
-    threads, max_threads = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
+    threads, max_threads = (
+        config.get("threads"),
+        _THREADS_PER_CPU * (os.cpu_count() or 1),
+    )
     if threads is not None:
         if not 1 <= threads <= max_threads:
             raise UserError(f"threads is from 1 to {max_threads} here: got {threads}")
@@ -220,7 +247,9 @@ def _check_size(config: DictConfig) -> None:
     size_options = {name: config.get(name) for name in _SIZES}
     if "microbatches" not in config:  # which workers set, where there are both
         size_options["workers"] = config.get("workers")
-    size_options |= {f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")}
+    size_options |= {
+        f"schedule.{name}": schedule.get(name) for name in ("accumulate", "n_ranks")
+    }
     largest_sizes: dict[str, int] = {}
     for name, values in size_options.items():
         if not isinstance(values, ListConfig):
@@ -229,8 +258,12 @@ def _check_size(config: DictConfig) -> None:
         if largest_size > 1:
             largest_sizes[name] = largest_size
     if prod(largest_sizes.values()) > _MAX_OPS:
-        product_text = " and ".join(f"{name}={size}" for name, size in largest_sizes.items())
-        raise UserError(f"{product_text}: their product is at most {_MAX_OPS}: choose smaller ones")
+        product_text = " and ".join(
+            f"{name}={size}" for name, size in largest_sizes.items()
+        )
+        raise UserError(
+            f"{product_text}: their product is at most {_MAX_OPS}: choose smaller ones"
+        )
 
 
 def _check_known(config: DictConfig, group: str = "") -> None:

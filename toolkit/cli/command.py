@@ -129,7 +129,9 @@ def settings(experiment: str, *options: str) -> DictConfig:
     """
     experiments = [*schema.schemas()["experiment"]]
     if experiment not in experiments:
-        raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, experiments)}")
+        raise UserError(
+            f"unknown experiment {experiment!r}: {suggest(experiment, experiments)}"
+        )
     schema.register()
     try:
         check_given(experiment, options)
@@ -182,7 +184,11 @@ class _CommandLine:
                 arguments = flags_first(sys.argv[1:])
                 if parse(arguments).help:
                     check_given(self._name, arguments)
-                    print(description(sys.modules[self._function.__module__].__doc__ or ""))
+                    print(
+                        description(
+                            sys.modules[self._function.__module__].__doc__ or ""
+                        )
+                    )
                     print(help_text(self._name, arguments))
                     return
 
@@ -200,20 +206,25 @@ class _CommandLine:
                 sys.argv[1:] = options
                 self._before = snapshot(options)
                 folder = str(conf())
-                hydra.main(version_base="1.3", config_path=folder, config_name=self._name)(
-                    self._job
-                )()
+                hydra.main(
+                    version_base="1.3", config_path=folder, config_name=self._name
+                )(self._job)()
             except KeyboardInterrupt:
                 process.end_pool()
                 if is_rank_zero():
                     reason = f"; {self._continuation}" if self._continuation else ""
-                    show(f"interrupted{reason}{sweeps.summary(self._name)[0]}", sys.stderr)
+                    show(
+                        f"interrupted{reason}{sweeps.summary(self._name)[0]}",
+                        sys.stderr,
+                    )
                 sys.exit(_EXIT_INTERRUPTED if Sweep.folder is None else EXIT_STOPPED)
             except Exception as error:
                 if Sweep.run_folder is not None:
                     self._clear(error, Sweep.run_folder)
                 self._report(error)
-            lines, all_finished = sweeps.summary(self._name, resumable=not sweep_refused())
+            lines, all_finished = sweeps.summary(
+                self._name, resumable=not sweep_refused()
+            )
             if lines:
                 show(lines)
             discard_sweep()
@@ -228,7 +239,8 @@ class _CommandLine:
         """Execute one run; return its objective."""
         try:
             if not self._verbose:
-                os.environ.pop(_VERBOSE, None)  # child processes get what the user has set
+                # Child processes get what the user has set.
+                os.environ.pop(_VERBOSE, None)
             is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
@@ -243,7 +255,8 @@ class _CommandLine:
     def _run(self, config: DictConfig) -> Ended:
         """Execute a run in a folder that no other run uses or can be resumed from."""
         folder, options = output_folder(), list(HydraConfig.get().overrides.task)
-        is_first_rank = is_rank_zero()  # other ranks of a resumed run have the same folder
+        # Other ranks of a resumed run have the same folder.
+        is_first_rank = is_rank_zero()
 
         def write(state: str, message: str | None = None, **fields: Any) -> None:
             if is_first_rank:
@@ -278,7 +291,11 @@ class _CommandLine:
                     raise KeyboardInterrupt from error
                 reason = self._explain(error) or f"{type(error).__name__}: {error}"
                 # As toolkit.training.DivergedError is, whose module may not be loaded.
-                write(sweeps.FAILED, reason, diverged=isinstance(error, FloatingPointError))
+                write(
+                    sweeps.FAILED,
+                    reason,
+                    diverged=isinstance(error, FloatingPointError),
+                )
                 raise
             finally:
                 sys.argv = earlier_argv
@@ -324,7 +341,10 @@ class _CommandLine:
                 return Ended(EXIT_USAGE)
             if is_rank_zero():
                 (folder / "error.txt").write_text(traceback.format_exc())
-                show(f"error: run {folder.name} has failed: see {folder}/error.txt", sys.stderr)
+                show(
+                    f"error: run {folder.name} has failed: see {folder}/error.txt",
+                    sys.stderr,
+                )
             else:
                 traceback.print_exc()
             return Ended(EXIT_FAILED)
@@ -336,7 +356,9 @@ class _CommandLine:
         """Leave the folder of a refused run as it was before: without the files of Hydra."""
         # What a user can mend: a UserError is a ValueError, and so are the mistakes that torch and
         # OmegaConf find.
-        is_refusal = isinstance(error, ValueError | HydraException | ModuleNotFoundError)
+        is_refusal = isinstance(
+            error, ValueError | HydraException | ModuleNotFoundError
+        )
         # After a bug the files stay, since they help to find it.
         if is_refusal:
             restore(self._before)

@@ -31,21 +31,30 @@ _PLUGINS = {
 _LONG_WORD = re.compile(r"\S{400,}")
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']*)'")
 _NO_MODULE = re.compile(r"Are you sure that module '(\w+)' is installed\?")
-_NO_NAME = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'\?")
+_NO_NAME = re.compile(
+    r"Are you sure that '(\w+)' is importable from module '([\w.]+)'\?"
+)
 _UNLOCATED = re.compile(r"Error loading '|Empty path|Located non-")
-_NOT_CALLABLE = re.compile(r"Expected a callable target, got .* of type '(\w+)'", re.DOTALL)
+_NOT_CALLABLE = re.compile(
+    r"Expected a callable target, got .* of type '(\w+)'", re.DOTALL
+)
 _SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
-_ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required|takes at most")
+_ARGUMENTS = re.compile(
+    r"unexpected keyword argument|missing \d+ required|takes at most"
+)
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _OF_TYPE = re.compile(r"could not be converted to (\w+)$")
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-_OTHER_SHAPE = "Cannot merge DictConfig with ListConfig"  # said of a list and of a group alike
-_COLLECTIONS = {"models": "model", "rules": "schedule", "also": "schedule"}  # of group choices
+# Said of a list and of a group alike.
+_OTHER_SHAPE = "Cannot merge DictConfig with ListConfig"
+# Of group choices.
+_COLLECTIONS = {"models": "model", "rules": "schedule", "also": "schedule"}
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 _FLAGS = re.compile(r"The --|Only one of --")  # ValueErrors of Hydra
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")  # torch, on the CPU and on a GPU
+# torch, on the CPU and on a GPU.
+_ALLOCATION = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 
 
 def explain(error: Exception, experiment: str) -> str | None:
@@ -62,7 +71,9 @@ def explain(error: Exception, experiment: str) -> str | None:
 def _message(error: Exception, experiment: str) -> str | None:
     """Return the message of :func:`explain`, with words of any length."""
     # Hydra wraps the error of what it calls. The innermost one is the user's.
-    while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
+    while isinstance(error, InstantiationException) and isinstance(
+        error.__cause__, Exception
+    ):
         message = _of_target(error, error.__cause__)
         if message is not None:
             return message
@@ -70,7 +81,8 @@ def _message(error: Exception, experiment: str) -> str | None:
     name = type(error).__name__  # by name where the class's package may not be loaded
     if isinstance(error, UserError) or name == "JobFailedError":
         return str(error)
-    if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
+    # Of submitit: a traceback whose last line is the message.
+    if name == "FailedJobError":
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     return _of_machine(error) or _of_values(error) or _of_composition(error, experiment)
 
@@ -95,8 +107,13 @@ def _of_target(error: InstantiationException, cause: Exception) -> str | None:
         return f"{option} takes other options: {reason}"
     missing_module = _NO_MODULE.search(reason)
     missing_name = _NO_NAME.search(reason)
-    import_error = cause.__cause__  # of the user's module; Hydra asks whether it is installed
-    if missing_module and import_error and not _is_missing(missing_module[1], import_error):
+    # Of the user's module; Hydra asks whether it is installed.
+    import_error = cause.__cause__
+    if (
+        missing_module
+        and import_error
+        and not _is_missing(missing_module[1], import_error)
+    ):
         return (
             f"{option} cannot be imported: {missing_module[1]} raises"
             f" {type(import_error).__name__}: {first_line(import_error)}"
@@ -126,11 +143,13 @@ def _of_machine(error: Exception) -> str | None:
             )
         if 'detect "srun"' in str(error):
             return (
-                "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
+                "hydra/launcher=slurm needs Slurm, and there is no srun here:"
+                " log in to its cluster"
             )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{_argument_of(str(error.filename))}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _FULL:  # of a write, which names no file
+    # Of a write, which names no file.
+    if isinstance(error, OSError) and error.errno in _FULL:
         return f"a file cannot be written: {error.strerror}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
@@ -157,7 +176,9 @@ def _of_values(error: Exception) -> str | None:
     if _UNLOCATED.match(str(error)) and _raised_in(error, "hydra"):
         reason = " ".join(str(error).split())
         return f"a _target_ cannot be imported from {Path.cwd()} or an installed package: {reason}"
-    is_value_error = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
+    is_value_error = isinstance(error, ValueError) and not isinstance(
+        error, OmegaConfBaseException
+    )
     if is_value_error and _raised_in(error, "omegaconf"):
         return f"an option names no item of a list or group: {first_line(error)}"
     return None
@@ -187,7 +208,9 @@ def _unparsed(override: str) -> str:
     if letter is None:
         return f"{override!r} is not OPTION=VALUE{hint}"
     if letter in option:
-        return f"{override!r}: names of options have letters from a to z: got {letter!r}"
+        return (
+            f"{override!r}: names of options have letters from a to z: got {letter!r}"
+        )
     if not hint and value[0] not in "[{":
         hint = f": {shell_option(option, value)}"
     return f"{override!r}: a text with the letter {letter!r} is quoted twice{hint}"
@@ -283,8 +306,12 @@ def _refused_value(override: str, cause: str, option_names: list[str]) -> str:
             f"{override}: +{_COLLECTIONS[option]}@{option}.NAME=CHOICE adds one, '~{option}.NAME'"
             f" leaves one out, and {option}.NAME.OPTION=... sets an option of one"
         )
-    inner_options = dict.fromkeys(name for name in option_names if name.startswith(f"{option}."))
-    return f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
+    inner_options = dict.fromkeys(
+        name for name in option_names if name.startswith(f"{option}.")
+    )
+    return (
+        f"{override}: {option} has {', '.join(inner_options) or f'+{option}.NAME=...'}"
+    )
 
 
 def _no_option(key: str, option_names: list[str]) -> str:
@@ -306,7 +333,9 @@ def _no_option(key: str, option_names: list[str]) -> str:
             f"there is no option {key}: the schedules are rules here; +schedule@rules.NAME=CHOICE"
             " adds one, '~rules.NAME' leaves one out, rules.NAME.OPTION sets an option"
         )
-    other_options = [option for option in option_names if option != group or key == group]
+    other_options = [
+        option for option in option_names if option != group or key == group
+    ]
     return f"there is no option {key}: {nearest(key, other_options)}"
 
 

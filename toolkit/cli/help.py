@@ -74,11 +74,15 @@ def groups(folder: Path) -> list[str]:
     # Hydra's own, and the tables of papers, which ``only=`` selects.
     others = ("hydra", "papers")
     return sorted(
-        path.name for path in folder.iterdir() if path.is_dir() and path.name not in others
+        path.name
+        for path in folder.iterdir()
+        if path.is_dir() and path.name not in others
     )
 
 
-def _groups(choice_of_group: DictConfig, config_folders: Sequence[Path]) -> Iterator[str]:
+def _groups(
+    choice_of_group: DictConfig, config_folders: Sequence[Path]
+) -> Iterator[str]:
     """Yield a line per group; ``group@place.NAME`` for a group with several choices."""
     for key in map(str, choice_of_group):
         if not key.startswith("hydra/"):

@@ -54,7 +54,9 @@ def quoted(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./:+-]+", text):
         return text
     # Backslashes count only before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text
+    )
     return f"'{escaped}'"
 
 

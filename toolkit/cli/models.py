@@ -89,7 +89,9 @@ def model_name(config: DictConfig) -> str:
     Args:
         config: options of the group ``model``.
     """
-    return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
+    return str(
+        config.get("target") or config.get("name") or config._target_.rpartition(".")[2]
+    )
 
 
 def _parameters(config: DictConfig) -> set[str] | None:
@@ -100,7 +102,9 @@ def _parameters(config: DictConfig) -> set[str] | None:
         parameters = signature(function).parameters
     except ValueError:  # of some functions of C
         return None
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if any(
+        parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return None
     return {*parameters}
 
@@ -134,7 +138,9 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     if samples is not None:
         return samples.form
     is_user_model = config.model.get("target") is not None
-    is_language_model = not is_user_model and "length" in (_parameters(config.model) or ())
+    is_language_model = not is_user_model and "length" in (
+        _parameters(config.model) or ()
+    )
     shape = config.shape
     if shape is None and is_language_model:
         shape = [1024]
@@ -179,13 +185,16 @@ def _form_of_user_model(config: DictConfig, form: "InputSpec") -> "InputSpec":
         try:
             with torch.no_grad():
                 scores = model(possible_form.example(2, "meta"))
-        except Exception:  # of the user's code; the analysis reports why it takes no samples
+        except Exception:
+            # Of the user's code; the analysis reports why it takes no samples.
             continue
         has_scores = isinstance(scores, torch.Tensor) and scores.dim() == len(
             possible_form.output(2)
         )
         if has_scores and config.classes is None:
-            classes_field = "vocabulary" if isinstance(possible_form, Sequences) else "n_classes"
+            classes_field = (
+                "vocabulary" if isinstance(possible_form, Sequences) else "n_classes"
+            )
             possible_form = replace(possible_form, **{classes_field: scores.shape[-1]})
         return possible_form
     return form

@@ -29,7 +29,11 @@ def scratch_options() -> list[str]:
     """Return options with which Hydra writes to a temporary folder; for ranks above 0."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    dirs = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    dirs = [
+        f"hydra.run.dir={folder}",
+        f"hydra.sweep.dir={folder}",
+        "hydra.sweep.subdir=.",
+    ]
     return ["hydra.output_subdir=null", *dirs]
 
 
@@ -38,7 +42,9 @@ def check_working_directory() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working directory has been removed: cd to another one") from None
+        raise UserError(
+            "the working directory has been removed: cd to another one"
+        ) from None
 
 
 def report_mistake(message: str) -> None:
@@ -104,14 +110,19 @@ def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
                 with suppress(OSError):
                     os.kill(process.pid or 0, signal.SIGTERM)
             deadline = time.monotonic() + _PATIENCE
-            while multiprocessing.active_children() and under_way() and time.monotonic() < deadline:
+            while (
+                multiprocessing.active_children()
+                and under_way()
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
         _interrupted.set()
         raise KeyboardInterrupt
 
     _interrupted.clear()
     earlier_handlers = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield

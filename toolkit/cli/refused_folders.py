@@ -46,7 +46,8 @@ def snapshot(arguments: Sequence[str]) -> EarlierFolder:
     files = {}
     for path in _option_files(folder):
         with suppress(OSError):
-            check_regular(path)  # raises it for a device, which would be read without end
+            # Raises it for a device, which would be read without end.
+            check_regular(path)
             files[path] = path.read_bytes()
     return EarlierFolder(folder, files)
 
@@ -83,7 +84,10 @@ def discard_sweep() -> None:
         if path.is_dir():
             discard(path)
     # discard() may have removed the folder itself, as an empty one.
-    if Sweep.folder.is_dir() and {path.name for path in Sweep.folder.iterdir()} <= _FILES_OF_SWEEPS:
+    if (
+        Sweep.folder.is_dir()
+        and {path.name for path in Sweep.folder.iterdir()} <= _FILES_OF_SWEEPS
+    ):
         shutil.rmtree(Sweep.folder, ignore_errors=True)
         _remove_empty(Sweep.folder.parent)
 

@@ -33,7 +33,9 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         # The shell may have left Hydra's quotes, which a path with commas or brackets needs.
         folder = Path(unquoted(name))
     if not folder.is_dir() or not name:
-        raise UserError(f"resume={name} is not a folder: give the output directory of a run")
+        raise UserError(
+            f"resume={name} is not a folder: give the output directory of a run"
+        )
     # A sweep's folder has the folders of its runs, and no options of a run.
     options_of_sweep = sweep_options(folder)
     if options_of_sweep is not None:
@@ -53,15 +55,21 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         synonym for option, synonym in _SAME.items() if option in argument_of_option
     }
     # A rule that this command line leaves out.
-    replaced_options |= {key.partition("@")[2] for key in argument_of_option if "@" in key}
+    replaced_options |= {
+        key.partition("@")[2] for key in argument_of_option if "@" in key
+    }
     # Options of a choice, such as schedule.delay, go with it when another takes its place.
     changed_groups = {
-        group for group, argument in argument_of_option.items() if argument not in earlier_options
+        group
+        for group, argument in argument_of_option.items()
+        if argument not in earlier_options
     }
     kept_options = []
     for option in earlier_options:
         group, separator, _ = key_of(option).partition(".")
-        if key_of(option) not in replaced_options and not (separator and group in changed_groups):
+        if key_of(option) not in replaced_options and not (
+            separator and group in changed_groups
+        ):
             kept_options.append(option)
 
     # 3. This command line comes after them, since of an option that is set twice the last counts.
@@ -124,7 +132,10 @@ def _of_result(folder: Path) -> tuple[str, list[str], list[str]] | None:
 
 
 def _sweep_resumed(
-    arguments: Sequence[str], sweep_arguments: Sequence[str], folder: Path, experiment: str
+    arguments: Sequence[str],
+    sweep_arguments: Sequence[str],
+    folder: Path,
+    experiment: str,
 ) -> list[str]:
     folder_options = (*_OWN, "-m", "--multirun", "hydra.sweep.dir")
     other_options = [
@@ -142,6 +153,8 @@ def _sweep_resumed(
             f"resume={folder} is a sweep, and under torchrun only single runs are resumed: give the"
             " folder of one"
         )
-    kept_options = [option for option in sweep_arguments if key_of(option) not in folder_options]
+    kept_options = [
+        option for option in sweep_arguments if key_of(option) not in folder_options
+    ]
     _check_trusted(kept_options, arguments, experiment, folder)
     return ["-m", *kept_options, f"hydra.sweep.dir={quoted(str(folder))}"]

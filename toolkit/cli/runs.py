@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from toolkit.training import TrainingRun
     from toolkit.training.data import SampleSet
 
-_JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
-_AFFORDABLE = "affordable"  # a delay; {within: 0.1} is one that may cost a tenth of a step
+# Options of a runtime that are those of join().
+_JOIN = ("backend", "timeout", "interface")
+# A delay; {within: 0.1} is one that may cost a tenth of a step.
+_AFFORDABLE = "affordable"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,11 @@ def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
             f"runtime: {config.runtime._target_} is not a runtime; expected a class such as"
             " toolkit.runtime.SingleProcess"
         )
-    reach = {name: config.runtime[name] for name in (*_JOIN, "width") if name in config.runtime}
+    reach = {
+        name: config.runtime[name]
+        for name in (*_JOIN, "width")
+        if name in config.runtime
+    }
     return join_ranks(runtime, schedule, device=config.device, **reach)
 
 
@@ -135,7 +141,9 @@ def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictCo
     check_own(config)
     # Plain dicts, since OmegaConf would refuse options that the schema of the group lacks.
     options = with_own(plain(config), plain(config.own).get(rule) or {})
-    return OmegaConf.create(options | {"schedule": options["rules"][rule], "seed": seed} | more)
+    return OmegaConf.create(
+        options | {"schedule": options["rules"][rule], "seed": seed} | more
+    )
 
 
 @dataclass
@@ -173,7 +181,9 @@ def check_comparison(config: DictConfig) -> None:
     check_own(config)
     check_parallel(config)
     if not config.rules:
-        raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
+        raise UserError(
+            "there are no rules to compare: leave one, or add +schedule@rules.NAME=..."
+        )
     TuneOptions(**plain(config)["tune"])
     for rule in config.rules:
         build_settings(rule_config(config, rule, config.seed))
@@ -195,7 +205,9 @@ def check_parallel(config: DictConfig) -> None:
 
 
 def settle_delays(
-    config: DictConfig, form: "Callable[[], InputSpec]", costs_of: "CostsOf | None" = None
+    config: DictConfig,
+    form: "Callable[[], InputSpec]",
+    costs_of: "CostsOf | None" = None,
 ) -> None:
     """Write into ``config`` the delays that its schedules can afford, as matrices.
 

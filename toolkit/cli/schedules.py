@@ -41,7 +41,9 @@ def build_schedule(config: DictConfig) -> Schedule:
         if name in arguments
     }
     as_factory = {"_partial_": True, "_convert_": "all"}
-    factory = make(arguments, "schedule", "toolkit.schedule.catalog.cyclic", **as_factory)
+    factory = make(
+        arguments, "schedule", "toolkit.schedule.catalog.cyclic", **as_factory
+    )
     schedule = factory(**objects)
     if not isinstance(schedule, Schedule):
         raise UserError(
@@ -61,10 +63,14 @@ def build_schedules(config: DictConfig) -> dict[str, Schedule]:
         UserError: one is impossible, or ``also`` has another ``schedule``.
     """
     if "schedule" in config.also:
-        raise UserError("also.schedule is the name of the first schedule: choose another")
+        raise UserError(
+            "also.schedule is the name of the first schedule: choose another"
+        )
     schedule_of_key = {"schedule": build_schedule(config.schedule)}
     schedule_of_key |= {
         str(name): build_schedule(schedule) for name, schedule in config.also.items()
     }
-    label_of_key = labels({name: schedule.name for name, schedule in schedule_of_key.items()})
+    label_of_key = labels(
+        {name: schedule.name for name, schedule in schedule_of_key.items()}
+    )
     return {label_of_key[name]: schedule for name, schedule in schedule_of_key.items()}

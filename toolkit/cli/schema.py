@@ -48,10 +48,14 @@ def schemas() -> dict[str, dict[str, type]]:
                 training = _of_dataclass(TrainingOptions)
                 training["tracking"] = _nested("tracking", TrackingOptions)
                 options = training | {
-                    key: option for key, option in options.items() if key not in training
+                    key: option
+                    for key, option in options.items()
+                    if key not in training
                 }
             if name == "compare":
-                options = {key: option for key, option in options.items() if key not in _GUARD}
+                options = {
+                    key: option for key, option in options.items() if key not in _GUARD
+                }
                 options["tune"] = _nested("tune", TuneOptions)
             schemas_of_group.setdefault(group, {})[name] = _made(name, options)
     return schemas_of_group
@@ -83,7 +87,9 @@ def option_names(experiment: str) -> list[str]:
     for option in experiment_fields:
         nested = option.default_factory
         if is_dataclass(nested):
-            names += [f"{option.name}.{nested_field.name}" for nested_field in fields(nested)]
+            names += [
+                f"{option.name}.{nested_field.name}" for nested_field in fields(nested)
+            ]
     for group, nodes in schemas().items():
         prefix = group
         if group == "schedule" and "rules" in names:
@@ -101,7 +107,9 @@ def _of_file(path: Path) -> SchemaOptions:
     """Return the options of a file, and of the files that it extends."""
     text = path.read_text()
     values = yaml.load(text, Loader=_Loader)
-    described_options = {name: type_and_help for name, *type_and_help in _LINE.findall(text)}
+    described_options = {
+        name: type_and_help for name, *type_and_help in _LINE.findall(text)
+    }
     options: SchemaOptions = {}
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
@@ -115,7 +123,8 @@ def _of_file(path: Path) -> SchemaOptions:
         default = MISSING
         if choice is None:
             default = None
-        package = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
+        # Rules of schedule@rules.dp.
+        package = group.partition("@")[2].partition(".")[0]
         if package:
             options[package] = dict[str, Any], field(default=default)
         else:
@@ -156,7 +165,9 @@ def _of_dataclass(kind: Any) -> SchemaOptions:
         type_arguments = get_args(option_type)
         if get_origin(option_type) is Sequence:
             option_type = list[type_arguments]  # type: ignore[valid-type]
-        elif any(get_origin(union_member) is Sequence for union_member in type_arguments):
+        elif any(
+            get_origin(union_member) is Sequence for union_member in type_arguments
+        ):
             option_type = Any
         defaults: Any = {
             "default": option_field.default,
@@ -173,4 +184,6 @@ def _nested(name: str, kind: Any) -> tuple[Any, Any]:
 
 
 def _made(name: str, options: SchemaOptions) -> type:
-    return make_dataclass(name, [(key, *type_and_field) for key, type_and_field in options.items()])
+    return make_dataclass(
+        name, [(key, *type_and_field) for key, type_and_field in options.items()]
+    )

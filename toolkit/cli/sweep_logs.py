@@ -29,6 +29,8 @@ def make_readable() -> None:
     for handler in logging.getLogger().handlers:
         if not isinstance(handler, logging.StreamHandler):
             continue
-        handler.addFilter(lambda record: not record.getMessage().startswith(_JOBLIB_ARGUMENTS))
+        handler.addFilter(
+            lambda record: not record.getMessage().startswith(_JOBLIB_ARGUMENTS)
+        )
         formatter = handler.formatter or logging.Formatter()
         handler.setFormatter(_FittedFormatter(formatter, handler.stream))

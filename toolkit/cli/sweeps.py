@@ -219,7 +219,9 @@ def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
         RUNNING: "broken off",
     }
     counts = [
-        f"{states.count(state)} {word}" for state, word in word_of_state.items() if state in states
+        f"{states.count(state)} {word}"
+        for state, word in word_of_state.items()
+        if state in states
     ]
     where = f" in {Sweep.folder}" if resumable else ""
     lines = ["", f"{count(len(states), 'run')}{where}: {', '.join(counts)}"]
@@ -238,18 +240,30 @@ def summary(experiment: str, resumable: bool = True) -> tuple[str, bool]:
         report = f"{started_by('report')} {shell_option('runs', str(Sweep.folder))}"
         lines += ["", _objectives(runs), "", report]
         if Sweep.folder and any(Sweep.folder.glob("*/wandb/offline-run-*")):
-            lines.append(f"wandb sync {shlex.quote(str(Sweep.folder))}/*/wandb/offline-run-*")
+            lines.append(
+                f"wandb sync {shlex.quote(str(Sweep.folder))}/*/wandb/offline-run-*"
+            )
     return "\n".join(lines), all_finished
 
 
 def _objectives(runs: Mapping[Path, Status]) -> str:
     """Return a table of each run's objective and the options in which the runs differ."""
-    options_of_run = {path: dict.fromkeys(status.options) for path, status in runs.items()}
-    shared_options = set.intersection(*(set(options) for options in options_of_run.values()))
+    options_of_run = {
+        path: dict.fromkeys(status.options) for path, status in runs.items()
+    }
+    shared_options = set.intersection(
+        *(set(options) for options in options_of_run.values())
+    )
     rows = []
-    for path, options in sorted(options_of_run.items(), key=lambda item: len(item[0].name)):
+    for path, options in sorted(
+        options_of_run.items(), key=lambda item: len(item[0].name)
+    ):
         values_of_options = {
-            key_of(option): value_of(option) for option in options if option not in shared_options
+            key_of(option): value_of(option)
+            for option in options
+            if option not in shared_options
         }
-        rows.append({"run": path.name, **values_of_options, "objective": runs[path].objective})
+        rows.append(
+            {"run": path.name, **values_of_options, "objective": runs[path].objective}
+        )
     return table(rows)

@@ -42,12 +42,16 @@ def check_options(
     flags = vars(parse(options))
     overrides = flags.pop("overrides")
     refused_options = [
-        f"--{name.replace('_', '-')}" for name in flags if flags[name] and name != "multirun"
+        f"--{name.replace('_', '-')}"
+        for name in flags
+        if flags[name] and name != "multirun"
     ]
     group_names = {name.partition(".")[0] for name in schema.option_names(experiment)}
     group_names |= {*groups(conf())}
     refused_options += [
-        option for option in overrides if not _is_safe(option, group_names, folders(arguments))
+        option
+        for option in overrides
+        if not _is_safe(option, group_names, folders(arguments))
     ]
     if refused_options:
         raise UserError(
@@ -66,10 +70,13 @@ def check_links(folder: Path) -> None:
                     f"resume={folder}: {path} is a link to {path.resolve()}, where the run would"
                     " write: remove it, or add trust=true if you trust who made it"
                 )
-        folder_names[:] = [name for name in folder_names if name != "wandb"]  # it links to its logs
+        # It links to its logs.
+        folder_names[:] = [name for name in folder_names if name != "wandb"]
 
 
-def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path]) -> bool:
+def _is_safe(
+    option: str, group_names: set[str], config_folders: Sequence[Path]
+) -> bool:
     key, value = key_of(option), value_of(option)
     group, _, package = key.partition("@")
     # An interpolation could read the environment, and with it a secret.
@@ -77,7 +84,10 @@ def _is_safe(option: str, group_names: set[str], config_folders: Sequence[Path])
         return False
     if key.startswith("hydra"):
         return bool(_OF_SWEEPS.fullmatch(option))
-    if group.partition(".")[0] not in group_names or package.partition(".")[0] not in _PLACES:
+    if (
+        group.partition(".")[0] not in group_names
+        or package.partition(".")[0] not in _PLACES
+    ):
         return False
     # These say whose account a key of this machine uploads to.
     if key in _UPLOADS and value not in ("offline", "disabled"):

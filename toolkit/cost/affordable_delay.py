@@ -71,7 +71,9 @@ def affordable_delay(
     # 2. Stage by stage.
     for stage in range(schedule.n_stages):
         late_entries = [
-            [entry] for entry in entries if entry[0] == stage and entry not in fresh_entries
+            [entry]
+            for entry in entries
+            if entry[0] == stage and entry not in fresh_entries
         ]
         fresh_entries = search.extend(fresh_entries, late_entries, limit)
 
@@ -104,14 +106,18 @@ class _DelaySearch:
         self._costs = costs
         self._hardware = hardware
         self._optimizer_bytes = optimizer_bytes
-        self._freshest = freshest(schedule.timing, schedule.n_stages, schedule.n_microbatches)
+        self._freshest = freshest(
+            schedule.timing, schedule.n_stages, schedule.n_microbatches
+        )
 
     def slack_ticks(self, entry: Entry) -> int:
         """Return the ticks for which newest weights may travel before they are read."""
         stage, microbatch = entry
         timing = self._schedule.timing
         # Weights of an update are read at the earliest by the forward of the next period.
-        next_forward = timing.starts[Op(Kind.FORWARD, stage, microbatch)] + timing.period
+        next_forward = (
+            timing.starts[Op(Kind.FORWARD, stage, microbatch)] + timing.period
+        )
         return next_forward - timing.update_ready(stage, self._schedule.n_microbatches)
 
     def entries_by_slack(self) -> list[Entry]:
@@ -139,7 +145,9 @@ class _DelaySearch:
     def seconds(self, fresh_entries: Sequence[Entry]) -> float:
         """Return the seconds of a training step; errors as of :class:`Schedule`."""
         schedule = replace(self._schedule, delay=self.delay(fresh_entries))
-        return step_seconds(schedule, self._costs, self._hardware, self._optimizer_bytes)
+        return step_seconds(
+            schedule, self._costs, self._hardware, self._optimizer_bytes
+        )
 
     def extend(
         self, fresh_entries: list[Entry], groups: Iterable[list[Entry]], limit: float
@@ -196,7 +204,10 @@ def fastest(make: Make, delay: Delay, costs: Costs, hardware: Hardware) -> Sched
 
 
 def step_seconds(
-    schedule: Schedule, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+    schedule: Schedule,
+    costs: Costs,
+    hardware: Hardware,
+    optimizer_bytes: Sequence[float] = (),
 ) -> float:
     """Return the simulated seconds of a training step in the steady state."""
     return simulate_steady_steps(schedule, costs, hardware, optimizer_bytes).step_time

@@ -14,7 +14,9 @@ from toolkit.schedule import Action, Schedule
 from toolkit.schedule.traffic import rounds
 
 
-def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
+def calibrate(
+    timeline: Timeline, costs: Costs
+) -> tuple[tuple[StageCost, ...], Hardware]:
     """Return costs with each stage's median seconds, and hardware with the median message time.
 
     Messages take that time whatever their size; the memory bandwidth is that of the updates.
@@ -25,7 +27,8 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
     """
     seconds_of_op: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     update_seconds_per_byte: list[float] = []  # seconds a byte
-    spans_of_message: defaultdict[tuple, list[Span]] = defaultdict(list)  # spans of one message
+    # Spans of one message.
+    spans_of_message: defaultdict[tuple, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         span_seconds = span.end - span.start
         if span.lane == COMPUTE:
@@ -40,12 +43,15 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
             message = (span.name, span.stage, span.step, span.microbatch, span.start)
             spans_of_message[message].append(span)
 
-    timed_costs = tuple(_timed(cost, stage, seconds_of_op) for stage, cost in enumerate(costs))
+    timed_costs = tuple(
+        _timed(cost, stage, seconds_of_op) for stage, cost in enumerate(costs)
+    )
     message_seconds = []
     for spans in spans_of_message.values():
         for span in spans:
             n_rounds = 1
-            if span.peer is None:  # a collective is several messages that wait for each other
+            # A collective is several messages that wait for each other.
+            if span.peer is None:
                 action = Action[span.name.upper().replace("-", "_")]
                 n_rounds = max(1, rounds(action, len(spans)))
             message_seconds.append((span.end - span.start) / n_rounds)
@@ -63,7 +69,9 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
 
 
 def _timed(
-    cost: StageCost, stage: int, seconds_of_op: Mapping[tuple[int, str], Sequence[float]]
+    cost: StageCost,
+    stage: int,
+    seconds_of_op: Mapping[tuple[int, str], Sequence[float]],
 ) -> StageCost:
     """Return a stage's costs with its measured seconds."""
     kinds = "IW"  # halves
@@ -75,11 +83,14 @@ def _timed(
             backward += median(seconds_of_op[stage, kind])
     forward = median(seconds_of_op[stage, "F"])
     if cost.recomputes:
-        backward = max(0.0, backward - forward)  # a measured backward contains the forward
+        # A measured backward contains the forward.
+        backward = max(0.0, backward - forward)
     return replace(cost, forward_seconds=forward, backward_seconds=backward)
 
 
-def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
+def predict_calibrated(
+    timeline: Timeline, schedule: Schedule, costs: Costs
+) -> Timeline:
     """Simulate ``schedule`` with the op and message times of a measured timeline.
 
     The prediction keeps only the kinds of memory that were measured, so that both can be compared.

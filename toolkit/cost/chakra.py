@@ -29,7 +29,9 @@ class Node(NamedTuple):
     attributes: dict[str, Any]
 
 
-def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) -> list[Node]:
+def chakra_nodes(
+    program: Program, costs: Costs, hardware: Hardware, rank: int
+) -> list[Node]:
     """Return the trace of a rank.
 
     Args:
@@ -39,7 +41,8 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
         rank: the rank, from 0.
     """
     order, message_bytes, nodes = program.ranks[rank], moved_bytes(costs), []
-    tags: Counter[tuple] = Counter()  # the k-th message to a peer is the peer's k-th receive
+    # The k-th message to a peer is the peer's k-th receive.
+    tags: Counter[tuple] = Counter()
     last_op: list[int] = []  # index of the op before, if there is one
     for index, (instruction, needed_indices) in enumerate(
         zip(order, needs(order, rank), strict=True)
@@ -51,7 +54,9 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
         node_type, control_dependencies, microseconds = "COMP_NODE", [], 0
         if instruction.action.communicates:
             node_type = _COMMUNICATION.get(instruction.action, "COMM_COLL_NODE")
-            attributes["comm_size"] = int(message_bytes[instruction.buffer][instruction.stage])
+            attributes["comm_size"] = int(
+                message_bytes[instruction.buffer][instruction.stage]
+            )
             if instruction.action in _COMMUNICATION:
                 endpoints = (
                     (rank, *instruction.peers)
@@ -76,7 +81,9 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
             # Only ops have durations and share the rank's compute, so only they are chained.
             control_dependencies, last_op = last_op, [index]
         data_dependencies = [
-            dependency for dependency in needed_indices if order[dependency].action != Action.FREE
+            dependency
+            for dependency in needed_indices
+            if order[dependency].action != Action.FREE
         ]
         nodes.append(
             Node(
@@ -92,7 +99,9 @@ def chakra_nodes(program: Program, costs: Costs, hardware: Hardware, rank: int) 
     return nodes
 
 
-def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str | Path) -> None:
+def write_chakra(
+    program: Program, costs: Costs, hardware: Hardware, folder: str | Path
+) -> None:
     """Write ``rank.0.et`` and so on to ``folder``, a trace per rank.
 
     Args:
@@ -115,9 +124,13 @@ def write_chakra(program: Program, costs: Costs, hardware: Hardware, folder: str
             encodeMessage(file, schema.GlobalMetadata(version="0.0.4"))
             for node in chakra_nodes(program, costs, hardware, rank):
                 *node_fields, attributes = node
-                message = schema.Node(**dict(zip(Node._fields, node_fields, strict=False)))
+                message = schema.Node(
+                    **dict(zip(Node._fields, node_fields, strict=False))
+                )
                 for name, value in attributes.items():
                     if name == "comm_type":
                         value = schema.CollectiveCommType.Value(value)
-                    message.attr.add(name=name, **{value_field_of_type[type(value)]: value})
+                    message.attr.add(
+                        name=name, **{value_field_of_type[type(value)]: value}
+                    )
                 encodeMessage(file, message)

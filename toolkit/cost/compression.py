@@ -82,7 +82,9 @@ def compressed_costs(
             compressed_cost = replace(
                 cost,
                 compressed_gradient_bytes=float(n_bytes + cost.statistics_bytes),
-                compressed_weight_bytes=float(quantized_bytes(n_numbers, bits_of_weight)),
+                compressed_weight_bytes=float(
+                    quantized_bytes(n_numbers, bits_of_weight)
+                ),
                 error_bytes=cost.parameter_bytes,
                 exact_weight_bytes=cost.parameter_bytes,
                 weight_differences=differences,
@@ -98,7 +100,9 @@ def coarseness(compression: str) -> int:
     return {"none": 0, "int8": 2, "int4": 3}[compression]
 
 
-def accuracy_class(compression: str, *, is_late: bool, state: str = "replicated") -> str:
+def accuracy_class(
+    compression: str, *, is_late: bool, state: str = "replicated"
+) -> str:
     """Return in a few words how training differs from plain data parallelism.
 
     Args:

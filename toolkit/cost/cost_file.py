@@ -134,7 +134,9 @@ def _merge(rows: Costs) -> StageCost:
         parameter_bytes=sum(cost.parameter_bytes for cost in rows),
         forward_seconds=sum(forwards),
         backward_seconds=sum(backwards),
-        weight_share=min(1.0, weight_seconds / sum(backwards)) if any(backwards) else 0.0,
+        weight_share=min(1.0, weight_seconds / sum(backwards))
+        if any(backwards)
+        else 0.0,
     )
 
 
@@ -179,7 +181,9 @@ def read_costs(path: Path) -> FileCosts:
         costs.append(cost)
         batches.append(_batch_of_row(row, place))
     if not any(sum(_seconds(cost)) for cost in costs):
-        raise UserError(f"costs={path}: no stage takes any time; give milliseconds above 0")
+        raise UserError(
+            f"costs={path}: no stage takes any time; give milliseconds above 0"
+        )
     if len({*batches}) > 1:
         raise UserError(
             f"costs={path}: all rows are of one micro-batch: got {BATCH} {batches}; measure them"
@@ -198,7 +202,9 @@ def _batch_of_row(row: Mapping[str, Any], place: str) -> int | None:
     except (TypeError, ValueError):
         number = 0.0
     if not (isfinite(number) and number >= 1 and number.is_integer()):
-        raise UserError(f"{place}: {BATCH} is a number of samples, 1 or more: got {value!r}")
+        raise UserError(
+            f"{place}: {BATCH} is a number of samples, 1 or more: got {value!r}"
+        )
     return int(number)
 
 
@@ -232,5 +238,7 @@ def _cost_of_row(row: Any, place: str, input_bytes: float) -> StageCost:
         parameter_bytes=values["parameter_mb"] * _MB,
         forward_seconds=values["forward_ms"] / 1e3,
         backward_seconds=backward_ms / 1e3,
-        weight_share=values["backward_weights_ms"] / backward_ms if backward_ms else 0.0,
+        weight_share=values["backward_weights_ms"] / backward_ms
+        if backward_ms
+        else 0.0,
     )

@@ -71,12 +71,17 @@ class EventQueue:
         self._events: list[_Event] = []
         self._wishes: dict[int, _Wish] = {}  # by number
         self._busy: set[Hashable] = set()
-        self._waiting: defaultdict[_Lanes, list[tuple[int, int, int]]] = defaultdict(list)
+        self._waiting: defaultdict[_Lanes, list[tuple[int, int, int]]] = defaultdict(
+            list
+        )
         self._wanted: defaultdict[Hashable, set[_Lanes]] = defaultdict(set)
         self._shared = SharedPorts() if shared else None
-        self._shared_since: dict[int, float] = {}  # start of what shares ports, by number
+        # Start of what shares ports, by number.
+        self._shared_since: dict[int, float] = {}
 
-    def run(self, handlers: Mapping[Action, Handler], until: float, since: float) -> None:
+    def run(
+        self, handlers: Mapping[Action, Handler], until: float, since: float
+    ) -> None:
         """Run the instructions before the tick ``until``, from ``since`` seconds on.
 
         ``handlers[action]`` runs an instruction once what it needs has ended. It says when the
@@ -95,7 +100,9 @@ class EventQueue:
                 ready_time = self._ready_times[number]
                 if ready_time < since:
                     ready_time = since
-                handlers[instruction.action](number, self._ranks[number], instruction, ready_time)
+                handlers[instruction.action](
+                    number, self._ranks[number], instruction, ready_time
+                )
             next_time = self._events[0][0] if self._events else inf
             if self._shared and self._shared.next_end() <= next_time:
                 # At equal times ends come first: what ends makes room for what begins.

@@ -64,13 +64,16 @@ class Hardware:
     shared_ports: bool = False
 
     def __post_init__(self) -> None:
-        flops_in_16_bits = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
+        flops_in_16_bits = (
+            self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
+        )
         whole(self.ranks_per_machine, "hardware.ranks_per_machine", 1)
         # Lists are checked item by item, so that a message names the rank.
         positive_values = vars(self) | {"flops_in_16_bits": flops_in_16_bits}
         for name in ("speeds", "memories"):
             positive_values |= {
-                f"{name}[{rank}]": value for rank, value in enumerate(positive_values.pop(name))
+                f"{name}[{rank}]": value
+                for rank, value in enumerate(positive_values.pop(name))
             }
         for name, value in positive_values.items():
             is_positive = isinstance(value, float | int) and value > 0
@@ -79,7 +82,9 @@ class Hardware:
         for name in _LATENCIES:
             latency = getattr(self, name)
             if not (isinstance(latency, float | int) and 0 <= latency < inf):
-                raise UserError(f"hardware.{name} is 0 or more seconds: got {latency!r}")
+                raise UserError(
+                    f"hardware.{name} is 0 or more seconds: got {latency!r}"
+                )
         # Machines of one rank have no inner links; and the default of inner links, which take no
         # time, is not what machines of several ranks have.
         if (self.ranks_per_machine > 1) != (self.local_bandwidth < inf):
@@ -97,7 +102,9 @@ class Hardware:
         """
         path_of_name = _files()
         if name not in path_of_name:
-            raise UserError(f"unknown hardware {name!r}: {suggest(name, [*path_of_name])}")
+            raise UserError(
+                f"unknown hardware {name!r}: {suggest(name, [*path_of_name])}"
+            )
         return _read(path_of_name[name])
 
     def speed(self, rank: int) -> float:
@@ -111,7 +118,9 @@ class Hardware:
     def roofline(self, work: Work) -> float:
         """Return the seconds of one kernel: the larger of arithmetic and memory traffic."""
         flops = self.flops_in_16_bits if work.in_16_bits else None
-        return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
+        return max(
+            work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth
+        )
 
     def machine(self, rank: int) -> int:
         """Return the machine of ``rank``."""
@@ -143,16 +152,25 @@ class Hardware:
         # machine.
         members = Counter(map(self.machine, ranks))
         seconds = 0.0
-        for n_members, is_local in ((max(members.values()), True), (len(members), False)):
-            bytes_per_round = n_bytes / n_members if action == Action.ALL_REDUCE else n_bytes
-            seconds += rounds(action, n_members) * self.message(bytes_per_round, local=is_local)
+        for n_members, is_local in (
+            (max(members.values()), True),
+            (len(members), False),
+        ):
+            bytes_per_round = (
+                n_bytes / n_members if action == Action.ALL_REDUCE else n_bytes
+            )
+            seconds += rounds(action, n_members) * self.message(
+                bytes_per_round, local=is_local
+            )
         return seconds
 
 
 def check_hardware(hardware: Hardware | None) -> Hardware:
     """Return ``hardware``; raise UserError if it is something else, such as a preset's name."""
     if not isinstance(hardware, Hardware):
-        raise UserError(f"hardware is a Hardware, such as Hardware.preset(name): got {hardware!r}")
+        raise UserError(
+            f"hardware is a Hardware, such as Hardware.preset(name): got {hardware!r}"
+        )
     return hardware
 
 
@@ -163,7 +181,9 @@ def presets() -> dict[str, Hardware]:
 
 def _files() -> dict[str, Path]:
     """Return the files of ``conf/hardware`` by the name of their machine."""
-    return {path.stem: path for path in sorted((conf() / "hardware").glob("[!_]*.yaml"))}
+    return {
+        path.stem: path for path in sorted((conf() / "hardware").glob("[!_]*.yaml"))
+    }
 
 
 @cache

@@ -55,7 +55,9 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def _statistic(self, name: str) -> int:
-        n_bytes: int = torch.cuda.memory_stats(self.device)[f"requested_bytes.all.{name}"]
+        n_bytes: int = torch.cuda.memory_stats(self.device)[
+            f"requested_bytes.all.{name}"
+        ]
         return n_bytes
 
 
@@ -94,12 +96,14 @@ def add_library_workspace(
     measured: list[StageCost] = []
     with refused(stages.model, values), kept_generators(values):
         for cost, stage in zip(costs, stages, strict=True):
-            stage_copy = in_training(copy.deepcopy(stage))  # a copy: running statistics change
+            # A copy: running statistics change.
+            stage_copy = in_training(copy.deepcopy(stage))
             # cuDNN chooses algorithms and loads kernels in the first run; those stay in memory.
             first_run = partial(stage_copy, *_new_leaves(values))
             *_, outputs = timed(first_run, device, precision)
             del first_run
-            stage_copy.zero_grad(set_to_none=True)  # or the second run would add to these gradients
+            # Or the second run would add to these gradients.
+            stage_copy.zero_grad(set_to_none=True)
             forward_bytes, backward_bytes = peaks_beside_kept(
                 forward=partial(stage_copy, *_new_leaves(values)),
                 memory=memory,

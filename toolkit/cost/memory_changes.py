@@ -43,18 +43,23 @@ class MemoryChanges:
         changes: all of them so far.
     """
 
-    def __init__(self, program: Program, costs: Costs, optimizer_bytes: Sequence[float]) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, optimizer_bytes: Sequence[float]
+    ) -> None:
         self.changes: list[Change] = []
         self._parameter_bytes = [cost.parameter_bytes for cost in costs]
         self._gradient_bytes = [cost.gradient_bytes for cost in costs]
         self._kept_bytes = [cost.kept_bytes for cost in costs]
-        self._inputs: dict[tuple, float] = {}  # bytes, by rank, stage, micro-batch and step
-        self._contributions: defaultdict[tuple, list[float]] = defaultdict(list)  # times, by sum
+        # bytes, by rank, stage, micro-batch and step.
+        self._inputs: dict[tuple, float] = {}
+        # times, by sum.
+        self._contributions: defaultdict[tuple, list[float]] = defaultdict(list)
         schedule = program.schedule
         self._owners = schedule.owners
         self._has_differences = [cost.weight_differences for cost in costs]
         self._newest: dict[tuple[int, int], int] = {}  # versions, by rank and stage
-        self._bases: set[tuple[int, int]] = set()  # rank and stage of versions freed and kept
+        # Rank and stage of versions freed and kept.
+        self._bases: set[tuple[int, int]] = set()
         if optimizer_bytes:
             for rank in range(len(program.ranks)):
                 for stage in program.updated(rank):
@@ -62,7 +67,12 @@ class MemoryChanges:
         for stage in range(schedule.n_stages):
             first_versions = schedule.versions(stage, program.first_step)
             for rank in schedule.first_holders(stage, program.first_step):
-                self.hold(0.0, rank, WEIGHTS, len(first_versions) * self._parameter_bytes[stage])
+                self.hold(
+                    0.0,
+                    rank,
+                    WEIGHTS,
+                    len(first_versions) * self._parameter_bytes[stage],
+                )
                 self._newest[rank, stage] = first_versions[-1]
             owner = schedule.owners[stage]
             if {*schedule.layout.ranks(stage)} != {owner}:
@@ -131,7 +141,9 @@ class MemoryChanges:
         """Add a gradient to the sum on ``rank``."""
         self._contributions[rank, stage, step].append(when)
 
-    def use_sum(self, start: float, end: float, rank: int, stage: int, step: int | None) -> None:
+    def use_sum(
+        self, start: float, end: float, rank: int, stage: int, step: int | None
+    ) -> None:
         """Free the sum that an instruction uses from ``start`` to ``end``."""
         times = self._contributions.pop((rank, stage, step))
         n_bytes = self._gradient_bytes[stage]

@@ -70,10 +70,14 @@ class MemoryCurve:
         # The total changes only where some worker's curve does.
         times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
         rounding = 1e-9 * period  # rounding separates edges that coincide
-        times = times[(np.diff(times, prepend=-period) > rounding) & (period - times > rounding)]
+        times = times[
+            (np.diff(times, prepend=-period) > rounding) & (period - times > rounding)
+        ]
         # The curve is evaluated between its edges, where rounding cannot choose the wrong side.
         middles = (times + np.append(times[1:], period)) / 2
-        total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
+        total = sum(
+            (self.at(middles - shift) for shift in shifts), np.zeros_like(middles)
+        )
         return times, total
 
     def reduction(self, n: int) -> float:
@@ -113,7 +117,9 @@ def memory_curve(
         costs = node_costs(traced, inputs, precision=precision)
     if axis == "measured":
         if inputs[0].device.type == "meta":
-            raise UserError("axis=measured runs the model: give an example on a real device")
+            raise UserError(
+                "axis=measured runs the model: give an example on a real device"
+            )
         with refused(model, inputs), kept_generators(inputs):
             forward, backward = _measured(traced, inputs, precision, costs)
     else:
@@ -153,12 +159,17 @@ def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
 
 
 def _measured(
-    traced: fx.GraphModule, inputs: tuple[Tensor, ...], precision: str, names: Iterable[str]
+    traced: fx.GraphModule,
+    inputs: tuple[Tensor, ...],
+    precision: str,
+    names: Iterable[str],
 ) -> NDArray[np.float64]:
     """Return median seconds on the device of ``inputs``: ``[2 (forward, backward), nodes]``."""
     runs = []
     for _ in range(1 + _REPEATS):
-        stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device, precision)
+        stopwatch = _Stopwatch(
+            in_training(copy.deepcopy(traced)), inputs[0].device, precision
+        )
         stopwatch.run(*inputs)
         runs.append([stopwatch.seconds[name] for name in names])
     return np.median(runs[1:], axis=0).T  # the first run warms up
@@ -167,7 +178,9 @@ def _measured(
 class _Stopwatch(fx.Interpreter):
     """Time each node, forward and backward, on inputs detached from earlier nodes."""
 
-    def __init__(self, traced: fx.GraphModule, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, traced: fx.GraphModule, device: torch.device, precision: str
+    ) -> None:
         super().__init__(traced, garbage_collect_values=True)
         self.device = device
         self.precision = precision

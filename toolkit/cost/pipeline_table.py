@@ -115,7 +115,9 @@ def assess_pipeline(
     settled_program = schedule.lower(2 * step + 1)
     boundaries = 0
     for instruction in chain.from_iterable(settled_program.ranks):
-        is_boundary = instruction.action == Action.SEND and instruction.microbatch is not None
+        is_boundary = (
+            instruction.action == Action.SEND and instruction.microbatch is not None
+        )
         boundaries += is_boundary and instruction.step == step
     costs: Costs = unit_costs(schedule.n_stages, backward=2.0)
     if file_costs is not None:

@@ -14,7 +14,9 @@ from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.dependencies import unsorted_needs
 from toolkit.schedule.instruction import FORWARD, RECV, SEND
 
-_IN_ORDER = frozenset(action for action in Action if action.computes or action == Action.PREDICT)
+_IN_ORDER = frozenset(
+    action for action in Action if action.computes or action == Action.PREDICT
+)
 
 
 class ProgramLinks:
@@ -80,7 +82,9 @@ class ProgramLinks:
 
         # Messages from one rank to another have the same order on both, as have collectives.
         for rank_pair, receive_numbers in receives.items():
-            for number, send_number in zip(receive_numbers, sends[rank_pair], strict=True):
+            for number, send_number in zip(
+                receive_numbers, sends[rank_pair], strict=True
+            ):
                 representatives[number] = send_number
         for numbers in collectives.values():
             # Numbers grow with ranks: first all occurrences on the lowest rank, then on the next.
@@ -94,7 +98,11 @@ class ProgramLinks:
         return representatives
 
     def _link(
-        self, rank: int, order: Sequence[Instruction], numbers: Sequence[int], first_number: int
+        self,
+        rank: int,
+        order: Sequence[Instruction],
+        numbers: Sequence[int],
+        first_number: int,
     ) -> None:
         """Add what the instructions of a rank wait for.
 
@@ -111,7 +119,9 @@ class ProgramLinks:
             # The forward of a pair waits for what its backward needs: both start together.
             needs = [*needs]
             for index in pairs:
-                needs[index] += [needed for needed in needs[index + 1] if needed != index]
+                needs[index] += [
+                    needed for needed in needs[index + 1] if needed != index
+                ]
                 self.pairs.add(first_number + index)
         users = self.users
         n_awaited = self.n_awaited
@@ -144,12 +154,18 @@ def _waits(
     - Collectives run in order.
     """
     in_order = [instruction.action in _IN_ORDER for instruction in order]
-    ops = [index for index, instruction in enumerate(order) if instruction.action.computes]
+    ops = [
+        index for index, instruction in enumerate(order) if instruction.action.computes
+    ]
     n_ops_before_lookahead = 0
     previous_op = -1
     previous_collective = -1
-    for index, (instruction, needed_positions) in enumerate(zip(order, needs, strict=True)):
-        waited_positions = [position for position in needed_positions if not in_order[position]]
+    for index, (instruction, needed_positions) in enumerate(
+        zip(order, needs, strict=True)
+    ):
+        waited_positions = [
+            position for position in needed_positions if not in_order[position]
+        ]
         if in_order[index]:
             # The op before ended after all earlier ones, so it stands for every op that is needed.
             last_op = previous_op

@@ -64,7 +64,10 @@ class Setting:
     def schedule(self, method_name: str) -> Schedule:
         """Build a method in these sizes."""
         if self.workers is not None:
-            sizes: dict[str, Any] = {"stages": self.workers, "microbatches": self.workers}
+            sizes: dict[str, Any] = {
+                "stages": self.workers,
+                "microbatches": self.workers,
+            }
             return ScheduleSpec(method_name, **sizes, placement=self.placement).build()
         sizes = pipeline_sizes(METHODS[method_name], self.ranks, self.microbatches)
         if self.stages_per_rank is not None:
@@ -131,7 +134,9 @@ class PublishedValue:
 
 def _spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float]]]:
     """Return when each rank's ops start and end, sorted."""
-    spans_of_ranks: list[list[tuple[float, float]]] = [[] for _ in range(timeline.n_ranks)]
+    spans_of_ranks: list[list[tuple[float, float]]] = [
+        [] for _ in range(timeline.n_ranks)
+    ]
     for span in timeline.spans:
         if span.lane == COMPUTE:
             spans_of_ranks[span.rank].append((span.start, span.end))
@@ -151,7 +156,8 @@ def _busy_time(spans: list[tuple[float, float]]) -> float:
 def _bubble_rate(schedule: Schedule, setting: Setting) -> float:
     """Return the idle share of the rank whose ops span the longest time."""
     spans = max(
-        _spans_of_ranks(setting.timeline(schedule)), key=lambda spans: spans[-1][1] - spans[0][0]
+        _spans_of_ranks(setting.timeline(schedule)),
+        key=lambda spans: spans[-1][1] - spans[0][0],
     )
     return 1 - _busy_time(spans) / (spans[-1][1] - spans[0][0])
 
@@ -211,7 +217,10 @@ QUANTITIES: Mapping[str, tuple[str, Callable[[Schedule, Setting], float]]] = {
         lambda schedule, _: float(footprint(schedule).weights * schedule.n_stages - 1),
     ),
     "devices": ("devices", lambda schedule, _: float(schedule.n_ranks)),
-    "sent by a rank": ("messages", lambda schedule, _: float(footprint(schedule).traffic)),
+    "sent by a rank": (
+        "messages",
+        lambda schedule, _: float(footprint(schedule).traffic),
+    ),
 }
 """What is compared, by name: the group of the table, and a function of a schedule and a setting.
 
@@ -253,10 +262,14 @@ def published_values(path: Path) -> Iterator[PublishedValue]:
         raise UserError(f"{path} is not a complete paper: {error}") from error
 
 
-def _read_case(case: dict[str, Any]) -> tuple[Setting | Training, Callable[[Schedule, Any], float]]:
+def _read_case(
+    case: dict[str, Any],
+) -> tuple[Setting | Training, Callable[[Schedule, Any], float]]:
     """Return the setting of a case and the function that gives its quantity."""
     quantity = case["quantity"]
     if quantity == RATE:
-        return Training.of(case["training"]), lambda schedule, training: training.rate(schedule)
+        return Training.of(case["training"]), lambda schedule, training: training.rate(
+            schedule
+        )
     _, quantity_of = QUANTITIES[quantity]
     return Setting(**case["setting"]), quantity_of

@@ -70,7 +70,9 @@ class Decoder:
         """Forward operations of a block on a token, with all scores of attention."""
         return 2 * self.layer_weights + 4 * self.sequence * self.hidden
 
-    def kernels(self, n_samples: int, width: int, shares_tokens: bool) -> tuple[Work, ...]:
+    def kernels(
+        self, n_samples: int, width: int, shares_tokens: bool
+    ) -> tuple[Work, ...]:
         """Return the kernels of a block's forward on one of ``width`` devices.
 
         Args:
@@ -83,7 +85,9 @@ class Decoder:
         products = [
             _product(n_tokens, self.hidden, self._query_key_value // width),
             _product(n_tokens, self.hidden // width, self.hidden),
-            _product(n_tokens, self.hidden, (2 if self.gated else 1) * self._wide // width),
+            _product(
+                n_tokens, self.hidden, (2 if self.gated else 1) * self._wide // width
+            ),
             _product(n_tokens, self._wide // width, self.hidden),
         ]
         # FlashAttention leaves out the half of the scores that causality does.
@@ -91,14 +95,18 @@ class Decoder:
         score_bytes = 4 * n_numbers * _HALF // width
         if self.keeps_scores:
             # Written, read and written by the softmax and by the dropout, and read.
-            score_bytes += 6 * n_samples * self.heads // width * self.sequence**2 * _HALF
+            score_bytes += (
+                6 * n_samples * self.heads // width * self.sequence**2 * _HALF
+            )
         else:
             score_flops //= 2
         # Two norms read and write; two sums with dropout read two tensors and write one.
         between_bytes = (2 * 2 + 2 * 3) * n_numbers * _HALF
         if shares_tokens:
             between_bytes //= width
-        activation_bytes = (3 if self.gated else 2) * n_tokens * self._wide // width * _HALF
+        activation_bytes = (
+            (3 if self.gated else 2) * n_tokens * self._wide // width * _HALF
+        )
         return (
             *products,
             Work(score_flops, score_bytes, in_16_bits=True),
@@ -224,11 +232,15 @@ class Training:
     def _stage_cost(self, n_layers: int, *, has_scores: bool) -> StageCost:
         model = self.model
         n_tokens = self.microbatch * model.sequence
-        kernels = n_layers * model.kernels(self.microbatch, self.tensor, self.shares_tokens)
+        kernels = n_layers * model.kernels(
+            self.microbatch, self.tensor, self.shares_tokens
+        )
         n_weights = n_layers * model.layer_weights // self.tensor
         scores: tuple[Work, ...] = ()
         if has_scores:
-            scores = (_product(n_tokens, model.hidden, model.vocabulary // self.tensor),)
+            scores = (
+                _product(n_tokens, model.hidden, model.vocabulary // self.tensor),
+            )
             n_weights += model.hidden * model.vocabulary // self.tensor
         # A gradient of inputs and one of weights for each product.
         backward_kernels = [_twice(kernel) for kernel in (*kernels, *scores)]
@@ -240,7 +252,9 @@ class Training:
         exchange_seconds = 0.0
         if n_layers:
             width = Width(self.tensor, self.cluster.hardware())
-            exchange_seconds = 2 * n_layers * width.seconds(Exchange("all_reduce", tokens_bytes))
+            exchange_seconds = (
+                2 * n_layers * width.seconds(Exchange("all_reduce", tokens_bytes))
+            )
         return StageCost(
             flops=sum(kernel.flops for kernel in (*kernels, *scores)),
             backward_flops=sum(kernel.flops for kernel in backward_kernels),
@@ -259,7 +273,9 @@ class Training:
         costs = self.costs()
         hardware = Width(self.tensor, self.cluster.hardware()).hardware_of_ranks
         share = self.workers if self.shares_states else 1
-        state_bytes = [cost.parameter_bytes / _HALF * _ADAM_BYTES / share for cost in costs]
+        state_bytes = [
+            cost.parameter_bytes / _HALF * _ADAM_BYTES / share for cost in costs
+        ]
         timeline = simulate(schedule.lower(1).verify(), costs, hardware, state_bytes)
         pipeline_seconds = max(span.end for span in timeline.spans)
         n_weights = sum(cost.parameter_bytes for cost in costs) / _HALF / self.pipeline

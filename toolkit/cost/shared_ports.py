@@ -19,7 +19,8 @@ class SharedPorts:
         self._left: dict[int, float] = {}  # seconds that each would take alone
         self._ports: dict[int, Ports] = {}
         self._ends: dict[int, float] = {}
-        self._has_changed = False  # whether messages have begun or ended since rates were found
+        # Whether messages have begun or ended since rates were found.
+        self._has_changed = False
 
     def next_end(self) -> float:
         """Return the earliest end; infinity without messages."""
@@ -100,7 +101,8 @@ def fair_rates(ports: Mapping[int, Ports]) -> dict[int, float]:
     # 2. Of the others, those through the port that fills up first while all rates grow alike.
     while n_unassigned:
         rate, full_port = min(
-            (free_share[port] / n_messages, port) for port, n_messages in n_unassigned.items()
+            (free_share[port] / n_messages, port)
+            for port, n_messages in n_unassigned.items()
         )
         for number in users[full_port]:
             if number not in rates:

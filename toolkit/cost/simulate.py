@@ -31,7 +31,10 @@ from toolkit.schedule.instruction import (
 
 
 def simulate(
-    program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+    program: Program,
+    costs: Costs,
+    hardware: Hardware,
+    optimizer_bytes: Sequence[float] = (),
 ) -> Timeline:
     """Return the predicted timeline of ``program``.
 
@@ -96,8 +99,18 @@ def _check(
         # program.
         ("costs", costs, n_stages, "stages"),
         ("optimizer_bytes", optimizer_bytes or costs, n_stages, "stages"),
-        ("hardware.speeds", hardware.speeds[:n_ranks] or program.ranks, n_ranks, "ranks"),
-        ("hardware.memories", hardware.memories[:n_ranks] or program.ranks, n_ranks, "ranks"),
+        (
+            "hardware.speeds",
+            hardware.speeds[:n_ranks] or program.ranks,
+            n_ranks,
+            "ranks",
+        ),
+        (
+            "hardware.memories",
+            hardware.memories[:n_ranks] or program.ranks,
+            n_ranks,
+            "ranks",
+        ),
     ):
         if len(entries) != n_expected:
             raise UserError(

@@ -12,7 +12,15 @@ from toolkit.cost.hardware import Hardware
 from toolkit.cost.memory_changes import MemoryChanges
 from toolkit.cost.program_links import ProgramLinks
 from toolkit.cost.stage_costs import Costs, moved_bytes
-from toolkit.cost.timeline import ACTIVATIONS, COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
+from toolkit.cost.timeline import (
+    ACTIVATIONS,
+    COMPUTE,
+    RECEIVE,
+    SEND,
+    UPDATE,
+    Span,
+    Timeline,
+)
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Schedule
 from toolkit.schedule.instruction import (
     ACTIVATION,
@@ -68,19 +76,27 @@ class Simulation:
         }
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         self.update_bytes = [
-            cost.update_bytes(state_bytes) for cost, state_bytes in zip(costs, states, strict=True)
+            cost.update_bytes(state_bytes)
+            for cost, state_bytes in zip(costs, states, strict=True)
         ]
 
         # What changes as instructions run.
-        self.schedule_step = program.first_step  # the first step of the schedule that runs
-        self.free_at = self._starts(schedule.at(program.first_step), 0)  # end of a rank's last op
-        self.boundaries: dict[tuple, float] = {}  # when outputs and their gradients are there
-        self.pair_under_way: dict[int, tuple[float, float]] = {}  # by rank: span of its backward
+        # The first step of the schedule that runs.
+        self.schedule_step = program.first_step
+        # End of a rank's last op.
+        self.free_at = self._starts(schedule.at(program.first_step), 0)
+        # When outputs and their gradients are there.
+        self.boundaries: dict[tuple, float] = {}
+        # By rank: span of its backward.
+        self.pair_under_way: dict[int, tuple[float, float]] = {}
 
     def _seconds_of_messages(self, is_local: bool) -> dict[Buffer | None, list[float]]:
         """Return the seconds of a message, ``[stage]``, by what it moves."""
         message = partial(self.hardware.message, local=is_local)
-        return {buffer: [*map(message, n_bytes)] for buffer, n_bytes in self.message_bytes.items()}
+        return {
+            buffer: [*map(message, n_bytes)]
+            for buffer, n_bytes in self.message_bytes.items()
+        }
 
     def run(self) -> None:
         """Run all instructions, from each change of the schedule to the next."""
@@ -104,7 +120,9 @@ class Simulation:
         ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
         steady_range = steady_steps(schedule, len(ends), self.program.first_step)
         n_ranks = len(self.program.ranks)
-        return Timeline(schedule.name, n_ranks, self.spans, self.memory.changes, ends, steady_range)
+        return Timeline(
+            schedule.name, n_ranks, self.spans, self.memory.changes, ends, steady_range
+        )
 
     def _starts(self, schedule: Schedule, tick: int) -> list[float]:
         """Return the earliest start of each rank from ``tick`` on.
@@ -137,7 +155,9 @@ class Simulation:
         self.free_at = [end + start for start in starts]
         return end
 
-    def _compute(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+    def _compute(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
         """Run an op once the rank is free and its inputs have arrived at ``ready`` seconds."""
         tick, action, stage, microbatch, step, *_ = instruction
         # An op starts at the later of two times::
@@ -154,9 +174,13 @@ class Simulation:
             produced_at = self.boundaries.pop((ACTIVATION, stage - 1, microbatch, step))
             key = (rank, stage, microbatch, step)
             if not memory.has_input(key):  # produced on this rank
-                memory.receive_input(produced_at, key, self.costs[stage].extra_input_bytes)
+                memory.receive_input(
+                    produced_at, key, self.costs[stage].extra_input_bytes
+                )
         elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
-            arrived_at = self.boundaries.pop((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
+            arrived_at = self.boundaries.pop(
+                (ACTIVATION_GRADIENT, stage + 1, microbatch, step)
+            )
             gradient_bytes = self.message_bytes[ACTIVATION_GRADIENT][stage + 1]
             # The gradient waits in memory from its arrival until the backward takes it.
             memory.work(rank, arrived_at, start, gradient_bytes)
@@ -169,7 +193,19 @@ class Simulation:
         name = f"{stage}{LETTERS[action]}{microbatch}"
         slot = tick // self.slot
         # Made as a plain tuple: this is the innermost loop of the simulator.
-        span = (rank, COMPUTE, start, span_end, name, stage, microbatch, step, 0.0, None, slot)
+        span = (
+            rank,
+            COMPUTE,
+            start,
+            span_end,
+            name,
+            stage,
+            microbatch,
+            step,
+            0.0,
+            None,
+            slot,
+        )
         self.spans.append(_new(Span, span))
 
         working_bytes = self.working_bytes[stage][action != FORWARD]
@@ -204,7 +240,9 @@ class Simulation:
         if number in self.links.pairs:
             # The backward of a pair comes right after its forward.
             backward = self.links.instructions[number + 1]
-            backward_seconds = self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
+            backward_seconds = (
+                self.op_seconds[backward.stage][backward.action] / self.speeds[rank]
+            )
             end = start + factor * (seconds + backward_seconds)
             self.pair_under_way[rank] = start + factor * seconds, end
             return start, start + factor * seconds, end
@@ -213,7 +251,9 @@ class Simulation:
             return start, end, end
         return start, start + seconds, start + seconds
 
-    def _update(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+    def _update(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
         """Update a stage's weights. A rank updates stages in turn, in parallel to its compute."""
         stage = instruction.stage
         step = instruction.step or 0
@@ -231,7 +271,9 @@ class Simulation:
         optimizer_lane = (~rank,)  # ports have numbers from 0
         self.events.occupy(number, ready, optimizer_lane, seconds, begin)
 
-    def _predict(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+    def _predict(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
         """Read two weight versions and write one, before the next op."""
         stage = instruction.stage
         start = max(self.free_at[rank], ready)
@@ -242,7 +284,9 @@ class Simulation:
             self._add_span(instruction, start, end, rank, COMPUTE)
         self.events.end(number, end)
 
-    def _message(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+    def _message(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
         """Take the ports of a message."""
         stage = instruction.stage
         buffer = instruction.buffer
@@ -262,7 +306,9 @@ class Simulation:
         send = partial(self._send, number, rank, instruction, n_bytes)
         self.events.occupy(number, ready, ports, seconds, send)
 
-    def _meet(self, number: int, rank: int, instruction: Instruction, ready: float) -> None:
+    def _meet(
+        self, number: int, rank: int, instruction: Instruction, ready: float
+    ) -> None:
         """Take the ports of a collective."""
         n_bytes = self.message_bytes[instruction.buffer][instruction.stage]
         n_ranks = len(self.machines)
@@ -288,7 +334,15 @@ class Simulation:
     ) -> None:
         """Deliver a message that is under way from ``start`` to ``end``."""
         tick, _, stage, microbatch, step, version, buffer, (peer,) = instruction
-        content = (start, end, instruction.label, stage, microbatch, instruction.of_step, n_bytes)
+        content = (
+            start,
+            end,
+            instruction.label,
+            stage,
+            microbatch,
+            instruction.of_step,
+            n_bytes,
+        )
         slot = tick // self.slot
         self.spans.append(_new(Span, (rank, SEND, *content, peer, slot)))
         self.spans.append(_new(Span, (peer, RECEIVE, *content, rank, slot)))
@@ -312,7 +366,12 @@ class Simulation:
         self.events.end(number, end)
 
     def _collective(
-        self, number: int, instruction: Instruction, n_bytes: float, start: float, end: float
+        self,
+        number: int,
+        instruction: Instruction,
+        n_bytes: float,
+        start: float,
+        end: float,
     ) -> None:
         """Deliver a collective; its instruction is that of its root, the first of its peers."""
         root = instruction.peers[0]
@@ -327,10 +386,14 @@ class Simulation:
             if instruction.action == Action.BROADCAST:
                 self.memory.hold_weights(end, peer, instruction.stage)
             elif instruction.action == Action.REDUCE:
-                self.memory.use_sum(start, end, peer, instruction.stage, instruction.step)
+                self.memory.use_sum(
+                    start, end, peer, instruction.stage, instruction.step
+                )
         self.events.end(number, end)
 
-    def _free(self, number: int, rank: int, instruction: Instruction, when: float) -> None:
+    def _free(
+        self, number: int, rank: int, instruction: Instruction, when: float
+    ) -> None:
         """Free a weight version, or the activations and inputs of a micro-batch."""
         _, _, stage, microbatch, step, version, *_ = instruction
         if instruction.buffer == ACTIVATION:
@@ -360,5 +423,17 @@ class Simulation:
         step = instruction.of_step
         slot = instruction.tick // self.slot
         _, _, stage, microbatch, *_ = instruction
-        span = (rank, lane, start, end, label, stage, microbatch, step, n_bytes, peer, slot)
+        span = (
+            rank,
+            lane,
+            start,
+            end,
+            label,
+            stage,
+            microbatch,
+            step,
+            n_bytes,
+            peer,
+            slot,
+        )
         self.spans.append(_new(Span, span))

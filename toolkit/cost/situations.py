@@ -24,7 +24,8 @@ WITHIN = 0.1
 """Share of a step that the fresher weights of the affordable delay may cost."""
 _BACKWARD = 2.0  # by a forward
 _STAGES = 8  # or a few more: as many for each worker
-_LOCAL = 100.0  # bandwidth within a machine by that between machines: NVLink and 25 Gbit/s
+# Bandwidth within a machine by that between machines: NVLink and 25 Gbit/s.
+_LOCAL = 100.0
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,25 @@ def situations(
     max_workers = max(sizes)
     table_situations = [
         Situation("one device", max_workers, placement="one"),
-        Situation("model parallelism", max_workers, placement="per_stage_and_microbatch"),
+        Situation(
+            "model parallelism", max_workers, placement="per_stage_and_microbatch"
+        ),
         Situation("one device per worker, fast links", max_workers),
     ]
     for n_workers, ratio in product(sizes, ratios):
-        table_situations.append(Situation("one device per worker, slow links", n_workers, ratio))
+        table_situations.append(
+            Situation("one device per worker, slow links", n_workers, ratio)
+        )
     for workers_per_machine in (2, 4):
         if max_workers % workers_per_machine == 0 and max_workers > workers_per_machine:
             name = f"machines of {workers_per_machine}, slow links"
             table_situations += [
-                Situation(name, max_workers, ratio, machines=max_workers // workers_per_machine)
+                Situation(
+                    name,
+                    max_workers,
+                    ratio,
+                    machines=max_workers // workers_per_machine,
+                )
                 for ratio in ratios
             ]
     return table_situations
@@ -93,11 +103,14 @@ def assess_situation(situation: Situation) -> dict[str, Any]:
     """
     n_workers = situation.workers
     n_stages = n_workers
-    if situation.placement == "per_microbatch":  # as many stages for each worker, _STAGES or more
+    # As many stages for each worker, _STAGES or more.
+    if situation.placement == "per_microbatch":
         n_stages = n_workers * -(-_STAGES // n_workers)
     costs = unit_costs(n_stages, backward=_BACKWARD)
     hardware = _hardware(situation)
-    dp_schedule = catalog.data_parallel(n_workers, situation.placement, n_stages=n_stages)
+    dp_schedule = catalog.data_parallel(
+        n_workers, situation.placement, n_stages=n_stages
+    )
     make = partial(
         catalog.cyclic,
         n_workers,
@@ -186,7 +199,9 @@ def _hardware(situation: Situation) -> Hardware:
     if situation.machines is None:
         return links
     workers_per_machine = situation.workers // situation.machines
-    return replace(links, ranks_per_machine=workers_per_machine, local_bandwidth=_LOCAL * bandwidth)
+    return replace(
+        links, ranks_per_machine=workers_per_machine, local_bandwidth=_LOCAL * bandwidth
+    )
 
 
 def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,13 +209,21 @@ def situation_cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Times are divided by that of DP; in brackets is the mean staleness.
     """
-    cells = {"situation": row["situation"], "workers": row["workers"], "M/C": f"{row['ratio']:g}"}
+    cells = {
+        "situation": row["situation"],
+        "workers": row["workers"],
+        "M/C": f"{row['ratio']:g}",
+    }
     for name in ("devices", "activations"):
         dp_text = f"{row[f'{name}_dp']:.4g}"
         cdp_text = f"{row[name]:.4g}"
         cells[name] = dp_text
         if dp_text != cdp_text:
             cells[name] = f"{dp_text} → {cdp_text}"
-    for name, label in (("cdp_v1", "CDP-v1"), ("cdp_v2", "CDP-v2"), ("affordable", "affordable")):
+    for name, label in (
+        ("cdp_v1", "CDP-v1"),
+        ("cdp_v2", "CDP-v2"),
+        ("affordable", "affordable"),
+    ):
         cells[label] = f"{row[f'{name}_time']:.2f} ({row[f'{name}_staleness']:.2f})"
     return cells

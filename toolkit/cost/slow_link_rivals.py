@@ -121,10 +121,14 @@ def ddp_costs(
         for cost in costs:
             # A rank also keeps what the means of its share lost.
             error_bytes = cost.parameter_bytes * (1 + 1 / n_ranks)
-            n_bytes = quantized_bytes(round(cost.parameter_bytes / 4), GRADIENT_BITS[compression])
+            n_bytes = quantized_bytes(
+                round(cost.parameter_bytes / 4), GRADIENT_BITS[compression]
+            )
             sent_bytes = n_bytes + cost.statistics_bytes
             compressed.append(
-                replace(cost, compressed_gradient_bytes=sent_bytes, error_bytes=error_bytes)
+                replace(
+                    cost, compressed_gradient_bytes=sent_bytes, error_bytes=error_bytes
+                )
             )
         return tuple(compressed), hardware
     if compression == "powersgd":
@@ -133,13 +137,17 @@ def ddp_costs(
             link_latency=_MESSAGES * hardware.link_latency,
             local_latency=_MESSAGES * hardware.local_latency,
         )
-        return tuple(_low_rank_cost(cost, hardware, low_rank) for cost in costs), in_turn
+        return tuple(
+            _low_rank_cost(cost, hardware, low_rank) for cost in costs
+        ), in_turn
     return compressed_costs(costs, compression), hardware
 
 
 def _low_rank_cost(cost: StageCost, hardware: Hardware, low_rank: int) -> StageCost:
     if cost.parameter_bytes and not cost.matrices:
-        raise UserError("powersgd needs the shapes of the parameters: give a model, not its costs")
+        raise UserError(
+            "powersgd needs the shapes of the parameters: give a model, not its costs"
+        )
     n_numbers = sum(n_rows * n_columns for n_rows, n_columns in cost.matrices)
     n_sent = low_rank_numbers(cost.matrices, low_rank)
     item_bytes = cost.parameter_bytes / n_numbers if n_numbers else 0.0
@@ -200,7 +208,9 @@ def local_sgd_rival(job: DataParallelJob, period: int = PERIOD) -> Rival:
     form = job.form(costs, no_links)
     n_workers = job.n_workers
     weight_bytes = sum(cost.parameter_bytes for cost in costs)
-    average_seconds = job.hardware.collective(Action.ALL_REDUCE, weight_bytes, range(n_workers))
+    average_seconds = job.hardware.collective(
+        Action.ALL_REDUCE, weight_bytes, range(n_workers)
+    )
     ring_bytes = 2 * (n_workers - 1) / n_workers * weight_bytes
     averaging = Averaging(
         seconds=average_seconds / period,
@@ -221,7 +231,9 @@ def rivals_on_slow_links(job: DataParallelJob, compression: str) -> list[Rival]:
     rivals = []
     if compression != "none" and compression in DDP_COMPRESSIONS:
         rivals.append(ddp_rival(job, compression))
-    has_shapes = all(cost.matrices or not cost.parameter_bytes for cost in job.bucket_costs)
+    has_shapes = all(
+        cost.matrices or not cost.parameter_bytes for cost in job.bucket_costs
+    )
     if has_shapes:
         for low_rank in LOW_RANKS:
             rivals.append(ddp_rival(job, "powersgd", low_rank))

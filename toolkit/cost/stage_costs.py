@@ -97,9 +97,13 @@ class StageCost:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
-                raise UserError(f"StageCost.{name} must be finite and at least 0: got {value}")
+                raise UserError(
+                    f"StageCost.{name} must be finite and at least 0: got {value}"
+                )
         if self.weight_share is not None and self.weight_share > 1:
-            raise UserError(f"StageCost.weight_share is a share, 0 to 1: got {self.weight_share}")
+            raise UserError(
+                f"StageCost.weight_share is a share, 0 to 1: got {self.weight_share}"
+            )
         if (self.forward_seconds is None) != (self.backward_seconds is None):
             raise UserError(
                 "give both forward_seconds and backward_seconds, or neither: got"
@@ -148,13 +152,18 @@ class StageCost:
 
         ``optimizer_bytes`` is the state; None is one momentum buffer.
         """
-        state_bytes = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
+        state_bytes = (
+            self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
+        )
         return 3 * self.parameter_bytes + 2 * state_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Return forward and backward seconds, with the collectives among devices of a rank."""
         forward, backward = self.compute_seconds(hardware)
-        return forward + self.exchange_seconds, backward + self.backward_exchange_seconds
+        return (
+            forward + self.exchange_seconds,
+            backward + self.backward_exchange_seconds,
+        )
 
     def compute_seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Return forward and backward seconds of kernels: measured, else by the roofline."""
@@ -163,7 +172,8 @@ class StageCost:
         if not self.kernels and not self.backward_kernels:
             return self.flops / hardware.flops, self.backward_flops / hardware.flops
         forward, backward = (
-            map(hardware.roofline, kernels) for kernels in (self.kernels, self.backward_kernels)
+            map(hardware.roofline, kernels)
+            for kernels in (self.kernels, self.backward_kernels)
         )
         return sum(forward), sum(backward)
 
@@ -177,7 +187,11 @@ class StageCost:
         whole_seconds = sum(map(hardware.roofline, self.backward_kernels))
         weight_seconds = sum(map(hardware.roofline, self.weight_kernels))
         # Of a backward that is one kernel both parts read the same data: each takes at most all.
-        return backward * min(1.0, weight_seconds / whole_seconds) if whole_seconds else 0.0
+        return (
+            backward * min(1.0, weight_seconds / whole_seconds)
+            if whole_seconds
+            else 0.0
+        )
 
     def op_seconds(self, hardware: Hardware) -> list[float]:
         """Return the seconds of a forward, a backward, and its parts for inputs and weights."""
@@ -211,18 +225,23 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
         backward: seconds of a backward.
     """
     buffers = (1.0, 1.0, 1.0, 1.0)
-    stage = StageCost(1.0, backward, *buffers, forward_seconds=1.0, backward_seconds=backward)
+    stage = StageCost(
+        1.0, backward, *buffers, forward_seconds=1.0, backward_seconds=backward
+    )
     return (stage,) * n_stages
 
 
 def synchronized_time(device: torch.device) -> float:
     """Return ``time.perf_counter()`` in seconds after all work queued on ``device`` has ended."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # kernels run asynchronously: wait before reading the clock
+        # Kernels run asynchronously: wait before reading the clock.
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple[float, float, Any]:
+def timed(
+    run: Callable[[], Any], device: torch.device, precision: str
+) -> tuple[float, float, Any]:
     """Return the seconds of ``run`` and of the backward of what it returns, and what it returns."""
     begin_time = synchronized_time(device)
     with autocast(precision, device):
@@ -232,7 +251,8 @@ def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple
     differentiable_outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn]
     if differentiable_outputs:
         torch.autograd.backward(
-            differentiable_outputs, [torch.ones_like(tensor) for tensor in differentiable_outputs]
+            differentiable_outputs,
+            [torch.ones_like(tensor) for tensor in differentiable_outputs],
         )
         backward_end = synchronized_time(device)
     return forward_end - begin_time, backward_end - forward_end, output
@@ -271,8 +291,13 @@ def profile(
     shapes = tuple(torch.empty_like(tensor, device="meta") for tensor in inputs)
     with refused(stages.model, inputs), kept_generators(inputs):
         for stage in stages:
-            cost, outputs, extra_bytes_of_next = _analyse(stage, shapes, device, precision)
-            cost, extra_bytes = replace(cost, extra_input_bytes=extra_bytes), extra_bytes_of_next
+            cost, outputs, extra_bytes_of_next = _analyse(
+                stage, shapes, device, precision
+            )
+            cost, extra_bytes = (
+                replace(cost, extra_input_bytes=extra_bytes),
+                extra_bytes_of_next,
+            )
             if device.type != "meta":
                 timing = _measure(stage, values, repeats, precision)
                 forward, backward, share, values = timing
@@ -300,7 +325,9 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
         UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint, len(costs))
-    recomputing_stages = {stage for stage in range(len(costs)) if recomputes(checkpoint, stage)}
+    recomputing_stages = {
+        stage for stage in range(len(costs)) if recomputes(checkpoint, stage)
+    }
     return tuple(
         replace(
             cost,
@@ -320,23 +347,35 @@ def _analyse(
     nodes = node_costs(stage, inputs, device, precision)
     output_nodes = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output_nodes)
-    forward_working_bytes, backward_working_bytes = working_bytes(stage, inputs, device, precision)
-    unkept_outputs = [nodes[node.name].output for node in output_nodes if not nodes[node.name].kept]
-    working_nodes = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
+    forward_working_bytes, backward_working_bytes = working_bytes(
+        stage, inputs, device, precision
+    )
+    unkept_outputs = [
+        nodes[node.name].output for node in output_nodes if not nodes[node.name].kept
+    ]
+    working_nodes = [
+        node for node in nodes.values() if node.forward.bytes or node.backward.bytes
+    ]
     trained_modules = [
         module for name, module in stage.named_modules() if name not in evaluated(stage)
     ]
-    running_means = [norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)]
+    running_means = [
+        norm.running_mean for norm in trained_modules if isinstance(norm, _BatchNorm)
+    ]
     trained_parameters = [each for each in stage.parameters() if each.requires_grad]
     cost = StageCost(
         flops=sum(node.forward.flops for node in working_nodes),
         backward_flops=sum(node.backward.flops for node in working_nodes),
         activation_bytes=sum(node.activations for node in nodes.values()),
         input_bytes=sum(tensor.nbytes for tensor in inputs),
-        integer_input_bytes=sum(tensor.nbytes for tensor in inputs if not differentiable(tensor)),
+        integer_input_bytes=sum(
+            tensor.nbytes for tensor in inputs if not differentiable(tensor)
+        ),
         output_bytes=sum(tensor.nbytes for tensor in outputs),
         parameter_bytes=sum(parameter.nbytes for parameter in trained_parameters),
-        statistics_bytes=sum(2 * mean.nbytes for mean in running_means if mean is not None),
+        statistics_bytes=sum(
+            2 * mean.nbytes for mean in running_means if mean is not None
+        ),
         kernels=tuple(node.forward for node in working_nodes),
         backward_kernels=tuple(node.backward for node in working_nodes),
         weight_kernels=tuple(node.weight_backward for node in working_nodes),
@@ -366,10 +405,14 @@ def _measure(
     seconds = []
     for _ in range(1 + repeats):
         run_inputs = (
-            received_inputs(inputs) if any(value.requires_grad for value in inputs) else inputs
+            received_inputs(inputs)
+            if any(value.requires_grad for value in inputs)
+            else inputs
         )
         # Inputs of each run are leaves of their own, or a backward would reach into the run before.
-        *run_seconds, outputs = timed(partial(stage_copy, *run_inputs), device, precision)
+        *run_seconds, outputs = timed(
+            partial(stage_copy, *run_inputs), device, precision
+        )
         seconds.append(run_seconds)
     forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
     forward, backward = median(forwards), median(backwards)
@@ -387,4 +430,6 @@ def _measure(
 
 def received_inputs(values: Values) -> Values:
     """Return the tensors that a stage receives from one that computes ``values``."""
-    return tuple(value.detach().requires_grad_(differentiable(value)) for value in values)
+    return tuple(
+        value.detach().requires_grad_(differentiable(value)) for value in values
+    )

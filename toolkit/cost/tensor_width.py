@@ -53,7 +53,9 @@ class Width:
                 " hardware.memories"
             )
         if not 0 < self.efficiency <= 1:
-            raise UserError(f"width_efficiency is a share above 0, to 1: got {self.efficiency}")
+            raise UserError(
+                f"width_efficiency is a share above 0, to 1: got {self.efficiency}"
+            )
 
     @property
     def hardware_of_ranks(self) -> Hardware:
@@ -71,7 +73,9 @@ class Width:
             # All devices of a rank send at the same time, each its own shard.
             link_bandwidth=self.hardware.link_bandwidth / self.devices,
             ranks_per_machine=ranks_per_machine,
-            local_bandwidth=self.hardware.local_bandwidth if ranks_per_machine > 1 else inf,
+            local_bandwidth=self.hardware.local_bandwidth
+            if ranks_per_machine > 1
+            else inf,
         )
 
     def seconds(self, exchange: Exchange) -> float:
@@ -82,7 +86,9 @@ class Width:
         if exchange.action == "all_reduce":
             n_rounds *= 2
         is_local = self.hardware.ranks_per_machine > 1
-        return n_rounds * self.hardware.message(exchange.bytes / self.devices, local=is_local)
+        return n_rounds * self.hardware.message(
+            exchange.bytes / self.devices, local=is_local
+        )
 
 
 def profile_width(
@@ -105,7 +111,9 @@ def profile_width(
         UserError: as :func:`toolkit.cost.profile`; or this process is one of a job.
     """
     whole_costs = profile(stages, example, precision=precision)
-    works = device_works(stages, tensors_of(example), parallelize, width.devices, precision)
+    works = device_works(
+        stages, tensors_of(example), parallelize, width.devices, precision
+    )
     costs = []
     extra_input_bytes = 0.0
     for cost, work in zip(whole_costs, works, strict=True):
@@ -141,7 +149,9 @@ def _device_cost(
         backward_working_bytes=work.backward_working_bytes,
         exchange_seconds=sum(map(width.seconds, work.exchanges)),
         backward_exchange_seconds=sum(map(width.seconds, work.backward_exchanges)),
-        exchange_bytes=_sent_bytes([*work.exchanges, *work.backward_exchanges], width.devices),
+        exchange_bytes=_sent_bytes(
+            [*work.exchanges, *work.backward_exchanges], width.devices
+        ),
     )
 
 
@@ -149,7 +159,9 @@ def _slowed(kernels: Sequence[Work], efficiency: float) -> tuple[Work, ...]:
     """Return ``kernels`` whose arithmetic runs at ``efficiency`` of the hardware's rate."""
     if efficiency == 1:
         return tuple(kernels)
-    return tuple(replace(kernel, flops=round(kernel.flops / efficiency)) for kernel in kernels)
+    return tuple(
+        replace(kernel, flops=round(kernel.flops / efficiency)) for kernel in kernels
+    )
 
 
 def _sent_bytes(exchanges: Sequence[Exchange], n_devices: int) -> float:

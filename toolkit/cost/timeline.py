@@ -150,7 +150,9 @@ class Timeline:
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
         computed_steps = [
-            span.step for span in self.spans if span.lane == COMPUTE and span.step is not None
+            span.step
+            for span in self.spans
+            if span.lane == COMPUTE and span.step is not None
         ]
         first_step = min(computed_steps, default=0)
 
@@ -161,7 +163,9 @@ class Timeline:
 
         return step_from_0
 
-    def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
+    def memory(
+        self, rank: int | None = None, kind: str | None = None
+    ) -> list[tuple[float, float]]:
         """Return the memory held over time: pairs of seconds and bytes from then on.
 
         Args:
@@ -172,7 +176,9 @@ class Timeline:
         if rank is not None:
             changes = self._changes_of[rank]
         times_and_bytes = sorted(
-            (change.time, change.bytes) for change in changes if kind in (None, change.kind)
+            (change.time, change.bytes)
+            for change in changes
+            if kind in (None, change.kind)
         )
         curve: list[tuple[float, float]] = []
         live_bytes = moment_start = 0.0
@@ -222,7 +228,9 @@ class Timeline:
         """Return the bytes that each rank sends per steady step; the mean of all if none is."""
         # The first and the last steps send other numbers of bytes than those between.
         n_steps = len(self.steady or self.step_ends)
-        return tuple(n_bytes / n_steps for n_bytes in self.bytes_sent(self.steady or None))
+        return tuple(
+            n_bytes / n_steps for n_bytes in self.bytes_sent(self.steady or None)
+        )
 
     def to_frame(self) -> "pd.DataFrame":
         """Return the spans as a pandas DataFrame, one row each."""
@@ -242,21 +250,32 @@ class Timeline:
             events.append(process | {"tid": 0, "args": {"name": f"rank {rank}"}})
             for lane_number, lane in enumerate(LANES):
                 events.append(
-                    process | {"name": "thread_name", "tid": lane_number, "args": {"name": lane}}
+                    process
+                    | {
+                        "name": "thread_name",
+                        "tid": lane_number,
+                        "args": {"name": lane},
+                    }
                 )
             for when, n_bytes in self.memory(rank):
                 counter = {"ph": "C", "pid": rank, "name": "memory", "ts": when * 1e6}
                 events.append(counter | {"args": {"bytes": n_bytes}})
         for span in self.spans:
-            args = {key: value for key, value in span._asdict().items() if value is not None}
+            args = {
+                key: value for key, value in span._asdict().items() if value is not None
+            }
             for key in ("rank", "lane", "name", "start", "end"):
                 del args[key]
             lane_number = LANES.index(span.lane)
             bar = {"ph": "X", "pid": span.rank, "tid": lane_number, "cat": span.lane}
             start = span.start * 1e6  # in microseconds
             end = span.end * 1e6
-            events.append(bar | {"name": span.name, "ts": start, "dur": end - start, "args": args})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            events.append(
+                bar | {"name": span.name, "ts": start, "dur": end - start, "args": args}
+            )
+        Path(path).write_text(
+            json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        )
 
     def to_kineto_traces(self, folder: str | Path) -> None:
         """Write a trace per rank in torch.profiler's form, for Holistic Trace Analysis (HTA).
@@ -273,7 +292,11 @@ class Timeline:
             spans_of_rank[span.rank].append(span)
         for rank, spans in enumerate(spans_of_rank):
             info = {"backend": "nccl", "rank": rank, "world_size": self.n_ranks}
-            trace = {"schemaVersion": 1, "distributedInfo": info, "traceEvents": _kineto(spans)}
+            trace = {
+                "schemaVersion": 1,
+                "distributedInfo": info,
+                "traceEvents": _kineto(spans),
+            }
             (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(trace))
 
 
@@ -291,14 +314,32 @@ def _kineto(spans: Sequence[Span]) -> list[dict]:
             "bytes": span.bytes,
             "peer": span.peer,
         }
-        args = {"stream": stream, "device": span.rank, "correlation": correlation, **span_arguments}
+        args = {
+            "stream": stream,
+            "device": span.rank,
+            "correlation": correlation,
+            **span_arguments,
+        }
         name = span.name
         if span.lane in (SEND, RECEIVE):
             name = f"ncclKernel {name}"
-        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": span.rank, "tid": stream}
+        kernel = {
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "pid": span.rank,
+            "tid": stream,
+        }
         events.append(kernel | {"ts": start, "dur": end - start, "args": args})
-        launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": _HOST, "dur": 0}
-        events.append(kernel | launch | {"ts": start, "args": {"correlation": correlation}})
+        launch = {
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+            "tid": _HOST,
+            "dur": 0,
+        }
+        events.append(
+            kernel | launch | {"ts": start, "args": {"correlation": correlation}}
+        )
         if span.lane == COMPUTE and span.step is not None:
             # HTA finds training steps by annotations of the profiler, which span all ops of a step.
             steps[span.step] = [*steps.get(span.step, ()), start, end]

@@ -53,9 +53,15 @@ def by_rank(name: str, timeline: Timeline) -> list[dict[str, Any]]:
     """Return a row per rank: its memory at the peak, its largest activations, what it sends."""
     rows = []
     for rank, bytes_sent in enumerate(timeline.bytes_a_step()):
-        row = {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
+        row = {
+            "schedule": name,
+            "rank": rank,
+            "GiB": round(timeline.peak_memory(rank) / GIB, 3),
+        }
         for kind, n_bytes in timeline.at_peak(rank).items():
             row[f"of it {kind}"] = round(n_bytes / GIB, 3)
-        row["most activations"] = round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)
+        row["most activations"] = round(
+            timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3
+        )
         rows.append(row | {"MB a step": round(bytes_sent / MB, 2)})
     return rows

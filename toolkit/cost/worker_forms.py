@@ -86,10 +86,14 @@ class ModelCosts:
         if key not in self._costs:
             traced = self._traced
             in_buckets = cut == BUCKETS
-            stages = traced.cut_in_buckets() if in_buckets else traced.cut(n_stages, cut)
+            stages = (
+                traced.cut_in_buckets() if in_buckets else traced.cut(n_stages, cut)
+            )
             costs = self._profile(stages, self._example)
             # A list of stages names those of the other cut: buckets have none.
-            checkpoint = "none" if in_buckets and self._checkpoint != "all" else self._checkpoint
+            checkpoint = (
+                "none" if in_buckets and self._checkpoint != "all" else self._checkpoint
+            )
             self._costs[key] = recomputing(costs, checkpoint)
         return self._costs[key]
 
@@ -140,7 +144,9 @@ def steady_timeline(
     """
     optimizer_bytes = [optimizer_words * cost.parameter_bytes for cost in costs]
     timed_steps = TIMED_STEPS if schedule.max_staleness else _ALIKE
-    return simulate_steady_steps(schedule, costs, hardware, optimizer_bytes, timed_steps)
+    return simulate_steady_steps(
+        schedule, costs, hardware, optimizer_bytes, timed_steps
+    )
 
 
 def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedule:
@@ -151,7 +157,9 @@ def ddp_schedule(n_workers: int, n_buckets: int, accumulate: int = 1) -> Schedul
         n_buckets: stages of :meth:`toolkit.model.partition.Traced.cut_in_buckets`.
         accumulate: micro-batches of each worker in a step; only the last one's backward sends.
     """
-    schedule = catalog.data_parallel(n_workers, n_stages=n_buckets, accumulate=accumulate)
+    schedule = catalog.data_parallel(
+        n_workers, n_stages=n_buckets, accumulate=accumulate
+    )
     return replace(schedule, name=schedule.name.replace("DP", "DDP", 1))
 
 
@@ -178,7 +186,9 @@ class DataParallelJob:
         """Costs of the model, one entry per bucket."""
         return self.costs_of(1, BUCKETS)
 
-    def form(self, costs: Costs | None = None, hardware: Hardware | None = None) -> Form:
+    def form(
+        self, costs: Costs | None = None, hardware: Hardware | None = None
+    ) -> Form:
         """Simulate the job: the baseline of every comparison, and what differs in its messages.
 
         Args:
@@ -196,7 +206,11 @@ class DataParallelJob:
 
 def has_forms(schedule: Schedule) -> bool:
     """Whether chains or the cut of the model are free: each rank has the whole model."""
-    return schedule.layout.has_whole_models and schedule.n_ranks > 1 and schedule.final is schedule
+    return (
+        schedule.layout.has_whole_models
+        and schedule.n_ranks > 1
+        and schedule.final is schedule
+    )
 
 
 def fastest_form(
@@ -251,7 +265,9 @@ def priced_seconds(seconds: float, staleness: float) -> float:
     return seconds * (1 + STALENESS_PRICE * staleness)
 
 
-def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate: int = 1) -> Form:
+def best_rule(
+    costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate: int = 1
+) -> Form:
     """Return the form of DP, CDP-v1 or CDP-v2 that a plan would take; DP if it is nearly as good.
 
     Args:
@@ -265,7 +281,9 @@ def best_rule(costs_of: CostsOf, hardware: Hardware, n_workers: int, accumulate:
     for delay in (1, FRESHEST):
         schedules.append(catalog.cyclic(n_workers, delay, accumulate=accumulate))
     forms = [fastest_form(schedule, costs_of, hardware) for schedule in schedules]
-    values = [priced_seconds(form.seconds, form.schedule.mean_staleness) for form in forms]
+    values = [
+        priced_seconds(form.seconds, form.schedule.mean_staleness) for form in forms
+    ]
     # DP trains exactly, so late weights have to gain something before they are chosen.
     if values[0] <= (1 + NEGLIGIBLE) * min(values):
         return forms[0]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
 
 _LAST_EPOCHS = 9  # or more: the last third is also drawn larger
-_MOST_POINTS = 500  # of a line, at even distances; a page with all of 100,000 epochs has 28 MB
+# Of a line, at even distances; a page with all of 100,000 epochs has 28 MB.
+_MOST_POINTS = 500
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """By rule, one sequence a run: a value after each epoch."""
 
@@ -57,7 +58,9 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
     """
     _check(curves)
     # Diverged runs are masked. An epoch in which all runs of a rule have diverged has no mean.
-    masked_runs = {rule: np.ma.masked_invalid(np.array(runs)) for rule, runs in curves.items()}
+    masked_runs = {
+        rule: np.ma.masked_invalid(np.array(runs)) for rule, runs in curves.items()
+    }
     means = [values.mean(0) for values in masked_runs.values()]
     n_epochs = max(map(len, means))
     last_third = 2 * n_epochs // 3
@@ -69,7 +72,9 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         # An inset magnifies the last epochs if their means lie close together. Lines that end far
         # apart need none, and would run below it.
         if n_epochs >= _LAST_EPOCHS and last_spread < spread / 2:
-            panels.append(axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42)))
+            panels.append(
+                axes.inset_axes((0.45, 0.1 if by is ACCURACY else 0.52, 0.53, 0.42))
+            )
             panels[1].tick_params(labelsize=6)
             panels[1].set_title("the last epochs", fontsize=6, pad=2)
         for index, (rule, values) in enumerate(masked_runs.items()):
@@ -82,7 +87,9 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         for panel in panels:
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if any(len(values) > 1 for values in masked_runs.values()):
-            axes.fill_between([], [], color="grey", alpha=0.3, linewidth=0, label="all seeds")
+            axes.fill_between(
+                [], [], color="grey", alpha=0.3, linewidth=0, label="all seeds"
+            )
         legend_right(axes)
     return figure
 
@@ -96,11 +103,17 @@ def _check(curves: Curves) -> None:
     for rule, runs in curves.items():
         lengths = sorted({len(run) for run in runs})
         if len(lengths) > 1:
-            raise UserError(f"runs of {rule} differ in their epochs: got {lengths}; cut the longer")
+            raise UserError(
+                f"runs of {rule} differ in their epochs: got {lengths}; cut the longer"
+            )
 
 
 def _draw_rule(
-    axes: Axes, rule: str, index: int, values: "np.ma.MaskedArray[Any, Any]", first_epoch: int
+    axes: Axes,
+    rule: str,
+    index: int,
+    values: "np.ma.MaskedArray[Any, Any]",
+    first_epoch: int,
 ) -> None:
     """Draw the mean of a rule's runs, and the band that they span, from ``first_epoch`` on."""
     n_epochs = values.shape[1]
@@ -111,12 +124,16 @@ def _draw_rule(
     mean = values.mean(0).filled(np.nan)[epochs]
     high = values.max(0).filled(np.nan)[epochs]
     line_style = series(index)
-    axes.fill_between(epochs + 1, low, high, color=line_style["color"], alpha=0.18, linewidth=0)
+    axes.fill_between(
+        epochs + 1, low, high, color=line_style["color"], alpha=0.18, linewidth=0
+    )
     marker = MARKERS[index % len(MARKERS)]
     axes.plot(epochs + 1, mean, marker=marker, label=fill(rule, 28), **line_style)
 
 
-def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
+def memory_curves(
+    curve: "MemoryCurve", workers: Sequence[int], title: str = ""
+) -> Figure:
     """Draw the activations of a worker over one training step: simultaneous and staggered.
 
     Args:
@@ -130,15 +147,27 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes = figure.subplots()
         edges = curve.edges / period
         axes.stairs(
-            curve.levels / unit, edges, color=BLACK, label="at the same moment", baseline=None
+            curve.levels / unit,
+            edges,
+            color=BLACK,
+            label="at the same moment",
+            baseline=None,
         )
         for index, n_workers in enumerate(workers):
             times, total = curve.shifted(n_workers)
             label = f"N = {n_workers}, shifted: {-curve.reduction(n_workers):z.1%}"
             edges = np.append(times, period) / period
             line_style = series(index, 6)  # without black
-            axes.stairs(total / n_workers / unit, edges, label=label, baseline=None, **line_style)
-        axes.axhline(curve.mean / unit, color=BLACK, lw=0.8, ls=":", label="mean", zorder=3)
+            axes.stairs(
+                total / n_workers / unit,
+                edges,
+                label=label,
+                baseline=None,
+                **line_style,
+            )
+        axes.axhline(
+            curve.mean / unit, color=BLACK, lw=0.8, ls=":", label="mean", zorder=3
+        )
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.05 * curve.peak / unit)
         axes.set_xlabel("time (training steps)")

@@ -82,9 +82,11 @@ def _draw_times(figure: Any, rows: Rows, methods: list[str]) -> None:
                 axes.axhline(height - 0.5, color="#DDDDDD", linewidth=0.5, zorder=0)
     panels[0].set_ylim(len(methods) - 0.4, -0.6)
     panels[0].set_yticks(range(len(methods)), methods)
-    panels[0].set_xlim(0, 1.18 * panels[0].get_xlim()[1])  # with the last value's digits
+    # With the last value's digits.
+    panels[0].set_xlim(0, 1.18 * panels[0].get_xlim()[1])
     figure.supxlabel(
-        "step time divided by that of DDP" if is_relative else "step time (s)", fontsize=8
+        "step time divided by that of DDP" if is_relative else "step time (s)",
+        fontsize=8,
     )
 
 
@@ -94,8 +96,16 @@ def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -
     else:
         value, low, high = row["step (s)"], row["min"], row["max"]
     colour = _colour(row["method"])
-    axes.plot([min(low, value), max(high, value)], [height] * 2, color=colour, alpha=0.45, lw=2.5)
-    axes.plot([value], [height], color=colour, marker="o", linestyle="none", markersize=4)
+    axes.plot(
+        [min(low, value), max(high, value)],
+        [height] * 2,
+        color=colour,
+        alpha=0.45,
+        lw=2.5,
+    )
+    axes.plot(
+        [value], [height], color=colour, marker="o", linestyle="none", markersize=4
+    )
     axes.annotate(
         f"{value:.2f}",
         (max(high, value), height),
@@ -109,12 +119,16 @@ def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -
     )
 
 
-def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: float) -> None:
+def _draw_traffic(
+    figure: Any, traffic: Curves, methods: list[str], window: float
+) -> None:
     """Draw a column per link and a row per method.
 
     All rows of a column have one scale. A horizontal line is the mean.
     """
-    panels = figure.subplots(len(methods), len(traffic), squeeze=False, sharex="col", sharey="col")
+    panels = figure.subplots(
+        len(methods), len(traffic), squeeze=False, sharex="col", sharey="col"
+    )
     for column, (link, curves) in zip(panels.T, traffic.items(), strict=True):
         # A method that sends nothing, or was not measured, leaves its panel empty.
         measured_curves = [curve for curve in curves.values() if len(curve)]
@@ -123,7 +137,14 @@ def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: floa
         for axes, method in zip(column, methods, strict=True):
             if len(curves.get(method, ())):
                 _draw_curve(axes, curves[method] / unit, window, _colour(method))
-            axes.text(0, 1, method, color=_colour(method), transform=axes.transAxes, va="bottom")
+            axes.text(
+                0,
+                1,
+                method,
+                color=_colour(method),
+                transform=axes.transAxes,
+                va="bottom",
+            )
             axes.yaxis.set_major_locator(MaxNLocator(2))
         column[0].set_title(f"sent by all ranks, {link} ({unit_name})", pad=14)
         column[0].set_xlim(0, window * max(map(len, curves.values()), default=1))
@@ -131,13 +152,17 @@ def _draw_traffic(figure: Any, traffic: Curves, methods: list[str], window: floa
         column[-1].set_xlabel("time (s)")
 
 
-def _draw_curve(axes: Axes, curve: NDArray[np.float64], window: float, colour: str) -> None:
+def _draw_curve(
+    axes: Axes, curve: NDArray[np.float64], window: float, colour: str
+) -> None:
     edges = window * np.arange(len(curve) + 1)
     mean = float(curve.mean())
     axes.stairs(curve, edges, fill=True, color=colour, alpha=0.75)
     axes.axhline(mean, color=VERMILION, linewidth=1)
     label = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
-    axes.text(1, 1, label, ha="right", color=VERMILION, transform=axes.transAxes, va="bottom")
+    axes.text(
+        1, 1, label, ha="right", color=VERMILION, transform=axes.transAxes, va="bottom"
+    )
 
 
 def _place(method: str) -> int:

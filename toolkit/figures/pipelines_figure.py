@@ -35,7 +35,9 @@ def pipelines(rows: Rows) -> Figure:
     legend_height = _LINE * (len(styles) + _TITLE_LINES)
     height = max(0.5 + 2.1 * n_lines, legend_height)
     with drawing((1.8 + 1.9 * n_columns, height)) as figure:
-        grid = figure.subplots(n_lines, n_columns, squeeze=False, sharex=True, sharey=True)
+        grid = figure.subplots(
+            n_lines, n_columns, squeeze=False, sharex=True, sharey=True
+        )
         panels = list(grid.flat)
         for axes in panels[len(sizes) :]:
             axes.set_axis_off()
@@ -49,11 +51,15 @@ def pipelines(rows: Rows) -> Figure:
             for row in rows:
                 if row["microbatches"] == n_microbatches:
                     style = styles[row["method"]]
-                    axes.plot([row["activations"]], [row["idle"]], clip_on=False, **style)
+                    axes.plot(
+                        [row["activations"]], [row["idle"]], clip_on=False, **style
+                    )
         _scale(panels[0], rows)
         figure.supxlabel("activations of the fullest rank (micro-batches)", fontsize=8)
         figure.supylabel("idle share of a rank's time", fontsize=8)
-        handles = [Line2D([], [], label=method, **style) for method, style in styles.items()]
+        handles = [
+            Line2D([], [], label=method, **style) for method, style in styles.items()
+        ]
         title = "filled: a flush at each step\nring: late weights, no flush"
         legend = figure.legend(handles=handles, title=title, loc="outside right upper")
         legend.set_alignment("left")
@@ -70,13 +76,23 @@ def _styles(rows: Rows) -> dict[str, dict[str, Any]]:
             # Each round of colours shifts the markers, so that no pair repeats soon.
             index = n_flushing
             marker = MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
-            style: dict[str, Any] = {"marker": marker, "markersize": max(4, 8 - 3 * index)}
+            style: dict[str, Any] = {
+                "marker": marker,
+                "markersize": max(4, 8 - 3 * index),
+            }
             n_flushing += 1
         else:
             index = n_late
-            style = {"marker": "o", "markersize": 7 + 3 * index, "markerfacecolor": "none"}
+            style = {
+                "marker": "o",
+                "markersize": 7 + 3 * index,
+                "markerfacecolor": "none",
+            }
             n_late += 1
-        styles[method] = style | {"linestyle": "none", "color": SERIES[index % len(SERIES)]}
+        styles[method] = style | {
+            "linestyle": "none",
+            "color": SERIES[index % len(SERIES)],
+        }
     return styles
 
 

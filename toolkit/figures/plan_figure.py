@@ -39,7 +39,9 @@ def plan_figure(
     slowest = max(row["seconds"] for row in (*unbeaten, baseline))
     is_wide = slowest > SLOWEST * fastest
     # One very slow schedule would press all others into a corner.
-    beaten = [row for row in beaten if row["seconds"] <= max(slowest, SLOWEST * fastest)]
+    beaten = [
+        row for row in beaten if row["seconds"] <= max(slowest, SLOWEST * fastest)
+    ]
     most = max(row["memory"] for row in (*unbeaten, *beaten, baseline))
     unit, unit_name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     with drawing((6.4, 3.6)) as figure:
@@ -58,7 +60,16 @@ def plan_figure(
             label="none is faster, smaller and fresher; number: its row",
         )
         label = f"DDP, {baseline['ranks']} ranks"
-        _scatter(axes, unit, [baseline], s=60, marker="x", color=VERMILION, zorder=4, label=label)
+        _scatter(
+            axes,
+            unit,
+            [baseline],
+            s=60,
+            marker="x",
+            color=VERMILION,
+            zorder=4,
+            label=label,
+        )
         axes.set(yscale="log", xlabel="step time (ms)")
         axes.set_ylabel(f"memory of the fullest rank ({unit_name})")
         logarithmic_axes: list[Axis] = [axes.yaxis]
@@ -70,7 +81,9 @@ def plan_figure(
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.set_minor_formatter(NullFormatter())
         if limit / unit < axes.get_ylim()[1]:
-            axes.axhline(limit / unit, color=BLACK, linewidth=0.8, linestyle="--", label="memory")
+            axes.axhline(
+                limit / unit, color=BLACK, linewidth=0.8, linestyle="--", label="memory"
+            )
         figure.colorbar(dots, label="mean staleness (steps)")
         figure.legend(loc="outside upper left", ncols=4)
         figure.draw_without_rendering()  # positions in pixels are known from now on
@@ -88,7 +101,10 @@ def _number(axes: Axes, dots: PathCollection) -> None:
         merged_group = [index]
         far_groups = []
         for group in groups:
-            if abs(places[group] - place).max(axis=1).min() < _NEAR * axes.figure.dpi / 72:
+            if (
+                abs(places[group] - place).max(axis=1).min()
+                < _NEAR * axes.figure.dpi / 72
+            ):
                 merged_group += group
             else:
                 far_groups.append(group)
@@ -112,9 +128,13 @@ def _ranges(numbers: Sequence[int]) -> str:
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    return ", ".join(f"{first}-{last[-1]}" if last else str(first) for first, *last in ranges)
+    return ", ".join(
+        f"{first}-{last[-1]}" if last else str(first) for first, *last in ranges
+    )
 
 
-def _scatter(axes: Axes, unit: float, rows: Sequence[Row], **style: Any) -> PathCollection:
+def _scatter(
+    axes: Axes, unit: float, rows: Sequence[Row], **style: Any
+) -> PathCollection:
     milliseconds = [row["seconds"] * 1e3 for row in rows]
     return axes.scatter(milliseconds, [row["memory"] / unit for row in rows], **style)

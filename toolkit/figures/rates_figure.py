@@ -15,7 +15,8 @@ _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 def tuned_rates(
-    rows: Sequence[Mapping[str, Any]], cosines: Mapping[str, Sequence[tuple[int, float]]]
+    rows: Sequence[Mapping[str, Any]],
+    cosines: Mapping[str, Sequence[tuple[int, float]]],
 ) -> Figure:
     """Draw each rule's tuned rate over its certified one and, if measured, cosines over training.
 
@@ -40,7 +41,9 @@ def _draw_rates(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw a marker a rule on logarithmic axes, and the line on which the two rates agree."""
     certified = [row["certified / first"] for row in rows]
     tuned = [row["tuned / first"] for row in rows]
-    limits = [(min(rates) / _MARGIN, max(rates) * _MARGIN) for rates in (certified, tuned)]
+    limits = [
+        (min(rates) / _MARGIN, max(rates) * _MARGIN) for rates in (certified, tuned)
+    ]
     axes.axline((1, 1), (2, 2), color=BLACK, linewidth=0.6, linestyle=":")
     for index, row in enumerate(rows):
         axes.plot(

@@ -14,7 +14,14 @@ from matplotlib.ticker import MultipleLocator
 
 from toolkit.errors import UserError
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing
-from toolkit.schedule import Action, Instruction, Phase, PhasedSchedule, Program, Schedule
+from toolkit.schedule import (
+    Action,
+    Instruction,
+    Phase,
+    PhasedSchedule,
+    Program,
+    Schedule,
+)
 from toolkit.schedule.grid import row_of, rows
 
 _FILL = {
@@ -56,10 +63,14 @@ def schedules(drawn: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
         UserError: no schedule, or something else among them.
     """
     drawn = [drawn] if isinstance(drawn, Schedule | str) else [*drawn]
-    not_schedules = [schedule for schedule in drawn if not isinstance(schedule, Schedule)]
+    not_schedules = [
+        schedule for schedule in drawn if not isinstance(schedule, Schedule)
+    ]
     if not_schedules or not drawn:
         received = repr(not_schedules[0]) if not_schedules else "none"
-        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {received}")
+        raise UserError(
+            f"schedules are drawn, such as catalog.cyclic(4): got {received}"
+        )
     programs = [_lowered(schedule, n_steps) for schedule in drawn]
     activations = [_activations(program) for program in programs]
     peak = max(map(max, activations))
@@ -67,12 +78,20 @@ def schedules(drawn: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     n_slots = max(program.n_slots for program in programs)
     max_rows = max(n_rows for _, n_rows in grid_shapes)
     grid_height = min(_TALLEST, max(_GRID, _ROW * max_rows))
-    with drawing((_COLUMN * len(drawn) + 0.4, grid_height + _MEMORY + _AROUND)) as figure:
+    with drawing(
+        (_COLUMN * len(drawn) + 0.4, grid_height + _MEMORY + _AROUND)
+    ) as figure:
         grids, memories = figure.subplots(
-            2, len(drawn), squeeze=False, height_ratios=(grid_height, _MEMORY), sharex=True
+            2,
+            len(drawn),
+            squeeze=False,
+            height_ratios=(grid_height, _MEMORY),
+            sharex=True,
         )
         for column, program in enumerate(programs):
-            _draw_grid(grids[column], program, _WIDE / n_slots, 72 * grid_height / max_rows)
+            _draw_grid(
+                grids[column], program, _WIDE / n_slots, 72 * grid_height / max_rows
+            )
             grids[column].set_title(program.schedule.name)
             axes = memories[column]
             _draw_memory(axes, activations[column])
@@ -119,7 +138,9 @@ def _keys(drawn_schedules: Sequence[Schedule]) -> list[Patch | Line2D]:
     if any(schedule.splits_backward for schedule in drawn_schedules):
         keys.append(Patch(color=YELLOW, label="backward of weights"))
     if any(schedule.max_staleness for schedule in drawn_schedules):
-        keys.append(Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"))
+        keys.append(
+            Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")
+        )
     return keys
 
 
@@ -135,7 +156,8 @@ def cells(program: Program) -> Iterator[Cell]:
                 yield Cell(
                     slot=instruction.tick / ticks_per_slot,
                     row=row_of(schedule.layout, rank, microbatch),
-                    stale=delays[instruction.step or 0][instruction.stage][microbatch] > 0,
+                    stale=delays[instruction.step or 0][instruction.stage][microbatch]
+                    > 0,
                     instruction=instruction,
                 )
 
@@ -156,7 +178,9 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
             bars.append([(slot + 0.2, row + 0.34), (slot + 0.8, row + 0.34)])
     edge_width = min(0.6, 0.1 * width, 0.1 * height)
     axes.add_collection(
-        PolyCollection(rectangles, facecolors=fills, edgecolors="white", linewidths=edge_width)
+        PolyCollection(
+            rectangles, facecolors=fills, edgecolors="white", linewidths=edge_width
+        )
     )
     bar_width = min(1.0, 0.15 * height)
     axes.add_collection(
@@ -167,7 +191,9 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
     if font_size >= _SMALLEST:
         for label in labels:
             # A text that takes part in the layout would make it slow.
-            axes.text(*label, ha="center", va="center", fontsize=font_size, in_layout=False)
+            axes.text(
+                *label, ha="center", va="center", fontsize=font_size, in_layout=False
+            )
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[["left", "bottom"]].set_visible(False)
 
@@ -176,7 +202,9 @@ def _draw_memory(axes: Axes, slot_activations: Sequence[float]) -> None:
     axes.stairs(slot_activations, fill=True, color=BLUE, alpha=0.25)
     axes.stairs(slot_activations, color=BLUE)
     peak = max(slot_activations)
-    axes.hlines(peak, 0, len(slot_activations), color=BLACK, linewidth=0.6, linestyle=":")
+    axes.hlines(
+        peak, 0, len(slot_activations), color=BLACK, linewidth=0.6, linestyle=":"
+    )
     axes.annotate(
         f"peak {peak:.4g}",
         (len(slot_activations), peak),

@@ -26,9 +26,13 @@ def switching(
     names = dict.fromkeys([*fixed, *schedules])
     line_styles = {name: series(index) for index, name in enumerate(names)}
     with drawing((7.0, 3.4)) as figure:
-        times_axes, schedule_axes = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
+        times_axes, schedule_axes = figure.subplots(
+            2, 1, sharex=True, height_ratios=[5, 1]
+        )
         for name, fixed_seconds in fixed.items():
-            times_axes.plot(fixed_seconds, label=f"{name}, fixed", alpha=0.7, **line_styles[name])
+            times_axes.plot(
+                fixed_seconds, label=f"{name}, fixed", alpha=0.7, **line_styles[name]
+            )
         times_axes.plot(seconds, color=BLACK, linewidth=1.6, label="switching")
         times_axes.set_yscale("log")
         times_axes.set_ylabel("seconds of a step")
@@ -40,7 +44,9 @@ def switching(
         for name, steps in groupby(schedules):
             n_steps = len([*steps])
             centre = first_step + (n_steps - 1) / 2
-            schedule_axes.text(centre, 0.5, name, ha="center", va="center", color="white")
+            schedule_axes.text(
+                centre, 0.5, name, ha="center", va="center", color="white"
+            )
             first_step += n_steps
         for axes in (times_axes, schedule_axes):
             for step in changes:

@@ -90,7 +90,9 @@ def timelines(drawn: "Timeline | Sequence[Timeline]") -> Figure:
         keys = _keys(drawn)
         fit_in_one_line = len(keys) <= (6 if len(drawn) > 1 else 5)
         n_columns = len(keys) if fit_in_one_line else 3
-        figure.legend(handles=keys, loc="outside lower center", ncols=n_columns, columnspacing=1)
+        figure.legend(
+            handles=keys, loc="outside lower center", ncols=n_columns, columnspacing=1
+        )
     return figure
 
 
@@ -98,13 +100,17 @@ def _keys(timelines: "Sequence[Timeline]") -> list[Patch]:
     """Return the legend's entries; a rare op has one only if it is drawn."""
     computed_kinds = set()
     for timeline in timelines:
-        computed_kinds |= {span.computed for span in timeline.spans if span.lane == "compute"}
+        computed_kinds |= {
+            span.computed for span in timeline.spans if span.lane == "compute"
+        }
     colour_of_label = {"forward": SKY, "backward": ORANGE}
     for kind, label in _SELDOM.items():
         if kind in computed_kinds:
             colour_of_label[label] = _OPS[kind]
     colour_of_label |= _LANES
-    return [Patch(color=colour, label=label) for label, colour in colour_of_label.items()]
+    return [
+        Patch(color=colour, label=label) for label, colour in colour_of_label.items()
+    ]
 
 
 def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
@@ -113,7 +119,9 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     Time is in ``unit`` seconds.
     """
     # All bars of a rank, lane and colour are one artist: one each would take minutes to draw.
-    bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(
+        list
+    )
     for span in timeline.spans:
         colour = _LANES.get(span.lane) or _OPS[span.computed]
         bar = span.start / unit, (span.end - span.start) / unit
@@ -129,10 +137,14 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     axes.tick_params(length=0, labelbottom=False)
 
 
-def _draw_traffic(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit: float) -> None:
+def _draw_traffic(
+    panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit: float
+) -> None:
     """Draw the bytes a second that all ranks of each timeline send."""
     # Bytes of a bin divided by its length, which is a share 1/_BINS of the timeline.
-    rates = [bytes_sent_by_bin(timeline) * _BINS / timeline.end for timeline in timelines]
+    rates = [
+        bytes_sent_by_bin(timeline) * _BINS / timeline.end for timeline in timelines
+    ]
     fastest = max(rate.max() for rate in rates)
     traffic_unit, unit_name = unit_for(fastest, RATES)
     for axes, timeline, rate in zip(panels, timelines, rates, strict=True):
@@ -144,7 +156,9 @@ def _draw_traffic(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit:
     panels[0].set_ylabel(f"sent\n({unit_name})")
 
 
-def _draw_memories(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit: float) -> None:
+def _draw_memories(
+    panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit: float
+) -> None:
     """Draw the memory of each timeline's fullest rank, stacked by its contents."""
     fullest_ranks = []
     peaks = []
@@ -156,7 +170,9 @@ def _draw_memories(panels: Sequence[Axes], timelines: "Sequence[Timeline]", unit
     memory_unit, unit_name = unit_for(fullest, SIZES)
     for axes, timeline, rank in zip(panels, timelines, fullest_ranks, strict=True):
         _draw_memory(axes, timeline, rank, unit, memory_unit)
-        axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=0.8, handlelength=0.8)
+        axes.legend(
+            loc="upper center", ncols=3, fontsize=6, columnspacing=0.8, handlelength=0.8
+        )
         axes.set_ylim(0, 1.7 * fullest / memory_unit or None)
         axes.tick_params(labelleft=axes is panels[0])
     panels[0].set_ylabel(f"fullest\nrank ({unit_name})")
@@ -204,7 +220,10 @@ def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:
         last_bin = min(_BINS - 1, int(span.end / edges[1]))
         bins = np.arange(first_bin, last_bin + 1)
         # A message that lasts for several bins is shared out by the time it spends in each.
-        overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(edges[bins], span.start)
-        share = overlap / overlap.sum() if first_bin < last_bin else 1.0  # a span may last no time
+        overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(
+            edges[bins], span.start
+        )
+        # A span may last no time.
+        share = overlap / overlap.sum() if first_bin < last_bin else 1.0
         sent_bytes[bins] += span.bytes * share
     return sent_bytes

@@ -26,7 +26,9 @@ class Attributes:
     def writes(self) -> dict[str, Any]:
         """Return the attributes that have changed, by their module's path and their name."""
         written = {}
-        for (path, module), earlier_contents in zip(self._modules, self._contents, strict=True):
+        for (path, module), earlier_contents in zip(
+            self._modules, self._contents, strict=True
+        ):
             current_contents = _contents_of(module)
             for name in earlier_contents | current_contents:
                 value = current_contents.get(name, _MISSING)
@@ -60,7 +62,8 @@ class Attributes:
 def depends_on_inputs(value: Any) -> bool:
     """Return whether a written attribute is, or contains, a traced value."""
     if isinstance(value, Tensor):
-        return type(value) not in (Tensor, nn.Parameter)  # of torch.export: it has no values
+        # Of torch.export: it has no values.
+        return type(value) not in (Tensor, nn.Parameter)
     if isinstance(value, dict):
         return any(depends_on_inputs(item) for item in value.values())
     if isinstance(value, list | tuple | set):
@@ -75,7 +78,11 @@ def equal(first: Any, second: Any) -> bool:
 
 def _contents_of(module: nn.Module) -> dict[str, Any]:
     """Return a copy of a module's own attributes, without those that torch keeps."""
-    return {name: _copied(value) for name, value in vars(module).items() if name not in _OF_MODULES}
+    return {
+        name: _copied(value)
+        for name, value in vars(module).items()
+        if name not in _OF_MODULES
+    }
 
 
 def _copied(value: Any) -> Any:

@@ -35,7 +35,10 @@ def _normalises(norm: _BatchNorm) -> bool:
     norm_copy = copy.deepcopy(norm).to_empty(device="cpu").float().train()
     norm_copy.momentum = 0.5
     inputs = torch.randn(
-        6, norm.num_features, *trailing_sizes[0], generator=torch.Generator().manual_seed(0)
+        6,
+        norm.num_features,
+        *trailing_sizes[0],
+        generator=torch.Generator().manual_seed(0),
     )
     other_dimensions = [0, *range(2, inputs.dim())]
     outputs = []

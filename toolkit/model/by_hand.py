@@ -46,7 +46,10 @@ def chain_modules(
     Raises:
         UserError: they are not as many modules as stages, or cannot be called on one another.
     """
-    if not all(isinstance(module, nn.Module) for module in modules) or len(modules) != n_stages:
+    if (
+        not all(isinstance(module, nn.Module) for module in modules)
+        or len(modules) != n_stages
+    ):
         kinds = ", ".join(type(module).__name__ for module in modules)
         raise UserError(
             f"model: got a list of {len(modules)} ({kinds}); expected {n_stages} modules, one for"
@@ -65,11 +68,15 @@ def chain_modules(
         _check_keywords(name, module, kwargs)
         remaining_nodes = iter(nodes)
         node_args = tuple(filled(item, remaining_nodes) for item in args)
-        node_kwargs = {key: filled(item, remaining_nodes) for key, item in kwargs.items()}
+        node_kwargs = {
+            key: filled(item, remaining_nodes) for key, item in kwargs.items()
+        }
         call = graph.call_module(name, node_args, node_kwargs)
         with refused(module, tensors_of(value)), torch.no_grad():
             meta_args, meta_kwargs = tree_map_only(
-                Tensor, lambda item: torch.empty_like(item, device="meta"), (args, kwargs)
+                Tensor,
+                lambda item: torch.empty_like(item, device="meta"),
+                (args, kwargs),
             )
             value = meta_copy(module)(*meta_args, **meta_kwargs)
         nodes = [*_tensors(graph, call, value)]
@@ -82,7 +89,9 @@ def chain_modules(
     graph.output(tuple(node_of_tensor[id(tensor)] for tensor in result_tensors))
     traced = fx.GraphModule(chain, graph, "ModuleChain")
     traced.meta |= {
-        "evaluated": tuple(name for name, module in chain.named_modules() if not module.training),
+        "evaluated": tuple(
+            name for name, module in chain.named_modules() if not module.training
+        ),
         "results": results,
         "modules": [name for name, _ in chain.named_children()],
     }

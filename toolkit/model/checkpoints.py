@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from toolkit.errors import UserError
 
 
-def check_checkpoint(checkpoint: str | Sequence[int], n_stages: int | None = None) -> None:
+def check_checkpoint(
+    checkpoint: str | Sequence[int], n_stages: int | None = None
+) -> None:
     """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list of stages."""
     if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
         if checkpoint not in ("none", "all"):

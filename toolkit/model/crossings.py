@@ -48,7 +48,9 @@ class Crossings:
         self.repeated = self._repeated()
         self.of_batch = self._of_batch()
         self.nodes = [
-            node for node in traced.graph.nodes if node.op not in ("placeholder", "output")
+            node
+            for node in traced.graph.nodes
+            if node.op not in ("placeholder", "output")
         ]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
@@ -83,11 +85,14 @@ class Crossings:
                 self._forbid(crossed, f"{node} has no batch dimension")
             if weight_is_shared(self.traced, node):
                 # The stage that owns a weight is one that computes with it.
-                self._forbid(range(produced_at + 1, min(uses) + 1), f"{node} is used next")
+                self._forbid(
+                    range(produced_at + 1, min(uses) + 1), f"{node} is used next"
+                )
             for changed_name in self.costs[node.name].changes:
                 first_cut = position.get(by_name[changed_name], -1) + 1
                 self._forbid(
-                    range(first_cut, produced_at + 1), f"{node} changes {changed_name} in place"
+                    range(first_cut, produced_at + 1),
+                    f"{node} changes {changed_name} in place",
                 )
         for cut, crossing in enumerate(self.at):
             # A stage takes the number of samples and the device from the first one.
@@ -104,7 +109,9 @@ class Crossings:
         for node in position:
             for parameter in parameters_of(self.traced, node):
                 readers.setdefault(id(parameter), []).append(node)
-        names = {id(parameter): name for name, parameter in self.traced.named_parameters()}
+        names = {
+            id(parameter): name for name, parameter in self.traced.named_parameters()
+        }
         for key, nodes in readers.items():
             if len(nodes) == 1 and nodes[0] not in self.repeated:
                 continue
@@ -120,7 +127,8 @@ class Crossings:
                 min(use_positions, default=0) + 1, max(use_positions, default=0) + 1
             )
             self._forbid(
-                cuts_between, f"the parameter {names[key]} is used on both sides: untie it"
+                cuts_between,
+                f"the parameter {names[key]} is used on both sides: untie it",
             )
 
     def _of_batch(self) -> set[fx.Node]:
@@ -140,7 +148,10 @@ class Crossings:
             changed_names.update(cost.changes)
         trained_nodes: set[fx.Node] = set()
         for node in self.traced.graph.nodes:
-            if any(parameter.requires_grad for parameter in parameters_of(self.traced, node)):
+            if any(
+                parameter.requires_grad
+                for parameter in parameters_of(self.traced, node)
+            ):
                 trained_nodes.add(node)
             if weight_is_shared(self.traced, node):
                 continue
@@ -161,7 +172,9 @@ class Crossings:
         if node in self.repeated:
             return False
         sources = [source for source in node.all_input_nodes if source.op == "get_attr"]
-        has_parameters = any(parameters_of(self.traced, source) for source in (node, *sources))
+        has_parameters = any(
+            parameters_of(self.traced, source) for source in (node, *sources)
+        )
         return has_parameters or self.costs[node.name].flops > 0
 
     def is_size(self, node: fx.Node) -> bool:
@@ -189,7 +202,9 @@ class Crossings:
     def results(self) -> Results:
         """Return how the result is made of its tensors."""
         scalars = [
-            index for index, node in enumerate(result_nodes(self.traced)) if node in self.unbatched
+            index
+            for index, node in enumerate(result_nodes(self.traced))
+            if node in self.unbatched
         ]
         results: Results = self.traced.meta["results"]
         return replace(results, scalars=frozenset(scalars))
@@ -221,12 +236,15 @@ class Crossings:
             if node not in copies.of and node not in self.repeated:
                 copies.add(node)
         copies.add_output(sent)
-        stage = fx.GraphModule(self.traced, copies.graph, class_name="Stage")  # shares parameters
+        # Shares parameters.
+        stage = fx.GraphModule(self.traced, copies.graph, class_name="Stage")
 
         # Such a stage runs micro-batches one by one: a scalar is one of a micro-batch, and rows of
         # different versions of a weight must not run as one batch.
         sent_unbatched = copies.made_unbatched(sent)
-        uses_unbatched = any(node in self.unbatched and node in copies.of for node in received)
+        uses_unbatched = any(
+            node in self.unbatched and node in copies.of for node in received
+        )
         makes_scalar = any(node in self.of_batch for node in sent_unbatched)
         unbatched = uses_unbatched or makes_scalar
 
@@ -239,7 +257,9 @@ class Crossings:
             "mixes": unbatched or any(map(self._mixes, stage_nodes)),
             "unbatched": unbatched,
             "passes_on": passes_on,
-            "sends_weights": [str(node.target) for node in sent_unbatched if node.op == "get_attr"],
+            "sends_weights": [
+                str(node.target) for node in sent_unbatched if node.op == "get_attr"
+            ],
         }
         return stage
 
@@ -254,7 +274,9 @@ class Crossings:
             return True  # nothing is known of a module that was not traced
         module = self.traced.get_submodule(str(node.target))
         if isinstance(module, _BatchNorm):
-            return any(source.name not in self.batched for source in node.all_input_nodes)
+            return any(
+                source.name not in self.batched for source in node.all_input_nodes
+            )
         return bool(getattr(module, "scale_grad_by_freq", False))
 
 
@@ -274,7 +296,9 @@ class _StageCopies:
     def __init__(self, crossings: Crossings, received: Sequence[fx.Node]) -> None:
         self.crossings = crossings
         self.graph = fx.Graph()
-        self.placeholders = {node: self.graph.placeholder(node.name) for node in received}
+        self.placeholders = {
+            node: self.graph.placeholder(node.name) for node in received
+        }
         # It has the batch, since tensors without one come last.
         self.batched_placeholder = self.placeholders[received[0]]
         self.of: dict[fx.Node, fx.Node] = {}
@@ -322,7 +346,9 @@ class _StageCopies:
         outputs = []
         for node in sent:
             if node in made_unbatched:
-                outputs.append(self.graph.call_function(torch.unsqueeze, (self.copy(node), 0)))
+                outputs.append(
+                    self.graph.call_function(torch.unsqueeze, (self.copy(node), 0))
+                )
             elif node in self.placeholders:
                 outputs.append(self.placeholders[node])
             else:

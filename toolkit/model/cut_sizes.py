@@ -42,7 +42,8 @@ def sizes(
     #     run      [b, ...]      a mask [s, s]
     #     longer   [b+1, ...]    a mask [s, s]
     longer_inputs = tuple(
-        tensor.new_empty((n_samples + 1, *tensor.shape[1:]), device="meta") for tensor in inputs
+        tensor.new_empty((n_samples + 1, *tensor.shape[1:]), device="meta")
+        for tensor in inputs
     )
     try:
         longer_outputs = outputs(traced, longer_inputs)
@@ -70,11 +71,19 @@ def sizes(
             counts[node_name] = value // n_samples
     for node in result_nodes(traced):
         value = costs[node.name].output
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and node.name in unbatched:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 0
+            and node.name in unbatched
+        ):
             continue
         n_rows, n_rows_of_longer = rows.get(node.name, (0, 0))
         if not n_rows or not _grows(n_rows, n_rows_of_longer, n_samples):
-            shape = shapes_of((value,)) if isinstance(value, torch.Tensor) else type(value).__name__
+            shape = (
+                shapes_of((value,))
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise UserError(
                 f"{name} must return tensors with the batch first, or a floating-point scalar such"
                 f" as a loss: got shape {shape} ({node}) for {n_samples} samples. Leave it out,"

@@ -31,7 +31,9 @@ class NormCallError(UserError):
     """A batch norm that is called as a function, and would mix micro-batches."""
 
 
-def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) -> fx.GraphModule:
+def export(
+    model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]
+) -> fx.GraphModule:
     """Return the graph of ``forward`` of a model in training, by torch.export.
 
     Args:
@@ -43,7 +45,8 @@ def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) ->
     Raises:
         NormCallError: a batch norm is called as a function.
     """
-    exported_model = copy.copy(model)  # the same modules and tensors, with another forward
+    # The same modules and tensors, with another forward.
+    exported_model = copy.copy(model)
     vars(exported_model)["forward"] = forward
     # A dimension of 1 would be taken for a constant.
     several_rows = []
@@ -55,7 +58,10 @@ def export(model: nn.Module, forward: Flat, inputs: Inputs, names: list[str]) ->
     # Strict mode would run Dynamo, which allows less of Python.
     with _without_graphs():
         program = torch.export.export(
-            exported_model, tuple(several_rows), dynamic_shapes=(dynamic_rows,), strict=False
+            exported_model,
+            tuple(several_rows),
+            dynamic_shapes=(dynamic_rows,),
+            strict=False,
         )
     exported = program.module(check_guards=False)
     return _Rewriter(model, exported, names, inputs).run()
@@ -86,7 +92,11 @@ class _Rewriter:
     """Copies an exported graph: layers for batch norms, and neither assertions nor devices."""
 
     def __init__(
-        self, model: nn.Module, exported: fx.GraphModule, names: list[str], inputs: Inputs
+        self,
+        model: nn.Module,
+        exported: fx.GraphModule,
+        names: list[str],
+        inputs: Inputs,
     ) -> None:
         self.model = model
         self.exported = exported
@@ -104,7 +114,9 @@ class _Rewriter:
                 self._placeholder(node)
             elif node.op == "output":
                 self.graph.output(tuple(map(self._copied, node.args[0])))
-            elif node.op != "get_attr" and not _asserts(node) and not self._counts(node):
+            elif (
+                node.op != "get_attr" and not _asserts(node) and not self._counts(node)
+            ):
                 self.copies[node] = self._norm(node) or self._operation(node)
         return fx.GraphModule(self.attributes, self.graph, type(self.model).__name__)
 
@@ -112,7 +124,9 @@ class _Rewriter:
         name = next(self.names)
         shape = tuple(next(self.inputs).shape[1:])
         # The graph has the example's lengths as constants, so inputs of another shape are refused.
-        placed = self.graph.call_function(of_shape, (self.graph.placeholder(name), name, shape))
+        placed = self.graph.call_function(
+            of_shape, (self.graph.placeholder(name), name, shape)
+        )
         self.copies[node] = placed
         if self.device is None:
             self.device = self.graph.call_function(getattr, (placed, "device"))
@@ -159,9 +173,12 @@ class _Rewriter:
         if node.target is not _aten.batch_norm.default or not node.args[5]:
             return None
         paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        place = paths[-1] if paths else "its forward"  # the innermost module is the last
+        # The innermost module is the last.
+        place = paths[-1] if paths else "its forward"
         layer = self.model.get_submodule(place) if paths else None
-        forward_module = type(layer).forward.__module__ if isinstance(layer, _BatchNorm) else ""
+        forward_module = (
+            type(layer).forward.__module__ if isinstance(layer, _BatchNorm) else ""
+        )
         if not forward_module.startswith("torch."):
             raise NormCallError(
                 f"calls batch_norm as a function in {place}, which would mix micro-batches: use"

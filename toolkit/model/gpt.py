@@ -41,7 +41,9 @@ def gpt(
     for name, size in (sizes | {"vocabulary": vocabulary, "length": length}).items():
         whole(size, f"model.{name}", 1)
     if width % heads:
-        raise UserError(f"model.width must be a multiple of model.heads={heads}: got {width}")
+        raise UserError(
+            f"model.width must be a multiple of model.heads={heads}: got {width}"
+        )
     if not 0 <= dropout < 1:
         raise UserError(f"model.dropout must be in [0, 1): got {dropout}")
     model = nn.Sequential()
@@ -58,7 +60,9 @@ def gpt(
 
 
 class _Embedding(nn.Module):
-    def __init__(self, vocabulary: int, length: int, width: int, dropout: float) -> None:
+    def __init__(
+        self, vocabulary: int, length: int, width: int, dropout: float
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.empty(length, width))
@@ -66,7 +70,9 @@ class _Embedding(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.drop(self.tokens(tokens) + self.places[: tokens.shape[1]])
+        embedded: Tensor = self.drop(
+            self.tokens(tokens) + self.places[: tokens.shape[1]]
+        )
         return embedded
 
 
@@ -89,7 +95,9 @@ class _Block(nn.Module):
         return x + self.drop(self.narrow(widened))
 
     def _attended(self, x: Tensor) -> Tensor:
-        query_key_value = self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query_key_value = (
+            self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
             query_key_value[0],

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 _N_SAMPLES = 4  # two micro-batches of two, since a batch norm needs more than one
 _MOST_FLOPS = {"cpu": 1e11}  # of a check with values drawn here: about 5 s of a laptop
 _MOST_FLOPS_OF_GPU = 1e13
-_TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}  # relative to the largest value
-_TINY = 1e-3  # parameters below, such as a last layer's zeros, would hide what comes before
-_DROPOUTS: dict[Any, tuple[int, str]] = {  # position and name of the share that is dropped
+# Relative to the largest value.
+_TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+# Parameters below, such as a last layer's zeros, would hide what comes before.
+_TINY = 1e-3
+# Position and name of the share that is dropped.
+_DROPOUTS: dict[Any, tuple[int, str]] = {
     F.dropout: (1, "p"),
     F.alpha_dropout: (1, "p"),
     F.feature_alpha_dropout: (1, "p"),
@@ -90,21 +93,27 @@ def check_partition(stages: "Stages", example: Any, flops_of_sample: float) -> N
     flops_of_runs = 2 * _N_SAMPLES * flops_of_sample
     if flops_of_runs > _MOST_FLOPS.get(device.type, _MOST_FLOPS_OF_GPU):
         return
-    can_be_drawn = all(tensor.is_floating_point() or tensor.is_complex() for tensor in inputs)
+    can_be_drawn = all(
+        tensor.is_floating_point() or tensor.is_complex() for tensor in inputs
+    )
     if device.type != "cpu" and not can_be_drawn:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the model's own, about values that nobody gave it
+            # The model's own, about values that nobody gave it.
+            warnings.simplefilter("ignore")
             mixing_place = _find_mixing(stages, _drawn_samples(inputs, device))
-    except Exception:  # the model's own code may raise anything on values that nobody gave it
+    except Exception:
+        # The model's own code may raise anything on values that nobody gave it.
         return
     _refuse(stages, mixing_place)
 
 
 def _device_of(stages: "Stages", inputs: Inputs) -> torch.device:
     """Return the device of the model, or of the inputs if it has no parameters."""
-    return next((parameter.device for parameter in stages.model.parameters()), inputs[0].device)
+    return next(
+        (parameter.device for parameter in stages.model.parameters()), inputs[0].device
+    )
 
 
 def _first_samples(inputs: Inputs, device: torch.device) -> Inputs:
@@ -118,12 +127,18 @@ def _drawn_samples(inputs: Inputs, device: torch.device) -> Inputs:
     """Return samples like ``inputs``, with floating-point values from a generator of its own."""
     generator = torch.Generator("cpu").manual_seed(0)
     samples = []
-    for first_samples, tensor in zip(_first_samples(inputs, device), inputs, strict=True):
+    for first_samples, tensor in zip(
+        _first_samples(inputs, device), inputs, strict=True
+    ):
         if tensor.is_complex():
-            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.complex64)
+            values = torch.randn(
+                first_samples.shape, generator=generator, dtype=torch.complex64
+            )
             samples.append(values.to(device, tensor.dtype))
         elif tensor.is_floating_point():
-            values = torch.randn(first_samples.shape, generator=generator, dtype=torch.float32)
+            values = torch.randn(
+                first_samples.shape, generator=generator, dtype=torch.float32
+            )
             samples.append(values.to(device, tensor.dtype))
         else:
             samples.append(first_samples)
@@ -168,7 +183,9 @@ def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> b
     for stage, boundary in zip(stages, stages.boundaries, strict=True):
         if stage.meta["unbatched"]:
             # It runs micro-batches one by one, so it may mix samples. Earlier stages may not.
-            for tensor, results in zip(boundary, zip(*values, strict=True), strict=True):
+            for tensor, results in zip(
+                boundary, zip(*values, strict=True), strict=True
+            ):
                 if agree and tensor.batched:
                     agree = _alike(*results)
             values = _run_one_by_one(_probe(stage), values)
@@ -187,7 +204,9 @@ def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> b
 def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
     """Run on the inputs of each micro-batch; together, they have the outputs of both."""
     first_outputs, second_outputs = stage(*values[0]), stage(*values[1])
-    joint_outputs = tuple(map(torch.cat, zip(first_outputs, second_outputs, strict=True)))
+    joint_outputs = tuple(
+        map(torch.cat, zip(first_outputs, second_outputs, strict=True))
+    )
     return [first_outputs, second_outputs, joint_outputs]
 
 
@@ -200,7 +219,9 @@ class _Lockstep:
     def __init__(self, module: fx.GraphModule, places: list[str] | None) -> None:
         self.module = module
         self.places = places
-        self.runs = [fx.Interpreter(module, garbage_collect_values=False) for _ in range(3)]
+        self.runs = [
+            fx.Interpreter(module, garbage_collect_values=False) for _ in range(3)
+        ]
         self.agree = True  # where random draws begin, whose results are made equal
 
     def run(self, values: Sequence[Inputs]) -> list[Inputs]:
@@ -215,7 +236,9 @@ class _Lockstep:
             if earlier_states != generator_states():
                 # Each run has drawn other numbers: equal ones let later nodes be compared.
                 self.agree = self.agree and all(map(self._alike, node.all_input_nodes))
-                for first, second, joint in zip(*map(tree_leaves, results), strict=True):
+                for first, second, joint in zip(
+                    *map(tree_leaves, results), strict=True
+                ):
                     _join(first, second, joint)
             for run, value in zip(self.runs, results, strict=True):
                 run.env[node] = value
@@ -287,13 +310,19 @@ def _dimension(first: Tensor, second: Tensor, joint: Tensor) -> int | None:
         return None
     differing_dimensions = []
     for dimension in range(joint.dim()):
-        sizes = {first.shape[dimension], second.shape[dimension], joint.shape[dimension]}
+        sizes = {
+            first.shape[dimension],
+            second.shape[dimension],
+            joint.shape[dimension],
+        }
         if len(sizes) > 1:
             differing_dimensions.append(dimension)
     if len(differing_dimensions) != 1:
         return None
     (dimension,) = differing_dimensions
-    is_joined = first.shape[dimension] + second.shape[dimension] == joint.shape[dimension]
+    is_joined = (
+        first.shape[dimension] + second.shape[dimension] == joint.shape[dimension]
+    )
     return dimension if is_joined else None
 
 
@@ -311,7 +340,9 @@ def _join(first: Any, second: Any, joint: Any) -> None:
 
 def _agree(first: Any, second: Any, joint: Any) -> bool:
     """Return whether ``joint`` is ``first`` followed by ``second`` in the first dimension."""
-    return _dimension(first, second, joint) == 0 and _close(torch.cat([first, second]), joint)
+    return _dimension(first, second, joint) == 0 and _close(
+        torch.cat([first, second]), joint
+    )
 
 
 def _alike(first: Any, second: Any, joint: Any) -> bool:

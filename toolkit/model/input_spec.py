@@ -27,7 +27,8 @@ class Images:
     samples = "images"  # plural name
     answers = "images"  # what has an answer each
     metric = ACCURACY  # by which a model is judged
-    usual_argument = "num_classes"  # name that other models use for the number of classes
+    # Name that other models use for the number of classes.
+    usual_argument = "num_classes"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -104,7 +105,9 @@ class Sequences:
         """Return tokens ``[n, length]`` from a fixed seed."""
         if torch.device(device).type == "meta":
             return torch.empty(n, self.length, dtype=torch.long, device=device)
-        tokens = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
+        tokens = torch.randint(
+            self.vocabulary, (n, self.length), generator=_drawn(), device="cpu"
+        )
         return tokens.to(device)
 
     def output(self, n: int) -> tuple[int, ...]:

@@ -38,7 +38,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 @contextmanager
 def counting_work() -> Iterator["WorkCounter"]:
     """Count the work of the operations inside the context."""
-    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as flops, WorkCounter() as counter:
+    with (
+        FlopCounterMode(display=False, custom_mapping=_FLOPS) as flops,
+        WorkCounter() as counter,
+    ):
         yield counter
     counter.flops = flops.get_total_flops()
 
@@ -50,7 +53,9 @@ def _convolution_backward(*args: Any, **keywords: Any) -> int:
     """
     # aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, ...)
     # These are called with shapes in place of tensors.
-    gradient_shape, input_shape, weight_shape, *_, transposed, _, _, output_mask = args[:11]
+    gradient_shape, input_shape, weight_shape, *_, transposed, _, _, output_mask = args[
+        :11
+    ]
     positions = input_shape[2:] if transposed else gradient_shape[2:]
     forward_flops = 2 * input_shape[0] * prod(positions) * prod(weight_shape)
     return forward_flops * sum(output_mask[:2])
@@ -74,7 +79,9 @@ class WorkCounter(TorchDispatchMode):
         """What has been counted."""
         return Work(self.flops, self.bytes, self.in_16_bits)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         # Views and allocations launch no kernel.
         if not reads_memory(func):

@@ -60,7 +60,8 @@ def meta_copy(module: nn.Module) -> nn.Module:
     meta_module = in_training(copy.deepcopy(module, meta_of_tensor))
     for norm in meta_module.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is None:
-            norm.momentum = 0.1  # a cumulative mean counts its batches, which meta tensors cannot
+            # A cumulative mean counts its batches, which meta tensors cannot.
+            norm.momentum = 0.1
     return meta_module
 
 
@@ -79,13 +80,17 @@ def node_costs(
         precision: one of :data:`toolkit.model.precision.PRECISIONS`.
     """
     inputs = tuple(_to_meta(tensor) for tensor in example)
-    recorder = _Recorder(meta_copy(traced), inputs, device or example[0].device, precision)
+    recorder = _Recorder(
+        meta_copy(traced), inputs, device or example[0].device, precision
+    )
     recorder.run(*inputs)
     # Only now: a later node may save what an earlier one has computed.
     saved_storages = {_storage(tensor) for tensor in recorder.saved_tensors}
     costs = {}
     for name, cost in recorder.costs.items():
-        is_saved = any(_storage(tensor) in saved_storages for tensor in tensors_in(cost.output))
+        is_saved = any(
+            _storage(tensor) in saved_storages for tensor in tensors_in(cost.output)
+        )
         costs[name] = replace(cost, kept=is_saved)
     return costs
 
@@ -133,7 +138,11 @@ class _Recorder(fx.Interpreter):
     """Run each node alone, forward and backward, on inputs detached from earlier nodes."""
 
     def __init__(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], device: torch.device, precision: str
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        device: torch.device,
+        precision: str,
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.device = device
@@ -141,9 +150,15 @@ class _Recorder(fx.Interpreter):
         self.costs: dict[str, NodeCost] = {}
         self.counted_parameters: set[int] = set()
         # Storages are identified by address: keep them alive so that none is reused.
-        self.saved_tensors: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
+        self.saved_tensors: list[Tensor] = [
+            *module.parameters(),
+            *module.buffers(),
+            *inputs,
+        ]
         self.seen_storages = {_storage(tensor) for tensor in self.saved_tensors}
-        self.parameter_storages = {_storage(parameter) for parameter in module.parameters()}
+        self.parameter_storages = {
+            _storage(parameter) for parameter in module.parameters()
+        }
         self.saved_bytes = 0
         self.state: dict[str, Tensor] = dict(module.named_parameters())
         for name, buffer in module.named_buffers():
@@ -153,11 +168,15 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        earlier_versions = {name: tensor._version for name, tensor in self.state.items()}
+        earlier_versions = {
+            name: tensor._version for name, tensor in self.state.items()
+        }
         changes = self._changes(n, args, kwargs)
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         earlier_bytes = self.saved_bytes
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._save, lambda tensor: tensor
+        )
         with counting_work() as forward, hooks:
             output = self._run(n, args, kwargs)
         parameters = parameters_of(self.module, n)
@@ -174,7 +193,9 @@ class _Recorder(fx.Interpreter):
                 self.counted_parameters.add(id(parameter))
                 n_new_parameters += parameter.numel()
         changed_state = [
-            name for name, tensor in self.state.items() if tensor._version != earlier_versions[name]
+            name
+            for name, tensor in self.state.items()
+            if tensor._version != earlier_versions[name]
         ]
         self.costs[n.name] = NodeCost(
             forward=forward.work,
@@ -207,7 +228,9 @@ class _Recorder(fx.Interpreter):
         with torch.no_grad():
             self._run(n, args, kwargs)
         return tuple(
-            node.name for node, value, version in earlier_versions if value._version != version
+            node.name
+            for node, value, version in earlier_versions
+            if value._version != version
         )
 
     def _save(self, tensor: Tensor) -> Tensor:
@@ -225,14 +248,22 @@ def _backward(output: Any, leaves: list[Tensor], *, retain_graph: bool = False) 
     if outputs and trained_leaves:
         gradients = [torch.empty_like(tensor) for tensor in outputs]
         torch.autograd.grad(
-            outputs, trained_leaves, gradients, retain_graph=retain_graph, allow_unused=True
+            outputs,
+            trained_leaves,
+            gradients,
+            retain_graph=retain_graph,
+            allow_unused=True,
         )
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
     """Return a meta tensor of the same kind, without values."""
     meta = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return (
+        nn.Parameter(meta, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else meta
+    )
 
 
 def _storage(tensor: Tensor) -> int:

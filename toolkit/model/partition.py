@@ -72,7 +72,9 @@ class Stages(Sequence[fx.GraphModule]):
     def __getitem__(self, index: int) -> fx.GraphModule: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[fx.GraphModule, ...]: ...
-    def __getitem__(self, index: int | slice) -> fx.GraphModule | tuple[fx.GraphModule, ...]:
+    def __getitem__(
+        self, index: int | slice
+    ) -> fx.GraphModule | tuple[fx.GraphModule, ...]:
         return self.modules[index]
 
 
@@ -147,7 +149,9 @@ class Traced:
         return cls.checked(model, trace(model, example), example)
 
     @classmethod
-    def checked(cls, model: nn.Module, traced: fx.GraphModule, example: Any) -> "Traced":
+    def checked(
+        cls, model: nn.Module, traced: fx.GraphModule, example: Any
+    ) -> "Traced":
         """Analyse a traced model; raise UserError if its stages would train differently."""
         inputs = _tensors_of(example)
         check_traceable(model, traced)
@@ -186,7 +190,9 @@ class Traced:
         Source: ``compute_bucket_assignment_by_size`` in torch's reducer.
         """
         crossing = self.crossing
-        element_bytes = max((p.element_size() for p in self.model.parameters()), default=4)
+        element_bytes = max(
+            (p.element_size() for p in self.model.parameters()), default=4
+        )
         loads = [crossing.costs[node.name].parameters for node in crossing.nodes]
         may_cut = [obstacle is None for obstacle in crossing.obstacle]
         cuts = bucket_cuts([element_bytes * load for load in loads], may_cut)
@@ -241,10 +247,14 @@ def _tensors_of(example: Any) -> Inputs:
     return inputs
 
 
-def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str, NodeCost]:
+def _costs(
+    model: nn.Module, traced: fx.GraphModule, inputs: Inputs
+) -> dict[str, NodeCost]:
     """Return the cost of each node; raise UserError if the forward changes inputs or state."""
     name = type(model).__name__
-    if not inputs[0].dim() or any(tensor.shape[:1] != inputs[0].shape[:1] for tensor in inputs):
+    if not inputs[0].dim() or any(
+        tensor.shape[:1] != inputs[0].shape[:1] for tensor in inputs
+    ):
         raise UserError(
             f"every input needs the same batch as first dimension: got {shapes_of(inputs)}"
         )
@@ -253,7 +263,9 @@ def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
         # In-place changes between nodes are fine: they stay within the micro-batch.
-        changed_inputs = [input_name for input_name in cost.changes if input_name in received]
+        changed_inputs = [
+            input_name for input_name in cost.changes if input_name in received
+        ]
         if changed_inputs:
             raise UserError(
                 f"{name} changes its input {changed_inputs[0]} in place ({node}), but a batch may"
@@ -278,8 +290,12 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
         commonest_obstacle = obstacle
 
     # 1. The first and the last stage have work, if there are other cuts or a weight is tied.
-    computing = [cut for cut, node in enumerate(crossing.nodes) if crossing.computes(node)]
-    possible_cuts = [cut for cut in free_cuts if computing and computing[0] < cut <= computing[-1]]
+    computing = [
+        cut for cut, node in enumerate(crossing.nodes) if crossing.computes(node)
+    ]
+    possible_cuts = [
+        cut for cut in free_cuts if computing and computing[0] < cut <= computing[-1]
+    ]
     if len(possible_cuts) + 1 < n_stages and "both sides" not in commonest_obstacle:
         possible_cuts = free_cuts
 
@@ -308,7 +324,9 @@ def _limit_of(loads: list[int], cuts: list[int], n_stages: int) -> float:
     if not 1 <= n_stages <= len(cuts) + 1:
         return inf
     load_before = [0, *accumulate(loads)]
-    return smallest_limit([load_before[cut] for cut in (0, *cuts, len(loads))], n_stages)
+    return smallest_limit(
+        [load_before[cut] for cut in (0, *cuts, len(loads))], n_stages
+    )
 
 
 def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[int]:
@@ -322,7 +340,9 @@ def _named_cuts(n_stages: int, names: list[str], crossing: Crossings) -> list[in
         cut = _first_node(name, crossing)
         obstacle = crossing.obstacle[cut]
         if obstacle is not None or cut == 0:
-            raise UserError(f"no stage can begin at {name!r}: {obstacle or 'it begins the first'}")
+            raise UserError(
+                f"no stage can begin at {name!r}: {obstacle or 'it begins the first'}"
+            )
         cuts.append(cut)
     if cuts != sorted(set(cuts)):
         raise UserError(f"{names} must be in the order in which the model runs them")
@@ -352,4 +372,6 @@ def _first_node(name: str, crossing: Crossings) -> int:
 def _paths(node: fx.Node) -> list[str]:
     """Return the modules that contain a node, and the weight that it reads."""
     paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
+    return (
+        [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
+    )

@@ -39,7 +39,9 @@ class LiveMemory(TorchDispatchMode):
         self.most = 0  # the peak since the last restart
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         self._count(output, tensors_in((args, kwargs)))
         return output
@@ -49,7 +51,10 @@ class LiveMemory(TorchDispatchMode):
         argument_storages = [tensor.untyped_storage()._cdata for tensor in arguments]
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._sizes and storage._cdata not in argument_storages:
+            if (
+                storage._cdata not in self._sizes
+                and storage._cdata not in argument_storages
+            ):
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.bytes += storage.nbytes()
                 # An address may be used again: forget it as soon as its storage is gone.
@@ -65,7 +70,10 @@ class LiveMemory(TorchDispatchMode):
 
 
 def working_bytes(
-    stage: fx.GraphModule, inputs: tuple[Tensor, ...], device: torch.device, precision: str
+    stage: fx.GraphModule,
+    inputs: tuple[Tensor, ...],
+    device: torch.device,
+    precision: str,
 ) -> tuple[int, int]:
     """Return the peak bytes of a stage's forward and backward besides what is kept between them.
 
@@ -100,10 +108,14 @@ def peaks_beside_kept(
     forward_peak = memory.most
     differentiable_outputs = [output for output in outputs if output.requires_grad]
     edges = [get_gradient_edge(output) for output in differentiable_outputs]
-    specs = [(output.shape, output.dtype, output.device) for output in differentiable_outputs]
+    specs = [
+        (output.shape, output.dtype, output.device) for output in differentiable_outputs
+    ]
     del outputs, differentiable_outputs  # each reference would keep the outputs alive
     kept_bytes = memory.bytes
     memory.restart()
-    gradients = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+    gradients = [
+        torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs
+    ]
     torch.autograd.backward(edges, gradients)
     return forward_peak - kept_bytes, memory.most - kept_bytes

@@ -32,7 +32,10 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, fx.GraphModule) and type(value.graph._codegen) is fx.graph.CodeGen:
+        if (
+            isinstance(value, fx.GraphModule)
+            and type(value.graph._codegen) is fx.graph.CodeGen
+        ):
             nodes = [
                 (
                     node.op,
@@ -88,9 +91,13 @@ def _graph_module(
     for op, target, args, kwargs, name_of_node in nodes:
         args, kwargs = map_aggregate(
             (args, kwargs),
-            lambda argument: node_of_name[argument.of] if isinstance(argument, _Name) else argument,
+            lambda argument: (
+                node_of_name[argument.of] if isinstance(argument, _Name) else argument
+            ),
         )
-        node_of_name[name_of_node] = graph.create_node(op, target, args, kwargs, name_of_node)
+        node_of_name[name_of_node] = graph.create_node(
+            op, target, args, kwargs, name_of_node
+        )
     graph_module = fx.GraphModule(root, graph, name)
     graph_module.__dict__.update(
         {

@@ -27,16 +27,36 @@ HALVES = (torch.float16, torch.bfloat16)
 _PRODUCTS = {
     *("conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("addbmm", "addmm", "baddbmm", "bmm", "linalg_vecdot", "linear", "matmul", "mm", "prelu"),
+    *(
+        "addbmm",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "linalg_vecdot",
+        "linear",
+        "matmul",
+        "mm",
+        "prelu",
+    ),
     *("conv_tbc", "scaled_dot_product_attention"),
 }
 _PRODUCTS_ON_GPU = {
     *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv"),
     *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
 }
-_WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # torch decomposes them into _cudnn_rnn
+# Torch decomposes them into _cudnn_rnn.
+_WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 _WIDEST_ON_GPU = {
-    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put"),
+    *(
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "bilinear",
+        "cross",
+        "dot",
+        "grid_sampler",
+        "index_put",
+    ),
     *("scatter_add", "tensordot", "vdot"),
 }
 _WIDEST_ON_CPU = {"cat", "index_copy", "stack"}
@@ -69,7 +89,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def as_trained(device: torch.device, precision: str) -> Iterator[None]:
     """Apply the autocast and the fused attention of ``device`` (meta: a GPU) to meta tensors."""
     # Let the mode see the operations inside torch's Python functions.
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = (
+        "has_torch_function",
+        "has_torch_function_unary",
+        "has_torch_function_variadic",
+    )
     no_overrides: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
     with (
         patch.multiple(F, **no_overrides),
@@ -98,7 +122,11 @@ class _OnDevice(TorchFunctionMode):
             self.casts |= dict.fromkeys(product_operations, partial(_to, dtype))
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         cast = self.casts.get(_operation(func))
@@ -112,8 +140,12 @@ class _OnDevice(TorchFunctionMode):
 @cache
 def registered(device: str) -> frozenset[str]:
     """Return the operations that autocast knows on ``device`` (``CPU``, ``CUDA``)."""
-    registrations = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
-    return frozenset(name.partition("::")[2].partition(".")[0] for name in registrations)
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key(
+        f"Autocast{device}"
+    )
+    return frozenset(
+        name.partition("::")[2].partition(".")[0] for name in registrations
+    )
 
 
 def _operation(function: Any) -> str:
@@ -133,12 +165,18 @@ def _to(dtype: torch.dtype, values: Any) -> Any:
 def _widened(values: Any) -> Any:
     """Cast the tensors of a tree to their widest type."""
     dtypes = {value.dtype for value in tree_leaves(values) if _is_cast(value)}
-    return _to(max(dtypes, key=lambda dtype: dtype.itemsize), values) if dtypes else values
+    return (
+        _to(max(dtypes, key=lambda dtype: dtype.itemsize), values) if dtypes else values
+    )
 
 
 def _is_cast(value: Any) -> bool:
     """Return whether autocast casts ``value``: a floating-point tensor of at most 32 bits."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
 
 
 def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
@@ -165,10 +203,17 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
     tensors = (query, key, value)
     takes_apart = query.dtype == torch.float64
     if on_cpu:
-        takes_apart = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
+        takes_apart = dropout_p > 0 or (
+            attn_mask is not None and attn_mask.requires_grad
+        )
     if query.dim() != 4 or enable_gqa or takes_apart:
         return _PLAIN_ATTENTION(
-            *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            *tensors,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     mask = attn_mask
     if mask is not None:

@@ -30,7 +30,9 @@ _current = _Current()
 
 
 @contextmanager
-def drawing(inputs: Sequence[Tensor], seed: int, step: int, microbatch: int) -> Iterator[None]:
+def drawing(
+    inputs: Sequence[Tensor], seed: int, step: int, microbatch: int
+) -> Iterator[None]:
     """Let layers draw by seed, step, name and micro-batch; afterwards restore the generators."""
     gpus = {tensor.device for tensor in inputs if tensor.is_cuda}
     # Each on its own, since torch.manual_seed would change the generators of other GPUs, too.
@@ -63,4 +65,6 @@ def seed_layer(name: str) -> None:
 # torch.compile leaves a marked function out of its graphs, which would freeze the seed of the first
 # call. The marks are those of torch.compiler.disable, which takes a second to import the compiler.
 vars(seed_layer)["_torchdynamo_disable"] = True
-vars(seed_layer)["_torchdynamo_disable_msg"] = "it seeds the generators before each layer's draws"
+vars(seed_layer)["_torchdynamo_disable_msg"] = (
+    "it seeds the generators before each layer's draws"
+)

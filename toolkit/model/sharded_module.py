@@ -28,7 +28,12 @@ class Sharding(NamedTuple):
     def wrap(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
         """Return the DTensor whose shard here is ``local``; autograd passes through."""
         return DTensor.from_local(
-            local, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            local,
+            mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
         )
 
     def shard(self, whole_tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -82,7 +87,11 @@ class ShardedModule:
                 self.weights[name] = sharding
 
     def __call__(
-        self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], *, tie_weights: bool = True
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        tie_weights: bool = True,
     ) -> tuple[Tensor, ...]:
         """Run the stage on local shards of ``weights`` and ``inputs``."""
         tensors = {}
@@ -95,12 +104,16 @@ class ShardedModule:
         received = []
         for index, tensor in enumerate(inputs):
             sharding = self.inputs[index] if self.inputs else None
-            received.append(tensor if sharding is None else sharding.wrap(tensor, self.mesh))
+            received.append(
+                tensor if sharding is None else sharding.wrap(tensor, self.mesh)
+            )
         results = torch.func.functional_call(
             self.module, tensors, tuple(received), tie_weights=tie_weights
         )
         # The next stage wraps what it receives by these.
-        self.outputs = [None if self.gathers else _sharding_of(output) for output in results]
+        self.outputs = [
+            None if self.gathers else _sharding_of(output) for output in results
+        ]
         return tuple(self._local(output) for output in results)
 
     def _local(self, output: Tensor) -> Tensor:
@@ -112,7 +125,9 @@ class ShardedModule:
 
 
 def parallelized(
-    stage: fx.GraphModule, mesh: DeviceMesh, parallelize: Callable[[nn.Module, DeviceMesh], Any]
+    stage: fx.GraphModule,
+    mesh: DeviceMesh,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any],
 ) -> fx.GraphModule:
     """Return ``stage`` after ``parallelize``, which may change it in place.
 
@@ -149,7 +164,9 @@ def _check_hooks_run(stage: fx.GraphModule) -> None:
     torch's styles move tensors in hooks of a module. A graph calls functions in place of a module
     that contains others, and of all modules if torch.export has traced it.
     """
-    called = {str(node.target) for node in stage.graph.nodes if node.op == "call_module"}
+    called = {
+        str(node.target) for node in stage.graph.nodes if node.op == "call_module"
+    }
     running = {id(stage)}
     for target in called:
         running |= {id(module) for module in stage.get_submodule(target).modules()}

@@ -153,11 +153,14 @@ def device_works(
             sharded.inputs = shardings
             work, outputs = _analyse(sharded, inputs, device, precision)
             if shares_loss:
-                work = replace(work, exchanges=(*work.exchanges, *_exchanges_of_loss(outputs)))
+                work = replace(
+                    work, exchanges=(*work.exchanges, *_exchanges_of_loss(outputs))
+                )
             works.append(work)
             shardings = sharded.outputs
             inputs = tuple(
-                output.detach().requires_grad_(output.is_floating_point()) for output in outputs
+                output.detach().requires_grad_(output.is_floating_point())
+                for output in outputs
             )
     return works
 
@@ -173,7 +176,10 @@ def _exchanges_of_loss(outputs: Sequence[Tensor]) -> list[Exchange]:
 
 
 def _analyse(
-    stage: ShardedModule, inputs: tuple[Tensor, ...], device: torch.device, precision: str
+    stage: ShardedModule,
+    inputs: tuple[Tensor, ...],
+    device: torch.device,
+    precision: str,
 ) -> tuple[DeviceWork, tuple[Tensor, ...]]:
     """Return the work of a stage, and the local shards that it sends on."""
     weights = {}
@@ -181,7 +187,10 @@ def _analyse(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         weights[name] = local.detach().requires_grad_(parameter.requires_grad)
     saved = _SavedTensors([*weights.values(), *stage.module.buffers(), *inputs])
-    with as_trained(device, precision), saved_tensors_hooks(saved.save, lambda tensor: tensor):
+    with (
+        as_trained(device, precision),
+        saved_tensors_hooks(saved.save, lambda tensor: tensor),
+    ):
         outputs = stage(weights, inputs)
 
     log = _KernelLog()
@@ -192,7 +201,9 @@ def _analyse(
         return results
 
     with _LocalMemory() as memory, log:
-        working_bytes = peaks_beside_kept(forward, memory, as_trained(device, precision))
+        working_bytes = peaks_beside_kept(
+            forward, memory, as_trained(device, precision)
+        )
     work = DeviceWork(
         kernels=tuple(log.forward_kernels),
         backward_kernels=tuple(log.kernels),
@@ -203,7 +214,9 @@ def _analyse(
         output_bytes=sum(tensor.nbytes for tensor in outputs),
         unkept_bytes=sum(tensor.nbytes for tensor in outputs if not saved.has(tensor)),
         parameter_bytes=sum(
-            weight.untyped_storage().nbytes() for weight in weights.values() if weight.requires_grad
+            weight.untyped_storage().nbytes()
+            for weight in weights.values()
+            if weight.requires_grad
         ),
         forward_working_bytes=working_bytes[0],
         backward_working_bytes=working_bytes[1],
@@ -253,7 +266,9 @@ def _finds_shapes(tensors: Sequence[Tensor]) -> bool:
 class _LocalMemory(LiveMemory):
     """Counts the bytes of living local tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
@@ -262,7 +277,10 @@ class _LocalMemory(LiveMemory):
         arguments = tensors_in((args, kwargs))
         if _finds_shapes([*arguments, *tensors_in(output)]):
             return output
-        if func.namespace == _COLLECTIVE and func._overloadpacket.__name__ not in _COLLECTIVES:
+        if (
+            func.namespace == _COLLECTIVE
+            and func._overloadpacket.__name__ not in _COLLECTIVES
+        ):
             # The op that waits for a collective returns its result. On meta tensors it returns a
             # copy, which would count as a second tensor.
             for argument in arguments:
@@ -293,7 +311,9 @@ class _KernelLog(TorchDispatchMode):
         self.forward_kernels, self.kernels = self.kernels, []
         self.forward_exchanges, self.exchanges = self.exchanges, []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
@@ -311,7 +331,9 @@ class _KernelLog(TorchDispatchMode):
         elif reads_memory(func):
             flops = 0
             if func._overloadpacket in flop_registry:
-                flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+                flops = flop_registry[func._overloadpacket](
+                    *args, **kwargs, out_val=output
+                )
             n_bytes = sum(operand.nbytes for operand in operands)
             in_16_bits = any(operand.dtype in HALVES for operand in operands)
             self.kernels.append(Work(flops, n_bytes, in_16_bits))

@@ -72,7 +72,9 @@ def filled(value: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, Mapping):
-        item_of_key = {key: filled(value[key], tensors) for key in sorted(value, key=str)}
+        item_of_key = {
+            key: filled(value[key], tensors) for key in sorted(value, key=str)
+        }
         return {key: item_of_key[key] for key in value}
     if isinstance(value, tuple | list):
         items = [filled(item, tensors) for item in value]
@@ -107,7 +109,9 @@ class Results:
     scalars: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, value: Any, is_tensor: Callable[[Any], bool], owner: str) -> tuple["Results", list]:
+    def of(
+        cls, value: Any, is_tensor: Callable[[Any], bool], owner: str
+    ) -> tuple["Results", list]:
         """Return the structure of ``value`` and its tensors; UserError if it has other contents.
 
         Args:
@@ -119,19 +123,25 @@ class Results:
         tensors = [leaf for leaf in leaves if is_tensor(leaf)]
         constants = tuple(Tensor if is_tensor(leaf) else leaf for leaf in leaves)
         for leaf in constants:
-            if leaf is not Tensor and not isinstance(leaf, bool | int | float | str | None):
+            if leaf is not Tensor and not isinstance(
+                leaf, bool | int | float | str | None
+            ):
                 raise UserError(
                     f"{owner} returns a {type(leaf).__name__}; expected tensors, or tuples and"
                     " dictionaries of them. Leave it out, such as a cache by use_cache=False"
                 )
         if not tensors:
-            raise UserError(f"{owner} returns no tensor: return its predictions, [b, ...]")
+            raise UserError(
+                f"{owner} returns no tensor: return its predictions, [b, ...]"
+            )
         return cls(spec, constants), tensors
 
     @property
     def is_single_tensor(self) -> bool:
         """Whether the model returns one tensor, with a row or more for each sample."""
-        return self.spec.num_nodes == 1 and self.leaves == (Tensor,) and not self.scalars
+        return (
+            self.spec.num_nodes == 1 and self.leaves == (Tensor,) and not self.scalars
+        )
 
     def restore(self, tensors: Inputs) -> Any:
         """Return the result that consists of ``tensors``, those of one micro-batch."""

@@ -17,7 +17,13 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -59,7 +65,9 @@ def tensor_parallel(
     blocks = [module for module in model.modules() if is_block(module)]
     if blocks:
         _check_divides(width, "model.heads", blocks[0].heads)
-        _check_divides(width, "the length of sequences", model.get_parameter("embed.places"))
+        _check_divides(
+            width, "the length of sequences", model.get_parameter("embed.places")
+        )
         if share_loss:
             return LossParallel(partial(_share_decoder, scores=Shard(-1)))
         return _share_decoder
@@ -81,10 +89,14 @@ def tensor_parallel(
 def _check_divides(width: int, name: str, size: Any) -> None:
     n_parts = len(size) if isinstance(size, Tensor) else int(size)
     if n_parts % width:
-        raise UserError(f"width={width} does not divide {name}, {n_parts}: choose a divisor of it")
+        raise UserError(
+            f"width={width} does not divide {name}, {n_parts}: choose a divisor of it"
+        )
 
 
-def _share_decoder(stage: nn.Module, mesh: DeviceMesh, scores: Placement = _WHOLE) -> None:
+def _share_decoder(
+    stage: nn.Module, mesh: DeviceMesh, scores: Placement = _WHOLE
+) -> None:
     by_tokens = Shard(1)
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(
@@ -106,7 +118,9 @@ def _share_decoder(stage: nn.Module, mesh: DeviceMesh, scores: Placement = _WHOL
         places = module._parameters.get("places")
         if places is not None:
             replicated = distribute_tensor(places.data, mesh, [Replicate()])
-            module.register_parameter("places", nn.Parameter(replicated, places.requires_grad))
+            module.register_parameter(
+                "places", nn.Parameter(replicated, places.requires_grad)
+            )
     _attend_to_own_heads(cast(fx.GraphModule, stage), mesh)
 
 
@@ -119,7 +133,9 @@ def _share_vit(stage: nn.Module, mesh: DeviceMesh) -> None:
     _apply(stage, mesh, styles)
 
 
-def _apply(stage: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+def _apply(
+    stage: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]
+) -> None:
     """Shard each module whose name ends as one of ``styles``."""
     for name, module in [*stage.named_modules()]:
         for ending, style in styles.items():
@@ -156,11 +172,17 @@ class _SharedAttention(ParallelStyle):
     """Shards self-attention by heads; its input and output are whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _shard_parameters(module, device_mesh, {"in_proj_weight": _HEADS, "in_proj_bias": _HEADS})
+        _shard_parameters(
+            module, device_mesh, {"in_proj_weight": _HEADS, "in_proj_bias": _HEADS}
+        )
         projection = cast(nn.Linear, module.out_proj)
-        _shard_parameters(projection, device_mesh, {"weight": Shard(1), "bias": Replicate()})
+        _shard_parameters(
+            projection, device_mesh, {"weight": Shard(1), "bias": Replicate()}
+        )
         # torch's own forward hands its weights to a function that takes no DTensors.
-        module.forward = partial(_self_attention, cast(nn.MultiheadAttention, module), device_mesh)
+        module.forward = partial(
+            _self_attention, cast(nn.MultiheadAttention, module), device_mesh
+        )
         return module
 
 
@@ -174,8 +196,16 @@ def _self_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend ``query`` ``[b, tokens, width]`` to itself, on this device's heads."""
-    if key is not query or value is not query or need_weights or not module.batch_first or options:
-        raise UserError("width: expected self-attention with the batch first, without its weights")
+    if (
+        key is not query
+        or value is not query
+        or need_weights
+        or not module.batch_first
+        or options
+    ):
+        raise UserError(
+            "width: expected self-attention with the batch first, without its weights"
+        )
     replicated = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
     x = replicated.to_local(grad_placements=[Partial()])
     projected = _local_linear(x, module.in_proj_weight, module.in_proj_bias)
@@ -191,12 +221,16 @@ def _self_attention(
     return cast(DTensor, output).redistribute(mesh, [Replicate()]).to_local(), None
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any]) -> None:
+def _shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any]
+) -> None:
     for name, placement in placements.items():
         parameter = module._parameters[name]
         if parameter is not None:
             sharded = distribute_tensor(parameter.data, mesh, [placement])
-            module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(sharded, parameter.requires_grad)
+            )
 
 
 def _attend_to_own_heads(stage: fx.GraphModule, mesh: DeviceMesh) -> None:
@@ -206,6 +240,9 @@ def _attend_to_own_heads(stage: fx.GraphModule, mesh: DeviceMesh) -> None:
             tensor, dimension, (n_parts, n_heads, size) = node.args
             node.args = (tensor, dimension, (n_parts, n_heads // mesh.size(), size))
         before = node.prev
-        if node.target is F.scaled_dot_product_attention and before.target is seed_layer:
+        if (
+            node.target is F.scaled_dot_product_attention
+            and before.target is seed_layer
+        ):
             before.args = (f"{before.args[0]}/{mesh.get_local_rank()}",)
     stage.recompile()

@@ -13,7 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.model.node_costs import parameters_of
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -89,7 +94,9 @@ def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
     with graph.inserting_before(node):
         weight = graph.get_attr(f"{path}.weight")
         if isinstance(module, nn.Embedding):
-            call = graph.call_function(F.embedding, (input_node, weight, module.padding_idx))
+            call = graph.call_function(
+                F.embedding, (input_node, weight, module.padding_idx)
+            )
         elif module.bias is None:
             call = graph.call_function(F.linear, (input_node, weight))
         else:
@@ -111,7 +118,9 @@ def _read_once(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
     reading_nodes = []
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            reads_weight = any(parameter is weight for parameter in parameters_of(traced, node))
+            reads_weight = any(
+                parameter is weight for parameter in parameters_of(traced, node)
+            )
             if reads_weight:
                 reading_nodes.append(node)
     weight_node, *duplicates = reading_nodes

@@ -22,10 +22,19 @@ from toolkit.model.attribute_writes import Attributes, depends_on_inputs, equal
 from toolkit.model.batch_norms import own_norms
 from toolkit.model.export import NormCallError, export
 from toolkit.model.generators import generator_states
-from toolkit.model.structure import Results, arguments, filled, input_names, named_tensors
+from toolkit.model.structure import (
+    Results,
+    arguments,
+    filled,
+    input_names,
+    named_tensors,
+)
 from toolkit.model.traced_stage import evaluated
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
@@ -65,7 +74,8 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
                 traced = _symbolic(model, call)
         except _ChangingError as error:
             raise UserError(f"{model_name} {error}") from error
-        except Exception as error:  # the tracer runs the model's own code: it may raise anything
+        except Exception as error:
+            # The tracer runs the model's own code: it may raise anything.
             traced = _exported(model, call, error)
     assert call.results is not None
     traced.meta |= {"evaluated": evaluated_names, "results": call.results}
@@ -74,7 +84,9 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
 
 def _symbolic(model: nn.Module, call: "_Call") -> fx.GraphModule:
     """Return the graph of ``model`` by torch.fx."""
-    traced = fx.GraphModule(model, _Tracer(model, call).trace(model), type(model).__name__)
+    traced = fx.GraphModule(
+        model, _Tracer(model, call).trace(model), type(model).__name__
+    )
     _check_buffers(model)
     _check_writes(call, lambda: _Tracer(model, call).trace(model))
     return traced
@@ -87,11 +99,15 @@ class _Call:
         self.args, self.kwargs = arguments(example)
         self.who = type(model).__name__
         parameters = inspect.signature(model.forward).parameters.values()
-        names = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        names = [
+            parameter.name for parameter in parameters if parameter.kind in _POSITIONAL
+        ]
         names += [f"input_{index}" for index in range(len(names), len(self.args))]
         named_arguments = [*zip(names, self.args, strict=False), *self.kwargs.items()]
         named_inputs = [
-            pair for name, value in named_arguments for pair in named_tensors(value, name)
+            pair
+            for name, value in named_arguments
+            for pair in named_tensors(value, name)
         ]
         self.names = input_names(name for name, _ in named_inputs)
         self.tensors = tuple(tensor for _, tensor in named_inputs)
@@ -99,13 +115,18 @@ class _Call:
         self.attributes = Attributes(model)  # before any call
         self.writes: dict[str, Any] = {}  # attributes that the last call has written
 
-    def flat(self, forward: Callable[..., Any], *first: Any) -> Callable[..., tuple[Any, ...]]:
+    def flat(
+        self, forward: Callable[..., Any], *first: Any
+    ) -> Callable[..., tuple[Any, ...]]:
         """Return ``forward`` of the tensors, after the arguments ``first``."""
 
         def call(*tensors: Any) -> tuple[Any, ...]:
             remaining_tensors = iter(tensors)
             args = [filled(value, remaining_tensors) for value in self.args]
-            kwargs = {key: filled(value, remaining_tensors) for key, value in self.kwargs.items()}
+            kwargs = {
+                key: filled(value, remaining_tensors)
+                for key, value in self.kwargs.items()
+            }
             result = forward(*first, *args, **kwargs)
             self.writes = self.attributes.writes()
             self.results, result_tensors = Results.of(result, _is_value, self.who)
@@ -121,7 +142,9 @@ def _is_value(leaf: object) -> bool:
 def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModule:
     """Return the graph of ``model`` by torch.export; ``reason`` is why torch.fx failed."""
     model_name = type(model).__name__
-    device = next((tensor.device for tensor in model.parameters()), call.tensors[0].device)
+    device = next(
+        (tensor.device for tensor in model.parameters()), call.tensors[0].device
+    )
     inputs = tuple(tensor.detach().to(device) for tensor in call.tensors)
     try:
         with _seeing_draws():
@@ -147,13 +170,17 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
 
 def _line_of(error: BaseException) -> str:
     """Return the line of the user's code that led to an error, as :func:`user_line`."""
-    return user_line(str(error)) or user_line("".join(traceback.format_tb(error.__traceback__)))
+    return user_line(str(error)) or user_line(
+        "".join(traceback.format_tb(error.__traceback__))
+    )
 
 
 def user_line(stack: str) -> str:
     """Return the innermost line of the user's code in a stack's text, in brackets; or ""."""
     frames = _FRAME.findall(stack)
-    user_frames = [frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))]
+    user_frames = [
+        frame for frame in frames if not frame[0].startswith((_TORCH, _OURS))
+    ]
     if not user_frames:
         return ""
     file, line, code = user_frames[-1]
@@ -193,14 +220,20 @@ def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
     """
     model_name = type(model).__name__
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if parameter._backward_hooks or getattr(
+            parameter, "_post_accumulate_grad_hooks", None
+        ):
             raise UserError(
                 f"{model_name} has a hook on the gradient of {name}, which would not run on copies"
                 " of the weights: remove it, and change gradients in the optimizer's step"
             )
-    called_modules = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    called_modules = [
+        str(node.target) for node in traced.graph.nodes if node.op == "call_module"
+    ]
     for name, module in model.named_modules():
-        is_in_called_module = any(f"{name}.".startswith(f"{leaf}.") for leaf in called_modules)
+        is_in_called_module = any(
+            f"{name}.".startswith(f"{leaf}.") for leaf in called_modules
+        )
         # A graph calls leaves as they are, with all hooks. It traces through other modules, forward
         # hooks included, but not through the call of the model itself.
         lost_hooks: tuple[str, ...] = _BACKWARD_HOOKS
@@ -304,7 +337,9 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Trace the inputs; other arguments take defaults, so branches may test them."""
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self._call.names]
+        inputs = [
+            self.create_proxy("placeholder", name, (), {}) for name in self._call.names
+        ]
         return self._call.flat(root_fn, self.root), inputs
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -328,7 +363,9 @@ class _Tracer(fx.Tracer):
 
 def _in_batches(norm: fx.Node) -> bool:
     """Return whether a call of batch_norm uses the statistics of its batch."""
-    training = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
+    training = norm.kwargs.get(
+        "training", norm.args[5] if len(norm.args) > 5 else False
+    )
     return training is not False
 
 

@@ -14,7 +14,9 @@ def draws_at_random(stage: nn.Module) -> bool:
 
 def one_by_one(stage: nn.Module) -> bool:
     """Return whether a stage must run micro-batches one by one to compute the same."""
-    return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get("mixes", False))
+    return draws_at_random(stage) or bool(
+        getattr(stage, "meta", {}).get("mixes", False)
+    )
 
 
 def in_training(module: _Module) -> _Module:

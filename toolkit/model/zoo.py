@@ -43,7 +43,11 @@ def build(
     """
     if name not in MODELS:
         raise UserError(f"unknown model {name!r}: {suggest(name, [*MODELS])}")
-    sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
+    sizes = {
+        "n_classes": n_classes,
+        "image_size": image_size,
+        "in_channels": in_channels,
+    }
     for size_name, value in (sizes | {"width": 1 if width is None else width}).items():
         whole(value, f"model.{size_name}", 1)
     return MODELS[name](n_classes, image_size, in_channels, width)
@@ -70,7 +74,10 @@ def _resnet(
         for group in range(4):
             old_layer = getattr(model, f"layer{group + 1}")
             layer = model._make_layer(
-                type(old_layer[0]), width * 2**group, len(old_layer), stride=2 if group else 1
+                type(old_layer[0]),
+                width * 2**group,
+                len(old_layer),
+                stride=2 if group else 1,
             )
             setattr(model, f"layer{group + 1}", layer)
         model.fc = nn.Linear(model.inplanes, n_classes)
@@ -78,7 +85,9 @@ def _resnet(
     is_small_image = image_size <= _SMALL_IMAGE
     if is_small_image or in_channels != 3:
         kernel, stride = (3, 1) if is_small_image else (7, 2)
-        model.conv1 = nn.Conv2d(in_channels, width, kernel, stride, kernel // 2, bias=False)
+        model.conv1 = nn.Conv2d(
+            in_channels, width, kernel, stride, kernel // 2, bias=False
+        )
         _initialise(model.conv1)
     if is_small_image:
         model.maxpool = nn.Identity()
@@ -106,7 +115,9 @@ def _cifar_resnet(
     base_width = 16 if width is None else width
     kernel, stride = (3, 1) if blocks[0] else (5, 2)
     conv = nn.Conv2d(in_channels, base_width, kernel, stride, kernel // 2, bias=False)
-    layers = OrderedDict(conv1=conv, bn1=nn.BatchNorm2d(base_width), relu=nn.ReLU(inplace=True))
+    layers = OrderedDict(
+        conv1=conv, bn1=nn.BatchNorm2d(base_width), relu=nn.ReLU(inplace=True)
+    )
     narrower = base_width
     for group, wider in enumerate((base_width, 2 * base_width, 4 * base_width)):
         for block in range(blocks[group]):
@@ -127,10 +138,14 @@ def _block(narrower: int, wider: int, stride: int) -> nn.Module:
     if stride == 1 and narrower == wider:
         return BasicBlock(narrower, wider)
     shortcut = nn.Conv2d(narrower, wider, 1, stride, bias=False)
-    return BasicBlock(narrower, wider, stride, nn.Sequential(shortcut, nn.BatchNorm2d(wider)))
+    return BasicBlock(
+        narrower, wider, stride, nn.Sequential(shortcut, nn.BatchNorm2d(wider))
+    )
 
 
-def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
+def _convnet(
+    n_classes: int, image_size: int, in_channels: int, width: int | None
+) -> nn.Module:
     if image_size < _LEAST_FOR_CONVNET:
         raise UserError(
             f"convnet needs images of {_LEAST_FOR_CONVNET} pixels or more: got {image_size}"
@@ -142,19 +157,26 @@ def _convnet(n_classes: int, image_size: int, in_channels: int, width: int | Non
     conv.weight.requires_grad_(False)
     layers: OrderedDict[str, nn.Module] = OrderedDict(whiten=conv, gelu=nn.GELU())
     narrower = len(filters)
-    for group, wider in enumerate((base_width, 4 * base_width, 4 * base_width), start=1):
+    for group, wider in enumerate(
+        (base_width, 4 * base_width, 4 * base_width), start=1
+    ):
         for position, channels in enumerate((narrower, wider), start=1):
             layers[f"conv{group}_{position}"] = conv = nn.Conv2d(
                 channels, wider, 3, 1, 1, bias=False
             )
-            nn.init.dirac_(conv.weight[:channels])  # passes on what it gets; the rest is random
+            # Passes on what it gets; the rest is random.
+            nn.init.dirac_(conv.weight[:channels])
             if position == 1:
                 layers[f"pool{group}"] = nn.MaxPool2d(2)
             layers[f"bn{group}_{position}"] = nn.BatchNorm2d(wider)
             layers[f"gelu{group}_{position}"] = nn.GELU()
         narrower = wider
     pool = nn.AdaptiveMaxPool2d(1)
-    layers |= {"pool": pool, "flatten": nn.Flatten(), "fc": nn.Linear(narrower, n_classes)}
+    layers |= {
+        "pool": pool,
+        "flatten": nn.Flatten(),
+        "fc": nn.Linear(narrower, n_classes),
+    }
     layers["scale"] = _Scale(1 / 9)
     return nn.Sequential(layers)
 
@@ -174,20 +196,29 @@ def whitening(in_channels: int) -> torch.Tensor:
     The eigenvectors of a patch's covariance, scaled to unit variance, and their negatives. Instead
     of a data set's covariance: neighbours correlate by 0.94, channels by 0.93.
     """
-    neighbours, channels = torch.full((2, 2), 0.94), torch.full((in_channels, in_channels), 0.93)
+    neighbours, channels = (
+        torch.full((2, 2), 0.94),
+        torch.full((in_channels, in_channels), 0.93),
+    )
     for correlation in (neighbours, channels):
         correlation.fill_diagonal_(1.0)
-    variances, vectors = torch.linalg.eigh(torch.kron(channels, torch.kron(neighbours, neighbours)))
+    variances, vectors = torch.linalg.eigh(
+        torch.kron(channels, torch.kron(neighbours, neighbours))
+    )
     filters = (vectors / torch.sqrt(variances + 0.01)).T.reshape(-1, in_channels, 2, 2)
     return torch.cat([filters, -filters])
 
 
-def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
+def _vit(
+    n_classes: int, image_size: int, in_channels: int, width: int | None
+) -> nn.Module:
     if width is not None:
         raise UserError(f"vit_b_16 takes no model.width: got {width}; leave it out")
     patch = 16
     if image_size % patch:
-        raise UserError(f"vit_b_16 needs images of a multiple of {patch} pixels: got {image_size}")
+        raise UserError(
+            f"vit_b_16 needs images of a multiple of {patch} pixels: got {image_size}"
+        )
     from torchvision.models import vit_b_16
 
     model = vit_b_16(image_size=image_size, num_classes=n_classes)

@@ -75,7 +75,9 @@ class Live:
 
     def _add(self, title: str, total: float) -> None:
         # disable=None: silent where the output is neither a terminal nor a notebook.
-        self.bars.append(tqdm(desc=title, total=total, bar_format=_FORMAT, disable=None))
+        self.bars.append(
+            tqdm(desc=title, total=total, bar_format=_FORMAT, disable=None)
+        )
 
 
 def watched(
@@ -129,7 +131,9 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     return run.measurements()
 
 
-def beside_prediction(measurements: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:
+def beside_prediction(
+    measurements: "Measurements", config: Any
+) -> tuple["Timeline", "Timeline"]:
     """Return the measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:

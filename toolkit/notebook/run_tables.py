@@ -78,10 +78,14 @@ def train_rules(
     if isinstance(seeds, Iterable):
         seeds = [*seeds]
     if not isinstance(seeds, list) or not seeds:
-        raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
+        raise UserError(
+            f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}"
+        )
     images = load_samples(config.data)
     settle_delays(config, lambda: images.form)
-    label_of_rule = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
+    label_of_rule = labels(
+        {name: build_schedule(rule).name for name, rule in config.rules.items()}
+    )
     n_runs = len(seeds) * len(config.rules)
     n_done = 0
     rows: list[dict[str, Any]] = []
@@ -118,7 +122,9 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     return curves
 
 
-def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
+def own_curves(
+    kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY
+) -> Curves:
     """Return kept and own runs of the rules that both have, cut to the shortest run.
 
     Args:
@@ -205,7 +211,9 @@ def in_words(
     lines = []
     for rule, row in _summaries(epochs, baseline, measure, margin).items():
         if rule != baseline and not isnan(row[measure.columns[2]]):
-            sentence = in_a_sentence(f"**{rule}**", baseline, row, row["runs"], measure, margin)
+            sentence = in_a_sentence(
+                f"**{rule}**", baseline, row, row["runs"], measure, margin
+            )
             lines.append(f"- {sentence}")
     return Markdown("\n".join(lines))
 
@@ -222,7 +230,9 @@ def _summaries(
             f"no run of {baseline!r} has finished: got runs of"
             f" {', '.join(values_of_rule) or 'none'}"
         )
-    lengths = sorted(_lengths({rule: runs.values() for rule, runs in values_of_rule.items()}))
+    lengths = sorted(
+        _lengths({rule: runs.values() for rule, runs in values_of_rule.items()})
+    )
     if len(lengths) > 1:
         raise UserError(
             f"runs have {', '.join(map(str, lengths))} epochs: keep those that all have, by"
@@ -234,7 +244,9 @@ def _summaries(
         last_values = {seed: run[-1] for seed, run in runs.items()}
         shared_seeds = last_values.keys() & last_baseline.keys()
         if shared_seeds:  # else over_seeds says what is wrong
-            last_values = {seed: last_values[seed] for seed in runs if seed in shared_seeds}
+            last_values = {
+                seed: last_values[seed] for seed in runs if seed in shared_seeds
+            }
         row = over_seeds(last_values, last_baseline, measure, margin)
         row["runs"] = sum(not isnan(value) for value in last_values.values())
         rows[rule] = row
@@ -244,7 +256,9 @@ def _summaries(
 def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[float]]]:
     """Return by rule and seed the metric after each epoch, of finished and diverged runs."""
     if measure.key not in epochs:
-        raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
+        raise UserError(
+            f"these runs have no test {measure.name}: their table lacks {measure.key}"
+        )
     # Rules of a folder whose schedules share a name get labels.
     labels_of_folder = {}
     if {"folder", "rule"} <= {*epochs}:
@@ -312,7 +326,9 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
     return pd.DataFrame.from_dict(cells_of_rule, orient="index")
 
 
-def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> pd.DataFrame:
+def memory_saved(
+    curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]
+) -> pd.DataFrame:
     """Return how far the peak of staggered workers is below that of simultaneous ones, by curve.
 
     A curve is the memory of one micro-batch. The last column is the largest reduction,
@@ -342,7 +358,9 @@ def counted_and_measured(
     """
     measured_schedules = [row.measurements.schedule for row in measured]
     if measured and measured_schedules != [row.schedule for row in rows]:
-        raise UserError("measured and counted schedules differ: take the same n in compare(n)")
+        raise UserError(
+            "measured and counted schedules differ: take the same n in compare(n)"
+        )
     cells = []
     for row in rows:
         footprint = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
@@ -372,4 +390,6 @@ def by_rank(measurements: "Measurements") -> pd.DataFrame:
     Args:
         measurements: what ``runtime.measurements()`` returned.
     """
-    return pd.DataFrame([rank_cells(row) for row in measurements.by_rank()]).set_index("rank")
+    return pd.DataFrame([rank_cells(row) for row in measurements.by_rank()]).set_index(
+        "rank"
+    )

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 
 WORTH = 0.05  # least share of a training step that justifies stale weights
-TOLERANCE = 1.0  # points of accuracy that the interval may reach below 0 without longer runs
+# Points of accuracy that the interval may reach below 0 without longer runs.
+TOLERANCE = 1.0
 COSINE = 0.9  # below it a delayed gradient differs noticeably from the fresh one
 
 STAY, ADOPT, TRY, UNDECIDED = "DP", "use", "on trial", "undecided"
@@ -110,10 +111,13 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
     loss_reason = ""
     if training and late_rule.rule in training.diverged:
         loss_reason = (
-            f"{late_rule.rule} diverged within {training.n_steps} training steps, and DP did not"
+            f"{late_rule.rule} diverged within {training.n_steps} training steps,"
+            " and DP did not"
         )
     elif training and training.learned and training.difference.interval[1] < 0:
-        loss_reason = f"accuracy: {_difference(pilot, training)}, a loss by its interval"
+        loss_reason = (
+            f"accuracy: {_difference(pilot, training)}, a loss by its interval"
+        )
     if loss_reason:
         reasons = [loss_reason, *gain_reasons, *remarks]
         if not pilot.of("DP").predicted.fits:
@@ -123,7 +127,11 @@ def _decide(pilot: "Pilot") -> tuple[str, list[str]]:
         return STAY, reasons
     if not gain_reasons:
         rules = " and ".join(rule.rule for rule in pilot.rules[1:])
-        return STAY, [f"{rules} would gain nothing that counts", *remarks, _accuracy(pilot)]
+        return STAY, [
+            f"{rules} would gain nothing that counts",
+            *remarks,
+            _accuracy(pilot),
+        ]
     reasons = [*gain_reasons, *remarks, _accuracy(pilot)]
     if not late_rule.predicted.staleness:
         return ADOPT, reasons
@@ -162,10 +170,15 @@ def _remarks(pilot: "Pilot") -> list[str]:
             explanation = "DP fits as well"
         if pilot.placement == "per_microbatch":
             explanation = (
-                "but none on a device of its own: it counts with placement='one' or 'per_stage'"
+                "but none on a device of its own:"
+                " it counts with placement='one' or 'per_stage'"
             )
         # All workers run on one device here, so that this is the sum over them.
-        share = 1 - late_rule.activations / dp_rule.activations if dp_rule.activations else 0.0
+        share = (
+            1 - late_rule.activations / dp_rule.activations
+            if dp_rule.activations
+            else 0.0
+        )
         difference = f"{abs(share):.0%} {'more' if share < 0 else 'less'}"
         remarks.append(
             f"memory: all workers together keep {difference} with {late_rule.rule}; {explanation}"
@@ -181,8 +194,12 @@ def _remarks(pilot: "Pilot") -> list[str]:
     for rule in pilot.rules[1:]:
         if rule != late_rule:
             time_words = f"{rule.speed[1]:.2f} of DP's time"
-            staleness_words = f"weights {rule.predicted.staleness:.2f} steps late on average"
-            remarks.append(f"{rule.rule} would take {time_words}, with {staleness_words}")
+            staleness_words = (
+                f"weights {rule.predicted.staleness:.2f} steps late on average"
+            )
+            remarks.append(
+                f"{rule.rule} would take {time_words}, with {staleness_words}"
+            )
     return remarks
 
 
@@ -249,7 +266,9 @@ def _watch(pilot: "Pilot") -> tuple[str, ...]:
 
 def _roll_back(pilot: "Pilot", choice: str) -> tuple[str, ...]:
     bound = f"if the loss is not finite, or {_guard_factor(pilot):g} times that of the first steps"
-    guard = f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
+    guard = (
+        f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
+    )
     if pilot.placement == "per_stage":
         guard = f"guard=stop ends the run {bound}: pipelines cannot continue as DP"
     if choice == TRY:
@@ -316,7 +335,9 @@ def _comparison_command(late_candidate: Candidate, pilot: "Pilot") -> str:
     if pilot.placement == "one":
         # On one device DP accumulates gradients, which takes as little memory, and CDP runs slot
         # by slot.
-        arguments.append("schedule@rules.dp=gradient_accumulation runtime.order=scheduled")
+        arguments.append(
+            "schedule@rules.dp=gradient_accumulation runtime.order=scheduled"
+        )
     else:
         arguments.append("diagnostics=20")
     return f"{started_by('compare')} {' '.join(arguments)}"

@@ -10,7 +10,9 @@ from toolkit.schedule import Schedule
 _MAX_OPS = 1_000_000  # of a training step, as on the command line
 
 
-def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float]) -> Schedule:
+def assign_by_speed(
+    n_stages: int, n_microbatches: int, speeds: Sequence[float]
+) -> Schedule:
     """Return data parallelism in which a faster rank accumulates more micro-batches.
 
     Each micro-batch goes to the rank that would end it first. The update is that of any other
@@ -29,7 +31,9 @@ def assign_by_speed(n_stages: int, n_microbatches: int, speeds: Sequence[float])
     stages = range(whole(n_stages, "n_stages", 1))
     n_microbatches = whole(n_microbatches, "n_microbatches", 1)
     if not speeds or not all(is_number(speed) and 0 < speed < inf for speed in speeds):
-        raise UserError(f"speeds: got {[*speeds]}; expected numbers above 0, one per rank")
+        raise UserError(
+            f"speeds: got {[*speeds]}; expected numbers above 0, one per rank"
+        )
     n_ops = 2 * len(stages) * n_microbatches
     if n_ops > _MAX_OPS:
         raise UserError(

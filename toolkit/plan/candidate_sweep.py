@@ -128,8 +128,12 @@ class CandidateSweep:
             for width, n_devices in product(widths, devices):
                 if 1 < width <= n_devices:
                     n_ranks = n_devices // width
-                    all_candidates += candidates_on(n_ranks, batch, max_stages, width=width)
-            first_cut = next(each for each in all_candidates if each.partition != BUCKETS)
+                    all_candidates += candidates_on(
+                        n_ranks, batch, max_stages, width=width
+                    )
+            first_cut = next(
+                each for each in all_candidates if each.partition != BUCKETS
+            )
             (costs,) = self.costs_of([first_cut])
             if not isinstance(costs, UserError):
                 self.costs[StagesKey.of(first_cut)] = costs
@@ -138,7 +142,9 @@ class CandidateSweep:
                 raise costs
             max_stages = first_cut.spec.stages // 2
 
-    def simulate(self, activity: str, candidates: Sequence[Candidate], always: Candidate) -> None:
+    def simulate(
+        self, activity: str, candidates: Sequence[Candidate], always: Candidate
+    ) -> None:
         """Predict candidates, except those whose lower bound a prediction already dominates.
 
         Args:
@@ -148,11 +154,15 @@ class CandidateSweep:
         """
         self._analyse_stages(candidates)
         costed_candidates = [
-            candidate for candidate in candidates if StagesKey.of(candidate) in self.costs
+            candidate
+            for candidate in candidates
+            if StagesKey.of(candidate) in self.costs
         ]
         # Candidates of one schedule differ in batch, cut or recomputation, and stand side by side.
         # One task has them all, since they share the program.
-        groups = [[*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))]
+        groups = [
+            [*group] for _, group in groupby(costed_candidates, key=attrgetter("spec"))
+        ]
 
         # The pool takes tasks as workers become free, so each bound is compared with the
         # predictions made so far.
@@ -166,7 +176,9 @@ class CandidateSweep:
                 if chosen:
                     yield chosen, [*map(self._costs, chosen)]
 
-        for predictions in self._each(activity, self.predictor.predict, unbeaten(), len(groups)):
+        for predictions in self._each(
+            activity, self.predictor.predict, unbeaten(), len(groups)
+        ):
             self._add(predictions)
 
     def _analyse_stages(self, candidates: Sequence[Candidate]) -> None:
@@ -178,7 +190,9 @@ class CandidateSweep:
                 # Any candidate with this key stands for all of them.
                 uncosted[key] = candidate
         traced = attrgetter("traced")
-        key_groups = [[*keys] for _, keys in groupby(sorted(uncosted, key=traced), key=traced)]
+        key_groups = [
+            [*keys] for _, keys in groupby(sorted(uncosted, key=traced), key=traced)
+        ]
         tasks = []
         for keys in key_groups:
             tasks.append(([uncosted[key] for key in keys],))
@@ -206,17 +220,23 @@ class CandidateSweep:
         """Search for the affordable delay of fast schedules with late weights."""
         late_candidates = worth_a_fresher_delay([*self.done.values()])
         tasks = [
-            (candidate, self._costs(candidate), STALENESS_PRICE) for candidate in late_candidates
+            (candidate, self._costs(candidate), STALENESS_PRICE)
+            for candidate in late_candidates
         ]
         activity = "searching for affordable delays"
-        self._add(self._each(activity, self.predictor.find_affordable_delay, tasks, len(tasks)))
+        self._add(
+            self._each(
+                activity, self.predictor.find_affordable_delay, tasks, len(tasks)
+            )
+        )
 
     def search_rank_orders(self, seconds: float) -> SearchResult | None:
         """Search for rank orders on the stages of the fastest pipeline; None without pipelines."""
         pipelines = [
             prediction
             for candidate, prediction in self.done.items()
-            if METHODS[candidate.spec.method].kind == "pipeline" and not prediction.staleness
+            if METHODS[candidate.spec.method].kind == "pipeline"
+            and not prediction.staleness
         ]
         if not pipelines:
             return None
@@ -264,14 +284,17 @@ class CandidateSweep:
             best_predictions = best_of_classes([*self.done.values()], baseline)
             shown_predictions = [*front(self.done.values()), *best_predictions]
             late_candidates = {
-                prediction.candidate for prediction in shown_predictions if prediction.staleness
+                prediction.candidate
+                for prediction in shown_predictions
+                if prediction.staleness
             }
             new_candidates = late_candidates - confirmed_candidates
             if not new_candidates:
                 return best_predictions
             confirmed_candidates |= new_candidates
             tasks = [
-                ([candidate], [self._costs(candidate)], TIMED_STEPS) for candidate in new_candidates
+                ([candidate], [self._costs(candidate)], TIMED_STEPS)
+                for candidate in new_candidates
             ]
             for predictions in self._each(
                 "confirming the best", self.predictor.predict, tasks, len(tasks)
@@ -284,23 +307,32 @@ class CandidateSweep:
         # at once cannot change size during the iteration.
         predictions = [*self.done.values()]
         return not bound.fits or any(
-            prediction.fits and prediction.dominates(bound) for prediction in predictions
+            prediction.fits and prediction.dominates(bound)
+            for prediction in predictions
         )
 
     def _costs(self, candidate: Candidate) -> Costs:
         costs = recomputing(self.costs[StagesKey.of(candidate)], candidate.checkpoint)
-        return costs_of_messages(candidate, costs, self.predictor.hardware_of(candidate))
+        return costs_of_messages(
+            candidate, costs, self.predictor.hardware_of(candidate)
+        )
 
     def _add(self, predictions: Iterable[Prediction]) -> None:
         self.done |= {prediction.candidate: prediction for prediction in predictions}
 
     def _each(
-        self, activity: str, call: Callable[..., Any], tasks: Iterable[tuple], n_tasks: int
+        self,
+        activity: str,
+        call: Callable[..., Any],
+        tasks: Iterable[tuple],
+        n_tasks: int,
     ) -> Iterator[Any]:
         """Yield the results of ``call`` on each of at most ``n_tasks`` tuples of arguments."""
         from joblib import delayed
 
         self.on_progress(activity, 0.0)
-        for index, result in enumerate(self.pool(delayed(call)(*task) for task in tasks)):
+        for index, result in enumerate(
+            self.pool(delayed(call)(*task) for task in tasks)
+        ):
             yield result
             self.on_progress(activity, (index + 1) / n_tasks)

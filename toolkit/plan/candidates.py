@@ -19,7 +19,8 @@ from toolkit.schedule.method_sizes import pipeline_sizes, takes, worker_sizes
 from toolkit.training.data.tokens import BYTES
 
 _ROUNDS = 1, 2, 4  # micro-batches of a worker, or of a pipeline by its ranks
-_STAGES = 8  # of a model that each worker has whole, or a few more: as many for each worker
+# Of a model that each worker has whole, or a few more: as many for each worker.
+_STAGES = 8
 _IN_FLIGHT = 2, 4, 8  # micro-batches on one device
 MAX_OPS = 512  # stages times micro-batches: a second of simulation
 _CHECKPOINTS = "none", "all"
@@ -63,7 +64,10 @@ class Candidate:
     @property
     def is_plain(self) -> bool:
         """Whether stages share the arithmetic equally and keep their activations."""
-        return self.partition in (MEASURES[0], BUCKETS) and self.checkpoint == _CHECKPOINTS[0]
+        return (
+            self.partition in (MEASURES[0], BUCKETS)
+            and self.checkpoint == _CHECKPOINTS[0]
+        )
 
     @property
     def name(self) -> str:
@@ -229,7 +233,9 @@ def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
         if method.kind == "pipeline":
             if n_ranks > 1:
                 for n_rounds in _ROUNDS:
-                    yield ScheduleSpec(name, **pipeline_sizes(method, n_ranks, n_ranks * n_rounds))
+                    yield ScheduleSpec(
+                        name, **pipeline_sizes(method, n_ranks, n_ranks * n_rounds)
+                    )
         elif not takes(method, "placement"):  # one device by nature
             if n_ranks == 1:
                 for n_microbatches in (1, *_IN_FLIGHT):
@@ -241,11 +247,15 @@ def _specs(n_ranks: int, max_stages: int) -> Iterator[ScheduleSpec]:
             yield from _workers(name, method, n_ranks, n_stages)
 
 
-def _workers(name: str, method: Method, n_ranks: int, n_stages: int) -> Iterator[ScheduleSpec]:
+def _workers(
+    name: str, method: Method, n_ranks: int, n_stages: int
+) -> Iterator[ScheduleSpec]:
     """Yield specs with a worker per rank, with a stage per rank, and with both."""
     groups: list[int | None] = [None]
     if takes(method, "groups"):
-        groups += [n_groups for n_groups in range(2, n_ranks) if n_ranks % n_groups == 0]
+        groups += [
+            n_groups for n_groups in range(2, n_ranks) if n_ranks % n_groups == 0
+        ]
     chains = CHAINS if takes(method, "chains") else [None]
     rounds = _ROUNDS if takes(method, "accumulate") else [1]
     for stages, n_rounds, chain_order, n_groups in product(
@@ -255,11 +265,15 @@ def _workers(name: str, method: Method, n_ranks: int, n_stages: int) -> Iterator
         yield ScheduleSpec(name, **sizes, chains=chain_order, groups=n_groups)
     if method.kind == "cyclic":
         for n_rounds in rounds:
-            yield ScheduleSpec(name, **pipeline_sizes(method, n_ranks, n_rounds * n_ranks))
+            yield ScheduleSpec(
+                name, **pipeline_sizes(method, n_ranks, n_rounds * n_ranks)
+            )
 
     # Model parallelism takes a square or a triangle of ranks: the largest that there is.
     for n_workers in reversed(range(2, isqrt(2 * n_ranks) + 1)):
-        spec = ScheduleSpec(name, n_workers, n_workers, placement="per_stage_and_microbatch")
+        spec = ScheduleSpec(
+            name, n_workers, n_workers, placement="per_stage_and_microbatch"
+        )
         if _exists(spec) and spec.build().n_ranks <= n_ranks:
             yield spec
             break

@@ -13,7 +13,9 @@ _MAX_OPS_OF_SEARCH = 64
 """Stages times micro-batches of a schedule whose affordable delay is searched for, in seconds."""
 
 
-def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -> Prediction | None:
+def choose_prediction(
+    predictions: Sequence[Prediction], baseline: Prediction
+) -> Prediction | None:
     """Return the best of some predictions; data parallelism if it is nearly as good.
 
     A step of staleness costs a share :data:`STALENESS_PRICE` of the step time. Of the predictions
@@ -36,7 +38,9 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
     cost_limit = (1 + NEGLIGIBLE) * min(map(cost, fitting))
     if baseline.fits and cost(baseline) <= cost_limit:
         return baseline
-    near_predictions = [prediction for prediction in fitting if cost(prediction) <= cost_limit]
+    near_predictions = [
+        prediction for prediction in fitting if cost(prediction) <= cost_limit
+    ]
     return min(
         near_predictions,
         key=lambda prediction: (
@@ -47,7 +51,9 @@ def choose_prediction(predictions: Sequence[Prediction], baseline: Prediction) -
     )
 
 
-def best_of_classes(predictions: Sequence[Prediction], baseline: Prediction) -> list[Prediction]:
+def best_of_classes(
+    predictions: Sequence[Prediction], baseline: Prediction
+) -> list[Prediction]:
     """Return the best prediction with exact messages, and what coarser messages would gain.
 
     A prediction with coarser messages is not compared with one with finer messages: of each class
@@ -59,7 +65,9 @@ def best_of_classes(predictions: Sequence[Prediction], baseline: Prediction) -> 
     """
     best_predictions: list[Prediction] = []
     for level in sorted({prediction.coarseness for prediction in predictions}):
-        of_class = [prediction for prediction in predictions if prediction.coarseness == level]
+        of_class = [
+            prediction for prediction in predictions if prediction.coarseness == level
+        ]
         best_prediction = choose_prediction(of_class, baseline)
         if level > 0 and best_prediction == baseline:
             continue
@@ -100,7 +108,9 @@ def worth_a_fresher_delay(predictions: Sequence[Prediction]) -> list[Candidate]:
             continue
         near_seconds = (1 + STALENESS_PRICE) * prediction.seconds
         has_fresher_rival = any(
-            rival.fits and rival.staleness < prediction.staleness and rival.seconds <= near_seconds
+            rival.fits
+            and rival.staleness < prediction.staleness
+            and rival.seconds <= near_seconds
             for rival in predictions
             if rival.coarseness == 0
         )

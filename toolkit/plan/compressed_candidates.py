@@ -6,7 +6,12 @@ from itertools import groupby
 from operator import attrgetter
 
 from toolkit.cost import Costs, Hardware, compressed_costs
-from toolkit.cost.compression import COMPRESSIONS, GRADIENT_BITS, SIXTEEN_BITS, coarseness
+from toolkit.cost.compression import (
+    COMPRESSIONS,
+    GRADIENT_BITS,
+    SIXTEEN_BITS,
+    coarseness,
+)
 from toolkit.cost.slow_link_rivals import DDP_COMPRESSIONS, ddp_costs
 from toolkit.cost.worker_forms import BUCKETS
 from toolkit.errors import UserError, check_choice
@@ -28,10 +33,14 @@ def with_compressions(
         UserError: a compression is unknown, or there is none.
     """
     if isinstance(compressions, str) or not compressions:
-        raise UserError(f"compressions: got {compressions!r}; expected a list such as [none,int8]")
+        raise UserError(
+            f"compressions: got {compressions!r}; expected a list such as [none,int8]"
+        )
     for compression in compressions:
         check_choice("compressions", compression, COMPRESSIONS)
-    lossy = sorted({*compressions} - {"none"}, key=lambda name: (coarseness(name), name))
+    lossy = sorted(
+        {*compressions} - {"none"}, key=lambda name: (coarseness(name), name)
+    )
     if not lossy:
         return [*all_candidates]
     expanded: list[Candidate] = []

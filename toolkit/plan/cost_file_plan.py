@@ -56,8 +56,12 @@ def plan_costs(
     sizes = rank_numbers(ranks, batch)
     # Rows are the smallest parts of a bucket, so there are as many buckets as rows allow.
     n_buckets = len(costs(1, BUCKETS))
-    sweep = new_sweep(hardware, partial(_costs_of_candidates, costs), options, on_progress)
-    all_candidates = sweep.find_candidates(sizes, batch, n_buckets, microbatch=costs.batch)
+    sweep = new_sweep(
+        hardware, partial(_costs_of_candidates, costs), options, on_progress
+    )
+    all_candidates = sweep.find_candidates(
+        sizes, batch, n_buckets, microbatch=costs.batch
+    )
     return choose_plan(sweep, all_candidates, options)
 
 
@@ -68,7 +72,9 @@ def _costs_of_candidates(
     costs_or_errors: list[Costs | UserError] = []
     for candidate in candidates:
         try:
-            costs_or_errors.append(costs(candidate.schedule.n_stages, candidate.partition))
+            costs_or_errors.append(
+                costs(candidate.schedule.n_stages, candidate.partition)
+            )
         except UserError as error:
             costs_or_errors.append(error)
     return costs_or_errors

@@ -83,7 +83,9 @@ def largest_curvature(
         if weights.requires_grad
     }
     if not parameters:
-        raise UserError(f"{type(model).__name__} has no parameter to train: set requires_grad")
+        raise UserError(
+            f"{type(model).__name__} has no parameter to train: set requires_grad"
+        )
     if not batches:
         raise UserError("batches are empty: give at least one (inputs, targets)")
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +98,9 @@ def largest_curvature(
     def product(vector: Vector) -> Vector:
         return _product(model, loss, batches, parameters, vector, seed)
 
-    estimate = _top_eigenvalue(_lanczos(product, start), tolerance, time.monotonic() + seconds)
+    estimate = _top_eigenvalue(
+        _lanczos(product, start), tolerance, time.monotonic() + seconds
+    )
     n_products = len(estimate.coefficients)
     if not shares:
         return Curvature(estimate.value, estimate.error, n_products, {})
@@ -129,7 +133,9 @@ class _Estimate(NamedTuple):
     coefficients: list[float]
 
 
-def _top_eigenvalue(products: Iterable[LanczosStep], tolerance: float, end: float) -> _Estimate:
+def _top_eigenvalue(
+    products: Iterable[LanczosStep], tolerance: float, end: float
+) -> _Estimate:
     """Take products until the top eigenvalue is known, or until ``end`` by time.monotonic."""
     diagonal: list[float] = []
     off_diagonal: list[float] = []
@@ -144,7 +150,12 @@ def _top_eigenvalue(products: Iterable[LanczosStep], tolerance: float, end: floa
         n_products = len(diagonal)
         # The first estimates can be those of a vector without a part in the top eigenvector.
         converged = n_products > 2 and error <= tolerance * abs(value)
-        if converged or beta == 0 or n_products >= _MAX_PRODUCTS or time.monotonic() >= end:
+        if (
+            converged
+            or beta == 0
+            or n_products >= _MAX_PRODUCTS
+            or time.monotonic() >= end
+        ):
             break
     progress_bar.close()
     return _Estimate(value, error, vectors[:, -1].tolist())
@@ -167,7 +178,9 @@ def _squared_norms(
     }
 
 
-def _lanczos(product: Callable[[Vector], Vector], start: Vector) -> Iterator[LanczosStep]:
+def _lanczos(
+    product: Callable[[Vector], Vector], start: Vector
+) -> Iterator[LanczosStep]:
     """Yield each vector of Lanczos' basis, its diagonal entry, and the next off-diagonal one."""
     scale = _dot(start, start) ** 0.5
     basis_vector = tuple(new / scale for new in start)
@@ -209,23 +222,33 @@ def _product(
     )
     n_batches = 0
     # Fused attention has no second derivative; the plain one has.
-    with torch.random.fork_rng(devices), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+    ):
         # Every product draws the same dropout, or the Hessian would differ between products.
         torch.manual_seed(seed)
         for inputs, targets in batches:
             # Views can require gradients without changing the model's tensors.
             weights = {
-                name: weight.detach().requires_grad_() for name, weight in parameters.items()
+                name: weight.detach().requires_grad_()
+                for name, weight in parameters.items()
             }
             # Training mode updates batch norm's buffers: copies keep the model's own unchanged.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             n_batches += 1
             try:
-                outputs = torch.func.functional_call(model, weights | buffers, (inputs,))
+                outputs = torch.func.functional_call(
+                    model, weights | buffers, (inputs,)
+                )
                 loss_value = loss(outputs, targets)
                 weight_tensors = tuple(weights.values())
                 gradients = grad(
-                    loss_value, weight_tensors, create_graph=True, materialize_grads=True
+                    loss_value,
+                    weight_tensors,
+                    create_graph=True,
+                    materialize_grads=True,
                 )
                 # The slope of the loss along the vector; its gradient is the Hessian times the
                 # vector.
@@ -233,9 +256,14 @@ def _product(
                     (gradient * tensor).sum()
                     for gradient, tensor in zip(gradients, vector, strict=True)
                 )
-                if not (isinstance(directional_slope, Tensor) and directional_slope.requires_grad):
+                if not (
+                    isinstance(directional_slope, Tensor)
+                    and directional_slope.requires_grad
+                ):
                     continue  # the loss is linear
-                products = grad(directional_slope, weight_tensors, materialize_grads=True)
+                products = grad(
+                    directional_slope, weight_tensors, materialize_grads=True
+                )
             except RuntimeError as error:
                 raise UserError(
                     f"the curvature of {type(model).__name__} cannot be measured:"
@@ -253,11 +281,14 @@ def _product(
 
 def _dot(a: Vector, b: Vector) -> float:
     return sum(
-        float((first.double() * second.double()).sum()) for first, second in zip(a, b, strict=True)
+        float((first.double() * second.double()).sum())
+        for first, second in zip(a, b, strict=True)
     )
 
 
-def _tridiagonal(diagonal: Sequence[float], off_diagonal_values: Sequence[float]) -> Tensor:
+def _tridiagonal(
+    diagonal: Sequence[float], off_diagonal_values: Sequence[float]
+) -> Tensor:
     diagonal_entries = torch.tensor(diagonal, dtype=torch.float64)
     off_diagonal = torch.tensor(off_diagonal_values[:-1], dtype=torch.float64)
     return diagonal_entries.diag() + off_diagonal.diag(1) + off_diagonal.diag(-1)

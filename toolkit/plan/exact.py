@@ -59,7 +59,9 @@ def solve(
     model = _Model(problem)
     model.cp.minimize(model.period)
     first_seconds = problem.period(orders)
-    for chain_starts, variables in zip(problem.starts(orders), model.starts, strict=True):
+    for chain_starts, variables in zip(
+        problem.starts(orders), model.starts, strict=True
+    ):
         # The orders so far are a hint, so that the solver has a solution at once and looks for
         # better ones.
         for start, variable in zip(chain_starts, variables, strict=True):
@@ -76,7 +78,9 @@ def solve(
     return orders, solver.best_objective_bound * problem.tick
 
 
-def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tuple[int, ...] | None:
+def conflict(
+    problem: OrderProblem, step_seconds: float, seconds: float
+) -> tuple[int, ...] | None:
     """Find the fewest ranks whose rooms no orders keep to in steps of ``step_seconds``.
 
     Args:
@@ -101,7 +105,9 @@ def conflict(problem: OrderProblem, step_seconds: float, seconds: float) -> tupl
     for size in range(len(limited_ranks)):
         for ranks in combinations(limited_ranks, size):
             seconds_left = end - time.monotonic()
-            if seconds_left > 0 and _is_impossible(problem, ranks, step_seconds, seconds_left / 2):
+            if seconds_left > 0 and _is_impossible(
+                problem, ranks, step_seconds, seconds_left / 2
+            ):
                 return ranks
     return tuple(limited_ranks)
 
@@ -110,7 +116,10 @@ def _is_impossible(
     problem: OrderProblem, ranks: Sequence[int], step_seconds: float, seconds: float
 ) -> bool:
     """Whether it is proven that no orders are so fast if only ``ranks`` have limited room."""
-    room = [room_bytes if rank in ranks else inf for rank, room_bytes in enumerate(problem.room)]
+    room = [
+        room_bytes if rank in ranks else inf
+        for rank, room_bytes in enumerate(problem.room)
+    ]
     relaxed_problem = replace(problem, room=tuple(room))
     if step_bound(relaxed_problem) > step_seconds * (1 + 1e-9):
         return True
@@ -157,13 +166,19 @@ class _Model:
         n_microbatches = problem.n_microbatches
         self.op_ticks = [self.ticks(seconds) for seconds in problem.seconds]
         update_ticks = [self.ticks(seconds) for seconds in problem.update_seconds]
-        lags = [self.ticks(lag) for _, lag in itertools.chain.from_iterable(problem.needs)]
+        lags = [
+            self.ticks(lag) for _, lag in itertools.chain.from_iterable(problem.needs)
+        ]
         # The longest row of ops: all of them in turn.
-        self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(update_ticks)
+        self.horizon = n_microbatches * (sum(self.op_ticks) + sum(lags)) + sum(
+            update_ticks
+        )
         self.starts: list[list[Any]] = []
         for _ in self.op_ticks:
             self.starts.append([self.variable() for _ in range(n_microbatches)])
-        self.period = self.cp.new_int_var(self.ticks(step_bound(problem)), self.horizon, "period")
+        self.period = self.cp.new_int_var(
+            self.ticks(step_bound(problem)), self.horizon, "period"
+        )
         # Every op follows this one, directly or not, so no solution is lost if it starts at 0.
         self.cp.add(self.starts[0][0] == 0)
         for chain, chain_needs in enumerate(problem.needs):
@@ -175,7 +190,9 @@ class _Model:
                 for needed_start, start in zip(
                     self.starts[needed_chain], self.starts[chain], strict=True
                 ):
-                    arrival = needed_start + self.op_ticks[needed_chain] + self.ticks(lag)
+                    arrival = (
+                        needed_start + self.op_ticks[needed_chain] + self.ticks(lag)
+                    )
                     self.cp.add(start >= arrival)
         for rank, chains in enumerate(problem.chains_of_rank):
             spans = {chain: self.spans(chain) for chain in chains}
@@ -215,8 +232,15 @@ class _Model:
         """Keep a rank to its room: workspace, waiting messages and activations are intervals."""
         problem = self.problem
         room = problem.room[rank]
-        byte_counts = [*problem.kept_bytes, *problem.workspace_bytes, *problem.waiting_bytes, room]
-        has_whole_bytes = all(amount == floor(amount) <= _LEVELS for amount in byte_counts)
+        byte_counts = [
+            *problem.kept_bytes,
+            *problem.workspace_bytes,
+            *problem.waiting_bytes,
+            room,
+        ]
+        has_whole_bytes = all(
+            amount == floor(amount) <= _LEVELS for amount in byte_counts
+        )
         # Amounts are rounded down: what does not fit here does not fit in truth, either.
         bytes_per_level = room / _LEVELS
         if has_whole_bytes:
@@ -240,7 +264,10 @@ class _Model:
             level = floor(problem.kept_bytes[stage] / bytes_per_level)
             if kind == 0 and level:
                 last_chain = problem.chains(stage)[-1]
-                ends = [start + self.op_ticks[last_chain] for start in self.starts[last_chain]]
+                ends = [
+                    start + self.op_ticks[last_chain]
+                    for start in self.starts[last_chain]
+                ]
                 intervals += self.intervals(starts, ends)
                 levels += [level] * len(starts)
         self.cp.add_cumulative(intervals, levels, floor(room / bytes_per_level))
@@ -259,6 +286,8 @@ class _Model:
             timed_chains = []
             for chain in chains:
                 kind = chain % self.problem.n_kinds
-                timed_chains += [(value(start), kind, chain) for start in self.starts[chain]]
+                timed_chains += [
+                    (value(start), kind, chain) for start in self.starts[chain]
+                ]
             orders.append([chain for *_, chain in sorted(timed_chains)])
         return orders

@@ -103,7 +103,9 @@ class TrainingFindings:
         differences = {
             # Rounded, since equal differences of shares may differ in their last bits.
             round(late_accuracy - base_accuracy, 9)
-            for late_accuracy, base_accuracy in zip(late_accuracies, base_accuracies, strict=True)
+            for late_accuracy, base_accuracy in zip(
+                late_accuracies, base_accuracies, strict=True
+            )
         }
         if len(base_accuracies) > 1 and len(differences) == 1:
             return (
@@ -158,8 +160,13 @@ class Pilot:
     @cached_property
     def late(self) -> RuleFindings:
         """The rule compared with DP: the freshest that gains; if none does, the freshest."""
-        late_rules = sorted(self.rules[1:], key=lambda findings: findings.predicted.staleness)
-        return next((findings for findings in late_rules if gains(self, findings)), late_rules[0])
+        late_rules = sorted(
+            self.rules[1:], key=lambda findings: findings.predicted.staleness
+        )
+        return next(
+            (findings for findings in late_rules if gains(self, findings)),
+            late_rules[0],
+        )
 
     @property
     def limited(self) -> bool:
@@ -170,12 +177,17 @@ class Pilot:
     def room(self) -> str:
         """The least and the most memory of a device, in words."""
         bounds = sorted({min(self._bounds), max(self._bounds)})
-        words = [size(n_bytes) if isfinite(n_bytes) else "not limited" for n_bytes in bounds]
+        words = [
+            size(n_bytes) if isfinite(n_bytes) else "not limited" for n_bytes in bounds
+        ]
         return " to ".join(words)
 
     @property
     def _bounds(self) -> list[float]:
-        return [self.hardware.memory_of(rank) for rank in range(self.rules[0].predicted.ranks)]
+        return [
+            self.hardware.memory_of(rank)
+            for rank in range(self.rules[0].predicted.ranks)
+        ]
 
     @cached_property
     def advice(self) -> Advice:

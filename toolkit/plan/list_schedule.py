@@ -36,17 +36,23 @@ class _Lists:
         self.problem = problem
         self.interval, self.patience, *self.keys = keys
         self.orders: list[RankOrder] = [[] for _ in problem.room]
-        self.ends: list[list[float]] = [[] for _ in problem.seconds]  # [chain][microbatch]
+        # [chain][microbatch].
+        self.ends: list[list[float]] = [[] for _ in problem.seconds]
         self.free_at = [0.0 for _ in problem.room]
         self.free_bytes: list[float] = []
         self.microbatch_bytes: list[float] = []
         for rank, room in enumerate(problem.room):
-            workspaces = [problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]]
+            workspaces = [
+                problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]
+            ]
             # With room set apart for the largest workspace, only activations have to be counted.
             self.free_bytes.append(room - max(workspaces))
             stages = problem.stages_of_rank[rank]
-            self.microbatch_bytes.append(sum(problem.kept_bytes[stage] for stage in stages))
-        self.ranks_waiting: list[set[int]] = [set() for _ in problem.seconds]  # for each chain
+            self.microbatch_bytes.append(
+                sum(problem.kept_bytes[stage] for stage in stages)
+            )
+        # For each chain.
+        self.ranks_waiting: list[set[int]] = [set() for _ in problem.seconds]
         for chain, needs in enumerate(problem.needs):
             for needed_chain, _ in needs:
                 rank = problem.placement[chain // problem.n_kinds]

@@ -45,12 +45,15 @@ class Data:
                 "samples are a set of toolkit.training.data, such as Datasets(train, test,"
                 f" n_classes) of two of torch's Datasets: got a {type(self.samples).__name__}"
             )
-        self.samples.train(self.batch_size, 0, 0, self.device)  # raises if there are too few
+        # Raises if there are too few.
+        self.samples.train(self.batch_size, 0, 0, self.device)
 
     def train(self, seed: int) -> Iterator[Batch]:
         """Endless batches, epoch after epoch."""
         for epoch in count():
-            yield from self._cast(self.samples.train(self.batch_size, seed, epoch, self.device))
+            yield from self._cast(
+                self.samples.train(self.batch_size, seed, epoch, self.device)
+            )
 
     def test(self) -> Iterable[Batch]:
         """Batches of samples that are not trained on."""
@@ -59,7 +62,10 @@ class Data:
 
     def _cast(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for inputs, answers in batches:
-            yield inputs.to(self.dtype) if inputs.is_floating_point() else inputs, answers
+            yield (
+                inputs.to(self.dtype) if inputs.is_floating_point() else inputs,
+                answers,
+            )
 
 
 def step_memory(
@@ -102,7 +108,9 @@ def step_memory(
         return meter.activations.peak_bytes, None
     # The first update creates the optimizers' state. It stays allocated, so the peak above the
     # present allocation does not count it.
-    extra_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    extra_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(
+        device
+    )
     return meter.activations.peak_bytes, extra_bytes
 
 
@@ -143,7 +151,9 @@ def step_times(
     return seconds
 
 
-def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
+def ratios(
+    seconds: Sequence[float], baseline: Sequence[float]
+) -> tuple[float, float, float]:
     """Return the quartiles of the round-by-round ratio of step times."""
     by_round = [
         step_seconds / baseline_seconds

@@ -35,7 +35,11 @@ class Staggered:
 
 
 def best_offsets(
-    activations: Sequence[float], n_workers: int, *, delay: Delay = FRESHEST, seconds: float = 60.0
+    activations: Sequence[float],
+    n_workers: int,
+    *,
+    delay: Delay = FRESHEST,
+    seconds: float = 60.0,
 ) -> Staggered:
     """Find offsets of workers that minimise the peak of their summed activations.
 
@@ -51,7 +55,9 @@ def best_offsets(
     n_stages = len(activations)
     n_workers = whole(n_workers, "the number of workers", 1)
     if not n_stages or not all(activation >= 0 for activation in activations):
-        raise UserError(f"activations are 0 or more, of each stage: got {[*activations]}")
+        raise UserError(
+            f"activations are 0 or more, of each stage: got {[*activations]}"
+        )
     period = 2 * n_stages
     activations_by_slot = np.zeros(period)  # of a worker that starts in slot 0
     for stage, activation in enumerate(activations):
@@ -73,7 +79,9 @@ def best_offsets(
             starts[Op(Kind.BACKWARD, stage, worker)] = offset + period - 1 - stage
     timing = Timing(starts, period)
     schedule = Schedule("searched offsets", n_stages, n_workers, timing, "one", delay)
-    return Staggered(schedule, offsets, peak=float((levels @ workers_of_slot).max()), bound=bound)
+    return Staggered(
+        schedule, offsets, peak=float((levels @ workers_of_slot).max()), bound=bound
+    )
 
 
 def _best_starts(

@@ -75,8 +75,12 @@ class LeastPeak:
         starts = {}
         for microbatch, offset in enumerate(self.offsets):
             for stage in range(len(self.costs)):
-                starts[Op(Kind.FORWARD, stage, microbatch)] = offset + forward[stage] / period
-                starts[Op(Kind.BACKWARD, stage, microbatch)] = offset + backward[stage] / period
+                starts[Op(Kind.FORWARD, stage, microbatch)] = (
+                    offset + forward[stage] / period
+                )
+                starts[Op(Kind.BACKWARD, stage, microbatch)] = (
+                    offset + backward[stage] / period
+                )
 
         # Each op has a slot of its own: by time in the period, that of a micro-batch in its order.
         # What a micro-batch runs after the end of the period has the slots of the next one::
@@ -97,7 +101,10 @@ class LeastPeak:
 
 
 def least_peak(
-    costs: Costs, n_microbatches: int, extra_time: float = 0.1, hardware: Hardware = UNIT
+    costs: Costs,
+    n_microbatches: int,
+    extra_time: float = 0.1,
+    hardware: Hardware = UNIT,
 ) -> LeastPeak:
     """Choose shifts of micro-batches and stages to compute again, for the least activation memory.
 
@@ -115,7 +122,9 @@ def least_peak(
     """
     n_microbatches = whole(n_microbatches, "the number of micro-batches", 1)
     if not (isfinite(extra_time) and extra_time >= 0):
-        raise UserError(f"extra_time is 0 or more, a share of the time of a step: got {extra_time}")
+        raise UserError(
+            f"extra_time is 0 or more, a share of the time of a step: got {extra_time}"
+        )
     search = _Search(recomputing(costs, "none"), n_microbatches, extra_time, hardware)
     chosen_stages, offsets = search.run()
     chosen_costs = recomputing(costs, sorted(chosen_stages))
@@ -145,7 +154,9 @@ def peak_in_turn(costs: Costs, schedule: Schedule) -> float:
         schedule: a schedule on one device.
     """
     timeline = simulate(schedule.lower(3), costs, UNIT)
-    memory_changes = [change for change in timeline.changes if change.kind in (ACTIVATIONS, INPUTS)]
+    memory_changes = [
+        change for change in timeline.changes if change.kind in (ACTIVATIONS, INPUTS)
+    ]
     return replace(timeline, changes=memory_changes).peak_memory()
 
 
@@ -160,7 +171,9 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
     for stage, backward_seconds in enumerate(_backwards(costs, hardware)):
         cost = costs[stage]
         end = backward[stage] + backward_seconds
-        lifetimes.append((forward[stage], end, cost.kept_bytes + cost.extra_input_bytes))
+        lifetimes.append(
+            (forward[stage], end, cost.kept_bytes + cost.extra_input_bytes)
+        )
         if cost.recomputes:
             lifetimes.append((backward[stage], end, cost.activation_bytes))
     times = [0.0]
@@ -168,7 +181,9 @@ def stage_curve(costs: Costs, hardware: Hardware) -> MemoryCurve:
         times += [start, end]
     edges = np.unique(times)
     if len(edges) == 1:
-        raise UserError("stages take no time: give them seconds, or hardware that takes some")
+        raise UserError(
+            "stages take no time: give them seconds, or hardware that takes some"
+        )
     middles = (edges[1:] + edges[:-1]) / 2
     level_bytes = np.zeros(len(edges) - 1)
     for start, end, n_bytes in lifetimes:
@@ -191,8 +206,10 @@ def peak_of(curve: MemoryCurve, offsets: ArrayLike) -> float:
     # Memory is constant between two changes, so it is read in the middle. The period repeats: the
     # last interval reaches around to the first change.
     middles = (times + np.append(times[1:], times[0] + period)) / 2
-    is_interval = np.diff(times, append=times[0] + period) > 1e-9 * period  # not rounding alone
-    live_bytes = curve.at(middles[is_interval][:, None] - shifts)  # [moment, micro-batch]
+    # Not rounding alone.
+    is_interval = np.diff(times, append=times[0] + period) > 1e-9 * period
+    # [moment, micro-batch].
+    live_bytes = curve.at(middles[is_interval][:, None] - shifts)
     return float(live_bytes.sum(axis=1).max())
 
 
@@ -219,7 +236,9 @@ def _backwards(costs: Costs, hardware: Hardware) -> list[float]:
 class _Search:
     """Local search over stages and shifts, with memory counted in bins of the period."""
 
-    def __init__(self, costs: Costs, n: int, extra_time: float, hardware: Hardware) -> None:
+    def __init__(
+        self, costs: Costs, n: int, extra_time: float, hardware: Hardware
+    ) -> None:
         self.costs = costs
         self.n = n
         self.hardware = hardware
@@ -244,8 +263,12 @@ class _Search:
         # A bin counts the most of its time, so binned peaks may be too high: exact ones decide.
         uniform = np.arange(self.n) / self.n
         offsets = shifts / self.bins
-        curve = stage_curve(recomputing(self.costs, sorted(chosen_stages)), self.hardware)
-        return chosen_stages, min(uniform, offsets, key=lambda starts: peak_of(curve, starts))
+        curve = stage_curve(
+            recomputing(self.costs, sorted(chosen_stages)), self.hardware
+        )
+        return chosen_stages, min(
+            uniform, offsets, key=lambda starts: peak_of(curve, starts)
+        )
 
     def row(self, chosen: frozenset[int]) -> NDArray[np.float64]:
         """Return the most bytes that a micro-batch keeps in each bin."""
@@ -254,7 +277,9 @@ class _Search:
             # Bins are shares of the period, which is longer the more stages compute again.
             bin_edges = curve.edges / curve.edges[-1] * self.bins
             row = np.zeros(self.bins)
-            for start, end, level in zip(bin_edges, bin_edges[1:], curve.levels, strict=False):
+            for start, end, level in zip(
+                bin_edges, bin_edges[1:], curve.levels, strict=False
+            ):
                 # A level that ends on a border of bins, up to rounding, does not count in the next.
                 bins = slice(int(start + 1e-6), int(np.ceil(end - 1e-6)))
                 row[bins] = np.maximum(row[bins], level)
@@ -278,18 +303,27 @@ class _Search:
                 more_stages = chosen_stages | {stage}
                 if stage not in chosen_stages and self._fits(more_stages):
                     saved_bytes = peak - self.peak(more_stages, shifts)
-                    savings.append((saved_bytes / max(self.forwards[stage], 1e-30), stage))
+                    savings.append(
+                        (saved_bytes / max(self.forwards[stage], 1e-30), stage)
+                    )
             if not savings or max(savings)[0] <= 0:
                 return chosen_stages
             chosen_stages |= {max(savings)[1]}
 
-    def _improve(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> frozenset[int]:
+    def _improve(
+        self, chosen: frozenset[int], shifts: NDArray[np.int64]
+    ) -> frozenset[int]:
         """Add, drop or exchange stages as long as that lowers the peak."""
         best_bytes = self.peak(chosen, shifts)
         while True:
-            neighbours = [neighbour for neighbour in self._around(chosen) if self._fits(neighbour)]
+            neighbours = [
+                neighbour for neighbour in self._around(chosen) if self._fits(neighbour)
+            ]
             peak_bytes, best_stages = min(
-                ((self.peak(neighbour, shifts), sorted(neighbour)) for neighbour in neighbours),
+                (
+                    (self.peak(neighbour, shifts), sorted(neighbour))
+                    for neighbour in neighbours
+                ),
                 default=(best_bytes, []),
             )
             if peak_bytes >= best_bytes:
@@ -299,14 +333,18 @@ class _Search:
 
     def _around(self, chosen: frozenset[int]) -> Iterator[frozenset[int]]:
         """Yield the sets that one addition, removal or exchange makes of ``chosen``."""
-        other_stages = [stage for stage in range(len(self.costs)) if stage not in chosen]
+        other_stages = [
+            stage for stage in range(len(self.costs)) if stage not in chosen
+        ]
         removals: list[list[int]] = [[], *([stage] for stage in chosen)]
         additions: list[list[int]] = [[], *([stage] for stage in other_stages)]
         for removed, added in product(removals, additions):
             if removed or added:
                 yield chosen.difference(removed).union(added)
 
-    def _shift(self, chosen: frozenset[int], shifts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _shift(
+        self, chosen: frozenset[int], shifts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Move one micro-batch after another to where it adds least to the peak."""
         rolled = shifted_levels(self.row(chosen), np.arange(self.bins))  # [bin, shift]
         shifts = shifts.copy()

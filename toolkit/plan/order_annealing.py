@@ -100,7 +100,11 @@ class OrderAnnealing:
         orders = groups.list_orders(block[1])
 
         # 2. OR-tools on merged stages, if neighbours were merged.
-        if use_exact and groups.merged is not problem and exact_solver.is_small(groups.merged):
+        if (
+            use_exact
+            and groups.merged is not problem
+            and exact_solver.is_small(groups.merged)
+        ):
             orders, _ = self._solve(groups.merged, orders, begin + 0.6 * seconds_left)
         candidates.append((problem, groups.split(orders)))
         problem, orders = min(
@@ -133,7 +137,9 @@ class OrderAnnealing:
             raise room_error
         return problems
 
-    def _first_block(self, problems: Mapping[Places, OrderProblem], end: float) -> _Block:
+    def _first_block(
+        self, problems: Mapping[Places, OrderProblem], end: float
+    ) -> _Block:
         """Return the fastest block of simple keys, of those that can be timed until ``end``."""
         best_block: _Block | None = None
         least_seconds = inf
@@ -186,7 +192,9 @@ class OrderAnnealing:
                 return self._changed_placement(placement), keys
             return placement, self._changed_keys(keys, longest_op)
 
-        return self._anneal(block, change, self._block_seconds, self._block_fits, end, bound)
+        return self._anneal(
+            block, change, self._block_seconds, self._block_fits, end, bound
+        )
 
     def _changed_placement(self, placement: Places) -> Places:
         """Move a stage to the rank of another one or of a neighbour, or exchange two stages."""
@@ -204,7 +212,9 @@ class OrderAnnealing:
             stage_ranks[other_stage] = placement[stage]
         return tuple(stage_ranks)
 
-    def _changed_keys(self, keys: Sequence[float], longest_op: float) -> tuple[float, ...]:
+    def _changed_keys(
+        self, keys: Sequence[float], longest_op: float
+    ) -> tuple[float, ...]:
         draw = self._draw
         interval, patience, *chain_keys = keys
         deviation = interval * draw.choice((0.2, 1.0, 4.0))
@@ -226,7 +236,9 @@ class OrderAnnealing:
             rank = draw.randrange(len(orders))
             order = [*orders[rank]]
             position = draw.randrange(len(order))
-            new_position = position + draw.choice((-1, 1)) * int(1 + draw.expovariate(0.4))
+            new_position = position + draw.choice((-1, 1)) * int(
+                1 + draw.expovariate(0.4)
+            )
             new_position = min(max(new_position, 0), len(order) - 1)
             order.insert(new_position, order.pop(position))
             if not problem.fits(rank, order):
@@ -257,7 +269,9 @@ class OrderAnnealing:
         begin = now = time.monotonic()
         hot, cold = _HEAT
         while now < end and best_seconds > bound * (1 + TIE):
-            heat = hot * (cold / hot) ** ((now - begin) / (end - begin)) * current_seconds
+            heat = (
+                hot * (cold / hot) ** ((now - begin) / (end - begin)) * current_seconds
+            )
             now = time.monotonic()
             changed = change(current)
             # Orders that a rank has no room for come back unchanged. They are not timed again.
@@ -300,7 +314,9 @@ def _solver_is_used(exact: bool | None) -> bool:
 def _fits(problem: OrderProblem, orders: list[RankOrder]) -> bool:
     """Whether ranks have room for activations and for messages that wait."""
     peaks = problem.peaks(orders)
-    return all(peak <= room * (1 + TIE) for peak, room in zip(peaks, problem.room, strict=True))
+    return all(
+        peak <= room * (1 + TIE) for peak, room in zip(peaks, problem.room, strict=True)
+    )
 
 
 def _catalogue_orders(
@@ -321,13 +337,20 @@ def _catalogue_orders(
         if "n_ranks" in method.options:
             options = {"n_ranks": any_problem.n_ranks}
         try:
-            schedule = method(any_problem.n_stages, any_problem.n_microbatches, **options)
+            schedule = method(
+                any_problem.n_stages, any_problem.n_microbatches, **options
+            )
         except UserError:  # these sizes do not suit it
             continue
         placements = {*zip(*schedule.layout.cycles, strict=True)}  # of each micro-batch
-        kinds = {op.kind for op in schedule.timing.starts}  # some pipelines split few backwards
+        # Some pipelines split few backwards.
+        kinds = {op.kind for op in schedule.timing.starts}
         # A problem is a flush with one placement for all micro-batches, and its kinds of ops.
-        if schedule.max_staleness or len(placements) != 1 or kinds != {*any_problem.kinds}:
+        if (
+            schedule.max_staleness
+            or len(placements) != 1
+            or kinds != {*any_problem.kinds}
+        ):
             continue
         problem = problems.get(placements.pop())
         if problem is not None:

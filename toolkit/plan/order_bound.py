@@ -31,7 +31,8 @@ def _bound_of_rank(problem: OrderProblem, rank: int) -> float:
     first_forward = problem.chains(stages[0])[0]
     last_backward = problem.chains(stages[-1])[1]
     gradient_arrival = (
-        _path_seconds(problem, first_forward, last_backward) - problem.seconds[last_backward]
+        _path_seconds(problem, first_forward, last_backward)
+        - problem.seconds[last_backward]
     )
     idle_seconds = max(0.0, gradient_arrival - _forward_seconds_in_room(problem, rank))
     if len(stages) == 1:
@@ -81,5 +82,7 @@ def _path_seconds(problem: OrderProblem, begin: int, end: int) -> float:
     for chain in problem.path:
         for needed_chain, lag in problem.needs[chain]:
             arrival = path_seconds[needed_chain] + lag
-            path_seconds[chain] = max(path_seconds[chain], arrival + problem.seconds[chain])
+            path_seconds[chain] = max(
+                path_seconds[chain], arrival + problem.seconds[chain]
+            )
     return path_seconds[end]

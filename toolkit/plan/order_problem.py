@@ -92,7 +92,9 @@ class OrderProblem:
         """``[rank]``, its chains."""
         chains: list[tuple[int, ...]] = []
         for stages in self.stages_of_rank:
-            chains.append(tuple(itertools.chain.from_iterable(map(self.chains, stages))))
+            chains.append(
+                tuple(itertools.chain.from_iterable(map(self.chains, stages)))
+            )
         return tuple(chains)
 
     @cached_property
@@ -106,7 +108,11 @@ class OrderProblem:
     def tick(self) -> float:
         """Largest seconds that divide all times; a small share of a micro-batch if none do."""
         lags = [lag for _, lag in itertools.chain.from_iterable(self.needs)]
-        amounts = [amount for amount in (*self.seconds, *lags, *self.update_seconds) if amount > 0]
+        amounts = [
+            amount
+            for amount in (*self.seconds, *lags, *self.update_seconds)
+            if amount > 0
+        ]
         for divisor in (1, 2, 3, 4, 6, 12):
             tick = min(amounts) / divisor
             n_ticks = [amount / tick for amount in amounts]
@@ -121,7 +127,9 @@ class OrderProblem:
 
     def load(self, rank: int) -> float:
         """Seconds of the ops of ``rank`` in a training step."""
-        return self.n_microbatches * sum(self.seconds[chain] for chain in self.chains_of_rank[rank])
+        return self.n_microbatches * sum(
+            self.seconds[chain] for chain in self.chains_of_rank[rank]
+        )
 
     def fits(self, rank: int, order: RankOrder) -> bool:
         """Whether ``rank`` has room for what it keeps in this order."""
@@ -149,7 +157,8 @@ class OrderProblem:
         # A rank ends a step with the last op of its order.
         last_chain_ends = [ends[order[-1]] for order in orders]
         return max(
-            chain_ends[-1] - chain_ends[-1 - n_microbatches] for chain_ends in last_chain_ends
+            chain_ends[-1] - chain_ends[-1 - n_microbatches]
+            for chain_ends in last_chain_ends
         )
 
     def starts(self, orders: Sequence[RankOrder]) -> list[list[float]]:
@@ -171,7 +180,9 @@ class OrderProblem:
                     changes += self._memory_changes(stage, chain, ends)
             # Of changes at the same time those with negative bytes sort first: an op has the room
             # of the one that ends as it starts.
-            peaks.append(max(itertools.accumulate(n_bytes for _, n_bytes in sorted(changes))))
+            peaks.append(
+                max(itertools.accumulate(n_bytes for _, n_bytes in sorted(changes)))
+            )
         return peaks
 
     def _memory_changes(
@@ -210,7 +221,8 @@ class OrderProblem:
         seconds = self.seconds
         needs = self.needs
         ends: list[list[float]] = [[] for _ in seconds]
-        sleeping_ranks: list[list[int]] = [[] for _ in seconds]  # by the chain they wait for
+        # By the chain they wait for.
+        sleeping_ranks: list[list[int]] = [[] for _ in seconds]
         free_at = [0.0] * len(orders)
         positions = [0] * len(orders)
         ready_ranks = [*range(len(orders))]
@@ -234,7 +246,10 @@ class OrderProblem:
                     # The first forward of a step reads new weights, so it waits for the update.
                     if index and index % n_microbatches == 0 and chain % n_kinds == 0:
                         last_backward_end = ends[chain + n_kinds - 1][index - 1]
-                        now = max(now, last_backward_end + self.update_seconds[chain // n_kinds])
+                        now = max(
+                            now,
+                            last_backward_end + self.update_seconds[chain // n_kinds],
+                        )
                     now += seconds[chain]
                     chain_ends.append(now)
                     position += 1

@@ -86,7 +86,9 @@ class PilotOptions:
         check_choice("placement", self.placement, PILOT_PLACEMENTS)
         check_choice("compute", self.compute, COMPUTE)
         if not (isinstance(self.budget, int | float) and self.budget > 0):
-            raise UserError(f"budget is a number of seconds above 0: got {self.budget!r}")
+            raise UserError(
+                f"budget is a number of seconds above 0: got {self.budget!r}"
+            )
         if self.hardware is not None:
             check_hardware(self.hardware)
 
@@ -142,23 +144,35 @@ def pilot(
 
     # 2. Choose the rules, and the corrections of their late weights.
     plain_spec = replace(plain_candidate.spec, stages=model_cut.n_stages)
-    candidates = _rules_to_compare(replace(plain_candidate, spec=plain_spec), placement, candidate)
+    candidates = _rules_to_compare(
+        replace(plain_candidate, spec=plain_spec), placement, candidate
+    )
     optimizer = options.optimizer
     if optimizer is None:
         # Without an optimizer of the user's, late weights get the corrections that keep SGD stable.
-        optimizer = partial(torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
-        candidates = {rule: _corrected(candidate) for rule, candidate in candidates.items()}
+        optimizer = partial(
+            torch.optim.SGD, lr=_RATE, momentum=_MOMENTUM, nesterov=True
+        )
+        candidates = {
+            rule: _corrected(candidate) for rule, candidate in candidates.items()
+        }
         findings = _with_default_optimizer(findings)
 
     # 3. Measure them here, predict the machines, and train two of them.
-    bench = PilotBench(model_cut.make_model, model_cut.stages, candidates, optimizer, options.loss)
-    findings = _measure_and_train(bench, findings, model_cut, options, start, on_progress)
+    bench = PilotBench(
+        model_cut.make_model, model_cut.stages, candidates, optimizer, options.loss
+    )
+    findings = _measure_and_train(
+        bench, findings, model_cut, options, start, on_progress
+    )
     return replace(findings, seconds=time.perf_counter() - start)
 
 
 def _with_default_optimizer(findings: Pilot) -> Pilot:
     """Return ``findings`` whose commands train with the pilot's own optimizer."""
-    command_options = f"{findings.command_options} optimizer=nesterov optimizer.lr={_RATE}"
+    command_options = (
+        f"{findings.command_options} optimizer=nesterov optimizer.lr={_RATE}"
+    )
     return replace(findings, command_options=command_options, certified=True)
 
 
@@ -171,7 +185,9 @@ def _plain_candidate(
         spec = ScheduleSpec("dp", schedule.n_stages, schedule.n_microbatches)
         return Candidate(spec, candidate.batch, candidate.partition)
     partition_by = "activations" if options.placement == "one" else "flops"
-    return Candidate(ScheduleSpec("dp", n_workers, n_workers), options.batch, partition_by)
+    return Candidate(
+        ScheduleSpec("dp", n_workers, n_workers), options.batch, partition_by
+    )
 
 
 @dataclass(frozen=True)
@@ -199,7 +215,9 @@ class _ModelCut:
         """The model's device."""
         return self.data.device
 
-    def findings(self, plain_candidate: Candidate, placement: str, options: PilotOptions) -> Pilot:
+    def findings(
+        self, plain_candidate: Candidate, placement: str, options: PilotOptions
+    ) -> Pilot:
         """Return findings without rules."""
         target = self.target or "MY_PACKAGE.MY_MODEL"
         form = self.data.samples.form
@@ -223,9 +241,13 @@ def _cut_model(
     """Cut a model into the stages of a candidate, or the most possible."""
     make_model, target = _model_maker(model)
     first_model = make_model(0)
-    trained_weights = [weights for weights in first_model.parameters() if weights.requires_grad]
+    trained_weights = [
+        weights for weights in first_model.parameters() if weights.requires_grad
+    ]
     if not trained_weights:
-        raise UserError(f"{type(first_model).__name__} has no parameter that requires a gradient")
+        raise UserError(
+            f"{type(first_model).__name__} has no parameter that requires a gradient"
+        )
     batch = plain_candidate.batch
     device = trained_weights[0].device
     step_batch = plain_candidate.spec.microbatches * batch
@@ -235,7 +257,9 @@ def _cut_model(
 
     inputs, answers = example
     max_stages = plain_candidate.spec.stages
-    stages, n_stages = _cut(first_model, max_stages, inputs[:batch], plain_candidate.partition)
+    stages, n_stages = _cut(
+        first_model, max_stages, inputs[:batch], plain_candidate.partition
+    )
     _check_output(stages.output.shape, answers[:batch].shape, samples.form)
     return _ModelCut(make_model, target, stages, n_stages, data, example)
 
@@ -262,7 +286,9 @@ def _measure_and_train(
     # The caller's random numbers stay as they were, on the CPU and on the model's device.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # A fifth of the budget: most of the time is for the training, which decides on accuracy.
-        findings = bench.measure(findings, model_cut.example, options.budget / 5, on_progress)
+        findings = bench.measure(
+            findings, model_cut.example, options.budget / 5, on_progress
+        )
         n_steps = options.steps
         if n_steps is None:
             seconds_left = options.budget - (time.perf_counter() - start)
@@ -275,7 +301,9 @@ def _measure_and_train(
         if options.steps == 0:
             return replace(findings, untrained="steps=0")
         if n_steps == 0:
-            return replace(findings, untrained=f"budget={options.budget:g} s is too short")
+            return replace(
+                findings, untrained=f"budget={options.budget:g} s is too short"
+            )
         seeds = range(options.seeds)
         training = bench.train(late.rule, model_cut.data, n_steps, seeds, on_progress)
         return replace(findings, training=training)
@@ -322,10 +350,14 @@ def _rules_to_compare(
     if late_candidate is not None:
         late_spec = late_candidate.spec
         baseline_spec = replace(
-            dp_spec, microbatches=late_spec.microbatches, accumulate=late_spec.accumulate
+            dp_spec,
+            microbatches=late_spec.microbatches,
+            accumulate=late_spec.accumulate,
         )
     if placement == "per_stage":
-        pipelines = [name for name, method in METHODS.items() if method.kind == "pipeline"]
+        pipelines = [
+            name for name, method in METHODS.items() if method.kind == "pipeline"
+        ]
         baseline_spec = replace(plain_candidate.spec, method=pipelines[0])
 
     if late_candidate is not None:
@@ -334,7 +366,9 @@ def _rules_to_compare(
         return {"DP": baseline, late_rule: late_candidate}
     rules = {"DP": replace(plain_candidate, spec=baseline_spec)}
     for name in late_methods():
-        rules[METHODS[name].label] = replace(plain_candidate, spec=replace(dp_spec, method=name))
+        rules[METHODS[name].label] = replace(
+            plain_candidate, spec=replace(dp_spec, method=name)
+        )
     return rules
 
 
@@ -349,7 +383,9 @@ def _corrected(candidate: Candidate) -> Candidate:
             spec = replace(candidate.spec, correction=correction)
             corrected_candidate = replace(candidate, spec=spec)
             schedule = corrected_candidate.schedule
-            certificate = largest_stable_rate(schedule, momentum=_MOMENTUM, nesterov=True)
+            certificate = largest_stable_rate(
+                schedule, momentum=_MOMENTUM, nesterov=True
+            )
             if certificate.limit > largest_rate:
                 best_candidate = corrected_candidate
                 largest_rate = certificate.limit
@@ -361,7 +397,9 @@ def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
     if isinstance(model, nn.Module):
         return lambda seed: model, ""
     if not callable(model):
-        raise UserError(f"model is a torch.nn.Module, or a function that makes one: got {model!r}")
+        raise UserError(
+            f"model is a torch.nn.Module, or a function that makes one: got {model!r}"
+        )
 
     def make(seed: int) -> nn.Module:
         with torch.random.fork_rng():
@@ -373,7 +411,8 @@ def _model_maker(model: Model) -> tuple[Callable[[int], nn.Module], str]:
 
     module = getattr(model, "__module__", "")
     name = getattr(model, "__qualname__", "")
-    if not module or module == "__main__" or not name or "<" in name:  # it cannot be imported
+    # It cannot be imported.
+    if not module or module == "__main__" or not name or "<" in name:
         return make, ""
     return make, f"{module}.{name}"
 

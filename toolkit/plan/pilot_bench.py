@@ -47,15 +47,25 @@ class PilotBench:
     def schedule(self, rule: str) -> Schedule:
         """Return the schedule of a rule with all workers on one device."""
         return replace(
-            self.candidates[rule].schedule, placement="one", state="replicated", chains=IN_ORDER
+            self.candidates[rule].schedule,
+            placement="one",
+            state="replicated",
+            chains=IN_ORDER,
         )
 
-    def runtime(self, seed: int, schedule: Schedule, diagnostics: int = 0) -> SingleProcess:
+    def runtime(
+        self, seed: int, schedule: Schedule, diagnostics: int = 0
+    ) -> SingleProcess:
         """Return a runtime on weights of their own; ``diagnostics`` as in its options."""
         stages = copy.deepcopy(self.stages)  # faster than another cut
         stages.model.load_state_dict(self.make_model(seed).state_dict())
         return SingleProcess(
-            stages, schedule, self.optimizer, self.loss, seed=seed, diagnostics=diagnostics
+            stages,
+            schedule,
+            self.optimizer,
+            self.loss,
+            seed=seed,
+            diagnostics=diagnostics,
         )
 
     def measure(
@@ -75,9 +85,16 @@ class PilotBench:
             on_progress(f"measuring the memory of {rule}", index / len(self.candidates))
             stages = copy.deepcopy(self.stages)
             memory[rule] = step_memory(
-                stages, self.schedule(rule), example, self.optimizer, self.loss, checkpoint
+                stages,
+                self.schedule(rule),
+                example,
+                self.optimizer,
+                self.loss,
+                checkpoint,
             )
-        runtimes = {rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates}
+        runtimes = {
+            rule: self.runtime(0, self.schedule(rule)) for rule in self.candidates
+        }
         times = step_times(runtimes, example, _ROUNDS, seconds, on_progress)
 
         on_progress("predicting", 0.0)
@@ -121,7 +138,12 @@ class PilotBench:
         return replace(findings, rules=rules, slack=slack)
 
     def train(
-        self, rule: str, data: Data, n_steps: int, seeds: Sequence[int], on_progress: OnProgress
+        self,
+        rule: str,
+        data: Data,
+        n_steps: int,
+        seeds: Sequence[int],
+        on_progress: OnProgress,
     ) -> TrainingFindings:
         """Train under DP and ``rule``; see :func:`toolkit.plan.pilot_training.train`."""
         schedules = {name: self.schedule(name) for name in ("DP", rule)}
@@ -138,12 +160,18 @@ def _predicted(
         scaled_costs = []
         for cost, (forward, backward) in zip(costs, seconds, strict=True):
             scaled_costs.append(
-                replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
+                replace(
+                    cost,
+                    forward_seconds=factor * forward,
+                    backward_seconds=factor * backward,
+                )
             )
         cost_variants.append(tuple(scaled_costs))
     free_links = replace(predictor.hardware, link_bandwidth=inf, link_latency=0.0)
     predictions = predictor.predict([candidate] * len(cost_variants), cost_variants)
-    return predictions + replace(predictor, hardware=free_links).predict([candidate], [costs])
+    return predictions + replace(predictor, hardware=free_links).predict(
+        [candidate], [costs]
+    )
 
 
 def _speed(
@@ -165,6 +193,8 @@ def _optimizer_bytes(runtime: SingleProcess) -> int:
     for stage in runtime.local_state()["stages"].values():
         optimizer_state = stage["optimizer"] or {"state": {}}
         for parameter_state in optimizer_state["state"].values():
-            tensors = [value for value in parameter_state.values() if isinstance(value, Tensor)]
+            tensors = [
+                value for value in parameter_state.values() if isinstance(value, Tensor)
+            ]
             n_bytes += sum(tensor.nbytes for tensor in tensors)
     return n_bytes

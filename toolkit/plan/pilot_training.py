@@ -45,7 +45,9 @@ def train_by(
     runs: dict[str, list[_Run]] = {rule: [] for rule in rules}
     for seed_index, seed in enumerate(seeds):
         for rule_index, (rule, schedule) in enumerate(rules.items()):
-            done_share = (seed_index * len(rules) + rule_index) / (len(rules) * len(seeds))
+            done_share = (seed_index * len(rules) + rule_index) / (
+                len(rules) * len(seeds)
+            )
             on_progress(f"training {rule}, seed {seed}", done_share)
             # Diagnostics cost time, so only the first run of the second rule measures how far
             # delayed gradients are from fresh ones.
@@ -76,12 +78,17 @@ def train_by(
         accuracy=accuracies,
         difference=_difference(accuracies[late_rule], accuracies["DP"], len(labels)),
         loss_ratio=mean(
-            _ratio(late_run.tenths[-1], base_run.tenths[-1]) for late_run, base_run in run_pairs
+            _ratio(late_run.tenths[-1], base_run.tenths[-1])
+            for late_run, base_run in run_pairs
         ),
-        highest=max(_ratio(max(run.tenths), run.first_loss) for run in [*base_runs, *late_runs]),
+        highest=max(
+            _ratio(max(run.tenths), run.first_loss) for run in [*base_runs, *late_runs]
+        ),
         chance=chance,
         frequent=frequent,
-        learned=_is_better_than_a_guess(accuracies["DP"], max(chance, frequent), len(labels)),
+        learned=_is_better_than_a_guess(
+            accuracies["DP"], max(chance, frequent), len(labels)
+        ),
         diverged=tuple(diverged_rules),
         cosine=min(late_cosines, default=nan),
     )
@@ -115,7 +122,9 @@ def _difference(
         [100 * share for share in late_shares], [100 * share for share in base_shares]
     )
     # Few seeds may agree by chance. The test set's own error then keeps the interval honest.
-    least_half_width = 100 * binomial_half_width(mean([*late_shares, *base_shares]), n_tested)
+    least_half_width = 100 * binomial_half_width(
+        mean([*late_shares, *base_shares]), n_tested
+    )
     if len(late_shares) == 1 or difference.half_width >= least_half_width:
         return difference
     return replace(difference, half_width=least_half_width)
@@ -152,7 +161,9 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
         model = runtime.module()
         settle_norms(model, islice(data.train(seed), NORM_BATCHES))
         accuracy = evaluate(model, data.test()).top1
-    cosines = [mean(cosines_of_stage) for cosines_of_stage in zip(*stage_cosines, strict=True)]
+    cosines = [
+        mean(cosines_of_stage) for cosines_of_stage in zip(*stage_cosines, strict=True)
+    ]
     return _Run(losses[0], tenths, cosines, diverged, accuracy)
 
 

@@ -16,7 +16,9 @@ def terminal_cells(prediction: Prediction, baseline: Prediction) -> dict[str, An
     return {
         "schedule": candidate.name.partition(" accumulate")[0],
         "stages": candidate.stages_in_words.replace("parameters", "weights"),
-        "batch": f"{candidate.batch} x {rounds}" if rounds > 1 else str(candidate.batch),
+        "batch": f"{candidate.batch} x {rounds}"
+        if rounds > 1
+        else str(candidate.batch),
         "again": "yes" if recomputes else "",
         "by DDP": f"{prediction.seconds / baseline.seconds:.2f}",
         "memory": size(prediction.memory),

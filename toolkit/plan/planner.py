@@ -93,7 +93,9 @@ class Plan:
 
         baseline_failure = ""
         if not baseline.fits:
-            baseline_failure = f", which takes {baseline_cost} and does not keep the limits"
+            baseline_failure = (
+                f", which takes {baseline_cost} and does not keep the limits"
+            )
         memory_words = f"{size(best_prediction.memory)} on the fullest rank"
         if self.ddp_alike is not None:
             memory_share = best_prediction.memory / self.ddp_alike.memory
@@ -104,7 +106,9 @@ class Plan:
                 memory_words += " with the same accumulation and recomputation"
         staleness_words = "no weight late"
         if best_prediction.staleness:
-            staleness_words = f"weights {best_prediction.staleness:.2f} steps late on average"
+            staleness_words = (
+                f"weights {best_prediction.staleness:.2f} steps late on average"
+            )
         return (
             f"{best_prediction.candidate.label} on {count(best_prediction.ranks, 'rank')}:"
             f" {best_prediction.seconds / baseline.seconds:.2f} of the step time of"
@@ -157,7 +161,9 @@ class Plan:
             command_options=self.command_options,
             on_progress=on_progress,
         )
-        if best_prediction.staleness or (is_pipeline and has_stage_per_rank and not spec.orders):
+        if best_prediction.staleness or (
+            is_pipeline and has_stage_per_rank and not spec.orders
+        ):
             return measure(options=options, candidate=candidate)
 
         n_workers = max(2, spec.microbatches)
@@ -166,7 +172,9 @@ class Plan:
             n_workers = best_prediction.ranks
             placement = "per_stage"
         batch = max(1, candidate.batch * schedule.n_microbatches // n_workers)
-        return measure(n_workers, options=replace(options, batch=batch, placement=placement))
+        return measure(
+            n_workers, options=replace(options, batch=batch, placement=placement)
+        )
 
     def _hardware_within_limits(self) -> Hardware:
         """Return the machines with no more memory than the limit."""
@@ -180,7 +188,9 @@ class Plan:
     def _listed(self) -> list[Prediction]:
         """Return the front, the best and data parallelism, the fastest first."""
         named = {*self.coarser, self.baseline, *([self.best] if self.best else [])}
-        return sorted([*self.front, *(named - {*self.front})], key=attrgetter("seconds"))
+        return sorted(
+            [*self.front, *(named - {*self.front})], key=attrgetter("seconds")
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the front, the best and data parallelism as plain values, the fastest first."""
@@ -188,7 +198,11 @@ class Plan:
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """Return a prediction as plain values."""
-        fields = {name: value for name, value in vars(prediction).items() if name != "candidate"}
+        fields = {
+            name: value
+            for name, value in vars(prediction).items()
+            if name != "candidate"
+        }
         return {
             "schedule": prediction.candidate.label,
             "ratio": prediction.seconds / self.baseline.seconds,
@@ -205,10 +219,14 @@ class Plan:
         from toolkit.figures import plan_figure
 
         other_predictions = [
-            vars(prediction) for prediction in self.predictions if prediction not in self.front
+            vars(prediction)
+            for prediction in self.predictions
+            if prediction not in self.front
         ]
         memory_limit = min(self.limits.memory, self.hardware.memory)
-        return plan_figure(self.rows(), other_predictions, vars(self.baseline), memory_limit)
+        return plan_figure(
+            self.rows(), other_predictions, vars(self.baseline), memory_limit
+        )
 
     def __str__(self) -> str:
         listed = self._listed()
@@ -220,14 +238,17 @@ class Plan:
     def origin(self) -> str:
         """How many candidates were looked at and simulated, and what was left out."""
         notes = "".join(
-            f"\n{n_stages} stages left out: {reason}" for n_stages, reason in self.left_out.items()
+            f"\n{n_stages} stages left out: {reason}"
+            for n_stages, reason in self.left_out.items()
         )
         if self.searched is not None:
             optimality = f"at least {_time(self.searched.bound)}"
             if self.searched.proven:
                 optimality = "which is the least"
             seconds = _time(self.searched.seconds)
-            notes += f"\nSearched rank orders take {seconds}, {optimality} on its stages."
+            notes += (
+                f"\nSearched rank orders take {seconds}, {optimality} on its stages."
+            )
         return (
             f"{len(self.predictions)} of {self.n_candidates} candidates simulated. Not simulated:"
             " those that must break a limit, those that cannot beat another one, and other cuts of"
@@ -278,7 +299,9 @@ def plan(
     n_buckets = len(Traced.of(meta_model, form.example(2, "meta")).cut_in_buckets())
     predictor = _predictor(hardware, options)
     widths = checked_widths(options, sizes[0], predictor, meta_model)
-    costs_of = partial(stage_costs, meta_model, form, options.precision, predictor=predictor)
+    costs_of = partial(
+        stage_costs, meta_model, form, options.precision, predictor=predictor
+    )
     if not options.command_options:
         default_options = f"model.target=MY_PACKAGE.MY_MODEL {data_options(form)}"
         options = replace(options, command_options=default_options)
@@ -295,7 +318,9 @@ def rank_numbers(ranks: int | Sequence[int], batch: int) -> list[int]:
         option = f"ranks=[{','.join(map(str, sizes))}]"
         if len(sizes) == 1:
             option = f"ranks={sizes[0]}"
-        raise UserError(f"batch={batch} must be a multiple of ranks: got {option}; change either")
+        raise UserError(
+            f"batch={batch} must be a multiple of ranks: got {option}; change either"
+        )
     return sorted(set(sizes), reverse=True)
 
 
@@ -304,7 +329,9 @@ def new_sweep(
 ) -> CandidateSweep:
     """Return a sweep over the machines and limits of a plan."""
     predictor = _predictor(hardware, options)
-    return CandidateSweep(predictor, costs_of, options.jobs or os.cpu_count() or 1, on_progress)
+    return CandidateSweep(
+        predictor, costs_of, options.jobs or os.cpu_count() or 1, on_progress
+    )
 
 
 def _predictor(hardware: Hardware, options: PlanOptions) -> Predictor:
@@ -350,7 +377,9 @@ def choose_plan(
     )
 
 
-def _simulate_candidates(sweep: CandidateSweep, all_candidates: Sequence[Candidate]) -> None:
+def _simulate_candidates(
+    sweep: CandidateSweep, all_candidates: Sequence[Candidate]
+) -> None:
     """Simulate plain stages of every method, and then other stages of the fast methods."""
     plainest_candidate = all_candidates[0]
     plain_candidates = [candidate for candidate in all_candidates if candidate.is_plain]
@@ -362,9 +391,12 @@ def _simulate_candidates(sweep: CandidateSweep, all_candidates: Sequence[Candida
     more_candidates = [
         candidate
         for candidate in all_candidates
-        if (candidate.spec, candidate.compression) in near_methods and candidate not in sweep.done
+        if (candidate.spec, candidate.compression) in near_methods
+        and candidate not in sweep.done
     ]
-    sweep.simulate("simulating cuts and recomputation", more_candidates, plainest_candidate)
+    sweep.simulate(
+        "simulating cuts and recomputation", more_candidates, plainest_candidate
+    )
 
 
 def _ddp_alike(
@@ -385,12 +417,19 @@ def _ddp_alike(
     return None
 
 
-def _fastest_plain_cut(sweep: CandidateSweep, plainest_candidate: Candidate) -> Prediction:
+def _fastest_plain_cut(
+    sweep: CandidateSweep, plainest_candidate: Candidate
+) -> Prediction:
     """Return the prediction of the plainest candidate, with the fastest cut if it has several."""
     cuts = [plainest_candidate]
     if plainest_candidate.partition != BUCKETS:
-        cuts = [replace(plainest_candidate, partition=measure_name) for measure_name in MEASURES]
-    predictions = [sweep.done[candidate] for candidate in cuts if candidate in sweep.done]
+        cuts = [
+            replace(plainest_candidate, partition=measure_name)
+            for measure_name in MEASURES
+        ]
+    predictions = [
+        sweep.done[candidate] for candidate in cuts if candidate in sweep.done
+    ]
     return min(predictions, key=attrgetter("seconds"))
 
 

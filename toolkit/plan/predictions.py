@@ -150,7 +150,9 @@ class Predictor:
             timeline = simulate(program, candidate_costs, hardware, state_bytes)
             peaks = [timeline.peak_memory(rank) for rank in range(schedule.n_ranks)]
             sent_bytes = max(timeline.bytes_a_step())
-            predictions.append(self._prediction(candidate, timeline.step_time, peaks, sent_bytes))
+            predictions.append(
+                self._prediction(candidate, timeline.step_time, peaks, sent_bytes)
+            )
         return predictions
 
     def bound(self, candidate: Candidate, costs: Costs) -> Prediction:
@@ -175,7 +177,10 @@ class Predictor:
         # No order of ops can use more than all of the ranks' speed together.
         total_speed = sum(map(self.hardware.speed, range(n_ranks)))
         return self._prediction(
-            candidate, busy_seconds * schedule.n_microbatches / total_speed, rank_bytes, 0.0
+            candidate,
+            busy_seconds * schedule.n_microbatches / total_speed,
+            rank_bytes,
+            0.0,
         )
 
     def find_affordable_delay(
@@ -188,9 +193,15 @@ class Predictor:
         state_bytes = self.optimizer_bytes(costs)
         hardware = self.hardware_of(candidate)
         delay = affordable_delay(
-            candidate.schedule, costs, hardware, within=within, optimizer_bytes=state_bytes
+            candidate.schedule,
+            costs,
+            hardware,
+            within=within,
+            optimizer_bytes=state_bytes,
         )
-        fresher = replace(candidate, spec=replace(candidate.spec, delay=delay), within=within)
+        fresher = replace(
+            candidate, spec=replace(candidate.spec, delay=delay), within=within
+        )
         return self.predict([fresher], [costs])[0]
 
     def memory_of(self, rank: int) -> float:
@@ -275,10 +286,12 @@ def front(predictions: Iterable[Prediction]) -> list[Prediction]:
     # prediction is compared only with those before it, and of equal ones the first stays.
     front_predictions: list[Prediction] = []
     for prediction in sorted(
-        predictions, key=attrgetter("seconds", "memory", "staleness", "devices", "coarseness")
+        predictions,
+        key=attrgetter("seconds", "memory", "staleness", "devices", "coarseness"),
     ):
         if prediction.fits and not any(
-            front_prediction.dominates(prediction) for front_prediction in front_predictions
+            front_prediction.dominates(prediction)
+            for front_prediction in front_predictions
         ):
             front_predictions.append(prediction)
     return front_predictions

@@ -112,8 +112,12 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
     ):
         return None
     n_microbatches = schedule.n_microbatches
-    on_activity(f"checking the learning rate: curvature of {n_microbatches} micro-batches")
-    curvature = first_curvature(run, n_microbatches, tolerance=_TOLERANCE, seconds=_SECONDS)
+    on_activity(
+        f"checking the learning rate: curvature of {n_microbatches} micro-batches"
+    )
+    curvature = first_curvature(
+        run, n_microbatches, tolerance=_TOLERANCE, seconds=_SECONDS
+    )
     recurrence = Recurrence(*sgd_options, coupling_of(stage_shares(run, curvature)))
     growth = recurrence.growth(rate * curvature.value)
     if growth < _FAST:
@@ -127,7 +131,9 @@ def _check(run: TrainingRun, on_activity: Callable[[str], None]) -> str | None:
         remedies.append("optimizer.nesterov=true")
     if is_late and schedule.corrected.kind == "none":
         remedies.append("schedule.correction=extrapolate")
-    remedies.append(f"optimizer.lr={stable_rate / rate * options['lr']:.2g} or somewhat higher")
+    remedies.append(
+        f"optimizer.lr={stable_rate / rate * options['lr']:.2g} or somewhat higher"
+    )
     if is_late:
         remedies.append("'schedule.phases=[{schedule: dp, epochs: 1}]'")
     return (

@@ -57,9 +57,12 @@ def search(
     n_tried = 0
     for attempt in range(_ATTEMPTS):
         annealing = OrderAnnealing(space, room, random.Random(seed), progress)
-        problem, orders, orders_bound = annealing.best(placements, end, exact, catalogue)
+        problem, orders, orders_bound = annealing.best(
+            placements, end, exact, catalogue
+        )
         n_tried += annealing.n_tried
-        if attempt == 0:  # later attempts have less room than the ranks: their bounds do not hold
+        # Later attempts have less room than the ranks: their bounds do not hold.
+        if attempt == 0:
             bound = orders_bound
         schedule = problem.schedule(orders, "searched")
         timeline = space.simulate(schedule)
@@ -90,7 +93,9 @@ def search(
 def _excess_bytes(space: SearchSpace, timeline: Timeline) -> list[float]:
     """Return ``[rank]``, bytes above its limit; 0 for all if that is rounding."""
     peaks = space.peaks(timeline)
-    excess_bytes = [max(0.0, peak - limit) for peak, limit in zip(peaks, space.limits, strict=True)]
+    excess_bytes = [
+        max(0.0, peak - limit) for peak, limit in zip(peaks, space.limits, strict=True)
+    ]
     if max(excess_bytes) <= TIE * max(peaks):
         return [0.0] * len(peaks)
     return excess_bytes
@@ -120,7 +125,8 @@ def _too_slow(
         ranks = _ranks_in_conflict(space, result.placement, step_seconds, seconds / 2)
     if ranks is None:
         return (
-            f"no orders of {step_seconds:.4g} s a step: {fastest}, and none less than {bound:.4g} s"
+            f"no orders of {step_seconds:.4g} s a step: {fastest},"
+            f" and none less than {bound:.4g} s"
         )
     if not ranks:
         return f"no orders take {step_seconds:.4g} s a step in any memory: {fastest}"

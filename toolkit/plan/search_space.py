@@ -17,8 +17,10 @@ OnSearch = Callable[[str, float, float], object]
 
 _WHOLE_BACKWARDS = (Kind.FORWARD, Kind.BACKWARD)
 _SPLIT_BACKWARDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_OPS_PER_SECOND = 500  # of a training step: so many are ordered, simulated and verified in time
-_MANY_RANKS = 500  # on which an op takes twice as long, since list scheduling compares all ranks
+# Of a training step: so many are ordered, simulated and verified in time.
+_OPS_PER_SECOND = 500
+# On which an op takes twice as long, since list scheduling compares all ranks.
+_MANY_RANKS = 500
 _ROUNDING = 1e-3  # relative difference to a bound in ticks that counts as none
 
 
@@ -91,12 +93,18 @@ class SearchSpace:
         elif is_number(limits):
             limits = [limits] * n_ranks
         limits = _checked_bytes("memory", limits, n_ranks, "ranks")
-        has_no_state = isinstance(self.optimizer_bytes, Sequence) and not self.optimizer_bytes
+        has_no_state = (
+            isinstance(self.optimizer_bytes, Sequence) and not self.optimizer_bytes
+        )
         if not has_no_state:
-            _checked_bytes("optimizer_bytes", self.optimizer_bytes, len(self.costs), "stages")
+            _checked_bytes(
+                "optimizer_bytes", self.optimizer_bytes, len(self.costs), "stages"
+            )
         stage_seconds = tuple(sum(cost.seconds(self.hardware)) for cost in self.costs)
         if not any(stage_seconds):
-            raise UserError("all stages take 0 seconds: give costs with flops or seconds")
+            raise UserError(
+                "all stages take 0 seconds: give costs with flops or seconds"
+            )
 
         derived = {
             "n_microbatches": n_microbatches,
@@ -117,13 +125,17 @@ class SearchSpace:
             for rank in self.placement:
                 whole(rank, "placement: a rank", 0)
             n_ranks = max(self.placement, default=0) + 1
-            if len(self.placement) != n_stages or {*self.placement} != {*range(n_ranks)}:
+            if len(self.placement) != n_stages or {*self.placement} != {
+                *range(n_ranks)
+            }:
                 raise UserError(
                     f"placement is the rank of each of {n_stages} stages, on ranks 0, 1, ...: got"
                     f" {[*self.placement]}"
                 )
         if n_ranks > n_stages:
-            raise UserError(f"each of {n_ranks} ranks runs a stage: got {n_stages} stages")
+            raise UserError(
+                f"each of {n_ranks} ranks runs a stage: got {n_stages} stages"
+            )
         return n_ranks
 
     def least_seconds(self, seconds: float) -> float:
@@ -186,14 +198,21 @@ class SearchSpace:
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """Simulate verified training steps of a schedule up to its steady state."""
-        return simulate_steady_steps(schedule, self.costs, self.hardware, self.optimizer_bytes)
+        return simulate_steady_steps(
+            schedule, self.costs, self.hardware, self.optimizer_bytes
+        )
 
     def peaks(self, timeline: Timeline) -> tuple[float, ...]:
         """Return the peak bytes of each rank."""
         return tuple(timeline.peak_memory(rank) for rank in range(self.n_ranks))
 
     def result(
-        self, schedule: Schedule, timeline: Timeline, placement: Places, bound: float, n_tried: int
+        self,
+        schedule: Schedule,
+        timeline: Timeline,
+        placement: Places,
+        bound: float,
+        n_tried: int,
     ) -> SearchResult:
         """Return a search's result; ``bound`` is that of any orders, in seconds of a step."""
         # The bound is in ticks, whose rounding may lift it above the simulated seconds.
@@ -209,14 +228,18 @@ class SearchSpace:
         )
 
 
-def _checked_bytes(name: str, entries: object, n_expected: int, unit: str) -> tuple[float, ...]:
+def _checked_bytes(
+    name: str, entries: object, n_expected: int, unit: str
+) -> tuple[float, ...]:
     """Return ``entries``; raise UserError unless they are so many numbers of bytes."""
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise UserError(
             f"{name} is a number of bytes for each of {n_expected} {unit}: got {entries!r}"
         )
     if len(entries) != n_expected:
-        raise UserError(f"{name} has an entry for each of {n_expected} {unit}: got {len(entries)}")
+        raise UserError(
+            f"{name} has an entry for each of {n_expected} {unit}: got {len(entries)}"
+        )
     for n_bytes in entries:
         if not (is_number(n_bytes) and n_bytes >= 0):
             raise UserError(f"{name} is a number of bytes, 0 or more: got {n_bytes!r}")
@@ -286,7 +309,9 @@ def order_problem(
     return problem
 
 
-def _op_seconds(cost: StageCost, hardware: Hardware, speed: float, n_kinds: int) -> list[float]:
+def _op_seconds(
+    cost: StageCost, hardware: Hardware, speed: float, n_kinds: int
+) -> list[float]:
     """Return the seconds of a stage's ops on a rank, by kind."""
     forward, backward, input_backward, weight_backward = (
         duration / speed for duration in cost.op_seconds(hardware)
@@ -328,10 +353,14 @@ class _Messages:
             needs.append([])
             needs += [[(forward + kind, 0.0)] for kind in range(n_kinds - 1)]
             if stage > 0:
-                lag = self._seconds(self.costs[stage - 1].output_bytes, stage - 1, stage)
+                lag = self._seconds(
+                    self.costs[stage - 1].output_bytes, stage - 1, stage
+                )
                 needs[forward].append((forward - n_kinds, lag))
             if stage < len(self.costs) - 1:
-                lag = self._seconds(self.costs[stage + 1].input_gradient_bytes, stage + 1, stage)
+                lag = self._seconds(
+                    self.costs[stage + 1].input_gradient_bytes, stage + 1, stage
+                )
                 needs[forward + 1].append((forward + n_kinds + 1, lag))
         return needs
 
@@ -359,7 +388,9 @@ class _Messages:
         """Return the seconds of a message between two stages."""
         if not self._arrive(sender, receiver):
             return 0.0
-        machines = {self.hardware.machine(self.placement[stage]) for stage in (sender, receiver)}
+        machines = {
+            self.hardware.machine(self.placement[stage]) for stage in (sender, receiver)
+        }
         return self.hardware.message(n_bytes, local=len(machines) == 1)
 
 
@@ -370,7 +401,9 @@ def _check_room(problem: OrderProblem, memory: Sequence[float]) -> None:
         workspace_bytes = max(
             problem.workspace_bytes[chain] for chain in problem.chains_of_rank[rank]
         )
-        needed_bytes = workspace_bytes + sum(problem.kept_bytes[stage] for stage in stages)
+        needed_bytes = workspace_bytes + sum(
+            problem.kept_bytes[stage] for stage in stages
+        )
         room = problem.room[rank]
         if needed_bytes > room:
             total_bytes = needed_bytes + memory_bytes - room

@@ -139,7 +139,9 @@ class Recurrence:
         delay = self.schedule.delay
         if isinstance(delay, RandomDelay):
             mean = 0 * self._row(0)
-            for steps, probability in zip(delay.values, delay.probabilities, strict=True):
+            for steps, probability in zip(
+                delay.values, delay.probabilities, strict=True
+            ):
                 mean = mean + probability * self._row(steps)
             return np.tile(mean, (len(self._modes[0]), 1))
         rows = [[*map(self._row, delays)] for delays in self.schedule.staleness]
@@ -148,13 +150,19 @@ class Recurrence:
     def certify(self) -> Certificate:
         """Find the largest stable rate; see :func:`largest_stable_rate`."""
         max_staleness = self.schedule.max_staleness
-        slowness = (1 + max_staleness) * (1 + extrapolation(self.schedule) * max_staleness)
+        slowness = (1 + max_staleness) * (
+            1 + extrapolation(self.schedule) * max_staleness
+        )
         small_rate = 0.01 * (1 - self.momentum) / slowness
-        limit = _first_unstable(lambda rate: self.growth(rate) < 1 + _NEUTRAL, small_rate)
+        limit = _first_unstable(
+            lambda rate: self.growth(rate) < 1 + _NEUTRAL, small_rate
+        )
         kind: Literal["exact", "mean square"] = "exact"
         if self.noise is not None:
             kind = "mean square"
-        return Certificate(limit, kind, self.schedule.name, self.momentum, self.nesterov)
+        return Certificate(
+            limit, kind, self.schedule.name, self.momentum, self.nesterov
+        )
 
     def growth(self, rate: float) -> float:
         """Factor by which deviations grow in a training step at ``rate``; stable below 1.
@@ -191,7 +199,8 @@ class Recurrence:
         for version, share in enumerate(self.reads.T):
             version_row = np.eye(1, state_size, version)
             matrix += np.kron(
-                gradient_effect @ version_row, curvatures[:, None] * (modes.T * share) @ modes
+                gradient_effect @ version_row,
+                curvatures[:, None] * (modes.T * share) @ modes,
             )
         radius = _radius(matrix)
         if self.noise is None or radius >= 1:
@@ -235,9 +244,12 @@ class Recurrence:
             )
         values, vectors = np.linalg.eigh(coupling)
         if not values[-1] > 0 or values[0] < -1e-6 * values[-1]:
-            raise UserError(f"coupling has no negative eigenvalues, and one above 0: got {values}")
+            raise UserError(
+                f"coupling has no negative eigenvalues, and one above 0: got {values}"
+            )
         if isinstance(delay, RandomDelay) and delay.per == "step":
-            return np.ones((1, 1)), np.ones(1)  # equal reads: modes are apart, the largest decides
+            # Equal reads: modes are apart, the largest decides.
+            return np.ones((1, 1)), np.ones(1)
         is_curved = values > _FLAT * values[-1]
         return vectors[:, is_curved], values[is_curved] / values[-1]
 

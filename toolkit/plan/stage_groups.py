@@ -60,7 +60,9 @@ class StageGroups:
 def _groups(problem: OrderProblem) -> tuple[tuple[int, ...], ...]:
     stage_seconds = []
     for stage in range(problem.n_stages):
-        stage_seconds.append(sum(problem.seconds[chain] for chain in problem.chains(stage)))
+        stage_seconds.append(
+            sum(problem.seconds[chain] for chain in problem.chains(stage))
+        )
     groups: dict[tuple[int, int], list[int]] = {}
     runs = groupby(range(problem.n_stages), key=problem.placement.__getitem__)
     for run, (_, stages_of_run) in enumerate(runs):
@@ -107,10 +109,14 @@ def _merged(problem: OrderProblem, groups: Sequence[Sequence[int]]) -> OrderProb
             for needed_chain, lag in problem.needs[entry]:
                 needed_stage, needed_kind = divmod(needed_chain, n_kinds)
                 if needed_stage != entry // n_kinds:
-                    op_needs.append((group_of_stage[needed_stage] * n_kinds + needed_kind, lag))
+                    op_needs.append(
+                        (group_of_stage[needed_stage] * n_kinds + needed_kind, lag)
+                    )
             needs.append(tuple(op_needs))
             seconds.append(sum(problem.seconds[chain] for chain in chains))
-            workspace_bytes.append(max(problem.workspace_bytes[chain] for chain in chains))
+            workspace_bytes.append(
+                max(problem.workspace_bytes[chain] for chain in chains)
+            )
             waiting_bytes.append(problem.waiting_bytes[entry])
     return OrderProblem(
         placement=tuple(problem.placement[stages[0]] for stages in groups),

@@ -41,7 +41,9 @@ def load_bound(stage_seconds: Sequence[float], speeds: Sequence[float]) -> float
     return max(sum(stage_seconds) / sum(speeds), indivisible / max(speeds))
 
 
-def usual_placements(stage_seconds: Sequence[float], speeds: Sequence[float]) -> list[Places]:
+def usual_placements(
+    stage_seconds: Sequence[float], speeds: Sequence[float]
+) -> list[Places]:
     """Return placements to begin with: neighbours, stages in turn, to and fro; then balanced ones.
 
     Four stages on two ranks: 0 0 1 1, 0 1 0 1 and 0 1 1 0.
@@ -79,7 +81,9 @@ def _balanced(
     def places(cuts: Sequence[int]) -> Places:
         return tuple(rank_row[bisect_right(cuts, stage)] for stage in range(n_stages))
 
-    best_cuts = [segment * n_stages // len(rank_row) for segment in range(1, len(rank_row))]
+    best_cuts = [
+        segment * n_stages // len(rank_row) for segment in range(1, len(rank_row))
+    ]
     if not best_cuts:
         return places(best_cuts)
     best_loads = loads(places(best_cuts), stage_seconds, speeds)
@@ -119,7 +123,8 @@ def levelled(
     for _ in range(min(200 * n_stages, _MAX_LOOKS // n_stages)):
         stage = draw.randrange(n_stages)
         other_stage = draw.randrange(n_stages)
-        source = draw.choice((stage, other_stage))  # both stages on one rank, or exchanged
+        # Both stages on one rank, or exchanged.
+        source = draw.choice((stage, other_stage))
         new_placement = [*best_placement]
         new_placement[stage] = best_placement[other_stage]
         new_placement[other_stage] = best_placement[source]

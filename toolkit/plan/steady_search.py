@@ -20,7 +20,23 @@ from toolkit.plan.stage_placement import levelled
 from toolkit.schedule import Assigned, Op, Schedule, Timing
 from toolkit.schedule.staleness import Delay
 
-_LONGER = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+_LONGER = (
+    1.0,
+    1.01,
+    1.02,
+    1.05,
+    1.1,
+    1.2,
+    1.35,
+    1.5,
+    1.75,
+    2.0,
+    2.5,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+)
 """Intervals that are tried, by the time of the busiest rank."""
 
 
@@ -58,10 +74,16 @@ def search_steady(
     n_tried = 0
     for index, (stretch, problem) in enumerate(attempts):
         if progress:
-            progress("packing", stretch * space.n_microbatches * problem.busiest_seconds, bound)
+            progress(
+                "packing",
+                stretch * space.n_microbatches * problem.busiest_seconds,
+                bound,
+            )
         packing = _Packing(problem, stretch, draw)
         # The attempts that are left share the time that is left.
-        attempt_end = time.monotonic() + (end - time.monotonic()) / (len(attempts) - index)
+        attempt_end = time.monotonic() + (end - time.monotonic()) / (
+            len(attempts) - index
+        )
         while True:
             n_tried += 1
             schedule = packing.draw_schedule(delay)
@@ -70,7 +92,9 @@ def search_steady(
                 timeline = space.simulate(schedule)
                 limits = zip(space.peaks(timeline), space.limits, strict=True)
                 if all(peak <= limit * (1 + 1e-9) for peak, limit in limits):
-                    return space.result(schedule, timeline, problem.placement, bound, n_tried)
+                    return space.result(
+                        schedule, timeline, problem.placement, bound, n_tried
+                    )
             if time.monotonic() >= attempt_end:
                 break
     raise UserError(
@@ -84,7 +108,8 @@ def _problems(space: SearchSpace, draw: random.Random) -> list[OrderProblem]:
     placements = space.first_placements()
     if not space.placement and len(space.costs) > space.n_ranks:
         placements += [
-            levelled(placement, space.stage_seconds, space.speeds, draw) for placement in placements
+            levelled(placement, space.stage_seconds, space.speeds, draw)
+            for placement in placements
         ]
     problems = []
     for placement in dict.fromkeys(placements):
@@ -92,7 +117,10 @@ def _problems(space: SearchSpace, draw: random.Random) -> list[OrderProblem]:
         version_bytes = [0.0] * space.n_ranks
         for stage, rank in enumerate(placement):
             version_bytes[rank] += space.costs[stage].parameter_bytes
-        room = [limit - n_bytes for limit, n_bytes in zip(space.limits, version_bytes, strict=True)]
+        room = [
+            limit - n_bytes
+            for limit, n_bytes in zip(space.limits, version_bytes, strict=True)
+        ]
         try:
             problems.append(space.problem(placement, room))
         except UserError as error:  # no room for one micro-batch
@@ -111,14 +139,18 @@ class _Packing:
         rank 0   |F0 .  B0|F1 .  B1|F2 .  B2|      interval 3, busy in ticks 0 and 2
     """
 
-    def __init__(self, problem: OrderProblem, stretch: float, draw: random.Random) -> None:
+    def __init__(
+        self, problem: OrderProblem, stretch: float, draw: random.Random
+    ) -> None:
         self.problem = problem
         self.draw = draw
         tick = problem.tick
         self.op_ticks = [max(1, _ticks(seconds, tick)) for seconds in problem.seconds]
         self.needs: list[list[tuple[int, int]]] = []
         for chain_needs in problem.needs:
-            self.needs.append([(chain, _ticks(lag, tick)) for chain, lag in chain_needs])
+            self.needs.append(
+                [(chain, _ticks(lag, tick)) for chain, lag in chain_needs]
+            )
         busy_ticks = [0] * problem.n_ranks
         for rank, chains in enumerate(problem.chains_of_rank):
             busy_ticks[rank] = sum(self.op_ticks[chain] for chain in chains)
@@ -144,7 +176,8 @@ class _Packing:
         # Backwards of weights come last. Of whole backwards the range has the forwards again,
         # which the cut of the list below drops.
         chains = [*problem.path, *range(2, len(problem.seconds), problem.n_kinds)]
-        busy: list[list[tuple[int, int]]] = [[] for _ in problem.room]  # starts and lengths
+        # Starts and lengths.
+        busy: list[list[tuple[int, int]]] = [[] for _ in problem.room]
         starts = [0] * len(problem.seconds)
         patience = self.draw.random()
         for chain in chains[: len(starts)]:
@@ -152,7 +185,9 @@ class _Packing:
             busy_spans = busy[problem.placement[chain // problem.n_kinds]]
             ready = 0
             for needed_chain, lag in self.needs[chain]:
-                ready = max(ready, starts[needed_chain] + self.op_ticks[needed_chain] + lag)
+                ready = max(
+                    ready, starts[needed_chain] + self.op_ticks[needed_chain] + lag
+                )
             possible_starts = {ready}
             for busy_start, busy_ticks in busy_spans:
                 for start in (busy_start + busy_ticks, busy_start - length):
@@ -169,7 +204,9 @@ class _Packing:
             busy_spans.append((start, length))
         return starts
 
-    def _is_free(self, start: int, length: int, busy_spans: Sequence[tuple[int, int]]) -> bool:
+    def _is_free(
+        self, start: int, length: int, busy_spans: Sequence[tuple[int, int]]
+    ) -> bool:
         """Whether an op overlaps no other one of its rank, in any interval."""
         return all(
             (start - busy_start) % self.interval >= busy_ticks
@@ -217,10 +254,16 @@ class _Packing:
                 op = Op(problem.kinds[kind], stage, microbatch)
                 op_starts[op] = start + microbatch * self.interval
         period = n_microbatches * self.interval
-        slot = max(ticks for ticks in range(1, min(self.op_ticks) + 1) if period % ticks == 0)
-        layout = Assigned([[rank] * n_microbatches for rank in problem.placement], "per_stage")
+        slot = max(
+            ticks for ticks in range(1, min(self.op_ticks) + 1) if period % ticks == 0
+        )
+        layout = Assigned(
+            [[rank] * n_microbatches for rank in problem.placement], "per_stage"
+        )
         timing = Timing(op_starts, period, slot)
-        return Schedule("searched", problem.n_stages, n_microbatches, timing, layout, delay)
+        return Schedule(
+            "searched", problem.n_stages, n_microbatches, timing, layout, delay
+        )
 
 
 def _ticks(seconds: float, tick: float) -> int:

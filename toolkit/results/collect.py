@@ -121,7 +121,9 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
         values[name] = value
     model = config.get("model")
     if isinstance(model, dict):
-        values["model"] = model.get("target") or model.get("name") or values.get("model")
+        values["model"] = (
+            model.get("target") or model.get("name") or values.get("model")
+        )
     schedule = config.get("schedule")
     if isinstance(schedule, dict) and not schedule.get("file"):
         # The schedule's own size is what ran; the option may be one that a preset left unused.
@@ -135,8 +137,10 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
 class RunGroup:
     """Runs of one configuration, of every state."""
 
-    label: str  # the schedule's name, and the options in which groups of this task differ
-    settings: str  # options but the schedule and the seed, or those that a comparison shares
+    # The schedule's name, and the options in which groups of this task differ.
+    label: str
+    # Options but the schedule and the seed, or those that a comparison shares.
+    settings: str
     runs: list[Run]
 
     @property
@@ -144,7 +148,9 @@ class RunGroup:
         """The run of each seed with a final result; of several, the one that started last."""
         # Later runs replace earlier ones in the dict, so the last start wins.
         by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
-        run_of_seed = {run.seed: run for run in by_start if run.counts and run.seed is not None}
+        run_of_seed = {
+            run.seed: run for run in by_start if run.counts and run.seed is not None
+        }
         return dict(sorted(run_of_seed.items()))
 
     @property
@@ -154,7 +160,9 @@ class RunGroup:
 
     def baseline(self, groups: Sequence["RunGroup"]) -> "RunGroup":
         """Return the first group with these settings if several have them, else the first."""
-        comparable_groups = [group for group in groups if group.settings == self.settings]
+        comparable_groups = [
+            group for group in groups if group.settings == self.settings
+        ]
         if len(comparable_groups) > 1:
             return comparable_groups[0]
         return groups[0]
@@ -187,7 +195,9 @@ def group_runs(runs: Sequence[Run]) -> Tasks:
             rule = _text((run.config["schedule"], _relevant(flat(run.config))))
             runs_of_rule = runs_of_task.setdefault(task, {})
             runs_of_rule.setdefault((settings, rule), []).append(run)
-    return {task: _labelled(runs_of_rule) for task, runs_of_rule in runs_of_task.items()}
+    return {
+        task: _labelled(runs_of_rule) for task, runs_of_rule in runs_of_task.items()
+    }
 
 
 def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[RunGroup]:
@@ -195,7 +205,9 @@ def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[RunGr
     # The first group is the baseline, so groups with late weights come after the others.
     by_lateness = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
     # Labels name only the options that differ between the groups of a task.
-    options_of_groups = [_relevant(flat_options(runs[0].config)) for _, runs in by_lateness]
+    options_of_groups = [
+        _relevant(flat_options(runs[0].config)) for _, runs in by_lateness
+    ]
     columns = differing(options_of_groups)
     labels = []
     for (_, runs), options in zip(by_lateness, options_of_groups, strict=True):

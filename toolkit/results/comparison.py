@@ -64,7 +64,9 @@ class RuleRun:
     @property
     def diverged_in(self) -> int | None:
         """The epoch in which its loss diverged, or None."""
-        return next((row["epoch"] for row in self.epochs if isnan(row["train_loss"])), None)
+        return next(
+            (row["epoch"] for row in self.epochs if isnan(row["train_loss"])), None
+        )
 
     def named(self, rows: list[PlainRow]) -> list[PlainRow]:
         """Return ``rows`` of this run with its rule and seed."""
@@ -135,7 +137,10 @@ def train_all(
     # A run that has begun with a wrong option of another rule would be lost time.
     check_runs(options, build, keys)
     n_epochs = options["epochs"] * len(keys)
-    with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
+    with (
+        Progress(n_epochs, shown=is_rank_zero()) as progress,
+        Signals().heard() as signals,
+    ):
         for key in keys:
             # Ranks continue until all know of a signal.
             number = signals.agreed if world else signals.number
@@ -159,7 +164,9 @@ def unfinished(
     for seed in seeds_of(options):
         # All rules of a seed come before the next seed, so that a comparison that is stopped early
         # has pairs.
-        keys += [(rule, seed) for rule in options["rules"] if (rule, seed) not in ended_keys]
+        keys += [
+            (rule, seed) for rule in options["rules"] if (rule, seed) not in ended_keys
+        ]
     return sorted(keys, key=lambda key: key not in saved_keys)
 
 
@@ -200,17 +207,26 @@ def train_one(
     notes: list[str] = []
     run_folder = folder_of_run(folder, rule, seed)
     with RunRecorder(
-        run, run_folder, resume=True, group=group_of(folder), comparison=folder, rule=rule
+        run,
+        run_folder,
+        resume=True,
+        group=group_of(folder),
+        comparison=folder,
+        rule=rule,
     ) as recorder:
         tracker = recorder.tracker
         tracker.config({"rule": rule})
         try:
-            with recorder.training(progress, resume=None, weights=False, signals=signals) as train:
+            with recorder.training(
+                progress, resume=None, weights=False, signals=signals
+            ) as train:
                 outcome = train()
         except DivergedError as divergence:
             epochs = divergence.all_epochs(n_epochs)
             score = "diverged"
-            tracker.end(f"failed: its loss diverged in epoch {len(divergence.epochs)}", 1)
+            tracker.end(
+                f"failed: its loss diverged in epoch {len(divergence.epochs)}", 1
+            )
         else:
             epochs = outcome.epochs
             score = epochs[-1].text(run.samples.form.metric)
@@ -293,7 +309,10 @@ def keep_options(folder: Path, options: RunOptions) -> None:
     content["own"] = own_options | content.get("own", {})
     content["rules"] = (earlier_options.get("rules") or {}) | content["rules"]
     folder.mkdir(exist_ok=True)
-    write_text(folder / OPTIONS_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_text(
+        folder / OPTIONS_FILE,
+        yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
+    )
 
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
@@ -306,7 +325,11 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
         notes += run.named([{"note": note} for note in run.notes])
         epochs += run.named(run.epochs)
     # The epochs last, since a run counts as ended when it is in their file.
-    for name, rows in ((DELAYS_FILE, delays), (NOTES_FILE, notes), (EPOCHS_FILE, epochs)):
+    for name, rows in (
+        (DELAYS_FILE, delays),
+        (NOTES_FILE, notes),
+        (EPOCHS_FILE, epochs),
+    ):
         if rows:
             write_csv(folder / name, rows)
     for run in runs:

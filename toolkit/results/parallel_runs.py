@@ -119,7 +119,11 @@ def check_parallel_runs(
 
 
 def train_in_parallel(
-    options: RunOptions, make_run: MakeRun, folder: Path, keys: Sequence[Key], n_processes: int
+    options: RunOptions,
+    make_run: MakeRun,
+    folder: Path,
+    keys: Sequence[Key],
+    n_processes: int,
 ) -> Iterator[RuleRun]:
     """Train ``keys``, at most ``n_processes`` at the same time; yield the runs as they end.
 
@@ -182,7 +186,9 @@ def train_in_parallel(
 
 
 @contextmanager
-def _explained(running: Mapping[int, Key], folder: Path, signals: Signals) -> Iterator[None]:
+def _explained(
+    running: Mapping[int, Key], folder: Path, signals: Signals
+) -> Iterator[None]:
     """Name the runs that were training when a process dies within.
 
     Args:

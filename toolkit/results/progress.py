@@ -52,7 +52,8 @@ class _EpochBar:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
+        # An unused bar would hide the error.
+        self._bar.leave = error is None or self._bar.n > 0
         self._bar.close()
 
 
@@ -65,7 +66,9 @@ class Progress(_EpochBar):
         interval: seconds between two refreshes; by default 0.2 on a terminal and 10 elsewhere.
     """
 
-    def __init__(self, n_epochs: int, *, shown: bool = True, interval: float | None = None) -> None:
+    def __init__(
+        self, n_epochs: int, *, shown: bool = True, interval: float | None = None
+    ) -> None:
         if interval is None:
             interval = _interval()
         self._interval = interval
@@ -174,7 +177,9 @@ class ParallelProgress(_EpochBar):
     def ended(self, run: tuple[str, int], n_epochs: float, note: str) -> None:
         """Show that ``run``, of ``n_epochs``, has ended, with a short text on it."""
         self._runs_done += 1
-        self._bar.set_description_str(f"{self._runs_done}/{self._n_runs} runs", refresh=False)
+        self._bar.set_description_str(
+            f"{self._runs_done}/{self._n_runs} runs", refresh=False
+        )
         self._bar.set_postfix_str(note, refresh=False)
         self.trained(run, n_epochs)
 

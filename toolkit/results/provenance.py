@@ -18,7 +18,9 @@ _PACKAGES = (CONSOLE, "torch", "torchvision", "hydra-core", "numpy")
 _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine
 
 
-def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[str, Any]:
+def provenance(
+    config: Mapping[str, Any], device: str, seconds: float
+) -> dict[str, Any]:
     """Return what a reader needs to repeat a result.
 
     Args:
@@ -37,7 +39,9 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
         "versions": versions,
         "device": device,
         "seed": config.get("seed"),
-        "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
+        "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(
+            timespec="seconds"
+        ),
         "seconds": round(seconds, 3),
     }
 
@@ -82,7 +86,9 @@ def describe_cpu() -> str:
     """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if "model name" in line
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -97,7 +103,9 @@ def commit() -> str | None:
     # No tag matches: the commit itself, in full.
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        process = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return process.stdout.strip()

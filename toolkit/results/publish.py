@@ -50,7 +50,9 @@ _STALENESS = "schedule/staleness_mean"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
 
 
-def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> tuple[str, str]:
+def publish(
+    report: Report, runs: Sequence[Run], entity: str, project: str
+) -> tuple[str, str]:
     """Save ``report`` and a workspace with panels of its ``runs``; return their addresses.
 
     The project of the user or team ``entity`` is created if it does not exist. UserError says that
@@ -62,7 +64,8 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
             page, workspace = wandb_report(report, runs, entity, project)
             import wandb
 
-            wandb.login(timeout=1, verify=True)  # on a terminal it would ask for a key, and wait
+            # On a terminal it would ask for a key, and wait.
+            wandb.login(timeout=1, verify=True)
             return str(page.save().url), str(workspace.save().url)
         except Exception as error:  # of the client, its service or the server
             raise UserError(
@@ -72,7 +75,9 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
             ) from None
 
 
-def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str) -> tuple[Any, Any]:
+def wandb_report(
+    report: Report, runs: Sequence[Run], entity: str, project: str
+) -> tuple[Any, Any]:
     """Return report and workspace as objects of wandb_workspaces, without sending them."""
     with warnings.catch_warnings(action="ignore"):  # of what the package itself uses
         import wandb_workspaces.reports.v2 as wr
@@ -102,7 +107,9 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
         width="fluid",
     )
     # W&B refuses symbols in a workspace's name.
-    name = "".join(" " if category(letter)[0] in "SC" else letter for letter in report.title)
+    name = "".join(
+        " " if category(letter)[0] in "SC" else letter for letter in report.title
+    )
     workspace = ws.Workspace(
         entity=entity, project=project, name=name.strip() or "Runs", sections=sections
     )
@@ -114,7 +121,8 @@ def _panels(wr: Any, section: str, runs: Sequence[Run]) -> list[Any]:
     if section == "Accuracy":
         return _accuracy_panels(wr, runs)
     keys = [*_IMAGES.get(section, ()), *_TABLES.get(section, ())]
-    is_measured = not runs or any(run.ranks for run in runs)  # else those panels would be empty
+    # Else those panels would be empty.
+    is_measured = not runs or any(run.ranks for run in runs)
     panels: list[Any] = []
     for key in keys:
         if is_measured or key.startswith("schedule/"):
@@ -135,9 +143,12 @@ def _accuracy_panels(wr: Any, runs: Sequence[Run]) -> list[Any]:
     panels = [wr.LinePlot(title=key, x=axis, y=[key]) for key, axis in _CURVES.items()]
     panels += [wr.BarPlot(title=key, metrics=[key]) for key in final_keys]
     panels += [
-        wr.ScatterPlot(title=f"{key} by staleness", x=_STALENESS, y=key) for key in final_keys
+        wr.ScatterPlot(title=f"{key} by staleness", x=_STALENESS, y=key)
+        for key in final_keys
     ]
-    panels.append(wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*"))
+    panels.append(
+        wr.LinePlot(title="delay", x=STEP, metric_regex="delay/cosine_stage_.*")
+    )
     return panels
 
 
@@ -157,9 +168,13 @@ def _run_sets(wr: Any, runs: Sequence[Run]) -> list[Any]:
             ids.add(str(identity["id"]))
     run_sets = []
     if groups:
-        run_sets.append(wr.Runset(name="groups", filters=f"Metric('Group') in {sorted(groups)}"))
+        run_sets.append(
+            wr.Runset(name="groups", filters=f"Metric('Group') in {sorted(groups)}")
+        )
     if ids:
-        run_sets.append(wr.Runset(name="single runs", filters=f"Metric('ID') in {sorted(ids)}"))
+        run_sets.append(
+            wr.Runset(name="single runs", filters=f"Metric('ID') in {sorted(ids)}")
+        )
     return run_sets or [wr.Runset(name="runs")]
 
 
@@ -172,7 +187,9 @@ def _block(wr: Any, block: Block) -> Any:
     elif isinstance(block, Table):
         rows = []
         for row in block.rows:
-            rows.append({_escaped(heading): _escaped(cell) for heading, cell in row.items()})
+            rows.append(
+                {_escaped(heading): _escaped(cell) for heading, cell in row.items()}
+            )
         text = f"{_escaped(block.caption)}\n\n{table(rows, 'github')}"
     else:
         text = f"*{_escaped(f'Figure: {block.caption} {block.alt}')}*"
@@ -182,5 +199,10 @@ def _block(wr: Any, block: Block) -> Any:
 def _escaped(text: str) -> str:
     """Return text that Markdown shows unchanged, on one line."""
     # HTML is escaped first: W&B's Markdown would render tags.
-    escaped = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    escaped = (
+        " ".join(text.split())
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
     return _MARKDOWN.sub(r"\\\1", escaped)

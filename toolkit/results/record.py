@@ -74,7 +74,9 @@ def read_result(folder: Path) -> PlainRow:
     # Fields that older versions did not write get their defaults, so that old results stay
     # readable.
     defaults = {"schema": SCHEMA, "schedule": "", "judged_by": None}
-    result = defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
+    result = (
+        defaults | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
+    )
     metrics = result.get("metrics")
     is_valid = {
         "schema": result["schema"] == SCHEMA,
@@ -89,12 +91,16 @@ def read_result(folder: Path) -> PlainRow:
     for name in is_valid:
         if not is_valid[name]:
             value_text = str(result.get(name))[:40]
-            raise DamagedError(f"{RESULT}: {name} does not match schema {SCHEMA}: got {value_text}")
+            raise DamagedError(
+                f"{RESULT}: {name} does not match schema {SCHEMA}: got {value_text}"
+            )
     return result
 
 
 def _is_list(value: object, item_type: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, item_type) for item in value)
+    return isinstance(value, list) and all(
+        isinstance(item, item_type) for item in value
+    )
 
 
 def read_json(path: Path) -> PlainRow:
@@ -102,7 +108,9 @@ def read_json(path: Path) -> PlainRow:
     try:
         content = read_plain(path)
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
+        raise DamagedError(
+            f"{path.name} cannot be read: {first_line(error)}"
+        ) from error
     if not isinstance(content, dict):
         raise DamagedError(f"{path.name} is not a JSON object")
     return content
@@ -140,7 +148,9 @@ def read_csv(
                     # csv.DictReader puts surplus cells under None, and None into cells that are
                     # missing.
                     if None in row or None in row.values():
-                        raise UserError(f"line {reader.line_num} has too few or too many cells")
+                        raise UserError(
+                            f"line {reader.line_num} has too few or too many cells"
+                        )
                     for column, cell in row.items():
                         if column not in words:
                             row[column] = _number(cell)
@@ -150,7 +160,9 @@ def read_csv(
                         raise
     except (OSError, ValueError, csv.Error) as error:
         if not skip_damaged:
-            raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
+            raise DamagedError(
+                f"{path.name} cannot be read: {first_line(error)}"
+            ) from error
     return rows
 
 
@@ -197,7 +209,12 @@ class Ledger:
     """
 
     def __init__(
-        self, path: Path, keys: Sequence[str], *, resume: bool = False, here: bool = True
+        self,
+        path: Path,
+        keys: Sequence[str],
+        *,
+        resume: bool = False,
+        here: bool = True,
     ) -> None:
         self.path = path
         self.keys = tuple(keys)

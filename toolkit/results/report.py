@@ -19,10 +19,27 @@ from toolkit.results.collect import (
     group_runs,
 )
 from toolkit.results.provenance import strip_folders
-from toolkit.results.report_page import Block, Command, Figure, Report, Table, Text, map_texts
-from toolkit.results.report_schedules import communication_blocks, memory_blocks, rebuild_all
+from toolkit.results.report_page import (
+    Block,
+    Command,
+    Figure,
+    Report,
+    Table,
+    Text,
+    map_texts,
+)
+from toolkit.results.report_schedules import (
+    communication_blocks,
+    memory_blocks,
+    rebuild_all,
+)
 from toolkit.results.runs import MESSAGES, Run
-from toolkit.results.statistics import check_margin, delay_means, in_a_sentence, over_seeds
+from toolkit.results.statistics import (
+    check_margin,
+    delay_means,
+    in_a_sentence,
+    over_seeds,
+)
 
 _CURVES = 7  # lines in one figure
 _CURVES_SIZE = (8.2, 3.2)  # inches
@@ -80,7 +97,9 @@ def _title(tasks: Tasks) -> str:
     """Return a title that names the rules, and the models with their data."""
     if not tasks:
         return "Runs compared"
-    rules = dict.fromkeys(group.runs[0].schedule or group.label for _, group in each_group(tasks))
+    rules = dict.fromkeys(
+        group.runs[0].schedule or group.label for _, group in each_group(tasks)
+    )
     return f"{_list([*rules])}: {_list([*tasks])}"
 
 
@@ -111,7 +130,9 @@ def _conclusions(tasks: Tasks, margin: float | None) -> Iterator[Text]:
         row = _difference(group, baseline, metric, margin)
         if group is not baseline and not isnan(row[metric.columns[2]]):
             n_runs = len(group.by_seed)
-            sentence = in_a_sentence(group.label, baseline.label, row, n_runs, metric, margin)
+            sentence = in_a_sentence(
+                group.label, baseline.label, row, n_runs, metric, margin
+            )
             yield Text(f"{task}, test {metric.name}: {sentence}")
 
 
@@ -216,14 +237,20 @@ def _curves(task: str, groups: Sequence[RunGroup]) -> Iterator[Figure]:
                 finite_runs.append(values)
         if finite_runs:
             ((usual_length, _),) = Counter(map(len, finite_runs)).most_common(1)
-            curves[group.label] = [run for run in finite_runs if len(run) == usual_length]
+            curves[group.label] = [
+                run for run in finite_runs if len(run) == usual_length
+            ]
     labels = [*curves]
     for start in range(0, len(labels), _CURVES):
-        drawn_curves = {label: curves[label] for label in labels[start : start + _CURVES]}
+        drawn_curves = {
+            label: curves[label] for label in labels[start : start + _CURVES]
+        }
         last_values = []
         for label, runs in drawn_curves.items():
             last_mean = mean(run[-1] for run in runs)
-            last_values.append(f"{label} {last_mean:.{metric.decimals - 1}f} {metric.unit}")
+            last_values.append(
+                f"{label} {last_mean:.{metric.decimals - 1}f} {metric.unit}"
+            )
         figure = over_epochs(drawn_curves, metric)
         figure.set_size_inches(_CURVES_SIZE)
         yield Figure(
@@ -234,7 +261,9 @@ def _curves(task: str, groups: Sequence[RunGroup]) -> Iterator[Figure]:
         )
 
 
-def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) -> Table:
+def _final_metrics(
+    task: str, groups: Sequence[RunGroup], margin: float | None
+) -> Table:
     """Return the table of the metrics after the last epoch, without its empty columns."""
     metric = groups[0].runs[0].judged_by
     baselines = [group.baseline(groups) for group in groups]
@@ -261,7 +290,9 @@ def _final_metrics(task: str, groups: Sequence[RunGroup], margin: float | None) 
         difference = _difference(group, baseline, metric, margin)
         cells = metric_cells(difference, metric, first)
         rows.append(
-            {"rule": group.label, "seeds": _seeds(group)} | cells | _other_means(group, metric)
+            {"rule": group.label, "seeds": _seeds(group)}
+            | cells
+            | _other_means(group, metric)
         )
     for heading in [*rows[0]]:
         if all(row[heading] == "-" for row in rows):
@@ -289,7 +320,9 @@ def _difference(
 
 def _last_metrics(group: RunGroup, by: Metric) -> dict[int, float]:
     """Return the last test metric by seed; NaN, of no seed, if no run has ended."""
-    return {seed: run.metrics.get(by.key, nan) for seed, run in group.by_seed.items()} or {-1: nan}
+    return {
+        seed: run.metrics.get(by.key, nan) for seed, run in group.by_seed.items()
+    } or {-1: nan}
 
 
 def _seeds(group: RunGroup) -> str:
@@ -358,7 +391,8 @@ def _commands(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _origin(provenance: Mapping[str, Any]) -> str:
     """Return the commit, versions and device of a run."""
-    commit, change_mark, _ = str(provenance.get("commit")).partition("+")  # + if changed since
+    # + if changed since.
+    commit, change_mark, _ = str(provenance.get("commit")).partition("+")
     versions = provenance.get("versions") or {}
     words = [f"commit {commit[:10]}{change_mark}"]
     words += [f"{package} {version}" for package, version in versions.items()]

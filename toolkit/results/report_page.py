@@ -46,7 +46,10 @@ class Table:
         short_rows = []
         for row in self.rows[:_MOST_ROWS]:
             short_rows.append(
-                {heading: shortened(cell, _MOST_CHARACTERS) for heading, cell in row.items()}
+                {
+                    heading: shortened(cell, _MOST_CHARACTERS)
+                    for heading, cell in row.items()
+                }
             )
         object.__setattr__(self, "rows", short_rows)
 
@@ -55,7 +58,9 @@ class Table:
         """Headings of the columns of numbers."""
         headings = set(self.rows[0])
         for row in self.rows:
-            headings -= {heading for heading, cell in row.items() if not _NUMBER.fullmatch(cell)}
+            headings -= {
+                heading for heading, cell in row.items() if not _NUMBER.fullmatch(cell)
+            }
         return headings
 
 
@@ -79,7 +84,9 @@ class Figure:
     def source(self) -> str:
         """The picture as a data URL; an SVG's ids then do not clash with those of others."""
         if isinstance(self.figure, Path):
-            return f"data:image/png;base64,{b64encode(self.figure.read_bytes()).decode()}"
+            return (
+                f"data:image/png;base64,{b64encode(self.figure.read_bytes()).decode()}"
+            )
         from toolkit.figures import style
 
         content = BytesIO()
@@ -134,5 +141,7 @@ def to_html(report: Report, footer: str = "") -> str:
     from jinja2 import Environment, FileSystemLoader
 
     files = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     return environment.get_template("report.html").render(report=report, footer=footer)

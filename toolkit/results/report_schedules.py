@@ -31,7 +31,9 @@ def rebuild_all(tasks: Tasks) -> tuple[Schedules, list[Text]]:
                 raise UserError("it is too large to count")
         except ValueError as error:
             reason = first_line(error)
-            left_out.append(Text(f"The schedule of {group.label} is left out: {reason}."))
+            left_out.append(
+                Text(f"The schedule of {group.label} is left out: {reason}.")
+            )
             continue
         if schedule in schedule_of_name.values():
             continue
@@ -53,7 +55,11 @@ def memory_blocks(schedules: Schedules) -> Iterator[Block]:
     if not schedules:
         yield Text("No run has a schedule.")
         return
-    small = [name for name, schedule in schedules.items() if rows(schedule.layout)[1] <= _MOST_ROWS]
+    small = [
+        name
+        for name, schedule in schedules.items()
+        if rows(schedule.layout)[1] <= _MOST_ROWS
+    ]
     for start in range(0, len(small), _GRIDS):
         drawn = small[start : start + _GRIDS]
         names = ", ".join(drawn)
@@ -94,7 +100,10 @@ def communication_blocks(tasks: Tasks, schedules: Schedules) -> Iterator[Block]:
     """Yield the traffic by slot, and the measurements of ranks."""
     if schedules:
         yield Table(
-            [{"schedule": name} | _traffic(schedule) for name, schedule in schedules.items()],
+            [
+                {"schedule": name} | _traffic(schedule)
+                for name, schedule in schedules.items()
+            ],
             "What all ranks together send in a slot of the steady state, in stages' parameters,"
             " and the messages of one training step.",
         )
@@ -107,7 +116,9 @@ def communication_blocks(tasks: Tasks, schedules: Schedules) -> Iterator[Block]:
             run = measured_runs[0]
             rows = []
             for row in run.ranks:
-                rows.append({heading: str(cell) for heading, cell in rank_cells(row).items()})
+                rows.append(
+                    {heading: str(cell) for heading, cell in rank_cells(row).items()}
+                )
             caption = f"{group.label}, {task}: memory and messages as measured in {run.folder}."
             yield Table(rows, caption)
         timelines = [run.folder / "timeline.png" for run in group.runs]

@@ -77,7 +77,9 @@ class RunRecorder:
         self.result: PlainRow | None = None
         self.unwritten: list[str] = []
         self.profile = Profile(
-            run.recorded_options.get("profile", 0), folder / "profile.json", here=is_writer
+            run.recorded_options.get("profile", 0),
+            folder / "profile.json",
+            here=is_writer,
         )
         self.delays = Ledger(
             folder / "delays.csv", ["step", "stage"], resume=resume, here=is_writer
@@ -85,12 +87,19 @@ class RunRecorder:
         # A comparison writes the epochs of its runs itself, once a run has ended.
         self._epochs: Ledger | None = None
         if comparison is None:
-            self._epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer)
+            self._epochs = Ledger(
+                folder / "epochs.csv", ["epoch"], resume=resume, here=is_writer
+            )
         self._name = f"{run.schedule.name}, seed {run.options.seed}"
         self._tracking = track(
             run.recorded_options,
             comparison or folder,
-            RunLabels(self._name, group, _tags(run, rule), "compare" if comparison else "train"),
+            RunLabels(
+                self._name,
+                group,
+                _tags(run, rule),
+                "compare" if comparison else "train",
+            ),
             device=describe(run.device),
             resume=resume,
             run_folder=folder if comparison else None,
@@ -164,7 +173,9 @@ class RunRecorder:
             self.tracker.end(f"stopped by {stopped}", EXIT_STOPPED)
             raise
 
-    def _record_decision(self, on_note: Callable[[str], None], decision: SwitchDecision) -> None:
+    def _record_decision(
+        self, on_note: Callable[[str], None], decision: SwitchDecision
+    ) -> None:
         """Track a decision on the schedule, and note it if the schedule changes."""
         values: dict[str, float] = {"switch/seconds": decision.seconds}
         for name, seconds in decision.predicted.items():
@@ -174,7 +185,9 @@ class RunRecorder:
             values["switch/staleness"] = chosen.mean_staleness
         self.tracker.log(values, decision.step)
         if decision.reason:
-            on_note(f"step {decision.step}: {decision.schedule} from here on ({decision.reason})")
+            on_note(
+                f"step {decision.step}: {decision.schedule} from here on ({decision.reason})"
+            )
 
     def upload_weights(self) -> None:
         """Upload the latest weights to W&B, if tracking.checkpoints says so."""
@@ -185,7 +198,9 @@ class RunRecorder:
             paths = [*latest, checkpoints / "best.ckpt", self.folder / "model.pt"]
             self.tracker.files("weights", [path for path in paths if path.exists()])
 
-    def conclude(self, outcome: Outcome, measured: Measurements | None, start: float) -> PlainRow:
+    def conclude(
+        self, outcome: Outcome, measured: Measurements | None, start: float
+    ) -> PlainRow:
         """Write the tables and figures of a run that has ended, and return its result.
 
         Only rank 0 calls it.
@@ -230,7 +245,9 @@ class RunRecorder:
             "damaged": _damaged(run),
             "delays": delay_means(delays, ["stage"]),
             "ranks": ranks,
-            "provenance": provenance(run.recorded_options, describe(run.device), seconds),
+            "provenance": provenance(
+                run.recorded_options, describe(run.device), seconds
+            ),
         }
         return self.result
 
@@ -244,7 +261,10 @@ class RunRecorder:
 def _tags(run: TrainingRun, rule: str | None) -> list[str]:
     """Return what a run is found by in W&B: its rule or schedule, its model and its data."""
     options = flat_options(run.recorded_options)
-    return [rule or run.schedule.name, *(str(options.get(name, "")) for name in ("model", "data"))]
+    return [
+        rule or run.schedule.name,
+        *(str(options.get(name, "")) for name in ("model", "data")),
+    ]
 
 
 def as_row(epoch: Epoch) -> PlainRow:
@@ -265,7 +285,9 @@ def _notes_on(outcome: Outcome) -> list[str]:
             detail = "there was nothing left to train"
         notes.append(f"resumed at step {outcome.resumed_at}: {detail}")
     if damaged := _damaged(outcome.run):
-        notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
+        notes.append(
+            f"{len(damaged)} damaged images, each replaced by another of its class"
+        )
     return notes
 
 
@@ -275,7 +297,9 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
     from toolkit.figures import switching as draw
 
     phases = [(name, n_steps) for name, n_steps in switching.phases() if n_steps]
-    in_words = " and then ".join(f"{n_steps} steps by {name}" for name, n_steps in phases)
+    in_words = " and then ".join(
+        f"{n_steps} steps by {name}" for name, n_steps in phases
+    )
     note = f"trained {in_words}"
     with suppress(UserError):  # a user's schedule has no name in the catalogue
         repeated = in_order(
@@ -292,7 +316,9 @@ def _write_switching(switching: Switching, folder: Path, tracker: Tracker) -> li
         step_names += [name] * n_steps
     notes = [note]
     with note_write_errors(notes, folder):
-        write_csv(folder / "looks.csv", [asdict(decision) for decision in switching.decisions])
+        write_csv(
+            folder / "looks.csv", [asdict(decision) for decision in switching.decisions]
+        )
         if switching.decisions:
             figure = draw(step_seconds, step_names)
             save(figure, folder / "switching")
@@ -314,7 +340,8 @@ def _write_measured(
             raise UserError("costs are those of ranks of one device")
         model, form = run.build_model(), run.samples.form
         timeline, predicted = beside_prediction(measured, model, form, run.options)
-    except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
+    except (ValueError, RuntimeError) as error:
+        # What can run cannot always be analysed.
         notes.append(f"the measurements are without a prediction: {first_line(error)}")
         timeline = measured.timeline()
     compared = [timeline]

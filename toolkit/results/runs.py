@@ -15,7 +15,14 @@ from toolkit.files import check_regular
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE, with_own
 from toolkit.results import record
-from toolkit.results.record import RESULT, DamagedError, Numbers, PlainRow, numbers_of, per_cent
+from toolkit.results.record import (
+    RESULT,
+    DamagedError,
+    Numbers,
+    PlainRow,
+    numbers_of,
+    per_cent,
+)
 from toolkit.results.run_files import EPOCHS_FILE, OPTIONS_FILE, STATUS, resumable_in
 from toolkit.schedule import Schedule, ScheduleSpec
 from toolkit.schedule.plain_options import is_of_catalogue
@@ -52,10 +59,13 @@ class Run:
     rule: str | None = None  # name of its schedule in the configuration
     schedule: str | None = None  # the schedule's own name
     seed: int | None = None  # of weights and data
-    config: Mapping[str, Any] = field(default_factory=dict)  # of a comparison, those of this run
-    shared: Mapping[str, Any] = field(default_factory=dict)  # those that its comparison shares
+    # Of a comparison, those of this run.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # Those that its comparison shares.
+    shared: Mapping[str, Any] = field(default_factory=dict)
     judged_by: Metric = ACCURACY
-    metrics: Numbers = field(default_factory=dict)  # of the last epoch; accuracies in per cent
+    # Of the last epoch; accuracies in per cent.
+    metrics: Numbers = field(default_factory=dict)
     epochs: Sequence[Numbers] = ()  # the metrics of every epoch
     delays: Sequence[Numbers] = ()  # delay diagnostics, a row per stage
     ranks: Sequence[Mapping[str, Any]] = ()  # measurements, a row per rank
@@ -77,7 +87,9 @@ class Run:
         """Whether it has a final accuracy and a known schedule."""
         has_schedule = isinstance(self.config.get("schedule"), dict)
         has_accuracy = isfinite(self.metrics.get("top1", nan))
-        return self.trains and self.state == "finished" and has_schedule and has_accuracy
+        return (
+            self.trains and self.state == "finished" and has_schedule and has_accuracy
+        )
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -103,7 +115,8 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
             if has_job or RESULT in files or STATUS in files:
                 # The first name of a folder counts: links may lead to it by others.
                 folder_of_path.setdefault(folder.resolve(), folder)
-                if EPOCHS_FILE in files:  # folders in a comparison's folder are part of it
+                # Folders in a comparison's folder are part of it.
+                if EPOCHS_FILE in files:
                     names.clear()
     runs: list[Run] = []
     for folder in folder_of_path.values():
@@ -145,7 +158,9 @@ def _runs_of(folder: Path) -> list[Run]:
                 run = replace(run, kind=script[1] or script[2])
             run = _described(run, origin.get("config") or run.config)
             metric = record.METRICS.get(result["judged_by"], run.judged_by)
-            run = replace(run, judged_by=metric, provenance=origin, notes=result["notes"])
+            run = replace(
+                run, judged_by=metric, provenance=origin, notes=result["notes"]
+            )
         run = _with_state(run, has_result=bool(result))
         if run.kind == "compare":
             return _comparison_runs(run, result)
@@ -164,7 +179,8 @@ def _runs_of(folder: Path) -> list[Run]:
 def _described(run: Run, config: Mapping[str, Any]) -> Run:
     """Return ``run`` with the fields that follow from its options, such as its metric."""
     seed, data = config.get("seed"), config.get("data")
-    if not (isinstance(seed, int) and abs(seed) < 2**63):  # a column of a table has 64 bits
+    # A column of a table has 64 bits.
+    if not (isinstance(seed, int) and abs(seed) < 2**63):
         seed = None
     metric = ACCURACY
     if isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA:
@@ -209,7 +225,8 @@ def _training(run: Run, result: PlainRow) -> Run:
     options = run.config.get("schedule")
     name = result.get("schedule")
     rule = run.rule
-    if isinstance(options, dict) and options.get("file"):  # the rule's name is that of the group
+    # The rule's name is that of the group.
+    if isinstance(options, dict) and options.get("file"):
         rule = None
     run = replace(
         run,
@@ -252,15 +269,20 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
     # The saved ones have the tuned learning rates, so they come second.
     own_options = (config.get("own") or {}) | (saved_options.get("own") or {})
     schedule_names = {
-        row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row
+        row["rule"]: row["schedule"]
+        for row in result.get("metrics", ())
+        if "schedule" in row
     }
     shared = {
-        name: value for name, value in config.items() if name not in ("rules", "own", "seeds")
+        name: value
+        for name, value in config.items()
+        if name not in ("rules", "own", "seeds")
     }
     delays = result.get("delays", ())
     # Runs are trained in this order, so the state of the comparison is that of the first unfinished
     # run. Those after it have not started.
-    unfinished_state = comparison.state, comparison.message  # of the first unfinished run
+    # Of the first unfinished run.
+    unfinished_state = comparison.state, comparison.message
     runs = []
     for rule, seed in dict.fromkeys([*_planned(comparison), *epochs]):
         run_config = with_own(shared, own_options.get(rule) or {}) | {"seed": seed}
@@ -281,7 +303,9 @@ def _comparison_runs(comparison: Run, result: PlainRow) -> list[Run]:
             message = f"its loss diverged in epoch {diverged_epoch}"
             run = replace(run, state="failed", message=message)
         elif run.epochs and (has_ended or len(run.epochs) == config.get("epochs")):
-            run = replace(run, state="finished", message="", metrics=dict(run.epochs[-1]))
+            run = replace(
+                run, state="finished", message="", metrics=dict(run.epochs[-1])
+            )
         elif has_ended:
             run = replace(run, state="unfinished", message=f"{EPOCHS_FILE} lacks it")
         else:
@@ -317,7 +341,11 @@ def _options_of(folder: Path) -> PlainRow:
     # In JSON an interpolation is a whole quoted text, so its value can take the place of the
     # quotes, too.
     text = json.dumps(config, default=str)
-    return dict(json.loads(_INTERPOLATION.sub(lambda match: values.get(match[1], match[0]), text)))
+    return dict(
+        json.loads(
+            _INTERPOLATION.sub(lambda match: values.get(match[1], match[0]), text)
+        )
+    )
 
 
 def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
@@ -333,15 +361,20 @@ def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
         UserError: they do not describe a schedule of this version.
     """
     if not is_of_catalogue(options):
-        raise UserError(f"{options.get('_target_')!r} is not a schedule of the catalogue")
-    sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
+        raise UserError(
+            f"{options.get('_target_')!r} is not a schedule of the catalogue"
+        )
+    sizes = [
+        options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")
+    ]
     # A result may come from anyone: sizes without a limit could fill memory before any check of the
     # schedule.
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")
     config = {name: value for name, value in options.items() if name != DIGEST}
-    if config.pop("predict", False):  # its name in runs before there were other corrections
+    # Its name in runs before there were other corrections.
+    if config.pop("predict", False):
         config["correction"] = "extrapolate"
     try:
         if config.get("file"):

@@ -46,15 +46,21 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     """
     n = len(values)
     if n != len(baseline) or not values:
-        raise UserError(f"pairs need as many values as baselines: got {n} and {len(baseline)}")
+        raise UserError(
+            f"pairs need as many values as baselines: got {n} and {len(baseline)}"
+        )
     from scipy.stats import t
 
     # In pairs by seed, what the seed does to both cancels, so that the interval is narrower.
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     # Differences that are equal up to rounding have no spread to estimate.
-    if max(differences) - min(differences) <= 1e-9 * max(map(abs, [*values, *baseline])):
+    if max(differences) - min(differences) <= 1e-9 * max(
+        map(abs, [*values, *baseline])
+    ):
         return Estimate(differences[0], nan)
-    return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
+    return Estimate(
+        mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
+    )
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,12 @@ def says(low: float, high: float) -> str:
 
 
 def in_a_sentence(
-    rule: str, first: str, row: Mapping[str, Any], n_runs: int, by: Metric, margin: float | None
+    rule: str,
+    first: str,
+    row: Mapping[str, Any],
+    n_runs: int,
+    by: Metric,
+    margin: float | None,
 ) -> str:
     """Return a row of :func:`over_seeds`, of ``rule`` against rule ``first``, as a sentence."""
     low, high = interval(row, by)
@@ -233,7 +244,9 @@ def in_a_sentence(
     return f"{line}."
 
 
-def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+def delay_means(
+    delays: Sequence[Mapping[str, Any]], by: Sequence[str]
+) -> list[dict[str, Any]]:
     """Average delay diagnostics over training steps, one row per combination of columns ``by``.
 
     Values that were not measured at a step are left out. So is the first training step, if there
@@ -250,5 +263,7 @@ def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[
 
     # Means that are averaged again have no step, and count as later rows.
     later_rows = [row for row in delays if row.get("step", 1) > 0]
-    groups = pd.DataFrame(later_rows or delays).groupby([*by], as_index=False, sort=False)
+    groups = pd.DataFrame(later_rows or delays).groupby(
+        [*by], as_index=False, sort=False
+    )
     return groups[_DELAY_MEASURES].mean().to_dict("records")

@@ -47,7 +47,9 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self.end("interrupted", _INTERRUPTED)
         elif error is not None:
@@ -97,7 +99,9 @@ class Tracker:
 
     def last_epoch(self, epoch: "Epoch") -> None:
         """Set the metrics of the last epoch in the summary."""
-        self.summary({f"final/{name}": value for name, value in tracked_metrics(epoch).items()})
+        self.summary(
+            {f"final/{name}": value for name, value in tracked_metrics(epoch).items()}
+        )
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set results of the whole run."""
@@ -146,8 +150,11 @@ class Tracker:
             self._fail(f"{first_line(error)}; {sync_hint}")
         if self.on and self._run.url:
             self.where = f"tracked online: {self._run.url}"
-        elif self.on:  # a resumed run has several folders, which `wandb sync` joins by their id
-            folders = f"{shlex.quote(str(run_folder.parent))}/offline-run-*-{self._run.id}*"
+        elif self.on:
+            # A resumed run has several folders, which `wandb sync` joins by their id.
+            folders = (
+                f"{shlex.quote(str(run_folder.parent))}/offline-run-*-{self._run.id}*"
+            )
             self.where = f"tracked offline: wandb sync {folders}"
 
     def note(self, text: str) -> None:
@@ -174,7 +181,9 @@ class Tracker:
 
 def tracked_metrics(epoch: "Epoch") -> dict[str, float]:
     """Return an epoch's metrics as people read them: epochs from 1, accuracies in per cent."""
-    metrics = {name: value for name, value in asdict(epoch).items() if value is not None}
+    metrics = {
+        name: value for name, value in asdict(epoch).items() if value is not None
+    }
     return per_cent(metrics) | {"epoch": epoch.epoch + 1}
 
 

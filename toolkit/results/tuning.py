@@ -45,7 +45,9 @@ def trials(options: RunOptions) -> dict[str, Any]:
         # Trials are cheap, and nobody reads more of them than their final metric.
         "diagnostics": 0,
         # Trials are judged by the newest weights, so the late ones need no test.
-        "readout": "newest" if options["readout"] == "as_published" else options["readout"],
+        "readout": "newest"
+        if options["readout"] == "as_published"
+        else options["readout"],
         "tracking": {**options["tracking"], "mode": "disabled"},
     }
 
@@ -71,7 +73,9 @@ def tried(options: RunOptions, runs: Sequence[RuleRun], by: Metric) -> list[Plai
         best_rate = max(epoch_of_rate, key=lambda rate: _merit(epoch_of_rate[rate], by))
         for rate, epoch in epoch_of_rate.items():
             value = by.factor * epoch[by.key]
-            rows.append({"rule": rule, "lr": rate, by.name: value, "best": rate == best_rate})
+            rows.append(
+                {"rule": rule, "lr": rate, by.name: value, "best": rate == best_rate}
+            )
     return rows
 
 
@@ -102,7 +106,8 @@ def edges(rows: Sequence[PlainRow]) -> dict[str, str]:
     """Return the rules whose best rate is the lowest or the highest of several, and which it is."""
     edge_of_rule = {}
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        is_best = [row["best"] for row in rows if row["rule"] == rule]  # from the lowest rate on
+        # From the lowest rate on.
+        is_best = [row["best"] for row in rows if row["rule"] == rule]
         if len(is_best) > 1 and is_best[0]:
             edge_of_rule[rule] = "lowest"
         elif len(is_best) > 1 and is_best[-1]:
@@ -131,10 +136,15 @@ def _rates(options: RunOptions, rule: str) -> dict[float, float]:
     """Return the learning rates at which a rule is tried, by their factors."""
     rate = with_own(options, options["own"].get(rule) or {})["optimizer"]["lr"]
     # Without the last digits of 3 * 0.1.
-    return {factor: float(f"{factor * rate:.12g}") for factor in options["tune"]["rates"]}
+    return {
+        factor: float(f"{factor * rate:.12g}") for factor in options["tune"]["rates"]
+    }
 
 
 def _own(options: RunOptions, rule: str, rate: float) -> dict[str, Any]:
     """Return the options of a rule alone, at a learning rate."""
     rule_options = options["own"].get(rule) or {}
-    return {**rule_options, "optimizer": {**rule_options.get("optimizer", {}), "lr": rate}}
+    return {
+        **rule_options,
+        "optimizer": {**rule_options.get("optimizer", {}), "lr": rate},
+    }

@@ -103,7 +103,9 @@ def track(
     identity_path = (run_folder or folder) / WANDB_RUN
     saved_identity = read_identity(identity_path) if resume else {}
     # An agent of a W&B sweep names its runs.
-    run_id = saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
+    run_id = (
+        saved_identity.get("id") or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:8]
+    )
     group = options.group or saved_identity.get("group") or run_labels.group
     identity = {"id": run_id, "group": group}
     # W&B refuses a whole run for one tag that is too long or empty.
@@ -152,7 +154,9 @@ def _start(options: TrackingOptions, identity_path: Path, **run_fields: Any) -> 
         write_json(identity_path, identity)
         return Tracker(_init(wandb, options, run_fields), options.every)
     except ImportError:
-        tracker.note(f"not tracked: {install_command('wandb')}, or tracking.mode=disabled")
+        tracker.note(
+            f"not tracked: {install_command('wandb')}, or tracking.mode=disabled"
+        )
     except Exception as error:
         hint = ""
         if options.mode == "online":
@@ -250,7 +254,9 @@ def read_identity(path: Path) -> dict[str, Any]:
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
     """Set environment variables that are unset, and unset them at the end."""
-    added_variables = {name: value for name, value in values.items() if name not in os.environ}
+    added_variables = {
+        name: value for name, value in values.items() if name not in os.environ
+    }
     os.environ.update(added_variables)
     try:
         yield
@@ -298,7 +304,8 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
             "schedule/staleness_max": schedule.max_staleness,
             "schedule/traffic_mean": sum(units_by_slot) / len(units_by_slot),
             "schedule/traffic_max": max(units_by_slot),
-            "schedule/messages_a_step": sum(row["messages"] for row in traffic) / n_steps,
+            "schedule/messages_a_step": sum(row["messages"] for row in traffic)
+            / n_steps,
         }
     )
     tracker.log(
@@ -357,8 +364,12 @@ def track_measured(
     messages = []
     for span in timeline.spans:
         if span.lane == "send":
-            messages.append({column: getattr(span, column) for column in _MESSAGE_COLUMNS})
-    memory = [{"seconds": seconds, "bytes": n_bytes} for seconds, n_bytes in timeline.memory()]
+            messages.append(
+                {column: getattr(span, column) for column in _MESSAGE_COLUMNS}
+            )
+    memory = [
+        {"seconds": seconds, "bytes": n_bytes} for seconds, n_bytes in timeline.memory()
+    ]
     tracker.log(
         {
             "measured/timeline": figure,
@@ -371,7 +382,9 @@ def track_measured(
     scalars = {
         "measured/peak_mib_of_rank": peak / MIB,
         "measured/bytes_sent_a_step": mean(timeline.bytes_a_step()),
-        "measured/messages_a_step": len(messages) / len(timeline.step_ends) / timeline.n_ranks,
+        "measured/messages_a_step": len(messages)
+        / len(timeline.step_ends)
+        / timeline.n_ranks,
         "measured/step_seconds": timeline.step_time,
     }
     if predicted is not None:

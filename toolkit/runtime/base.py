@@ -2,7 +2,15 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import (
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -65,13 +73,17 @@ class Runtime(ABC):
     options: StepOptions = PLAIN
 
     distributed = knows_costs = False
-    _overlaps = False  # whether the last updates are complete only when a run is exhausted
+    # Whether the last updates are complete only when a run is exhausted.
+    _overlaps = False
     _way_out = "load a state"
     _same_sized = False  # whether all batches of a run have one shape
-    _whole_step = False  # whether all gradients of a step are known before its first update
+    # Whether all gradients of a step are known before its first update.
+    _whole_step = False
 
     def __post_init__(self) -> None:
-        _check_arguments(self.stages, self.schedule, self.optimizer, self.loss, self.options)
+        _check_arguments(
+            self.stages, self.schedule, self.optimizer, self.loss, self.options
+        )
         self.steps_done = 0
         self.schedule_plan = self.schedule
         self.check_schedule_plan(self.schedule_plan)
@@ -354,7 +366,9 @@ class Runtime(ABC):
 
     def measurements(self) -> Measurements:
         """Return what all ranks measured; UserError if nothing was. Every rank calls it."""
-        raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
+        raise UserError(
+            f"{type(self).__name__} measures nothing: use Distributed with record=1"
+        )
 
     def time_costs(self, n_steps: int) -> None:
         """Time ops, for :meth:`costs`; by default, none.
@@ -372,17 +386,28 @@ class Runtime(ABC):
         Raises:
             UserError: nothing was timed, or the runtime does not know its costs.
         """
-        raise UserError(f"{type(self).__name__} does not know its costs: use Distributed")
+        raise UserError(
+            f"{type(self).__name__} does not know its costs: use Distributed"
+        )
 
 
 def _check_arguments(
-    stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, loss: Loss, options: StepOptions
+    stages: Stages,
+    schedule: Schedule,
+    optimizer: MakeOptimizer,
+    loss: Loss,
+    options: StepOptions,
 ) -> None:
     check_stages(stages)
     for name, value, is_valid, example in (
         ("schedule", schedule, isinstance(schedule, Schedule), "catalog.cyclic(4)"),
         ("options", options, isinstance(options, StepOptions), "StepOptions(clip=1.0)"),
-        ("optimizer", optimizer, callable(optimizer), "lambda p: torch.optim.SGD(p, lr=0.1)"),
+        (
+            "optimizer",
+            optimizer,
+            callable(optimizer),
+            "lambda p: torch.optim.SGD(p, lr=0.1)",
+        ),
         ("loss", loss, callable(loss), "torch.nn.functional.cross_entropy"),
     ):
         if not is_valid:
@@ -395,4 +420,6 @@ def _check_arguments(
         )
     if not any(parameter.requires_grad for parameter in stages.model.parameters()):
         name = type(stages.model).__name__
-        raise UserError(f"{name} has no parameter to train: set requires_grad before partition()")
+        raise UserError(
+            f"{name} has no parameter to train: set requires_grad before partition()"
+        )

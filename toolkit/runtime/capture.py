@@ -47,7 +47,8 @@ Replay = Callable[[], object]
 _Result = TypeVar("_Result")
 
 _WARM_UP = 1  # times that a kind of step is computed before it is recorded
-_MOST_KEPT = 16  # recorded kinds of steps, each with the memory of its inputs and outputs
+# Recorded kinds of steps, each with the memory of its inputs and outputs.
+_MOST_KEPT = 16
 _MOST_COUNTED = 256  # kinds of steps whose number is known
 _MOST_REFUSED = 8  # kinds of steps that could not be recorded; then no others are tried
 _IDLE = 200  # steps without a replay after which a recording makes room for another
@@ -85,7 +86,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads may copy to the device meanwhile, such as those of a data loader.
         recording = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
         )
         outer_stream = torch.cuda.current_stream(self._device)
         try:
@@ -207,15 +211,22 @@ class StepCapture:
         """Return ``prediction`` in memory that predictions for the same ``place`` share."""
         memory = self._predictions.setdefault(place, prediction)
         if memory is not prediction:
-            torch._foreach_copy_([memory[name] for name in prediction], [*prediction.values()])
+            torch._foreach_copy_(
+                [memory[name] for name in prediction], [*prediction.values()]
+            )
         return memory
 
     def _key(self, reads: StepReads, inputs: Values, targets: Tensor) -> Hashable:
         """Return what must be the same for two steps to launch the same operations."""
         key_of_reads = []
         for stage_reads, newest in zip(reads.stages, reads.newest, strict=True):
-            key_of_reads += [_key_of_read(read, reads.step, newest) for read in stage_reads]
-        shapes = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (*inputs, targets)]
+            key_of_reads += [
+                _key_of_read(read, reads.step, newest) for read in stage_reads
+            ]
+        shapes = [
+            (tensor.shape, tensor.dtype, tensor.stride())
+            for tensor in (*inputs, targets)
+        ]
         # Buffers and frozen weights are read in place: where one moves, recordings are void.
         constant_addresses: list[int] = []
         for runner in self.grouped_pass.runners:
@@ -224,7 +235,12 @@ class StepCapture:
         loss_options = None
         if losses_in_one_call is not None:
             _, loss_options = losses_in_one_call
-        return tuple(key_of_reads), tuple(shapes), tuple(constant_addresses), loss_options
+        return (
+            tuple(key_of_reads),
+            tuple(shapes),
+            tuple(constant_addresses),
+            loss_options,
+        )
 
     def _may_capture(self, key: Hashable) -> bool:
         """Whether to record a kind of step.
@@ -277,7 +293,9 @@ class StepCapture:
             stacklevel=2,
         )
 
-    def _capture(self, reads: StepReads, inputs: Values, targets: Tensor) -> _CapturedStep:
+    def _capture(
+        self, reads: StepReads, inputs: Values, targets: Tensor
+    ) -> _CapturedStep:
         grouped_pass = self.grouped_pass
         # The recording reads this memory; each step copies its batch there.
         input_memory = tuple(tensor.clone() for tensor in inputs)
@@ -329,7 +347,9 @@ class StepCapture:
         return [[*total.tensors] for total in totals]
 
     @torch.no_grad()
-    def _replay_losses(self, captured: _CapturedStep, inputs: Values, targets: Tensor) -> None:
+    def _replay_losses(
+        self, captured: _CapturedStep, inputs: Values, targets: Tensor
+    ) -> None:
         """Replay a step up to its losses."""
         for memory, tensor in zip(captured.inputs, inputs, strict=True):
             memory.copy_(tensor)
@@ -341,7 +361,9 @@ class StepCapture:
             captured.replay_losses()
 
     @torch.no_grad()
-    def _results(self, captured: _CapturedStep, step: int) -> tuple[StepResult, list[GradientSum]]:
+    def _results(
+        self, captured: _CapturedStep, step: int
+    ) -> tuple[StepResult, list[GradientSum]]:
         """Copy what a replay has left, since others may keep it beyond the next replay."""
         totals = []
         for stage, names in enumerate(captured.names):
@@ -356,7 +378,9 @@ class StepCapture:
         add_counts(totals, counts)
         losses = captured.gradients.losses.clone()
         outputs = captured.outputs[0].clone()
-        result = StepResult(step, self.grouped_pass.microbatches, losses, outputs, counts=counts)
+        result = StepResult(
+            step, self.grouped_pass.microbatches, losses, outputs, counts=counts
+        )
         return result, totals
 
     @torch.enable_grad()
@@ -364,7 +388,9 @@ class StepCapture:
         """Call the loss on the outputs of the replayed forward; leave what the backward reads."""
         outputs = tuple(output.detach() for output in captured.outputs)
         # As in the recording: its backward reads gradients of the same outputs.
-        for output, gradient in zip(outputs, captured.gradients.output_gradients, strict=True):
+        for output, gradient in zip(
+            outputs, captured.gradients.output_gradients, strict=True
+        ):
             output.requires_grad_(gradient is not None)
         fresh = self.grouped_pass.loss_gradients(outputs, captured.targets)
         recorded = _tensors_of(captured.gradients)
@@ -374,7 +400,11 @@ class StepCapture:
 
 
 def _tensors_of(gradients: LossGradients) -> list[Tensor]:
-    candidates: list[Any] = [gradients.losses, gradients.counts, *gradients.output_gradients]
+    candidates: list[Any] = [
+        gradients.losses,
+        gradients.counts,
+        *gradients.output_gradients,
+    ]
     return [tensor for tensor in candidates if tensor is not None]
 
 

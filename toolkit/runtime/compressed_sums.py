@@ -75,5 +75,7 @@ class SumCompressor:
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"
                 " before; expected the same weights in each step. Use compression=none"
             )
-        content, errors_of_stage[receiver] = quantize_with_error(numbers, error, self.bits)
+        content, errors_of_stage[receiver] = quantize_with_error(
+            numbers, error, self.bits
+        )
         return CompressedSum(exact | {CODES: content}, form)

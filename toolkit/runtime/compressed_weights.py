@@ -68,14 +68,17 @@ class WeightCompressor:
         error_feedback: whether a difference has what the messages before lost.
     """
 
-    def __init__(self, bits: int, stages: Collection[int], *, differences: bool) -> None:
+    def __init__(
+        self, bits: int, stages: Collection[int], *, differences: bool
+    ) -> None:
         self.bits = weight_bits(bits, differences=differences)
         self.stages = stages
         self.differences = differences
         self.messages: dict[Key, CompressedWeights] = {}
         self.bases: dict[int, tuple[int, Weights]] = {}
         self.error_feedback = True
-        self._previous: dict[int, Weights] = {}  # by stage, theta_{t-1}; without feedback alone
+        # By stage, theta_{t-1}; without feedback alone.
+        self._previous: dict[int, Weights] = {}
 
     @torch.no_grad()
     def encode(self, key: Key, newest: Weights, base: Weights | None) -> Weights:
@@ -104,7 +107,9 @@ class WeightCompressor:
         self.messages[key] = message
         return message.decoded(base)
 
-    def receive(self, key: Key, message: CompressedWeights, base: Weights | None) -> Weights:
+    def receive(
+        self, key: Key, message: CompressedWeights, base: Weights | None
+    ) -> Weights:
         """Return the weights of a message that came, which this rank may hand on.
 
         Args:
@@ -134,7 +139,9 @@ class WeightCompressor:
         for stage in self.stages:
             for version, weights in [*versions[stage].items()]:
                 if (stage, version) not in self.messages:
-                    versions[stage][version] = self.encode((stage, version), weights, None)
+                    versions[stage][version] = self.encode(
+                        (stage, version), weights, None
+                    )
 
     def free(self, key: Key, weights: Weights, *, is_newest: bool) -> None:
         """Note that the program frees a version of this rank.
@@ -161,7 +168,9 @@ class WeightCompressor:
         return state
 
     def load(
-        self, state: Mapping[int, Any], versions: Mapping[int, MutableMapping[int, Weights]]
+        self,
+        state: Mapping[int, Any],
+        versions: Mapping[int, MutableMapping[int, Weights]],
     ) -> None:
         """Take over a copy of the :meth:`state` of the same rank.
 

@@ -29,7 +29,13 @@ from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.losses import LossValue
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.microbatches import BatchReader, Share, microbatches_read, packed, step_result
+from toolkit.runtime.microbatches import (
+    BatchReader,
+    Share,
+    microbatches_read,
+    packed,
+    step_result,
+)
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.rank_pool import RankPool, shared
 from toolkit.runtime.recovery_row import Recovery
@@ -118,7 +124,9 @@ class Controlled(Runtime):
             )
         on_cpu = self._device is not None and self._device.type == "cpu"
         self._device = None  # batches are cut where they are
-        self._join_options = controller.join_options | {"device": "cpu" if on_cpu else "auto"}
+        self._join_options = controller.join_options | {
+            "device": "cpu" if on_cpu else "auto"
+        }
         self._arguments = arguments
         self._controller = controller
         self._measures = False
@@ -149,7 +157,11 @@ class Controlled(Runtime):
         """Whether the ranks that made this training still run, and made no other since."""
         is_latest = self._controller.runtime is self
         # ready() comes before the comparison: it notices ranks that have ended.
-        return is_latest and self._processes.ready() and self._processes.n_starts == self._n_starts
+        return (
+            is_latest
+            and self._processes.ready()
+            and self._processes.n_starts == self._n_starts
+        )
 
     def _ensure_ranks(self) -> None:
         """Return once the ranks have this training: from the kept state, if they lost it.
@@ -162,7 +174,9 @@ class Controlled(Runtime):
             return
         if not self._keeps_present_state():
             if self._controller.runtime is self:
-                raise JobFailedError("the ranks have ended: load a state, or give keep_every=")
+                raise JobFailedError(
+                    "the ranks have ended: load a state, or give keep_every="
+                )
             raise UserError(
                 "the ranks no longer have this training, since they train another: load a state"
             )
@@ -182,9 +196,12 @@ class Controlled(Runtime):
         if state is not None:
             restart = state["steps_done"]
             try:
-                self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+                self._processes.call(
+                    controlled_rank.call_method, "load_state_dict", state
+                )
             except BaseException:
-                self._controller.runtime = None  # the ranks have other weights than this training
+                # The ranks have other weights than this training.
+                self._controller.runtime = None
                 raise
         if reason:
             show(f"{reason}; training continues from step {restart}", sys.stderr)
@@ -262,7 +279,9 @@ class Controlled(Runtime):
         Yields a result of each step that has had none, so that a repeated step has one only.
         """
         first_step = stretch.first_step
-        self._begin(controlled_rank.train_steps, stretch.n_steps, self._keep_every is not None)
+        self._begin(
+            controlled_rank.train_steps, stretch.n_steps, self._keep_every is not None
+        )
 
         # Data go out a few steps ahead, so that no rank waits for this process between two steps.
         steps_ahead = self._steps_ahead(first_step, stretch.n_steps)
@@ -272,12 +291,15 @@ class Controlled(Runtime):
         # Closed also if the caller leaves: the ranks, which still run the call, are then ended.
         with contextlib.closing(self._processes.reports()) as reports:
             while True:
-                while n_sent < min(stretch.n_steps, next_step - first_step + steps_ahead):
+                while n_sent < min(
+                    stretch.n_steps, next_step - first_step + steps_ahead
+                ):
                     if n_sent == len(stretch.shares):
                         stretch.shares.append(next(source))
                     self._send(stretch.shares[n_sent], first_step + n_sent)
                     if self._keep_every is None:
-                        stretch.shares[n_sent] = None  # nothing is repeated: free its memory
+                        # Nothing is repeated: free its memory.
+                        stretch.shares[n_sent] = None
                     n_sent += 1
                 try:
                     _, (step, losses) = next(reports)
@@ -305,7 +327,9 @@ class Controlled(Runtime):
         """
         changes = self.schedule_plan.changes(range(first_step, first_step + n_steps))
         schedules = [self.schedule_plan.at(step) for step in (first_step, *changes)]
-        return _STEPS_AHEAD + max(schedule.timing.steps_under_way for schedule in schedules)
+        return _STEPS_AHEAD + max(
+            schedule.timing.steps_under_way for schedule in schedules
+        )
 
     def _send(self, share: Share, step: int) -> None:
         """Send each rank the micro-batches of ``share`` that it reads at ``step``."""
@@ -316,10 +340,14 @@ class Controlled(Runtime):
         # Ranks that read the same micro-batches get one message, which is pickled once.
         receivers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(self._processes.n_ranks):
-            receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(rank)
+            receivers[tuple(microbatches_read(self.schedule_plan, rank, step))].append(
+                rank
+            )
         for microbatches, ranks in receivers.items():
             if microbatches:
-                *rank_inputs, rank_targets = (packed(chunks, microbatches) for chunks in chunked)
+                *rank_inputs, rank_targets = (
+                    packed(chunks, microbatches) for chunks in chunked
+                )
                 self._processes.send((tuple(rank_inputs), rank_targets), ranks)
 
     def set_schedule(self, schedule_plan: Schedule) -> None:
@@ -366,7 +394,9 @@ class Controlled(Runtime):
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
         try:
             if self._ranks_have_training():
-                self._processes.call(controlled_rank.call_method, "load_state_dict", state)
+                self._processes.call(
+                    controlled_rank.call_method, "load_state_dict", state
+                )
             else:
                 self._restore(state)
         except JobFailedError as error:

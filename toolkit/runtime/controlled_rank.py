@@ -25,11 +25,16 @@ class _ReceivedBatches:
         for index in count():
             if reads(index):
                 inputs, targets = receive()
-                yield tuple(torch.as_tensor(tensor) for tensor in inputs), torch.as_tensor(targets)
+                yield (
+                    tuple(torch.as_tensor(tensor) for tensor in inputs),
+                    torch.as_tensor(targets),
+                )
 
 
 def join_training(
-    training: tuple[Any, ...], join_options: Mapping[str, Any], options: Mapping[str, Any]
+    training: tuple[Any, ...],
+    join_options: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """Join the other ranks, and make what they train.
 

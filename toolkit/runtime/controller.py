@@ -88,7 +88,9 @@ class Controller(RankPool):
             RankError: a rank raised an exception; the message names the rank and its instruction.
             JobFailedError: a rank died or stalled.
         """
-        runtime = Controlled(stages, schedule, optimizer, loss, controller=self, **options)
+        runtime = Controlled(
+            stages, schedule, optimizer, loss, controller=self, **options
+        )
         return runtime.run(batches, n_steps)
 
     def module(self) -> nn.Module:
@@ -122,7 +124,9 @@ class Controller(RankPool):
             if alive and not self.processes.on_other_machines:
                 alive = not Process(process).gone
             position = rank_records[rank].position if rank in rank_records else "start"
-            rows.append({"rank": rank, "process": process, "alive": alive, "at": position})
+            rows.append(
+                {"rank": rank, "process": process, "alive": alive, "at": position}
+            )
         return rows
 
     def _repr_html_(self) -> str:

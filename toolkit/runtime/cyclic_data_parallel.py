@@ -147,7 +147,9 @@ class CyclicDataParallel(nn.Module):
             stages = len(model)
             model = ModuleChain(*model)
         if isinstance(model, CyclicDataParallel) or not isinstance(model, nn.Module):
-            raise UserError(f"model: got a {type(model).__name__}; expected a module to train")
+            raise UserError(
+                f"model: got a {type(model).__name__}; expected a module to train"
+            )
         take_arguments_of_ddp(options, model)
         device_types = {parameter.device.type for parameter in model.parameters()}
         self.world = world or join(
@@ -167,7 +169,9 @@ class CyclicDataParallel(nn.Module):
                 )
         check_choice("partition", partition, MEASURES)
         if rule == "auto":
-            rule, partition = choose_rule(model, example, hardware, self.world.size, accumulate)
+            rule, partition = choose_rule(
+                model, example, hardware, self.world.size, accumulate
+            )
             stages = None
         schedule_options = {
             name: options.pop(name)
@@ -207,8 +211,12 @@ class CyclicDataParallel(nn.Module):
             arguments = arguments_by_name(self.module.forward, *args, **kwargs)
         inputs = tensors_of(arguments)
         if any(tensor.requires_grad for tensor in inputs):
-            raise UserError("an input requires a gradient: make what computes it part of the model")
-        return self._loop.run_forward(arguments, inputs, filled(arguments, repeat(Tensor)))
+            raise UserError(
+                "an input requires a gradient: make what computes it part of the model"
+            )
+        return self._loop.run_forward(
+            arguments, inputs, filled(arguments, repeat(Tensor))
+        )
 
     def backward(self, loss: Tensor, count: Any, **options: Any) -> None:
         """Run the backward of a sum and its count, in place of ``loss.backward()``.
@@ -246,7 +254,9 @@ class CyclicDataParallel(nn.Module):
             UserError: each training step is one pass.
         """
         if self.schedule.accumulate == 1:
-            raise UserError("no_sync: got accumulate=1; give accumulate=, the passes of a step")
+            raise UserError(
+                "no_sync: got accumulate=1; give accumulate=, the passes of a step"
+            )
         yield
 
     @contextmanager
@@ -263,7 +273,9 @@ class CyclicDataParallel(nn.Module):
         Raises:
             UserError: the options are others, or this rank has had no pass at all.
         """
-        if not options.pop("divide_by_initial_world_size", True) or not options.pop("enable", True):
+        if not options.pop("divide_by_initial_world_size", True) or not options.pop(
+            "enable", True
+        ):
             raise UserError(
                 "join: expected divide_by_initial_world_size=True and enable=True; make the model"
                 " with counted=True to weigh samples alike"
@@ -283,7 +295,9 @@ class CyclicDataParallel(nn.Module):
 
     # Weights and state.
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; between training steps with the newest weights.
 
         After the last backward of a step they are for ``clip_grad_norm_``. If this rank has the

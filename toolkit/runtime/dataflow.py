@@ -129,8 +129,10 @@ class Dataflow:
             _order_weights(instructions, self.needs)
         self.n_left = len(instructions)
         self.ended = bytearray(len(instructions))
-        self._n_lacking = list(map(len, self.needs))  # by position: needs that have not ended
-        self._users: list[list[int]] = [[] for _ in instructions]  # by position: who needs it
+        # By position: needs that have not ended.
+        self._n_lacking = list(map(len, self.needs))
+        # By position: who needs it.
+        self._users: list[list[int]] = [[] for _ in instructions]
         self._limit = limit
         self._update_limit = update_limit
         # Positions that only a limit holds back, by training step.
@@ -175,7 +177,9 @@ class Dataflow:
         self._update_limit = max(self._update_limit, step)
         self._admit_until(self._update_limit, self._updates_beyond_limit)
 
-    def _admit_until(self, limit: float, positions_of_step: dict[int, list[int]]) -> None:
+    def _admit_until(
+        self, limit: float, positions_of_step: dict[int, list[int]]
+    ) -> None:
         for admitted_step in [step for step in positions_of_step if step <= limit]:
             for position in positions_of_step.pop(admitted_step):
                 self._admit(position)
@@ -258,7 +262,9 @@ class Dataflow:
 
         Any thread may carry it out: it takes no time, and nothing is handed to another rank.
         """
-        releases = [p for p in self._ready if self.instructions[p].action == Action.FREE]
+        releases = [
+            p for p in self._ready if self.instructions[p].action == Action.FREE
+        ]
         if not releases:
             return None
         position = min(releases)
@@ -318,7 +324,9 @@ class Dataflow:
             heappush(self._ready, position)
 
 
-def _order_weights(instructions: Sequence[Instruction], needs: list[tuple[int, ...]]) -> None:
+def _order_weights(
+    instructions: Sequence[Instruction], needs: list[tuple[int, ...]]
+) -> None:
     """Let each receive of a stage's weights wait for the one before, which it is a difference to.
 
     Messages from one rank come in order anyway; those of two ranks may not.
@@ -327,5 +335,7 @@ def _order_weights(instructions: Sequence[Instruction], needs: list[tuple[int, .
     for position, i in enumerate(instructions):
         if i.action == Action.RECV and i.buffer == Buffer.WEIGHTS:
             if i.stage in last_receive:
-                needs[position] = tuple(sorted({*needs[position], last_receive[i.stage]}))
+                needs[position] = tuple(
+                    sorted({*needs[position], last_receive[i.stage]})
+                )
             last_receive[i.stage] = position

@@ -38,7 +38,9 @@ class DeviceRow:
             trained weights are empty until :meth:`fill`.
     """
 
-    def __init__(self, column: Column, stages: Stages, parallelize: Parallelize) -> None:
+    def __init__(
+        self, column: Column, stages: Stages, parallelize: Parallelize
+    ) -> None:
         self.column = column
         self.row = column.row
         if column.rank == 0:
@@ -113,14 +115,18 @@ class DeviceRow:
             for index, versions in local_state["versions"].items():
                 stage = self.stages[index]
                 state["versions"][index] = {
-                    version: stage.whole(weights) for version, weights in versions.items()
+                    version: stage.whole(weights)
+                    for version, weights in versions.items()
                 }
                 state["stages"][index] = stage.whole_state(local_state["stages"][index])
         state["fixed"] = local_state["fixed"]
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), state)
 
     def local_state(
-        self, state: Mapping[str, Any], updaters: Sequence[Updater], updated: Sequence[int]
+        self,
+        state: Mapping[str, Any],
+        updaters: Sequence[Updater],
+        updated: Sequence[int],
     ) -> dict[str, Any]:
         """Return the state of a run with local shards of the ``updated`` stages."""
         # Copies of what is changed below: the state stays the caller's.
@@ -131,7 +137,9 @@ class DeviceRow:
         for index in updated:
             stage = self.stages[index]
             names = [name for name in stage.shardings if name in state["model"]]
-            local["model"] |= stage.local({name: state["model"][name] for name in names})
+            local["model"] |= stage.local(
+                {name: state["model"][name] for name in names}
+            )
             local["versions"][index] = {
                 version: stage.local(weights)
                 for version, weights in state["versions"][index].items()
@@ -163,7 +171,9 @@ def check_rows(
     digests_of_process = column.everyone.gather(digests, "programs of devices")
     for process, process_digests in enumerate(digests_of_process):
         first_digests = digests_of_process[process - process % width]
-        differing = [name for name in digests if process_digests[name] != first_digests[name]]
+        differing = [
+            name for name in digests if process_digests[name] != first_digests[name]
+        ]
         if differing:
             raise UserError(
                 f"rank {process // width}, device {process % width}: got another {differing[0]}"

@@ -23,7 +23,12 @@ from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch, probe_links, running_costs
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape, microbatches_read
+from toolkit.runtime.microbatches import (
+    BatchReader,
+    MicrobatchQueue,
+    Shape,
+    microbatches_read,
+)
 from toolkit.runtime.process_group import columns
 from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.rank_compression import load_ranks_state, ranks_state
@@ -102,7 +107,9 @@ class Distributed(OnRanks):
         self._gradient_bits = GRADIENT_BITS.get(self.compression)
         whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
-            raise UserError(f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4")
+            raise UserError(
+                f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4"
+            )
         self._row: DeviceRow | None = None
         self._check_width()
         super().__post_init__()
@@ -114,15 +121,24 @@ class Distributed(OnRanks):
         else:
             self._skeletons = [stage.skeleton.module for stage in self._row.stages]
         self._layouts: dict[Shape, Layouts] = {}
-        self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}  # if ranks have devices
-        self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
-        self._stage_bytes = [sum(w.nbytes for w in r.masters.values()) for r in self._runners]
-        self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
+        # If ranks have devices.
+        self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}
+        self._chunk_bytes = largest_chunk(
+            self.chunk_mb, self.world.backend, paced=self.pacing
+        )
+        self._stage_bytes = [
+            sum(w.nbytes for w in r.masters.values()) for r in self._runners
+        ]
+        self._weight_store = WeightStore(
+            self.world, self.stages, self.schedule, self._runners
+        )
         self._make_compressors([self.rank], self._weight_store.versions)
         self._stopwatch: Stopwatch | None = None
         self._meter: Meter | None = None
         if self.record:
-            self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
+            self._meter = Meter(
+                self.rank, self.world.device, self.world.common_moment()
+            )
         self.n_recorded = 0
 
     # The devices of a rank.
@@ -135,14 +151,18 @@ class Distributed(OnRanks):
         if n_devices == 1:
             return
         if self._gradient_bits is not None:
-            raise UserError(f"width={n_devices} takes no compression={self.compression}: use bf16")
+            raise UserError(
+                f"width={n_devices} takes no compression={self.compression}: use bf16"
+            )
         if self.parallelize is None:
             raise UserError(
                 f"width={n_devices} needs to know how devices share a stage: give"
                 " parallelize=lambda stage, mesh: parallelize_module(stage, mesh, plan)"
             )
         if self.options.compile != "none":
-            raise UserError(f"width={n_devices} takes no compile={self.options.compile}: leave it")
+            raise UserError(
+                f"width={n_devices} takes no compile={self.options.compile}: leave it"
+            )
 
     def _join_row(self) -> None:
         """Take the place of this process in its column and row, and shard the stages."""
@@ -152,7 +172,9 @@ class Distributed(OnRanks):
         self.world = column = columns.column(self.world, self.width)
         check_rows(column, self.schedule, self.seed, self.options, self.stages)
         self.knows_costs = False
-        self._row = DeviceRow(column, self.stages, cast(columns.Parallelize, self.parallelize))
+        self._row = DeviceRow(
+            column, self.stages, cast(columns.Parallelize, self.parallelize)
+        )
         self._loss = self._row.loss(self._loss)
 
     @property
@@ -170,7 +192,8 @@ class Distributed(OnRanks):
 
     def _steps(self, source: BatchReader) -> Steps:
         assert source.n_steps is not None  # known, since steps overlap
-        self.world.use(self, lambda: None)  # no message is under way once a run has ended
+        # No message is under way once a run has ended.
+        self.world.use(self, lambda: None)
         layouts = self._find_layouts(source.shape, source)
         microbatches = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
@@ -178,14 +201,17 @@ class Distributed(OnRanks):
             while self.steps_done < end:
                 n_steps = max(1, WINDOW // len(self.schedule.timing.starts))
                 n_steps = min(n_steps, end - self.steps_done)
-                if self.n_recorded < self.record:  # measured steps have a program of their own
+                # Measured steps have a program of their own.
+                if self.n_recorded < self.record:
                     n_steps = min(n_steps, self.record - self.n_recorded)
                 program = self.schedule.lower(n_steps, self.steps_done).verify()
                 yield from self._run(program, microbatches, messages)
                 self.steps_done = program.steps.stop
         microbatches.skip_to(self.steps_done)
 
-    def _run(self, program: Program, microbatches: MicrobatchQueue, messages: Messages) -> Steps:
+    def _run(
+        self, program: Program, microbatches: MicrobatchQueue, messages: Messages
+    ) -> Steps:
         """Train by ``program``."""
         rank = self._begin(program, microbatches, messages, self._loss)
         meter = self._meter if self.n_recorded < self.record else None
@@ -194,7 +220,9 @@ class Distributed(OnRanks):
             meter.begin(rank)
             meter.stopwatch = self._stopwatch
         make = Executor if self._row is None else RowExecutor
-        executor = make(rank, messages, program, meter or self._stopwatch, overlap=self.overlap)
+        executor = make(
+            rank, messages, program, meter or self._stopwatch, overlap=self.overlap
+        )
         for i in executor.run(executor.ends):
             yield microbatches.result(cast(int, i.step))
         if meter is not None:
@@ -221,10 +249,14 @@ class Distributed(OnRanks):
         """Return this rank's buffers at the start of ``program``. Every rank calls it."""
         groups, pairs = groups_and_pairs(program, self.per_machine)
         self.world.make_groups(groups, pairs)
-        first_weights = self._weight_store.share(messages.of_exact_weights(), program.first_step)
+        first_weights = self._weight_store.share(
+            messages.of_exact_weights(), program.first_step
+        )
         runners = dict(enumerate(self._runners))
         updaters = {stage: self._runners[stage] for stage in self.updated_stages}
-        rank = Rank(program, runners, updaters, self._weight_store.versions, loss, microbatches)
+        rank = Rank(
+            program, runners, updaters, self._weight_store.versions, loss, microbatches
+        )
         rank.weights = first_weights
         rank.compressor = self._compressors.get(self.rank)
         return rank
@@ -271,7 +303,11 @@ class Distributed(OnRanks):
 
     def _owned_stages(self) -> list[int]:
         """Return the stages whose state this rank adds: one rank does for each."""
-        return [stage for stage in self.updated_stages if self.schedule.owners[stage] == self.rank]
+        return [
+            stage
+            for stage in self.updated_stages
+            if self.schedule.owners[stage] == self.rank
+        ]
 
     def _local_state(self) -> dict[str, Any]:
         local_state = self._local_state_of(self._owned_stages())
@@ -291,7 +327,8 @@ class Distributed(OnRanks):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
-        self._check_ended()  # messages of an abandoned run would be taken for those of the next
+        # Messages of an abandoned run would be taken for those of the next.
+        self._check_ended()
         super().load_state_dict(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -313,7 +350,9 @@ class Distributed(OnRanks):
         """Return what all ranks measured in the recorded steps. Every rank calls it."""
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
-            raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
+            raise UserError(
+                "nothing was measured: make Distributed with record=STEPS, then train"
+            )
         return Measurements(
             self.schedule_plan,
             self.world.gather(self._meter.record, "measurements"),
@@ -328,21 +367,27 @@ class Distributed(OnRanks):
         """Return costs just measured; see :meth:`Runtime.costs`."""
         self._check_ended()
         if self._row is not None:
-            raise UserError("costs of ranks of several devices are not measured: use width=1")
+            raise UserError(
+                "costs of ranks of several devices are not measured: use width=1"
+            )
         op_seconds = self._stopwatch.medians() if self._stopwatch else {}
         op_seconds_of_ranks = self.world.gather(op_seconds, "times of ops")
         if not all(op_seconds_of_ranks):
             raise UserError("no op was timed: call time_costs(n_steps), then train")
         mean_stage_bytes = sum(self._stage_bytes) / len(self._stage_bytes)
         links = probe_links(self.world, mean_stage_bytes)
-        return running_costs(op_seconds_of_ranks, next(reversed(self._layouts.values())), *links)
+        return running_costs(
+            op_seconds_of_ranks, next(reversed(self._layouts.values())), *links
+        )
 
     # Micro-batches.
 
     def _reads(self, step: int) -> list[int]:
         return microbatches_read(self.schedule_plan, self.rank, step)
 
-    def _find_layouts(self, shape: Shape | None, source: BatchReader | None = None) -> Layouts:
+    def _find_layouts(
+        self, shape: Shape | None, source: BatchReader | None = None
+    ) -> Layouts:
         """Return the layouts for micro-batches of ``shape``, which not every rank has seen.
 
         ``source`` has batches on which the loss can be tried.
@@ -355,7 +400,9 @@ class Distributed(OnRanks):
                 self._row.use_shardings(self._shardings[input_shape])
             return self._layouts[input_shape]
 
-        inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape)
+        inputs = tuple(
+            torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape
+        )
         device = self.world.device
         with self.options.autocast(device):
             layouts = find_layouts(
@@ -366,7 +413,9 @@ class Distributed(OnRanks):
                 self._row.stages if self._row is not None else (),
             )
         for compressor in self._compressors.values():
-            layouts = layouts.with_compression(compressor.sums.bits, compressor.weights.bits)
+            layouts = layouts.with_compression(
+                compressor.sums.bits, compressor.weights.bits
+            )
         if self.world.backend == "nccl":
             self.world.watch.at("the first run of its stages")
             computed_stages = [
@@ -374,7 +423,14 @@ class Distributed(OnRanks):
                 for stage in range(len(self.stages))
                 if self.rank in self.schedule.layout.ranks(stage)
             ]
-            warm_up(self._runners, layouts, inputs, device, computed_stages, self.updated_stages)
+            warm_up(
+                self._runners,
+                layouts,
+                inputs,
+                device,
+                computed_stages,
+                self.updated_stages,
+            )
         if source is not None and self._is_counted(layouts, source):
             layouts = layouts.with_counts()
         self._layouts[input_shape] = layouts
@@ -396,5 +452,7 @@ class Distributed(OnRanks):
             outputs = zeros(layouts.activations[-1], self.world.device)
             # An error is raised again where the loss belongs: at a forward of the last stage.
             with torch.no_grad(), kept_generators(inputs), suppress(Exception):
-                counted = self._loss(tuple(outputs.values()), first_targets).count is not None
+                counted = (
+                    self._loss(tuple(outputs.values()), first_targets).count is not None
+                )
         return any(self.world.gather(counted, "kinds of loss"))

@@ -26,7 +26,13 @@ from math import inf
 
 import torch
 
-from toolkit.runtime.dataflow import Dataflow, in_background, last_step, next_op, waiter_of
+from toolkit.runtime.dataflow import (
+    Dataflow,
+    in_background,
+    last_step,
+    next_op,
+    waiter_of,
+)
 from toolkit.runtime.message_transfer import Messages, Transfer, Turns, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
@@ -73,7 +79,9 @@ class Executor:
         self._tags = tags(self._instructions)
         self._lookahead = program.schedule.lookahead
         last_ops = {
-            i.step: position for position, i in enumerate(self._instructions) if i.action.computes
+            i.step: position
+            for position, i in enumerate(self._instructions)
+            if i.action.computes
         }
         self.ends = frozenset(last_ops.values())
         messages.begin_program(self._instructions, program.n_steps)
@@ -93,13 +101,17 @@ class Executor:
         # they change them with this condition held, and notify the others. Without it they use
         # _op_ends[p], written before p ends and read by what needs p, and _failure, once it is set.
         self._changed = threading.Condition()
-        self._unsent: set[int] = set()  # positions of sends that have begun and not ended
-        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)  # by receiver
+        # Positions of sends that have begun and not ended.
+        self._unsent: set[int] = set()
+        # By receiver.
+        self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
         self._ending = False
         # Received parts of a gradient sum, by stage and step, with their positions.
-        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
+        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(
+            list
+        )
         self._device = self._world.device
         self._waiters = Waiters()
         self._op_ends: dict[int, torch.cuda.Event] = {}  # on the device, by position
@@ -141,7 +153,9 @@ class Executor:
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
         """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
-        second_thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
+        second_thread = threading.Thread(
+            target=self._begin_all, name="messages", daemon=True
+        )
         second_thread.start()
         remaining: Collection[int] | None = None  # positions, if the program is cut
         try:
@@ -210,7 +224,9 @@ class Executor:
         with self._changed:
             self._dataflow.open(len(self._instructions))
             self._changed.notify_all()
-        self._await(lambda: self._dataflow.n_left == 0, lambda: self._dataflow.ended.index(0))
+        self._await(
+            lambda: self._dataflow.n_left == 0, lambda: self._dataflow.ended.index(0)
+        )
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
 
     def _await_inputs(self, position: int) -> None:
@@ -219,7 +235,9 @@ class Executor:
     def _await_end(self, position: int) -> None:
         self._await(lambda: bool(self._dataflow.ended[position]), lambda: position)
 
-    def _await(self, is_reached: Callable[[], bool], awaited: Callable[[], int]) -> None:
+    def _await(
+        self, is_reached: Callable[[], bool], awaited: Callable[[], int]
+    ) -> None:
         """Wait until ``is_reached()``; raise what has failed meanwhile.
 
         The failure watch learns which instruction holds up the one at position ``awaited()``.
@@ -237,7 +255,9 @@ class Executor:
             return
         position, error = self._failure
         i = self._instructions[position]
-        if (i.action.communicates or self._world.shares_ranks) and is_backend_error(error):
+        if (i.action.communicates or self._world.shares_ranks) and is_backend_error(
+            error
+        ):
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error
@@ -299,7 +319,10 @@ class Executor:
         key = (i.stage, i.step)
         # Keep inputs alive until the device is done with them, when after_marks() ends.
         with self._changed:
-            kept_alive: list[object] = [self._rank.sums.get(key), self._received.get(key)]
+            kept_alive: list[object] = [
+                self._rank.sums.get(key),
+                self._received.get(key),
+            ]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
         with after_marks(
             self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]

@@ -33,7 +33,11 @@ def can_compile(device: torch.device) -> bool:
 
 
 def forward_formula(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n_microbatches: int,
+    eps: float,
 ) -> Outputs:
     """Normalise each micro-batch by its own statistics.
 
@@ -100,7 +104,9 @@ def backward_formula(
 def check_values(x: Tensor, n_microbatches: int) -> None:
     """Raise UserError if a channel of a micro-batch has a single value, whose variance is 0."""
     if x.numel() == n_microbatches * x.shape[1]:
-        raise UserError("batch norm: got one value of a channel; expected more. Enlarge batch")
+        raise UserError(
+            "batch norm: got one value of a channel; expected more. Enlarge batch"
+        )
 
 
 def _in_full_precision(x: Tensor, n_microbatches: int) -> Tensor:
@@ -136,7 +142,11 @@ def _chosen(formula: Callable[..., Any], device: torch.device) -> Callable[..., 
 
 @torch.library.custom_op("toolkit::microbatch_norm", mutates_args=())
 def microbatch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n_microbatches: int,
+    eps: float,
 ) -> Outputs:
     """Apply :func:`forward_formula` as one operation."""
     run = _chosen(forward_formula, x.device)
@@ -158,7 +168,11 @@ def microbatch_norm_backward(
 
 @microbatch_norm.register_fake
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n_microbatches: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n_microbatches: int,
+    eps: float,
 ) -> Outputs:
     wide = torch.promote_types(x.dtype, torch.float32)
     statistics = x.new_empty(2, x.shape[1], dtype=wide)
@@ -183,12 +197,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     x, weight, bias, _, _ = inputs
     _, statistics, mean, reciprocal = output
     ctx.save_for_backward(x, weight, mean, reciprocal)
-    ctx.types = [None if parameter is None else parameter.dtype for parameter in (weight, bias)]
+    ctx.types = [
+        None if parameter is None else parameter.dtype for parameter in (weight, bias)
+    ]
     ctx.mark_non_differentiable(statistics, mean, reciprocal)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, gradient: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     if gradient is None:  # y is not used
         return None, None, None, None, None
     x, weight, mean, reciprocal = ctx.saved_tensors

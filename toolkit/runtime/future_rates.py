@@ -31,8 +31,11 @@ class FutureRates:
             for parameter in group["params"]:
                 group_of_parameter[id(parameter)] = index
             group["params"] = []  # free the memory
-        self._group_of_name = {name: group_of_parameter[id(p)] for name, p in masters.items()}
-        self._rates_of_updates: list[list[tuple[float, float]]] = []  # [update][parameter group]
+        self._group_of_name = {
+            name: group_of_parameter[id(p)] for name, p in masters.items()
+        }
+        # [update][parameter group].
+        self._rates_of_updates: list[list[tuple[float, float]]] = []
         self._next_rates = self._follow(optimizer, scheduler)
 
     def at(self, update: int) -> dict[str, tuple[float, float]]:
@@ -47,10 +50,14 @@ class FutureRates:
         optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> Iterator[list[tuple[float, float]]]:
         """Yield the learning rate and decay of each parameter group, update by update."""
-        vars(optimizer)["_opt_called"] = True  # or torch warns that no step of it precedes
+        # Or torch warns that no step of it precedes.
+        vars(optimizer)["_opt_called"] = True
         while True:
             groups = optimizer.param_groups
-            yield [(float(group["lr"]), _decoupled_decay(optimizer, group)) for group in groups]
+            yield [
+                (float(group["lr"]), _decoupled_decay(optimizer, group))
+                for group in groups
+            ]
             if scheduler is not None:
                 scheduler.step()
 

@@ -23,7 +23,13 @@ from toolkit.runtime.gradient_norms import gradient_norms
 from toolkit.runtime.losses import COUNT, LossValue, loss_factor
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
-from toolkit.runtime.stage import StageRunner, Values, compensated, leaves, take_gradients
+from toolkit.runtime.stage import (
+    StageRunner,
+    Values,
+    compensated,
+    leaves,
+    take_gradients,
+)
 from toolkit.runtime.updater import (
     GradientSum,
     Weights,
@@ -110,7 +116,10 @@ class GroupedPass:
     """
 
     def __init__(
-        self, runners: Sequence[StageRunner], schedule: Schedule, losses: MicrobatchLosses
+        self,
+        runners: Sequence[StageRunner],
+        schedule: Schedule,
+        losses: MicrobatchLosses,
     ) -> None:
         self.runners = runners
         self.schedule = schedule
@@ -137,7 +146,9 @@ class GroupedPass:
             all_leaves.append(stage_leaves)
             batches = [
                 runner.forward(weights, batch, group, reads.step)
-                for weights, batch, group in zip(stage_leaves, batches, groups, strict=True)
+                for weights, batch, group in zip(
+                    stage_leaves, batches, groups, strict=True
+                )
             ]
         (outputs,) = _regroup(batches, groups, [self.microbatches])
         return Forward(outputs, all_leaves)
@@ -178,14 +189,18 @@ class GroupedPass:
         torch.autograd.backward(outputs, output_gradients)
         totals = [GradientSum() for _ in self.runners]
         terms = []
-        stages = zip(self.runners, reads.stages, forward.leaves, reads.newest, strict=True)
+        stages = zip(
+            self.runners, reads.stages, forward.leaves, reads.newest, strict=True
+        )
         for runner, stage_reads, stage_leaves, newest in stages:
             gradients_of_reads = []
             for read, weights in zip(stage_reads, stage_leaves, strict=True):
                 stage_gradients = take_gradients(weights)
                 if read.compensated:
                     strength = self._compensation(read, gradients.counts)
-                    stage_gradients = compensated(stage_gradients, weights, newest, strength)
+                    stage_gradients = compensated(
+                        stage_gradients, weights, newest, strength
+                    )
                 gradients_of_reads.append(stage_gradients)
             statistics = runner.statistics_of_forwards()
             while len(gradients_of_reads) < len(statistics):
@@ -200,7 +215,8 @@ class GroupedPass:
 
     def _compensation(self, read: VersionRead, counts: Tensor | None) -> Tensor | float:
         """Return the factor of the correction; see :func:`toolkit.runtime.stage.compensated`."""
-        (microbatch,) = read.microbatches  # such gradients are those of one micro-batch each
+        # Such gradients are those of one micro-batch each.
+        (microbatch,) = read.microbatches
         count = None
         if counts is not None:
             count = counts[microbatch]
@@ -231,7 +247,9 @@ class Grouped:
         self.diagnostics = diagnostics
         self.capture = capture
 
-    def run(self, source: BatchReader, versions: Versions, step: int) -> Iterator[StepResult]:
+    def run(
+        self, source: BatchReader, versions: Versions, step: int
+    ) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
         A step's updates are complete before its result is yielded.
@@ -250,13 +268,17 @@ class Grouped:
             # Not kept in a variable: its outputs would live through the next step.
             yield replace(self._step(current_step, versions, *share), delays=delays)
 
-    def _step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
+    def _step(
+        self, step: int, versions: Versions, inputs: Values, targets: Tensor
+    ) -> StepResult:
         # 1. The gradients of all stages, summed over the micro-batches.
         reads = self._reads(step, versions, self.schedule.version)
         if self.capture is None:
             result, totals = self._gradients(reads, inputs, targets)
         else:
-            result, totals = self.capture.gradients(reads, inputs, targets, self._gradients)
+            result, totals = self.capture.gradients(
+                reads, inputs, targets, self._gradients
+            )
         del reads  # it would keep versions that nothing reads any more
 
         # 2. The memory of the next versions: that of versions that end, or new memory.
@@ -265,7 +287,8 @@ class Grouped:
         # 3. What concerns all stages at once, in as few operations as possible.
         n_microbatches = self.schedule.n_microbatches
         norms = gradient_norms(self.runners, totals)
-        for runner in self.runners:  # averages begin with the statistics before the first update
+        # Averages begin with the statistics before the first update.
+        for runner in self.runners:
             runner.begin_average()
         advance_statistics(self.runners, totals, n_microbatches)
 
@@ -299,7 +322,9 @@ class Grouped:
     ) -> tuple[StepResult, list[GradientSum]]:
         """Sum each stage's gradients over all micro-batches, operation by operation."""
         forward = self.grouped_pass.forward(reads, inputs)
-        self.grouped_pass.losses.examine(forward.outputs, targets, len(self.microbatches))
+        self.grouped_pass.losses.examine(
+            forward.outputs, targets, len(self.microbatches)
+        )
         gradients = self.grouped_pass.loss_gradients(forward.outputs, targets)
         totals = self.grouped_pass.backward(forward, reads, gradients)
         add_counts(totals, gradients.counts)
@@ -308,7 +333,11 @@ class Grouped:
             # The next replay of the graph overwrites this memory.
             first_output = first_output.clone()
         result = StepResult(
-            reads.step, self.microbatches, gradients.losses, first_output, counts=gradients.counts
+            reads.step,
+            self.microbatches,
+            gradients.losses,
+            first_output,
+            counts=gradients.counts,
         )
         return result, totals
 
@@ -328,20 +357,30 @@ class Grouped:
             for (version, *_), microbatches in groups.items():
                 weights = self._read(runner, stage_versions, version, step)
                 is_compensated = self.schedule.compensates(version, step)
-                read = VersionRead(version, tuple(microbatches), weights, is_compensated)
+                read = VersionRead(
+                    version, tuple(microbatches), weights, is_compensated
+                )
                 stage_reads.append(read)
             stages.append(stage_reads)
         newest = [stage_versions[step] for stage_versions in versions]
         return StepReads(step, stages, newest)
 
     def _read(
-        self, runner: StageRunner, versions: Mapping[int, Weights], version: int, step: int
+        self,
+        runner: StageRunner,
+        versions: Mapping[int, Weights],
+        version: int,
+        step: int,
     ) -> Weights:
         """Return what a stage reads at ``step``: a weight version, or a prediction from it."""
         if not self.schedule.predicts(runner.index, version, step):
             return versions[version]
         prediction = runner.predict(
-            versions[version - 1], versions[version], version, step, self.schedule.corrected
+            versions[version - 1],
+            versions[version],
+            version,
+            step,
+            self.schedule.corrected,
         )
         if self.capture is None:
             return prediction
@@ -377,7 +416,9 @@ def add_counts(totals: Sequence[GradientSum], counts: Tensor | None) -> None:
             total.add({COUNT: counts.sum()})
 
 
-def _regroup(batches: list[Values], groups: Groups, next_groups: Groups) -> list[Values]:
+def _regroup(
+    batches: list[Values], groups: Groups, next_groups: Groups
+) -> list[Values]:
     """Return the same micro-batches in other groups; copy only where groups merge."""
     if groups == next_groups:
         return batches

@@ -44,7 +44,8 @@ class LocalRuntime(Runtime):
         super().__post_init__()
         self._form = form_of(self.stages)
         self._updaters: Sequence[Updater] = ()  # of each stage
-        self._compressors: dict[int, RankCompressor] = {}  # of the ranks in this process
+        # Of the ranks in this process.
+        self._compressors: dict[int, RankCompressor] = {}
 
     def _make_runners(self) -> list[StageRunner]:
         runners = []
@@ -104,7 +105,8 @@ class LocalRuntime(Runtime):
         """Train by one schedule after another."""
         while (change := self.schedule_plan.next_change(self.steps_done)) is not None:
             yield from self._steps(source.take(change - self.steps_done))
-            if self.steps_done < change or source.n_steps == 0:  # the batches have ended
+            # The batches have ended.
+            if self.steps_done < change or source.n_steps == 0:
                 return
             # All updates are complete here: the pipeline has drained.
             self._use_schedule_of(change)
@@ -194,7 +196,9 @@ class LocalRuntime(Runtime):
             self._adopt(schedule)
 
         def check() -> None:
-            check_state(state, self.schedule, self._updaters, self._form, self.updated_stages)
+            check_state(
+                state, self.schedule, self._updaters, self._form, self.updated_stages
+            )
             if self._follows_schedule:
                 check_ranks_state(state, self._stage_sizes(), self._gradient_bits)
 
@@ -223,7 +227,8 @@ class OnRanks(LocalRuntime):
         world: the ranks; those of this job by default.
     """
 
-    world: World = cast(World, None)  # the ranks are known once the arguments have been checked
+    # The ranks are known once the arguments have been checked.
+    world: World = cast(World, None)
 
     distributed = True
 
@@ -246,7 +251,9 @@ class OnRanks(LocalRuntime):
                 f"the schedule has {n_ranks} ranks{of_devices} and the world {self.world.size}:"
                 f" give world.part({n_processes}), or a schedule for {self.world.size}"
             )
-        if other_devices := sorted(str(device) for device in devices - {self.world.device}):
+        if other_devices := sorted(
+            str(device) for device in devices - {self.world.device}
+        ):
             raise UserError(
                 f"rank {self.rank} computes on {self.world.device} and the model is on"
                 f" {', '.join(other_devices)}: move it with model.to(world.device) before"

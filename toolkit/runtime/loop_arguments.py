@@ -21,7 +21,11 @@ from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
 from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
-_RULES = [name for name, m in catalog.METHODS.items() if "n" in signature(m.factory).parameters]
+_RULES = [
+    name
+    for name, m in catalog.METHODS.items()
+    if "n" in signature(m.factory).parameters
+]
 
 _WITHOUT_MEANING = (
     "bucket_cap_mb",
@@ -70,7 +74,9 @@ def take_arguments_of_ddp(options: dict[str, Any], model: nn.Module) -> None:
         )
     for name, way_out in _ELSEWHERE.items():
         if options.pop(name, None) is not None:
-            raise UserError(f"{name}: an argument of DistributedDataParallel only; {way_out}")
+            raise UserError(
+                f"{name}: an argument of DistributedDataParallel only; {way_out}"
+            )
 
 
 def _device(number: Any) -> torch.device:
@@ -80,18 +86,25 @@ def _device(number: Any) -> torch.device:
     return torch.device(number)
 
 
-def arguments_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def arguments_by_name(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """Return all arguments of a call by name, as ``partition`` takes them."""
     bound = signature(function).bind(*args, **kwargs)
     arguments = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
-        if parameter.kind == parameter.VAR_KEYWORD:  # **kwargs: those within by their names, too
+        # **kwargs: those within by their names, too.
+        if parameter.kind == parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
 
 
 def choose_rule(
-    model: nn.Module, example: Any, hardware: Hardware | str | None, n_ranks: int, accumulate: int
+    model: nn.Module,
+    example: Any,
+    hardware: Hardware | str | None,
+    n_ranks: int,
+    accumulate: int,
 ) -> tuple[Schedule, str]:
     """Return the schedule for ``rule="auto"``, and what its stages share equally.
 
@@ -115,7 +128,9 @@ def choose_rule(
         hardware = Hardware.preset(hardware)
     if n_ranks == 1:
         return catalog.data_parallel(1, accumulate=accumulate), MEASURES[0]
-    tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors_of(example)]
+    tensors = [
+        torch.empty_like(tensor, device="meta") for tensor in tensors_of(example)
+    ]
     costs_of = ModelCosts(meta_copy(model), filled(example, iter(tensors)))
     form = best_rule(costs_of, check_hardware(hardware), n_ranks, accumulate)
     return form.schedule, str(form.partition)
@@ -154,7 +169,9 @@ def schedule_of_rule(
     """
     if isinstance(rule, Schedule):
         if options:
-            raise UserError(f"unknown argument {next(iter(options))!r}, as rule is a schedule")
+            raise UserError(
+                f"unknown argument {next(iter(options))!r}, as rule is a schedule"
+            )
         schedule = rule
     else:
         if stages is None:
@@ -180,7 +197,9 @@ def schedule_of_rule(
     timing = schedule.timing
     for microbatch in range(schedule.n_workers, schedule.n_microbatches):
         previous = microbatch - schedule.n_workers
-        if timing.starts[Op(Kind.FORWARD, 0, microbatch)] < timing.gradient_end(0, previous):
+        if timing.starts[Op(Kind.FORWARD, 0, microbatch)] < timing.gradient_end(
+            0, previous
+        ):
             raise UserError(
                 f"rule: {schedule.name} begins micro-batch {microbatch} before the backward"
                 f" of micro-batch {previous}; a loop's passes follow one another. Use"

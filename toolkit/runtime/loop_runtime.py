@@ -17,7 +17,8 @@ from toolkit.runtime.state import local_state_of
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Instruction, Program
 
-FIRST_WINDOW = 5_000  # ops of the training steps that are lowered at first, as a caller waits
+# Ops of the training steps that are lowered at first, as a caller waits.
+FIRST_WINDOW = 5_000
 
 
 class Pause(NamedTuple):
@@ -140,7 +141,9 @@ class LoopRuntime(Distributed):
         updates_all = len(self.updated_stages) == len(self.stages)
         return self.overlap and self.updates_wait and updates_all
 
-    def whole_gradients(self, step: int) -> list[tuple[dict[str, nn.Parameter], Weights]]:
+    def whole_gradients(
+        self, step: int
+    ) -> list[tuple[dict[str, nn.Parameter], Weights]]:
         """Return each stage's parameters, and their gradients at ``step``, by name.
 
         Gradients may be changed in place. A parameter may have none.
@@ -155,7 +158,9 @@ class LoopRuntime(Distributed):
             total = self._rank.sums[stage, step]
             total.divide_by_count(runner.masters)
             of_masters = {
-                name: gradient for name, gradient in total.tensors.items() if name in runner.masters
+                name: gradient
+                for name, gradient in total.tensors.items()
+                if name in runner.masters
             }
             gradients.append((runner.masters, of_masters))
         self.world.finish_computing()
@@ -167,9 +172,13 @@ class LoopRuntime(Distributed):
 
     def has_version(self, steps_done: int) -> bool:
         """Whether this rank has updated its stages ``steps_done`` times."""
-        return all(steps_done in versions for versions in self._weight_store.versions.values())
+        return all(
+            steps_done in versions for versions in self._weight_store.versions.values()
+        )
 
-    def newest_weights(self, stages: Collection[int], *, averaged: bool) -> dict[int, Weights]:
+    def newest_weights(
+        self, stages: Collection[int], *, averaged: bool
+    ) -> dict[int, Weights]:
         """Return the newest weights, frozen weights and buffers of stages that this rank updates.
 
         Their number of updates is :meth:`has_version`'s. ``averaged``: with the averages of their

@@ -38,7 +38,12 @@ class LoopSession:
     """
 
     def __init__(
-        self, runtime: LoopRuntime, passes: PassOrder, script: ScriptCalls, *, counted: bool
+        self,
+        runtime: LoopRuntime,
+        passes: PassOrder,
+        script: ScriptCalls,
+        *,
+        counted: bool,
     ) -> None:
         self.runtime = runtime
         self.world = runtime.world
@@ -47,8 +52,10 @@ class LoopSession:
         self._counted = counted
         self._pauses: Generator[Pause, bool | None, None] | None = None
         self._inputs: Values = ()
-        self._anchor = torch.zeros((), requires_grad=True)  # makes every output differentiable
-        self._shown: tuple[int, bool] | None = None  # steps and averages that the model shows
+        # Makes every output differentiable.
+        self._anchor = torch.zeros((), requires_grad=True)
+        # Steps and averages that the model shows.
+        self._shown: tuple[int, bool] | None = None
         self._requests = PeerRequests(self.world, runtime.has_version, self._answer)
         # Others may still need what this rank has when its script ends.
         self.world.watch.exit_hooks.append(self._leave)
@@ -60,7 +67,9 @@ class LoopSession:
         self._inputs = tuple(tensor.to(self.world.device) for tensor in inputs)
         pause = self._run_to_pause()
         self._passes.end_forward()
-        outputs = _Seam.apply(self, pause, self._anchor, *pause.rank.take_outputs(pause.op))
+        outputs = _Seam.apply(
+            self, pause, self._anchor, *pause.rank.take_outputs(pause.op)
+        )
         return self.runtime.stages.results.restore(outputs)
 
     def run_backward(self, pause: Pause, gradients: Sequence[Tensor | None]) -> None:
@@ -83,7 +92,9 @@ class LoopSession:
             factor *= SUM_SCALE
         else:
             factor *= 1 / self.world.size
-        scaled = tuple(None if gradient is None else gradient * factor for gradient in gradients)
+        scaled = tuple(
+            None if gradient is None else gradient * factor for gradient in gradients
+        )
         pause.rank.give_gradients(pause.op, scaled, count)
         self._run_to_pause()
         self._passes.end_backward()
@@ -94,15 +105,22 @@ class LoopSession:
         outputs = pause.rank.take_outputs(pause.op)
         self._passes.end_forward()
         if self._counted:
-            self._passes.count = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        zeros = [torch.zeros_like(output) if differentiable(output) else None for output in outputs]
+            self._passes.count = torch.zeros(
+                (), dtype=torch.float64, device=self.world.device
+            )
+        zeros = [
+            torch.zeros_like(output) if differentiable(output) else None
+            for output in outputs
+        ]
         self.run_backward(pause, zeros)
         self._passes.count = None
 
     def _run_to_pause(self) -> Pause:
         """Carry out the program to the end of a pass's forward, or of its backward."""
         if self._pauses is None:
-            shape = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._inputs)
+            shape = tuple(
+                (tuple(tensor.shape), tensor.dtype) for tensor in self._inputs
+            )
             self._pauses = self.runtime.passes(self, shape, counted=self._counted)
         pause = next(self._pauses)
         self.world.watch.at("the training script", pause.op.step)
@@ -112,7 +130,9 @@ class LoopSession:
         """Return the inputs of this pass, which the program asks for."""
         return self._inputs, self._anchor
 
-    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+    def finished(
+        self, step: int, microbatch: int, loss: LossValue, output: Tensor
+    ) -> None:
         """Never called: losses are the caller's."""
 
     # The newest weights.
@@ -157,7 +177,9 @@ class LoopSession:
                 for name, parameter in weights.items():
                     parameter.grad = gradients.get(name)
 
-    def training_state(self, optimizers: StageOptimizers, settings: LoopSettings) -> TrainingState:
+    def training_state(
+        self, optimizers: StageOptimizers, settings: LoopSettings
+    ) -> TrainingState:
         """Return the state of all ranks after the last step. A rank may call it alone."""
         self._passes.check("forward", "the end of training", between_steps=True)
         steps_done = self._passes.steps_done
@@ -180,7 +202,9 @@ class LoopSession:
         if kind == "state":
             return on_cpu(self.runtime.local_state_after(steps_done))
         averaged = kind == "averages"
-        return on_cpu(self.runtime.newest_weights([*map(int, stages)], averaged=averaged))
+        return on_cpu(
+            self.runtime.newest_weights([*map(int, stages)], averaged=averaged)
+        )
 
     # The end.
 
@@ -220,7 +244,9 @@ class _Seam(torch.autograd.Function):
         ctx.pause = pause
         # The first is the anchor.
         outputs = tuple(output.detach() for output in tensors[1:])
-        ctx.mark_non_differentiable(*(output for output in outputs if not differentiable(output)))
+        ctx.mark_non_differentiable(
+            *(output for output in outputs if not differentiable(output))
+        )
         return outputs
 
     @staticmethod

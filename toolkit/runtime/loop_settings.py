@@ -29,8 +29,10 @@ class LoopSettings:
     def __init__(self, optimizer: Optimizer) -> None:
         self.of_steps: dict[int, Settings] = {}
         self._optimizer = optimizer
-        self._base: list[GroupOptions] = []  # of each group, options as they were last looked at
-        self._followed: set[tuple[int, str]] = set()  # (group, name) of those that have changed
+        # Of each group, options as they were last looked at.
+        self._base: list[GroupOptions] = []
+        # (group, name) of those that have changed.
+        self._followed: set[tuple[int, str]] = set()
         self._clip: Clip | None = None  # of the step that is under way
         self.note_base()
 
@@ -63,7 +65,8 @@ class LoopSettings:
         from late weights still use the old one.
         """
         for step, settings in self.of_steps.items():
-            if group < len(settings.options):  # the group may have been added after that step
+            # The group may have been added after that step.
+            if group < len(settings.options):
                 options = [*settings.options]
                 options[group] = {name: value, **options[group]}
                 # A new object: the executor's threads may be reading the one before.

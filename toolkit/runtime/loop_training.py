@@ -103,7 +103,9 @@ class LoopTraining:
             form: the arguments, without the tensors.
         """
         if self._session is not None and form != self._form:
-            raise UserError(f"model(x): got {form}; expected {self._form}, as in the first call")
+            raise UserError(
+                f"model(x): got {form}; expected {self._form}, as in the first call"
+            )
         with self._script.inside():
             if self.passes.between_steps:
                 self._form = form
@@ -138,9 +140,13 @@ class LoopTraining:
         # 1. The stages.
         stages = self._cut
         if not isinstance(stages, Stages):
-            modules = [*self.module] if isinstance(self.module, ModuleChain) else self.module
+            modules = (
+                [*self.module] if isinstance(self.module, ModuleChain) else self.module
+            )
             # Ranks run each micro-batch by itself, so the model may mix its samples.
-            stages = partition(modules, self.schedule.n_stages, example, by=stages, check=False)
+            stages = partition(
+                modules, self.schedule.n_stages, example, by=stages, check=False
+            )
 
         # 2. The runtime. Optimizers of stages begin with the options that the loop has set by now.
         if self._saved is None:
@@ -164,9 +170,12 @@ class LoopTraining:
         if self._saved is not None:
             runtime.module()  # all weights, on every rank
             weights = {
-                name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()
+                name: tensor.detach().clone()
+                for name, tensor in self.module.state_dict().items()
             }
-            runtime.load_state_dict(self._saved.of_runtime(runtime, self._optimizers, weights))
+            runtime.load_state_dict(
+                self._saved.of_runtime(runtime, self._optimizers, weights)
+            )
             runtime.module()
             self._saved = None
 
@@ -181,7 +190,9 @@ class LoopTraining:
         """Note what the loop has set for the update of the training step that begins."""
         step = self.passes.steps_done
         oldest = step - self.schedule.max_staleness - 3  # no update reads those before
-        self._settings.note(step, oldest=oldest, clips_as_before=self._updates_follow_sums)
+        self._settings.note(
+            step, oldest=oldest, clips_as_before=self._updates_follow_sums
+        )
 
     def end_step(self) -> None:
         """End a training step; called by ``optimizer.step()``."""
@@ -202,7 +213,9 @@ class LoopTraining:
     def complete_step(self) -> None:
         """Complete a training step that has begun, with gradients of zero."""
         if self._session is None:
-            raise UserError(f"join: rank {self.world.rank} has had no pass; give it an input")
+            raise UserError(
+                f"join: rank {self.world.rank} has had no pass; give it an input"
+            )
         while self.passes.n_passes:
             self._pass_zeros(self._session)
 
@@ -254,7 +267,9 @@ class LoopTraining:
         runtime = self._session.runtime
         one_owner = len({*self.schedule.owners}) == 1
         # torch can clip where this rank has all gradients, whole and unscaled, before its updates.
-        by_model = one_owner and not self._updates_follow_sums and runtime.options.scale == 1
+        by_model = (
+            one_owner and not self._updates_follow_sums and runtime.options.scale == 1
+        )
         if by_model and runtime.has_whole_gradients:
             self._session.show_gradients()
             return read()
@@ -265,7 +280,10 @@ class LoopTraining:
                 " that it returns is nan, and a new largest norm may count from the next step"
             )
         note_clip = self._settings.note_clip
-        return ((name, pending_parameter(parameter, note_clip)) for name, parameter in read())
+        return (
+            (name, pending_parameter(parameter, note_clip))
+            for name, parameter in read()
+        )
 
     def _warn(self, message: str) -> None:
         """Warn once, on rank 0."""
@@ -342,7 +360,9 @@ class LoopTraining:
 
     def options_loaded(self) -> None:
         """Follow the options that the saved loop had changed; stages have the others."""
-        self._settings.note_base(self._saved.followed if self._saved is not None else ())
+        self._settings.note_base(
+            self._saved.followed if self._saved is not None else ()
+        )
 
     def parameter_groups_changed(self) -> None:
         """Train by the parameter groups that the optimizer has now. Every rank calls it."""
@@ -356,7 +376,9 @@ class LoopTraining:
         """Return the state of all ranks after the last step. A rank may call it alone."""
         if self._session is not None:
             return self._session.training_state(self._optimizers, self._settings)
-        return self._saved or TrainingState(self.passes.steps_done, self._optimizers.state())
+        return self._saved or TrainingState(
+            self.passes.steps_done, self._optimizers.state()
+        )
 
     def _stop(self) -> None:
         """End the session, with all weights in the model. Every rank calls it."""

@@ -75,7 +75,9 @@ CheckedLoss = Callable[[Any, Tensor], LossValue]
 """From the tensors of the last stage, and targets."""
 
 
-def loss_factor(count: Tensor | None, n_microbatches: int, scale: float) -> Tensor | float:
+def loss_factor(
+    count: Tensor | None, n_microbatches: int, scale: float
+) -> Tensor | float:
     """Return :meth:`LossValue.root` of a micro-batch divided by its mean loss.
 
     Args:
@@ -125,14 +127,23 @@ class MeansOverSome(TorchFunctionMode):
     ) -> Any:
         """Look at a call of a function of torch, and make it."""
         kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+        if (
+            func in (F.cross_entropy, F.nll_loss)
+            and kwargs.get("reduction", "mean") == "mean"
+        ):
             targets = args[1] if len(args) > 1 else kwargs.get("target")
             # Only on the CPU: on a GPU the look would wait for the device.
             on_cpu = isinstance(targets, Tensor) and targets.device.type == "cpu"
-            if isinstance(targets, Tensor) and on_cpu and not targets.is_floating_point():
+            if (
+                isinstance(targets, Tensor)
+                and on_cpu
+                and not targets.is_floating_point()
+            ):
                 with torch._C.DisableTorchFunction():
                     classes = targets.detach().numpy()
-                self.seen = self.seen or bool((classes == kwargs.get("ignore_index", -100)).any())
+                self.seen = self.seen or bool(
+                    (classes == kwargs.get("ignore_index", -100)).any()
+                )
         return func(*args, **kwargs)
 
 
@@ -169,7 +180,9 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         if counted:
             value, count = result
         if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            shape = (
+                list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            )
             raise UserError(
                 f'loss: got {shape}; expected a scalar. Use reduction="mean", or return a sum and'
                 " its count"

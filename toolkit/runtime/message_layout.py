@@ -17,7 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.errors import UserError
 from toolkit.model.node_costs import differentiable
-from toolkit.runtime.compressed_form import CODES, CompressedForm, CompressedMessage, TensorForm
+from toolkit.runtime.compressed_form import (
+    CODES,
+    CompressedForm,
+    CompressedMessage,
+    TensorForm,
+)
 from toolkit.runtime.compressed_sums import CompressedSum
 from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT
@@ -83,7 +88,9 @@ class Layout:
             is_exact = place in exact or not tensor.is_floating_point()
             if wire is not None and not is_exact and wire.itemsize < dtype.itemsize:
                 sent_as = wire
-            message_tensors.append(MessageTensor(place, tuple(tensor.shape), dtype, sent_as))
+            message_tensors.append(
+                MessageTensor(place, tuple(tensor.shape), dtype, sent_as)
+            )
         return cls(_by_size(message_tensors))
 
     def extended(self, tensors: Mapping[Any, Tensor]) -> "Layout":
@@ -199,13 +206,17 @@ class Layouts:
         """Return the layouts for a loss with a count, which travels with the gradients."""
         count = torch.empty((), dtype=torch.float64, device="meta")
         activation_gradients = []
-        for layout, n_inputs in zip(self.activation_gradients, self.n_inputs, strict=True):
+        for layout, n_inputs in zip(
+            self.activation_gradients, self.n_inputs, strict=True
+        ):
             activation_gradients.append(layout.extended({n_inputs: count}))
         return replace(
             self,
             activation_gradients=tuple(activation_gradients),
             n_inputs=tuple(n_inputs + 1 for n_inputs in self.n_inputs),
-            gradients=tuple(layout.extended({COUNT: count}) for layout in self.gradients),
+            gradients=tuple(
+                layout.extended({COUNT: count}) for layout in self.gradients
+            ),
         )
 
     def of(self, i: Instruction) -> Layout:
@@ -322,15 +333,27 @@ def find_layouts(
             )
 
         # 2. Backwards. They show which tensors have a gradient, and of which type.
-        output_gradients: Sequence[Tensor | None] = [torch.empty_like(tensor) for tensor in inputs]
-        for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
-            weights = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-            all_gradients = _gradients(outputs, output_gradients, [*received, *weights.values()])
+        output_gradients: Sequence[Tensor | None] = [
+            torch.empty_like(tensor) for tensor in inputs
+        ]
+        for stage, (tensors, received, outputs) in reversed(
+            [*zip(skeletons, runs, strict=True)]
+        ):
+            weights = {
+                name: tensor for name, tensor in tensors.items() if tensor.requires_grad
+            }
+            all_gradients = _gradients(
+                outputs, output_gradients, [*received, *weights.values()]
+            )
             output_gradients = all_gradients[: len(received)]
-            weight_gradients = dict(zip(weights, all_gradients[len(received) :], strict=True))
+            weight_gradients = dict(
+                zip(weights, all_gradients[len(received) :], strict=True)
+            )
             statistics = _statistics_of(stage)
             activation_gradients.append(Layout.of(dict(enumerate(output_gradients))))
-            gradients.append(Layout.of(weight_gradients | statistics, wire, exact=statistics))
+            gradients.append(
+                Layout.of(weight_gradients | statistics, wire, exact=statistics)
+            )
             versions.append(Layout.of(weights, wire))
     return Layouts(
         tuple(activations),
@@ -341,14 +364,19 @@ def find_layouts(
     )
 
 
-def _local_tensors(skeletons: Sequence[nn.Module], are_sharded: bool) -> list[dict[str, Tensor]]:
+def _local_tensors(
+    skeletons: Sequence[nn.Module], are_sharded: bool
+) -> list[dict[str, Tensor]]:
     """Return the parameters and buffers of each stage, or this device's part of them."""
     if are_sharded:
         # Only here: to import torch's DTensors takes a second.
         from toolkit.runtime.sharded_stage import local_tensors_of
 
         return [local_tensors_of(stage) for stage in skeletons]
-    return [dict(chain(stage.named_parameters(), stage.named_buffers())) for stage in skeletons]
+    return [
+        dict(chain(stage.named_parameters(), stage.named_buffers()))
+        for stage in skeletons
+    ]
 
 
 def _statistics_of(stage: nn.Module) -> dict[str, Tensor]:
@@ -377,5 +405,7 @@ def _gradients(
     sources = [leaf for leaf in leaves if leaf.requires_grad]
     if not roots or not sources:
         return [None] * len(leaves)
-    gradients = iter(torch.autograd.grad(roots, sources, root_gradients, allow_unused=True))
+    gradients = iter(
+        torch.autograd.grad(roots, sources, root_gradients, allow_unused=True)
+    )
     return [next(gradients) if leaf.requires_grad else None for leaf in leaves]

@@ -36,7 +36,8 @@ _COLLECTIVES: dict[Action, Callable] = {
 }
 _IN_TIERS: dict[str, Callable] = {GATHER: dist.reduce, SPREAD: dist.broadcast}
 
-Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
+# None only of groups to which this rank does not belong.
+Works = Sequence[dist.Work | None]
 TransferPhase = Callable[[], Works]
 Pair = tuple[int, int]
 
@@ -63,7 +64,8 @@ class Transfer:
         for phase in self._phases:
             for work in phase():  # once: gloo does not answer a second time
                 assert work is not None
-                if self.flat.is_cuda:  # with a time limit NCCL would poll every millisecond
+                # With a time limit NCCL would poll every millisecond.
+                if self.flat.is_cuda:
                     work.wait()
                 else:
                     work.wait(_FOR_EVER)
@@ -96,7 +98,9 @@ class Turns:
         # The first of the heap is needed first: if it has to wait, so have all others.
         while self._waiting:
             next_position, _ = self._waiting[0]
-            is_needed_first = all(next_position < position for position in self._under_way)
+            is_needed_first = all(
+                next_position < position for position in self._under_way
+            )
             if not (self._together or is_needed_first):
                 break
             messages.append(heappop(self._waiting))
@@ -161,7 +165,10 @@ class Messages:
         group = self.world.channel(self.world.rank, peer)
         process = self.world.process(peer)
         chunks = self._chunks(flat)
-        starts = [partial(dist.isend, chunk, process, group=group, tag=tag) for chunk in chunks]
+        starts = [
+            partial(dist.isend, chunk, process, group=group, tag=tag)
+            for chunk in chunks
+        ]
         if self.pacer is not None:
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
@@ -181,7 +188,10 @@ class Messages:
         peer = i.peers[0]
         group = self.world.channel(peer, self.world.rank)
         process = self.world.process(peer)
-        works = [dist.irecv(chunk, process, group=group, tag=tag) for chunk in self._chunks(flat)]
+        works = [
+            dist.irecv(chunk, process, group=group, tag=tag)
+            for chunk in self._chunks(flat)
+        ]
         return Transfer(flat, lambda: works)
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
@@ -204,7 +214,9 @@ class Messages:
                 if name == ALL:
                     root = i.peers[0]
                 group = self.world.group_of((name, members))
-                phases.append(partial(_each, collective, pieces, self.world.process(root), group))
+                phases.append(
+                    partial(_each, collective, pieces, self.world.process(root), group)
+                )
         # The first phase begins now. A waiter begins each later one when the one before has ended.
         first_phase, *later_phases = phases
         works = first_phase()
@@ -241,11 +253,16 @@ class Messages:
 
 
 def _each(
-    collective: Callable, pieces: Sequence[Tensor], root: int, group: dist.ProcessGroup | None
+    collective: Callable,
+    pieces: Sequence[Tensor],
+    root: int,
+    group: dist.ProcessGroup | None,
 ) -> Works:
     """Begin a collective of each piece."""
     arguments = () if collective is dist.all_reduce else (root,)
-    return [collective(piece, *arguments, group=group, async_op=True) for piece in pieces]
+    return [
+        collective(piece, *arguments, group=group, async_op=True) for piece in pieces
+    ]
 
 
 def _collective_groups(i: Instruction, per_machine: int) -> list[RankGroup]:
@@ -280,7 +297,9 @@ def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[RankGroup]
     ]
 
 
-def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[RankGroup], list[Pair]]:
+def groups_and_pairs(
+    program: Program, per_machine: int
+) -> tuple[list[RankGroup], list[Pair]]:
     """Return the groups of every collective; and (sender, receiver) of every message."""
     groups: set[RankGroup] = set()
     pairs: set[Pair] = set()

@@ -94,7 +94,9 @@ def cross_entropies(
 def _squared_errors(outputs: Tensor, targets: Tensor, n_microbatches: int) -> Tensor:
     if outputs.shape != targets.shape:
         # They are broadcast, which must not mix the samples of several micro-batches.
-        chunks = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        chunks = zip(
+            outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True
+        )
         return torch.stack([F.mse_loss(output, target) for output, target in chunks])
     errors = F.mse_loss(outputs, targets, reduction="none")
     return errors.reshape(n_microbatches, -1).mean(1)
@@ -125,7 +127,9 @@ def all_losses(loss: Loss) -> tuple[AllLosses, tuple[Any, ...]] | None:
         of_all = cross_entropies
     elif type(loss) is nn.MSELoss and plain_mean:
         of_all = _squared_errors
-    elif isinstance(loss, Hashable) and loss in _OF_TORCH and options.keys() <= _OPTIONS:
+    elif (
+        isinstance(loss, Hashable) and loss in _OF_TORCH and options.keys() <= _OPTIONS
+    ):
         of_all = _OF_TORCH[loss]
     if of_all is None or not all(map(_is_plain, options.values())):
         return None
@@ -177,7 +181,9 @@ class MicrobatchLosses:
                 self._one_by_one(outputs, targets, n_microbatches)
             self._n_examined += n_microbatches
 
-    def __call__(self, outputs: Values, targets: Tensor, n_microbatches: int) -> LossValue:
+    def __call__(
+        self, outputs: Values, targets: Tensor, n_microbatches: int
+    ) -> LossValue:
         """Return the losses of the micro-batches, and their counts if it has some, ``[n]`` each.
 
         Args:
@@ -196,7 +202,9 @@ class MicrobatchLosses:
         sums, counts = losses
         return LossValue(sums, counts.detach().to(torch.float64))
 
-    def _one_by_one(self, outputs: Values, targets: Tensor, n_microbatches: int) -> LossValue:
+    def _one_by_one(
+        self, outputs: Values, targets: Tensor, n_microbatches: int
+    ) -> LossValue:
         chunks = zip(*(output.chunk(n_microbatches) for output in outputs), strict=True)
         pairs = zip(chunks, targets.chunk(n_microbatches), strict=True)
         losses = [self._checked(output, target) for output, target in pairs]

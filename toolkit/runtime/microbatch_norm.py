@@ -128,17 +128,28 @@ class MicrobatchNorm(nn.Module):
         if not self.original:
             # With momentum 1 the running statistics become those of this micro-batch.
             return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
-        tensors = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
+        tensors = {
+            "running_mean": mean,
+            "running_var": variance,
+            "weight": weight,
+            "bias": bias,
+        }
         if self.dtype is not None:
             tensors["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
-        present_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return cast(Tensor, torch.func.functional_call(self.original[0], present_tensors, (x,)))
+        present_tensors = {
+            name: tensor for name, tensor in tensors.items() if tensor is not None
+        }
+        return cast(
+            Tensor, torch.func.functional_call(self.original[0], present_tensors, (x,))
+        )
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the formula: as one operation, or inside of a compiled stage."""
         n_microbatches = self.group.size
         check_values(x, n_microbatches)
-        normalise = forward_formula if torch.compiler.is_compiling() else microbatch_norm
+        normalise = (
+            forward_formula if torch.compiler.is_compiling() else microbatch_norm
+        )
         normalised, statistics, _, _ = normalise(
             x, self.weight, self.bias, n_microbatches, self.eps
         )
@@ -172,7 +183,9 @@ def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence[Tensor]) -> None:
+def advance_running_statistics(
+    norms: Sequence[_BatchNorm], statistics: Sequence[Tensor]
+) -> None:
     """Advance the buffers of ``norms``.
 
     ``statistics`` of each: mean over micro-batches of means and variances, ``[2, channels]``.

@@ -30,7 +30,9 @@ Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class Divisible(Protocol):
     """Batches whose parts a process can load separately."""
 
-    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[GlobalBatch]:
+    def parts(
+        self, n_parts: int, wanted: Callable[[int], Sequence[int]]
+    ) -> Iterable[GlobalBatch]:
         """Yield of each batch k those of its ``n_parts`` equal parts that are in ``wanted(k)``.
 
         Batches with no wanted part are left out.
@@ -99,7 +101,8 @@ class BatchReader(Iterator[Share]):
         divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
             batches = batches.parts(
-                self._n_microbatches, lambda index: self._microbatches_of(first_step + index)
+                self._n_microbatches,
+                lambda index: self._microbatches_of(first_step + index),
             )
         remaining = iter(batches)
         n_steps = self.n_steps
@@ -115,7 +118,9 @@ class BatchReader(Iterator[Share]):
             if divided:
                 n_parts = len(microbatches)
             try:  # in no variable, which would keep the batch until the next one
-                yield self._share(next(remaining), n_parts, microbatches, first_step + n_read)
+                yield self._share(
+                    next(remaining), n_parts, microbatches, first_step + n_read
+                )
             except StopIteration:
                 if n_steps is None:
                     return
@@ -130,7 +135,8 @@ class BatchReader(Iterator[Share]):
         """Return some micro-batches of a batch of ``n_parts``."""
         inputs, targets = divisible(batch, n_parts)
         shape = tuple(
-            ((len(tensor) // n_parts, *tensor.shape[1:]), tensor.dtype) for tensor in inputs
+            ((len(tensor) // n_parts, *tensor.shape[1:]), tensor.dtype)
+            for tensor in inputs
         )
         self.shape = self.shape or shape
         if self.same_sized and shape != self.shape:
@@ -141,7 +147,8 @@ class BatchReader(Iterator[Share]):
         if not microbatches:
             return None
         *share_inputs, share_targets = (
-            _selected(tensor, n_parts, microbatches, self._device) for tensor in (*inputs, targets)
+            _selected(tensor, n_parts, microbatches, self._device)
+            for tensor in (*inputs, targets)
         )
         return tuple(share_inputs), share_targets
 
@@ -151,7 +158,10 @@ def _text(shape: Shape) -> str:
 
 
 def _selected(
-    tensor: Tensor, n_parts: int, microbatches: Sequence[int], device: torch.device | None
+    tensor: Tensor,
+    n_parts: int,
+    microbatches: Sequence[int],
+    device: torch.device | None,
 ) -> Tensor:
     """Return the chosen ones of ``n_parts`` equal parts, joined, on ``device``."""
     if len(microbatches) < n_parts:
@@ -173,7 +183,9 @@ def divisible(batch: GlobalBatch, n_microbatches: int) -> tuple[Values, Tensor]:
     # What has no tensors is refused as it is.
     for value in (*(inputs or batch[:1]), targets):
         if not isinstance(value, Tensor) or not value.dim():
-            raise UserError(f"batch: got a {_kind(value)}; expected tensors of samples, [b, ...]")
+            raise UserError(
+                f"batch: got a {_kind(value)}; expected tensors of samples, [b, ...]"
+            )
     sizes = [len(tensor) for tensor in (*inputs, targets)]
     if len({*sizes}) > 1 or sizes[0] % n_microbatches or not sizes[0]:
         raise UserError(
@@ -210,15 +222,20 @@ class MicrobatchQueue:
         self._source = source
         self._next_step = first_step
         self._microbatches_of = microbatches_of
-        self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}  # step -> micro-batch
-        self._results: defaultdict[int, dict[int, tuple[LossValue, Tensor]]] = defaultdict(dict)
+        # Step -> micro-batch.
+        self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}
+        self._results: defaultdict[int, dict[int, tuple[LossValue, Tensor]]] = (
+            defaultdict(dict)
+        )
 
     def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
         self.skip_to(step + 1)
         return self._steps[step][m]
 
-    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+    def finished(
+        self, step: int, microbatch: int, loss: LossValue, output: Tensor
+    ) -> None:
         """Take the results of a micro-batch, detached; the value of ``loss`` is its mean."""
         self._results[step][microbatch] = loss, output
 
@@ -231,7 +248,9 @@ class MicrobatchQueue:
         self._steps.pop(step, None)
         results = self._results.pop(step, {})
         losses = {microbatch: loss for microbatch, (loss, _) in results.items()}
-        outputs = [results[microbatch][1] for microbatch in sorted(results)] or [torch.empty(0)]
+        outputs = [results[microbatch][1] for microbatch in sorted(results)] or [
+            torch.empty(0)
+        ]
         return step_result(step, losses, torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:
@@ -242,9 +261,13 @@ class MicrobatchQueue:
                 inputs, targets = share
                 microbatches = self._microbatches_of(self._next_step)
                 n_read = len(microbatches)
-                chunks_of_inputs = zip(*(tensor.chunk(n_read) for tensor in inputs), strict=True)
+                chunks_of_inputs = zip(
+                    *(tensor.chunk(n_read) for tensor in inputs), strict=True
+                )
                 pairs = zip(chunks_of_inputs, targets.chunk(n_read), strict=True)
-                self._steps[self._next_step] = dict(zip(microbatches, pairs, strict=True))
+                self._steps[self._next_step] = dict(
+                    zip(microbatches, pairs, strict=True)
+                )
             self._next_step += 1
 
 
@@ -319,13 +342,17 @@ class StepResult:
         return torch.stack([(losses * counts).sum(), counts.sum()])
 
 
-def step_result(step: int, losses: Mapping[int, LossValue], outputs: Tensor) -> StepResult:
+def step_result(
+    step: int, losses: Mapping[int, LossValue], outputs: Tensor
+) -> StepResult:
     """Return the result of micro-batches by their numbers; the values of ``losses`` are means."""
     order = tuple(sorted(losses))
     if not order:
         return StepResult(step, (), torch.empty(0), outputs)
     means = torch.stack([losses[microbatch].value for microbatch in order])
-    counts = [loss.count for _, loss in sorted(losses.items()) if loss.count is not None]
+    counts = [
+        loss.count for _, loss in sorted(losses.items()) if loss.count is not None
+    ]
     stacked_counts = None
     if counts:
         stacked_counts = torch.stack(counts)

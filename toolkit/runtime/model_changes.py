@@ -4,7 +4,12 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 

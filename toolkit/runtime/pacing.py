@@ -17,7 +17,8 @@ from toolkit.runtime.streams import own_stream
 
 _HEADROOM = 1.25
 
-Begin = Callable[[], dist.Work | None]  # begins to send a chunk, which the device has made
+# Begins to send a chunk, which the device has made.
+Begin = Callable[[], dist.Work | None]
 Works = list[dist.Work | None]
 
 
@@ -61,7 +62,9 @@ class Pacer:
             self.rate = _HEADROOM * self._step_bytes / self._shortest
         self._step_began = now
 
-    def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: float) -> "Future[Works]":
+    def put(
+        self, begin: Sequence[Begin], sizes: Sequence[int], urgency: float
+    ) -> "Future[Works]":
         """Queue the chunks of a message; the result is their works, once all have begun.
 
         Args:
@@ -91,11 +94,13 @@ class Pacer:
                 begin, size = message.chunks.popleft()
                 try:
                     message.works.append(begin())
-                except BaseException as error:  # the thread that waits for the message raises it
+                except BaseException as error:
+                    # The thread that waits for the message raises it.
                     message.all_works.set_exception(error)
                     continue
                 if message.chunks:
-                    self._waiting.put(message)  # a more urgent one may come before the next chunk
+                    # A more urgent one may come before the next chunk.
+                    self._waiting.put(message)
                 else:
                     message.all_works.set_result(message.works)
                 if self.rate is not None:

@@ -4,7 +4,11 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 
-_CALLS = {"forward": "model(x)", "backward": "loss.backward()", "step": "optimizer.step()"}
+_CALLS = {
+    "forward": "model(x)",
+    "backward": "loss.backward()",
+    "step": "optimizer.step()",
+}
 
 
 class PassOrder:

@@ -21,7 +21,9 @@ _PRODUCTS = ("mul_", "_foreach_mul_")
 _CHECKS = ("isnan", "isinf", "isfinite", "logical_or", "logical_not")
 
 
-def pending_parameter(parameter: nn.Parameter, note: Callable[[Clip], None]) -> nn.Parameter:
+def pending_parameter(
+    parameter: nn.Parameter, note: Callable[[Clip], None]
+) -> nn.Parameter:
     """Return what stands for a parameter whose gradient is not known yet.
 
     It is not the parameter itself, which an update may be changing, and takes no memory.
@@ -52,7 +54,9 @@ class PendingGradient(Tensor):
     checks: bool = False  # whether it says if a value is finite
 
     @classmethod
-    def like(cls, parameter: nn.Parameter, note: Callable[[Clip], None]) -> "PendingGradient":
+    def like(
+        cls, parameter: nn.Parameter, note: Callable[[Clip], None]
+    ) -> "PendingGradient":
         """Return the pending gradient of ``parameter``, which takes no memory."""
         unknown = torch.full((), nan, dtype=parameter.dtype, device=parameter.device)
         pending = unknown.expand(parameter.shape).as_subclass(cls)

@@ -44,7 +44,9 @@ def quantize(numbers: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def dequantize(content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype
+) -> Tensor:
     """Return the numbers, ``[n_numbers]``, of the bytes that :func:`quantize` returned.
 
     Args:
@@ -65,7 +67,9 @@ def dequantize(content: Tensor, n_numbers: int, bits: int, dtype: torch.dtype) -
 
 
 @torch.no_grad()
-def quantize_with_error(numbers: Tensor, error: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def quantize_with_error(
+    numbers: Tensor, error: Tensor | None, bits: int
+) -> tuple[Tensor, Tensor]:
     """Return the bytes of ``numbers`` plus ``error``, and what they lose, ``[n]``.
 
     Args:

@@ -88,7 +88,9 @@ class MicrobatchSource(Protocol):
         """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
         ...
 
-    def finished(self, step: int, microbatch: int, loss: LossValue, output: Tensor) -> None:
+    def finished(
+        self, step: int, microbatch: int, loss: LossValue, output: Tensor
+    ) -> None:
         """Take the results of a micro-batch, detached."""
         ...
 
@@ -150,18 +152,23 @@ class Rank:
         if i.buffer == Buffer.WEIGHTS and self.compressor is not None:
             return self.compressor.weights.messages[i.stage, _int(i.version)]
         if i.buffer == Buffer.WEIGHTS:
-            return self.weights[i.stage, i.version]  # until their FREE, which may come later
+            # Until their FREE, which may come later.
+            return self.weights[i.stage, i.version]
         if i.buffer == Buffer.GRADIENT:
             total = self.sums.pop((i.stage, i.step))
             # A collective adds the parts of all ranks: their codes could not be added.
             if self.compressor is None or i.action != Action.SEND:
                 return total
-            return self.compressor.sums.compress(i, total, self.runners[i.stage].masters)
+            return self.compressor.sums.compress(
+                i, total, self.runners[i.stage].masters
+            )
         return self.boundaries.pop((i.buffer, i.stage, i.microbatch, i.step))
 
     def take_outputs(self, i: Instruction) -> Values:
         """Take what the last stage's forward ``i`` has computed, detached."""
-        outputs = self.boundaries.pop((Buffer.ACTIVATION, i.stage, i.microbatch, i.step))
+        outputs = self.boundaries.pop(
+            (Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
+        )
         return cast(Values, outputs)
 
     def give_gradients(
@@ -199,7 +206,9 @@ class Rank:
         if i.stage == 0:
             inputs, _ = self.microbatches.microbatch(step, microbatch)
         else:
-            activations = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, microbatch, step))
+            activations = self.boundaries.pop(
+                (Buffer.ACTIVATION, i.stage - 1, microbatch, step)
+            )
             # Each stage has a graph of its own, which ends at its inputs: also where the stage
             # before is on this rank, its backward is another op of the program.
             inputs = tuple(
@@ -228,15 +237,25 @@ class Rank:
             gradients = (torch.ones_like(outputs[0]),)
         else:
             detached_outputs = tuple(tensor.detach() for tensor in outputs)
-            self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = detached_outputs
-        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
+            self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = (
+                detached_outputs
+            )
+        edges = [
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor in outputs
+        ]
         saved = SavedForward(weights, inputs, edges, statistics, gradients, count)
         self.saved[i.stage, microbatch, step] = saved
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
         saved = self.saved[i.stage, i.microbatch, i.step]
         if i.stage < self.last_stage or self.loss is None:
-            gradient_key = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+            gradient_key = (
+                Buffer.ACTIVATION_GRADIENT,
+                i.stage + 1,
+                i.microbatch,
+                i.step,
+            )
             gradients = self.boundaries.pop(gradient_key)
             n_outputs = len(saved.outputs)
             saved.gradients = gradients[:n_outputs]
@@ -250,7 +269,9 @@ class Rank:
         # Gradients come to rest on the leaves: the weights of this micro-batch, and its inputs.
         torch.autograd.backward(*saved.take_roots())
         if i.stage > 0:
-            self._give_input_gradients(i, tuple(map(take_gradient, saved.inputs)), saved.count)
+            self._give_input_gradients(
+                i, tuple(map(take_gradient, saved.inputs)), saved.count
+            )
         self._add_gradients(i, saved)
 
     def _backward_input(self, i: Instruction) -> None:
@@ -259,7 +280,9 @@ class Rank:
             return
         saved = self._take_output_gradients(i)
         weights = list(saved.weights.values())
-        input_gradients, saved.second_half = first_half(*saved.take_roots(), saved.inputs, weights)
+        input_gradients, saved.second_half = first_half(
+            *saved.take_roots(), saved.inputs, weights
+        )
         if i.stage > 0:
             self._give_input_gradients(i, input_gradients, saved.count)
 
@@ -284,7 +307,8 @@ class Rank:
         # Statistics of norms travel with the sum, since they too are summed over micro-batches.
         terms = gradients | saved.statistics
         if saved.count is not None:
-            terms[COUNT] = saved.count.clone()  # the sum adds in place, and stages share the count
+            # The sum adds in place, and stages share the count.
+            terms[COUNT] = saved.count.clone()
         self.sums[i.stage, i.step].add(terms)
 
     def _give_input_gradients(
@@ -292,7 +316,9 @@ class Rank:
     ) -> None:
         if count is not None:
             gradients = (*gradients, count)
-        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = gradients
+        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = (
+            gradients
+        )
 
     def _update(self, i: Instruction) -> None:
         updater = self.updaters[i.stage]
@@ -312,7 +338,11 @@ class Rank:
     def _predict(self, i: Instruction) -> None:
         stale_weights, previous_weights = (self.weights[key] for key in i.reads)
         self.weights[i.weights] = self.runners[i.stage].predict(
-            previous_weights, stale_weights, _int(i.version), _int(i.step), self.schedule.corrected
+            previous_weights,
+            stale_weights,
+            _int(i.version),
+            _int(i.step),
+            self.schedule.corrected,
         )
 
     def _free(self, i: Instruction) -> None:
@@ -339,7 +369,8 @@ class Rank:
         # The next program may read versions that this one is done with.
         oldest = self.schedule.oldest_version(stage, self.next_step)
         versions_of_stage = self.versions[stage]
-        for version in [*versions_of_stage]:  # a copy: an update of another thread may add one
+        # A copy: an update of another thread may add one.
+        for version in [*versions_of_stage]:
             if version < oldest:
                 del versions_of_stage[version]
 

@@ -44,7 +44,11 @@ class RankCompressor:
             bits: of a gradient.
         """
         differences = sends_differences(schedule.state)
-        stages = [stage for stage in travelling_stages(schedule) if schedule.owners[stage] == rank]
+        stages = [
+            stage
+            for stage in travelling_stages(schedule)
+            if schedule.owners[stage] == rank
+        ]
         weights = WeightCompressor(bits, stages, differences=differences)
         return cls(SumCompressor(bits), weights)
 
@@ -63,7 +67,9 @@ class RankCompressor:
             state["weights"] = self.weights.state()
         return state
 
-    def load(self, state: Mapping[str, Any], versions: Mapping[int, dict[int, Weights]]) -> None:
+    def load(
+        self, state: Mapping[str, Any], versions: Mapping[int, dict[int, Weights]]
+    ) -> None:
         """Take over a copy of a :meth:`state`.
 
         Args:
@@ -90,7 +96,9 @@ def ranks_state(compressors: Mapping[int, RankCompressor]) -> dict[str, Any]:
     """Return the entry of the compressors, by rank, in a state; nothing without compressors."""
     if not compressors:
         return {}
-    return {"ranks": {rank: compressor.state() for rank, compressor in compressors.items()}}
+    return {
+        "ranks": {rank: compressor.state() for rank, compressor in compressors.items()}
+    }
 
 
 def load_ranks_state(
@@ -110,7 +118,9 @@ def load_ranks_state(
         compressor.load(ranks.get(rank, {}), versions)
 
 
-def check_ranks_state(state: Mapping[str, Any], sizes: Mapping[int, int], bits: int | None) -> None:
+def check_ranks_state(
+    state: Mapping[str, Any], sizes: Mapping[int, int], bits: int | None
+) -> None:
     """Raise UserError if what ranks keep in ``state`` is not that of compressed messages.
 
     Args:
@@ -136,7 +146,10 @@ def _fits(
     entries: Any, sizes: Mapping[int, int], versions: Sequence[Mapping[int, Weights]]
 ) -> bool:
     """Whether a rank's errors are of no more numbers than weights, and messages of versions."""
-    if not isinstance(entries, dict) or not {"errors"} <= entries.keys() <= {"errors", "weights"}:
+    if not isinstance(entries, dict) or not {"errors"} <= entries.keys() <= {
+        "errors",
+        "weights",
+    }:
         return False
     for stage, tensors in entries["errors"].items():
         for error in tensors.values():

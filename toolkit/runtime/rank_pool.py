@@ -36,7 +36,11 @@ class RankPool:
         interface: str | None = None,
     ) -> None:
         self.processes = Processes(ranks, timeout, hosts)
-        self.join_options = {"backend": backend, "timeout": timeout, "interface": interface}
+        self.join_options = {
+            "backend": backend,
+            "timeout": timeout,
+            "interface": interface,
+        }
         self.runtime: Runtime | None = None
 
     def close(self) -> None:

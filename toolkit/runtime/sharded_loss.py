@@ -73,7 +73,9 @@ class ShardedLoss:
         )
         sharded = []
         for local, sharding in zip(scores, self.last_stage.outputs, strict=True):
-            sharded.append(local if sharding is None else _by_classes(local, sharding, self.mesh))
+            sharded.append(
+                local if sharding is None else _by_classes(local, sharding, self.mesh)
+            )
         with loss_parallel():
             result = self.loss(tuple(sharded), targets)
         value = result.value

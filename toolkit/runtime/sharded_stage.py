@@ -45,7 +45,12 @@ class ShardedStage:
     """
 
     def __init__(
-        self, stage: fx.GraphModule, row: Row, parallelize: Parallelize, *, is_last: bool
+        self,
+        stage: fx.GraphModule,
+        row: Row,
+        parallelize: Parallelize,
+        *,
+        is_last: bool,
     ) -> None:
         self.row = row
         gathers = is_last and not is_loss_parallel(parallelize)
@@ -83,7 +88,9 @@ class ShardedStage:
                 continue
             if sharding is None:
                 replicated = (Replicate(),)
-                sharding = Sharding(replicated, parameter.shape, tuple(parameter.stride()))
+                sharding = Sharding(
+                    replicated, parameter.shape, tuple(parameter.stride())
+                )
             else:
                 parameter.data = sharding.shard(parameter.data, self.row.compute)
             self.shardings[name] = sharding
@@ -199,10 +206,17 @@ class ShardedStage:
         whole_state = {**state}
         if state["average"] is not None:
             average = state["average"]
-            whole_state["average"] = {**average, "weights": self.whole(average["weights"])}
-        return cast(dict[str, Any], tree_map_only(DTensor, DTensor.full_tensor, whole_state))
+            whole_state["average"] = {
+                **average,
+                "weights": self.whole(average["weights"]),
+            }
+        return cast(
+            dict[str, Any], tree_map_only(DTensor, DTensor.full_tensor, whole_state)
+        )
 
-    def local_state(self, state: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    def local_state(
+        self, state: Mapping[str, Any], form: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return an updater's state with DTensors where its ``form`` has them.
 
         Args:
@@ -219,7 +233,8 @@ class ShardedStage:
             for index, values in optimizer["state"].items():
                 form_of_values = form["optimizer"]["state"][index]
                 entries[index] = {
-                    key: _like(value, form_of_values[key]) for key, value in values.items()
+                    key: _like(value, form_of_values[key])
+                    for key, value in values.items()
                 }
             optimizer["state"] = entries
             local["optimizer"] = optimizer
@@ -232,7 +247,9 @@ def local_tensors_of(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         tensors[name] = tensor
         if isinstance(tensor, DTensor):
-            tensors[name] = tensor.to_local().detach().requires_grad_(tensor.requires_grad)
+            tensors[name] = (
+                tensor.to_local().detach().requires_grad_(tensor.requires_grad)
+            )
     return tensors
 
 

@@ -17,7 +17,11 @@ from toolkit.runtime.local_runtime import LocalRuntime
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank, Watching
-from toolkit.runtime.rank_compression import RankCompressor, load_ranks_state, ranks_state
+from toolkit.runtime.rank_compression import (
+    RankCompressor,
+    load_ranks_state,
+    ranks_state,
+)
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, local_state_of
 from toolkit.runtime.step_options import Loss
@@ -89,19 +93,29 @@ class SingleProcess(LocalRuntime):
             )
         super().__post_init__()
         self._updaters = self._runners = self._make_runners()
-        self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
-        self._make_compressors(range(self.schedule.n_ranks), dict(enumerate(self._versions)))
+        self._versions: list[dict[int, Weights]] = [
+            {0: r.newest()} for r in self._runners
+        ]
+        self._make_compressors(
+            range(self.schedule.n_ranks), dict(enumerate(self._versions))
+        )
         self._make_engine()
 
     def _make_engine(self) -> None:
         self._engine: Scheduled | Grouped
         if self._overlaps:
-            self._engine = Scheduled(self._runners, self.schedule, self._loss, self.watching)
+            self._engine = Scheduled(
+                self._runners, self.schedule, self._loss, self.watching
+            )
             self._engine.compressors = self._compressors
             return
-        losses = MicrobatchLosses(self.loss, self._loss, self.options, self.stages.results)
+        losses = MicrobatchLosses(
+            self.loss, self._loss, self.options, self.stages.results
+        )
         grouped_pass = GroupedPass(self._runners, self.schedule, losses)
-        self._engine = Grouped(grouped_pass, self.diagnostics, self._make_capture(grouped_pass))
+        self._engine = Grouped(
+            grouped_pass, self.diagnostics, self._make_capture(grouped_pass)
+        )
 
     def _make_capture(self, grouped_pass: GroupedPass) -> StepCapture | None:
         """Return what replays steps; None where no step can be replayed."""
@@ -148,7 +162,8 @@ class SingleProcess(LocalRuntime):
             self._versions[stage] = loaded(state, stage, runner)
             runner.load(state["stages"][stage])
         load_ranks_state(self._compressors, state, dict(enumerate(self._versions)))
-        self._make_engine()  # a new one: order "scheduled" keeps replicas of the weights before
+        # A new one: order "scheduled" keeps replicas of the weights before.
+        self._make_engine()
 
 
 class Scheduled:
@@ -174,7 +189,8 @@ class Scheduled:
         self.watching = watching
         self.compressors: Mapping[int, RankCompressor] = {}
         self.updaters = {
-            (schedule.owners[stage], stage): runner for stage, runner in enumerate(runners)
+            (schedule.owners[stage], stage): runner
+            for stage, runner in enumerate(runners)
         }
 
     def run(
@@ -185,14 +201,19 @@ class Scheduled:
         Steps overlap, so a result can precede its step's last update.
         """
         assert source.n_steps is not None  # known, since steps overlap
-        microbatches = MicrobatchQueue(source, step, lambda _: range(self.schedule.n_microbatches))
+        microbatches = MicrobatchQueue(
+            source, step, lambda _: range(self.schedule.n_microbatches)
+        )
         end = step + source.n_steps
         for begin in range(step, end, _WINDOW):
             program = self.schedule.lower(min(_WINDOW, end - begin), begin)
             yield from self.execute(program, versions, microbatches)
 
     def execute(
-        self, program: Program, versions: list[dict[int, Weights]], microbatches: MicrobatchQueue
+        self,
+        program: Program,
+        versions: list[dict[int, Weights]],
+        microbatches: MicrobatchQueue,
     ) -> Iterator[StepResult]:
         """Carry out ``program``."""
         ranks = self._ranks(program, versions, microbatches)
@@ -216,12 +237,16 @@ class Scheduled:
             forward_step = i.step if i.action == Action.FORWARD else None
             if (
                 forward_step is not None
-                and microbatches.n_finished(forward_step) == self.schedule.n_microbatches
+                and microbatches.n_finished(forward_step)
+                == self.schedule.n_microbatches
             ):
                 yield microbatches.result(forward_step)
 
     def _ranks(
-        self, program: Program, versions: list[dict[int, Weights]], microbatches: MicrobatchQueue
+        self,
+        program: Program,
+        versions: list[dict[int, Weights]],
+        microbatches: MicrobatchQueue,
     ) -> list[Rank]:
         """Return every rank, with the weights that it holds before the program."""
         ranks = []
@@ -233,7 +258,9 @@ class Scheduled:
                     self.updaters[rank, stage] = self.runners[stage].replica()
             updaters = {stage: self.updaters[rank, stage] for stage in updated}
             owned_versions = {
-                stage: versions[stage] for stage in updated if self.schedule.owners[stage] == rank
+                stage: versions[stage]
+                for stage in updated
+                if self.schedule.owners[stage] == rank
             }
             rank_memory = Rank(
                 program,
@@ -262,6 +289,7 @@ def _reduce(ranks: Sequence[Rank], i: Instruction) -> None:
         assert isinstance(contribution, GradientSum)
         total.add(contribution.tensors)
     if i.action == Action.ALL_REDUCE:
-        for peer in other_peers:  # a copy each: optimizers may change gradients in place
+        # A copy each: optimizers may change gradients in place.
+        for peer in other_peers:
             ranks[peer].take(i, copy.deepcopy(total))
     ranks[root].take(i, total)

@@ -56,8 +56,14 @@ def first_half(
     for segment in second_half:
         second_half_ids.update(map(id, segment.weights))
         edges += segment.edges
-    weights_at_once = [weight for weight in weights if id(weight) not in second_half_ids]
-    sources: list[Tensor | GradientEdge] = [*inputs_with_gradient, *weights_at_once, *edges]
+    weights_at_once = [
+        weight for weight in weights if id(weight) not in second_half_ids
+    ]
+    sources: list[Tensor | GradientEdge] = [
+        *inputs_with_gradient,
+        *weights_at_once,
+        *edges,
+    ]
     computed = iter(
         torch.autograd.grad(
             outputs,
@@ -67,7 +73,9 @@ def first_half(
             allow_unused=True,
         )
     )
-    input_gradients = tuple(next(computed) if tensor.requires_grad else None for tensor in inputs)
+    input_gradients = tuple(
+        next(computed) if tensor.requires_grad else None for tensor in inputs
+    )
     for weight in weights_at_once:
         gradient = next(computed)
         weight.grad = None
@@ -95,7 +103,8 @@ def _find_segments(
     entered: defaultdict[Node, set[int]] = defaultdict(set)
     for edge in outputs:
         entered[edge.node].add(edge.output_nr)
-    joining: dict[Node, set[Node]] = {}  # weights that join at each node on the path to the inputs
+    # Weights that join at each node on the path to the inputs.
+    joining: dict[Node, set[Node]] = {}
     beyond: dict[Node, set[Node]] = {}  # weights beyond each of the other nodes
     for node in _leaves_first(outputs):
         weights_beyond: set[Node] = set()

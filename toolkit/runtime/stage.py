@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Values = tuple[Tensor, ...]
 """The tensors that cross a boundary."""
 
-_MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no more in all
+# Of a stage: more than it has shapes; torch allows no more in all.
+_MOST_COMPILATIONS = 256
 
 
 class StageRunner(Updater):
@@ -71,7 +72,8 @@ class StageRunner(Updater):
         self.passes_on: dict[int, int] = cast(Any, stage).meta.get("passes_on", {})
         self.buffers = list(self.compute.buffers())
         frozen = [p for p in self.compute.parameters() if not p.requires_grad]
-        self.constants = [*self.buffers, *frozen]  # what it reads besides weights and inputs
+        # What it reads besides weights and inputs.
+        self.constants = [*self.buffers, *frozen]
         # To look for tied weights in each call takes a tenth of a small model's time.
         n_names = len(list(self.compute.named_parameters(remove_duplicate=False)))
         has_tied = len(list(self.compute.parameters())) < n_names
@@ -89,13 +91,20 @@ class StageRunner(Updater):
         torch computes all gradients of a compiled stage or none; a checkpointed stage would repeat
         its forward in each half.
         """
-        return self.options.compile == "none" and not self.options.checkpoints(self.index)
+        return self.options.compile == "none" and not self.options.checkpoints(
+            self.index
+        )
 
     def replica(self) -> "StageRunner":
         """Return a copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
         twin = StageRunner(
-            stage, self.index, self.make_optimizer, self.make_scheduler, self.seed, self.options
+            stage,
+            self.index,
+            self.make_optimizer,
+            self.make_scheduler,
+            self.seed,
+            self.options,
         )
         twin.load(self.state())
         return twin
@@ -157,7 +166,9 @@ class StageRunner(Updater):
         # No chunk of one part: the gradient of a chunk is copied.
         chunks: Iterable[Values] = [inputs]
         if n_microbatches > 1:
-            chunks = zip(*(tensor.chunk(n_microbatches) for tensor in inputs), strict=True)
+            chunks = zip(
+                *(tensor.chunk(n_microbatches) for tensor in inputs), strict=True
+            )
         outputs = []
         for microbatch, chunk in zip(microbatches, chunks, strict=True):
             with drawing(chunk, self.seed, step, microbatch):
@@ -176,7 +187,12 @@ class StageRunner(Updater):
 
     @torch.no_grad()
     def predict(
-        self, previous: Weights, stale: Weights, version: int, step: int, correction: Correction
+        self,
+        previous: Weights,
+        stale: Weights,
+        version: int,
+        step: int,
+        correction: Correction,
     ) -> Weights:
         """Predict the weights of ``step`` from ``stale``, of ``version``, and the previous version.
 
@@ -192,16 +208,23 @@ class StageRunner(Updater):
         if correction.kind == "extrapolate":
             ahead = 1.0 + correction.c * (step - version)
             return {
-                name: torch.lerp(previous[name], weight, ahead) for name, weight in stale.items()
+                name: torch.lerp(previous[name], weight, ahead)
+                for name, weight in stale.items()
             }
         predicted = {}
-        last_rates, *next_rates = [self.rates(update) for update in range(version - 1, step)]
+        last_rates, *next_rates = [
+            self.rates(update) for update in range(version - 1, step)
+        ]
         for name, weight in stale.items():
             last_rate, decay = last_rates[name]
             # At a rate of 0, as at the start of a warm-up, the last update says nothing.
             ahead = 0.0
             if last_rate:
-                ahead = correction.c * sum(rates[name][0] for rates in next_rates) / last_rate
+                ahead = (
+                    correction.c
+                    * sum(rates[name][0] for rates in next_rates)
+                    / last_rate
+                )
             predicted[name] = torch.lerp(previous[name], weight, 1.0 + ahead)
             if ahead and decay:
                 # The last update's decay must not be extrapolated with its gradient's step.
@@ -245,8 +268,12 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 
     # torch counts the compilations of a code object, and stops compiling after a few. So each stage
     # gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
-    run_copy = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
-    compiled_run: Callable[..., Values] = torch.compile(run_copy, mode=mode, dynamic=False)
+    run_copy = FunctionType(
+        run.__code__.replace(), run.__globals__, closure=run.__closure__
+    )
+    compiled_run: Callable[..., Values] = torch.compile(
+        run_copy, mode=mode, dynamic=False
+    )
     return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)(compiled_run)
 
 

@@ -18,8 +18,10 @@ GroupOptions = dict[str, Any]
 """The options of a parameter group, without its parameters."""
 
 _COUPLING_STEPS = 10  # Prodigy's first steps are the same, whatever the parameters
-_PARAMETER_KEYS = ("params", "param_names")  # entries of a group that list its parameters
-_SCHEDULER_KEYS = ("step", "_opt_called")  # attributes that learning-rate schedulers set
+# Entries of a group that list its parameters.
+_PARAMETER_KEYS = ("params", "param_names")
+# Attributes that learning-rate schedulers set.
+_SCHEDULER_KEYS = ("step", "_opt_called")
 
 
 def options_of_group(group: Mapping[str, Any]) -> GroupOptions:
@@ -61,7 +63,9 @@ class StageOptimizers:
             name: self._names[id(parameter)]
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        self.groups = [self._names_of(group["params"]) for group in optimizer.param_groups]
+        self.groups = [
+            self._names_of(group["params"]) for group in optimizer.param_groups
+        ]
         self.note_options()
 
     def note_options(self) -> None:
@@ -95,7 +99,9 @@ class StageOptimizers:
             options = copy.deepcopy(noted_options)
             if "param_names" in group:
                 options["param_names"] = stage_names
-            param_groups.append({**options, "params": [parameters[name] for name in stage_names]})
+            param_groups.append(
+                {**options, "params": [parameters[name] for name in stage_names]}
+            )
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in parameters and parameter in original.state:
                     state[parameters[name]] = copy.deepcopy(original.state[parameter])
@@ -131,7 +137,9 @@ class StageOptimizers:
                     parameter_states[name] = on_cpu(self.optimizer.state[parameter])
         return parameter_states
 
-    def adopt(self, of_parameters: Mapping[str, Any], options: Mapping[str, GroupOptions]) -> None:
+    def adopt(
+        self, of_parameters: Mapping[str, Any], options: Mapping[str, GroupOptions]
+    ) -> None:
         """Load a state into the finished optimizer; stage optimizers made later begin with it.
 
         Args:
@@ -166,7 +174,9 @@ class StageOptimizers:
         """
         order = self.order(names)
         flat_names = [*chain.from_iterable(order)]
-        parameter_states = {flat_names[index]: values for index, values in state["state"].items()}
+        parameter_states = {
+            flat_names[index]: values for index, values in state["state"].items()
+        }
         options: dict[str, GroupOptions] = {}
         for group, group_names in zip(state["param_groups"], order, strict=True):
             options |= dict.fromkeys(group_names, options_of_group(group))
@@ -182,7 +192,9 @@ class StageOptimizers:
         state: dict[int, Any] = {}
         param_groups = []
         index = 0
-        for group, group_names in zip(self.optimizer.param_groups, self.order(names), strict=True):
+        for group, group_names in zip(
+            self.optimizer.param_groups, self.order(names), strict=True
+        ):
             first_index = index
             for name in group_names:
                 if name in of_parameters:
@@ -194,11 +206,15 @@ class StageOptimizers:
                 # Schedulers add entries of their own, which another run may not have.
                 named_options = options.get(name, {})
                 group_options |= {
-                    key: value for key, value in named_options.items() if key in group_options
+                    key: value
+                    for key, value in named_options.items()
+                    if key in group_options
                 }
             if "param_names" in group:
                 group_options["param_names"] = group_names
-            param_groups.append({**group_options, "params": [*range(first_index, index)]})
+            param_groups.append(
+                {**group_options, "params": [*range(first_index, index)]}
+            )
         return {"state": state, "param_groups": param_groups}
 
     def as_torch(self, of_parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,4 +303,6 @@ def _train_mode(optimizer: Optimizer) -> None:
 
 def on_cpu(tree: Any) -> Any:
     """Return nested values with copies of their tensors in the CPU's memory."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree
+    )

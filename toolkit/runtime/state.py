@@ -86,7 +86,9 @@ def names_of_tied(stages: Stages, trained: Collection[str]) -> dict[str, str]:
 
 
 def state_of_stages(
-    local_state: Mapping[str, Any], stages: Stages, versions_read: Mapping[int, Collection[int]]
+    local_state: Mapping[str, Any],
+    stages: Stages,
+    versions_read: Mapping[int, Collection[int]],
 ) -> dict[str, Any]:
     """Return what of ``local_state`` belongs to some stages, on the CPU.
 
@@ -100,8 +102,12 @@ def state_of_stages(
     for stage, read in versions_read.items():
         names |= stages[stage].state_dict().keys()
         stage_versions = local_state["versions"][stage]
-        versions[stage] = {v: weights for v, weights in stage_versions.items() if v in read}
-    fixed = {name: tensor for name, tensor in local_state["fixed"].items() if name in names}
+        versions[stage] = {
+            v: weights for v, weights in stage_versions.items() if v in read
+        }
+    fixed = {
+        name: tensor for name, tensor in local_state["fixed"].items() if name in names
+    }
     updater_states = {stage: local_state["stages"][stage] for stage in versions_read}
     state = {"fixed": fixed, "versions": versions, "stages": updater_states}
     return tree_map_only(Tensor, Tensor.cpu, state)
@@ -124,7 +130,12 @@ def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for name, tensor in stage_versions[steps_done].items():
             # Of a rounded stage the newest version is not what the model has.
             model.setdefault(name, tensor)
-    joined = {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
+    joined = {
+        "steps_done": steps_done,
+        "model": model,
+        "versions": versions,
+        "stages": stages,
+    }
     if "ranks" in state:
         joined["ranks"] = state["ranks"]
     return joined
@@ -155,7 +166,9 @@ def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weig
             versions[version] = {}
             for name, tensor in weights.items():
                 # A copy, also on the same device: the state stays the caller's.
-                versions[version][name] = tensor.to(updater.masters[name].device, copy=True)
+                versions[version][name] = tensor.to(
+                    updater.masters[name].device, copy=True
+                )
     return versions | newest
 
 
@@ -212,7 +225,9 @@ def check_state(
     names = [set(updater.masters) for updater in updaters]
     state_names = [set(next(iter(versions.values()))) for versions in state["versions"]]
     if set().union(*names) != set().union(*state_names):
-        raise UserError("the state is of another model: give the one with which it was taken")
+        raise UserError(
+            "the state is of another model: give the one with which it was taken"
+        )
     if names != state_names:
         raise UserError(
             f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
@@ -237,7 +252,10 @@ def check_state(
     forms: dict[Any, Any] = {"model": state["model"]}
     expected_forms: dict[Any, Any] = {"model": model}
     for stage in updated_stages:
-        forms[stage] = {"versions": state["versions"][stage], "stage": state["stages"][stage]}
+        forms[stage] = {
+            "versions": state["versions"][stage],
+            "stage": state["stages"][stage],
+        }
         expected_forms[stage] = _expected(state, stage, updaters[stage])
     fault = difference(forms, expected_forms, "state")
     if fault:
@@ -247,7 +265,9 @@ def check_state(
         )
 
 
-def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: Any) -> bool:
+def _well_formed(
+    steps_done: Any, versions: Any, stages: Any, **other_entries: Any
+) -> bool:
     """Whether a state has, for each stage, a mapping and weights by the number of the version."""
     if not (
         type(steps_done) is int
@@ -268,7 +288,9 @@ def _well_formed(steps_done: Any, versions: Any, stages: Any, **other_entries: A
 def _check_unused(unused: Any, stage: int, updater: Updater) -> None:
     """Raise UserError unless ``unused`` is a list of names of the stage's weights."""
     if isinstance(unused, list):
-        names = [name for name in unused if isinstance(name, str) and name in updater.masters]
+        names = [
+            name for name in unused if isinstance(name, str) and name in updater.masters
+        ]
         if len(names) == len(unused):
             return
     raise UserError(
@@ -289,9 +311,16 @@ def _expected(state: Mapping[str, Any], stage: int, updater: Updater) -> dict[st
     form["unused"] = stage_state["unused"]
     if updater.options.ema is None:
         form["average"] = average  # this run keeps no average, so any will do
-    elif state["steps_done"] > 0 or (isinstance(average, dict) and average.get("weights")):
-        form["average"] = {"weights": updater.whole_forms(updater.averaged()), "n_updates": 0}
-    versions = dict.fromkeys(state["versions"][stage], updater.whole_forms(updater.newest()))
+    elif state["steps_done"] > 0 or (
+        isinstance(average, dict) and average.get("weights")
+    ):
+        form["average"] = {
+            "weights": updater.whole_forms(updater.averaged()),
+            "n_updates": 0,
+        }
+    versions = dict.fromkeys(
+        state["versions"][stage], updater.whole_forms(updater.newest())
+    )
     return {"versions": versions, "stage": form}
 
 
@@ -306,7 +335,10 @@ def difference(tree: Any, expected: Any, name: str) -> str | None:
     for place in [*expected_kinds, *kinds]:
         kind = kinds.get(place, "missing")
         expected_kind = expected_kinds.get(place, "unknown")
-        if kind != expected_kind and (kind, expected_kind) != ("of type int", "of type float"):
+        if kind != expected_kind and (kind, expected_kind) != (
+            "of type int",
+            "of type float",
+        ):
             return f"{name}{place} is {kind}, not {expected_kind}"
     return None
 

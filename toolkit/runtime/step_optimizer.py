@@ -133,7 +133,9 @@ class StepOptimizer(Optimizer):
             UserError: the state has other parameter groups.
         """
         self._steps.load_optimizer_state(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for group, saved in zip(
+            self.param_groups, state_dict["param_groups"], strict=True
+        ):
             group.update(options_of_group(saved))
         self._steps.options_loaded()
 
@@ -145,7 +147,9 @@ class StepOptimizer(Optimizer):
 class FollowsSettings:
     """Gives a stage's optimizer what the loop set for each step; stands for its scheduler."""
 
-    def __init__(self, optimizer: Optimizer, settings_of_steps: Mapping[int, Settings]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, settings_of_steps: Mapping[int, Settings]
+    ) -> None:
         self.optimizer = optimizer
         self.settings_of_steps = settings_of_steps
         self.n = 0
@@ -161,9 +165,13 @@ class FollowsSettings:
         settings = self.settings_of_steps.get(self.n)
         if settings is not None:
             # A group that was added later has no settings for the steps before.
-            for group, options in zip(self.optimizer.param_groups, settings.options, strict=False):
+            for group, options in zip(
+                self.optimizer.param_groups, settings.options, strict=False
+            ):
                 # Schedulers also add entries of their own, which no optimizer reads.
-                group.update({key: value for key, value in options.items() if key in group})
+                group.update(
+                    {key: value for key, value in options.items() if key in group}
+                )
 
     def _before_step(self) -> None:
         self._set()

@@ -69,7 +69,9 @@ class StepOptions(StepSettings):
             number = isinstance(value, Real) and not isinstance(value, bool)
             absent = value is None and name != "loss_scale"
             if not absent and not (number and 0 < float(value) < end):
-                raise UserError(f"{name}: got {value!r}; expected a number above 0, below {end}")
+                raise UserError(
+                    f"{name}: got {value!r}; expected a number above 0, below {end}"
+                )
 
     @property
     def scale(self) -> float:
@@ -124,7 +126,10 @@ class StepOptions(StepSettings):
         """
         check_checkpoint(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"
-        for name, is_set in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
+        for name, is_set in (
+            ("compile", self.in_cuda_graphs),
+            ("clip_by", whole_model),
+        ):
             if is_set and not whole_step:
                 raise UserError(
                     f"{name}={getattr(self, name)} takes all gradients of a step before its first"

@@ -36,7 +36,9 @@ def mark(device: torch.device) -> "torch.cuda.Event | None":
     """Return a blocking event after what this thread has given ``device``; None on the CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+    return torch.cuda.current_stream(device).record_event(
+        torch.cuda.Event(blocking=True)
+    )
 
 
 def finish_stream(device: torch.device) -> None:
@@ -60,7 +62,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
         stream = torch.cuda.Stream(device, priority=-1)
     with torch.cuda.stream(stream):
         yield
-    _spare[device].append(stream)  # not after an error: it may wait for a message for ever
+    # Not after an error: it may wait for a message for ever.
+    _spare[device].append(stream)
 
 
 @contextmanager

@@ -23,8 +23,10 @@ from toolkit.schedule import Program, Schedule, switched
 from toolkit.schedule.steady_state import steps_to_time
 
 _TIMED_STEPS = 4  # after a decision, for the costs of the next one
-_RARER = 4  # factor on the steps to the next decision on costs after one that changed nothing
-_TIE = 0.01  # share of a step's time within which the freshest candidate counts as the fastest
+# Factor on the steps to the next decision on costs after one that changed nothing.
+_RARER = 4
+# Share of a step's time within which the freshest candidate counts as the fastest.
+_TIE = 0.01
 
 COSTS = "costs"
 LOSS_ROSE = "loss rose"
@@ -79,7 +81,9 @@ def choose_schedule(
     prices = []
     for step_seconds, delay in zip(seconds, staleness, strict=True):
         prices.append(step_seconds * (1 + staleness_price * delay))
-    tied = [index for index, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)]
+    tied = [
+        index for index, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)
+    ]
     best = min(tied, key=lambda index: (staleness[index], prices[index]))
     gains = prices[best] < (1 - threshold) * prices[current]
     if gains or staleness[best] < staleness[current]:
@@ -125,18 +129,24 @@ class Switching:
             plan = switched(runtime.schedule_plan, runtime.steps_done + 1, schedule)
             runtime.check_schedule_plan(plan)
         final_schedule = runtime.schedule_plan.final
-        names = [name for name, schedule in candidates.items() if schedule == final_schedule]
+        names = [
+            name for name, schedule in candidates.items() if schedule == final_schedule
+        ]
         self.current = names[0] if names else final_schedule.name
         self.candidates = dict(candidates)
         self.candidates.setdefault(self.current, final_schedule)
         self.decisions: list[SwitchDecision] = []
         self.on_decision: Callable[[SwitchDecision], None] = lambda decision: None
         self._first = self.current
-        self._window = [0.0] * 3  # since the last decision: steps, their seconds, sum of losses
-        self._freshest = min(self.candidates, key=lambda name: self.candidates[name].mean_staleness)
+        # Since the last decision: steps, their seconds, sum of losses.
+        self._window = [0.0] * 3
+        self._freshest = min(
+            self.candidates, key=lambda name: self.candidates[name].mean_staleness
+        )
         self._lowest_loss = inf  # of all decisions
         self._last_loss = inf  # of the last decision
-        self._calm_loss: float | None = None  # at which a fall-back ends; None: there is none
+        # At which a fall-back ends; None: there is none.
+        self._calm_loss: float | None = None
         self._before_fall_back = self.current
         self._programs: dict[str, Program] = {}
         runtime.time_costs(_TIMED_STEPS)
@@ -183,7 +193,9 @@ class Switching:
             if by_costs_alone and not self.decisions[-1].reason:
                 intervals = _RARER
         # A run may also have ended in between, such as for a checkpoint.
-        next_interval = max(last_interval + intervals, self.runtime.steps_done // every + 1)
+        next_interval = max(
+            last_interval + intervals, self.runtime.steps_done // every + 1
+        )
         return next_interval * every - self.runtime.steps_done
 
     def record_steps(self, n_steps: int, seconds: float, loss: float) -> None:

@@ -70,7 +70,9 @@ class TrainingState:
             trained, state["stages"], state["versions"], strict=True
         ):
             if updater_state["optimizer"] is not None:
-                stage_state, stage_options = optimizers.named(names, updater_state["optimizer"])
+                stage_state, stage_options = optimizers.named(
+                    names, updater_state["optimizer"]
+                )
                 parameter_states |= stage_state
                 options |= stage_options
             if updater_state["average"] is not None:
@@ -93,7 +95,10 @@ class TrainingState:
         )
 
     def of_runtime(
-        self, runtime: "LoopRuntime", optimizers: StageOptimizers, weights: Mapping[str, Tensor]
+        self,
+        runtime: "LoopRuntime",
+        optimizers: StageOptimizers,
+        weights: Mapping[str, Tensor],
     ) -> dict[str, Any]:
         """Return the state that ``runtime`` loads to continue with the newest ``weights``."""
         step = self.steps_done
@@ -111,10 +116,19 @@ class TrainingState:
                 }
             versions.append(stage_versions | {step: newest})
             stages.append(self._of_stage(names, runtime, stage, optimizers))
-        return {"steps_done": step, "model": weights, "versions": versions, "stages": stages}
+        return {
+            "steps_done": step,
+            "model": weights,
+            "versions": versions,
+            "stages": stages,
+        }
 
     def _of_stage(
-        self, names: Sequence[str], runtime: "LoopRuntime", j: int, optimizers: StageOptimizers
+        self,
+        names: Sequence[str],
+        runtime: "LoopRuntime",
+        j: int,
+        optimizers: StageOptimizers,
     ) -> dict[str, Any]:
         average = None
         if runtime.options.ema is not None and self.averages is not None:
@@ -141,7 +155,9 @@ class TrainingState:
             "averages": self.averages,
             "n_averaged": self.n_averaged,
             "n_skipped": self.n_skipped,
-            "settings": {step: _plain(settings) for step, settings in self.settings.items()},
+            "settings": {
+                step: _plain(settings) for step, settings in self.settings.items()
+            },
             "followed": sorted(map(list, self.followed)),
         }
 

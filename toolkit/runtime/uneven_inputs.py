@@ -21,7 +21,9 @@ class UnevenInputs:
     def __init__(self, world: World) -> None:
         self._world = world
         # A connection of its own: other threads use the world's.
-        self._store = dist.PrefixStore(f"uneven/{world.next_name()}", world.store.clone())
+        self._store = dist.PrefixStore(
+            f"uneven/{world.next_name()}", world.store.clone()
+        )
 
     def begin(self, step: int, settings: Settings) -> None:
         """Show that this rank begins ``step`` with inputs of its own, and what its loop has set."""
@@ -37,7 +39,9 @@ class UnevenInputs:
         Returns:
             What the loop of that rank has set for the step; None if all have ended.
         """
-        other_ranks = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        other_ranks = [
+            rank for rank in range(self._world.size) if rank != self._world.rank
+        ]
         with self._world.watch.waiting("the other ranks' inputs", other_ranks):
             while True:
                 # Ends first: a rank shows its last step before it shows its end.

@@ -52,7 +52,9 @@ class GradientSum:
             torch._foreach_div_(gradients, nonzero(count) * SUM_SCALE)
 
 
-def add_to_sums(totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]]) -> None:
+def add_to_sums(
+    totals: Sequence[GradientSum], terms: Sequence[dict[str, Tensor]]
+) -> None:
     """Add one term to each of several sums, in one operation.
 
     Args:
@@ -109,14 +111,17 @@ class Updater:
         # Held while the optimizer exchanges weights in place: evaluations of several threads would
         # otherwise take the weights that another one has put there.
         self._exchanging_weights = threading.Lock()
-        self._spare: list[Weights] = []  # memory of versions that nothing reads any more
+        # Memory of versions that nothing reads any more.
+        self._spare: list[Weights] = []
         # The optimizer has the masters, or DTensors whose local shards are the masters.
         self._optimized = self._optimized_of(self.masters)
         optimizer, scheduler = self._make(self._optimized)
         self.optimizer = optimizer
         self.scheduler = scheduler
 
-    def _optimized_of(self, masters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def _optimized_of(
+        self, masters: dict[str, nn.Parameter]
+    ) -> dict[str, nn.Parameter]:
         if self.sharded is None:
             return masters
         return self.sharded.handles(masters)
@@ -156,7 +161,10 @@ class Updater:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        for name, component in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
+        for name, component in (
+            ("optimizer", self.optimizer),
+            ("lr_scheduler", self.scheduler),
+        ):
             if component is not None and state[name] is not None:
                 # A copy: torch's optimizers may keep the tensors that they load.
                 component.load_state_dict(copy.deepcopy(state[name]))
@@ -280,16 +288,22 @@ class Updater:
     def begin_average(self) -> None:
         """Start the average, if any, with the weights before the first update."""
         if self.options.ema is not None and not self.averages:
-            self.averages = {name: x.detach().clone() for name, x in self.averaged().items()}
+            self.averages = {
+                name: x.detach().clone() for name, x in self.averaged().items()
+            }
 
     @torch.no_grad()
     def _update_average(self) -> None:
         if self.averages and self.options.ema is not None:
             # A smaller decay at first, so that the first weights are soon forgotten.
-            decay = min(self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged))
+            decay = min(
+                self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged)
+            )
             newest = self.averaged()
             averages = [*self.averages.values()]
-            torch._foreach_lerp_(averages, [newest[name] for name in self.averages], 1 - decay)
+            torch._foreach_lerp_(
+                averages, [newest[name] for name in self.averages], 1 - decay
+            )
             self.n_averaged += 1
 
     def averaged(self) -> Weights:
@@ -321,7 +335,9 @@ class Updater:
         Versions then return to the same addresses, which a captured step reads.
         """
         in_use = {master.data_ptr() for master in self.masters.values()}
-        if weights and not any(tensor.data_ptr() in in_use for tensor in weights.values()):
+        if weights and not any(
+            tensor.data_ptr() in in_use for tensor in weights.values()
+        ):
             self._spare.append(weights)
 
     def apply(self) -> None:
@@ -338,7 +354,9 @@ class Updater:
     @torch.no_grad()
     def _scale_gradient(self, norm: GradientNorm) -> None:
         """Divide the gradient by the loss's scale, and clip it."""
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        gradients = [
+            master.grad for master in self.masters.values() if master.grad is not None
+        ]
         factor = torch.full_like(norm.squared, 1 / self.options.scale)
         if self.options.clip is not None:
             # The small number as in torch.nn.utils.clip_grad_norm_: equal weights to the bit.

@@ -35,7 +35,10 @@ class Waiters:
         self._threads: dict[tuple, tuple[PendingQueue, threading.Thread]] = {}
 
     def put(
-        self, name: tuple, message: PendingMessage, wait_for_all: Callable[[PendingQueue], None]
+        self,
+        name: tuple,
+        message: PendingMessage,
+        wait_for_all: Callable[[PendingQueue], None],
     ) -> None:
         """Let the waiter called ``name`` wait for a message.
 

@@ -39,13 +39,22 @@ def warm_up(
             passed_on = None
             continue
         if stage == 0:
-            stage_inputs = tuple(torch.zeros_like(tensor, device=device) for tensor in inputs)
-        else:
-            activations = passed_on or zeros(layouts.activations[stage - 1], device).values()
             stage_inputs = tuple(
-                tensor.detach().requires_grad_(differentiable(tensor)) for tensor in activations
+                torch.zeros_like(tensor, device=device) for tensor in inputs
             )
-        weights = runner.newest() if stage in updated else zeros(layouts.weights[stage], device)
+        else:
+            activations = (
+                passed_on or zeros(layouts.activations[stage - 1], device).values()
+            )
+            stage_inputs = tuple(
+                tensor.detach().requires_grad_(differentiable(tensor))
+                for tensor in activations
+            )
+        weights = (
+            runner.newest()
+            if stage in updated
+            else zeros(layouts.weights[stage], device)
+        )
         passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
         roots = [tensor for tensor in passed_on if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
@@ -56,5 +65,7 @@ def warm_up(
 
 def zeros(layout: Layout, device: torch.device) -> dict[Any, Tensor]:
     """Return a received message of zeros, in the order of its places."""
-    tensors = layout.unpack(torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device))
+    tensors = layout.unpack(
+        torch.zeros(layout.n_bytes, dtype=torch.uint8, device=device)
+    )
     return {place: tensors[place] for place in sorted(tensors)}

@@ -49,7 +49,9 @@ class Owner(Protocol):
     def before_calling(self) -> None:
         """Bring the newest weights to the model before the script calls its forward."""
 
-    def parameters_by_name(self, read: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Any:
+    def parameters_by_name(
+        self, read: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    ) -> Any:
         """Return ``read()``, the model's named parameters, as the script may have them now."""
 
     def load_weights(self, load: Callable[[], Any]) -> Any:
@@ -87,7 +89,9 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
                 owner.before_reading()
             return super().state_dict(*args, **kwargs)
 
-        def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def load_state_dict(
+            self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
             def load() -> Any:
                 return kind.load_state_dict(self, state_dict, *args, **kwargs)
 
@@ -112,7 +116,8 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
             finally:
                 self.__class__ = Watched
             if make.__name__ == "__newobj__":
-                make = object.__new__  # pickle demands that an instance of Watched is made by it
+                # Pickle demands that an instance of Watched is made by it.
+                make = object.__new__
             return make, arguments, *further_values
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):

@@ -59,7 +59,9 @@ class WeightStore:
                 received = self._broadcast(layout, 0, self._state(stage))
                 for name, tensor in self._state(stage).items():
                     tensor.copy_(received[name])
-        self.updated = [stage for stage in all_stages if world.rank in self._updaters[stage]]
+        self.updated = [
+            stage for stage in all_stages if world.rank in self._updaters[stage]
+        ]
         self.versions = {stage: {0: runners[stage].newest()} for stage in self.updated}
         for stage in self.updated:
             runners[stage].begin_average()
@@ -91,7 +93,9 @@ class WeightStore:
         sends = []
         for stage, owner in enumerate(self.schedule.owners):
             # A rank that updates the stage has these versions already.
-            chain = handed_on(owner, {*self.schedule.first_holders(stage)} - self._updaters[stage])
+            chain = handed_on(
+                owner, {*self.schedule.first_holders(stage)} - self._updaters[stage]
+            )
             if rank not in chain:
                 continue
             chain_index = chain.index(rank)
@@ -99,13 +103,17 @@ class WeightStore:
                 message = (stage, None, None, version, Buffer.WEIGHTS)
                 # All ranks wait in the order of stages and versions: so none deadlocks.
                 if chain_index > 0:
-                    receive = Instruction(0, Action.RECV, *message, (chain[chain_index - 1],))
+                    receive = Instruction(
+                        0, Action.RECV, *message, (chain[chain_index - 1],)
+                    )
                     incoming = messages.receive(receive)
                     self._await(receive, step, incoming)
                     received = messages.received(receive, incoming)
                     first_weights[stage, version] = cast(Weights, received)
                 if chain_index + 1 < len(chain):
-                    send = Instruction(0, Action.SEND, *message, (chain[chain_index + 1],))
+                    send = Instruction(
+                        0, Action.SEND, *message, (chain[chain_index + 1],)
+                    )
                     outgoing = messages.send(send, first_weights[stage, version])
                     # Begin now and wait at the end: the next rank of the chain waits for it.
                     outgoing.begin()
@@ -126,7 +134,9 @@ class WeightStore:
             tensors: dict[str, Tensor] = {}
             if stage in self.versions:
                 tensors = self._state(stage)
-            received = self._broadcast(self._layouts[stage], self.schedule.owners[stage], tensors)
+            received = self._broadcast(
+                self._layouts[stage], self.schedule.owners[stage], tensors
+            )
             if stage not in self.versions:
                 for name, master in runner.masters.items():
                     master.data = received[name]
@@ -152,7 +162,10 @@ class WeightStore:
         """Make memory for the weights of stages that this rank does not update."""
         for stage, runner in enumerate(self.runners):
             if stage not in self.versions:
-                shapes = {tensor.place: tensor.shape for tensor in self._layouts[stage].tensors}
+                shapes = {
+                    tensor.place: tensor.shape
+                    for tensor in self._layouts[stage].tensors
+                }
                 for name, master in runner.masters.items():
                     master.data = master.data.new_empty(shapes[name])
 
@@ -162,7 +175,9 @@ class WeightStore:
         for stage, runner in enumerate(self.runners):
             if runner.options.ema is not None:
                 owner = self.schedule.owners[stage]
-                averages |= self._broadcast(self._averaged[stage], owner, runner.averages)
+                averages |= self._broadcast(
+                    self._averaged[stage], owner, runner.averages
+                )
         return averages
 
     def handed_over(
@@ -189,8 +204,12 @@ class WeightStore:
             if self.world.rank in chain:
                 sent_state = None
                 if self.world.rank == chain[0]:
-                    versions_read = {stage: schedule_plan.versions(stage, step) for stage in stages}
-                    sent_state = state_of_stages(local_state, self.stages, versions_read)
+                    versions_read = {
+                        stage: schedule_plan.versions(stage, step) for stage in stages
+                    }
+                    sent_state = state_of_stages(
+                        local_state, self.stages, versions_read
+                    )
                 state = merged(state, self.world.relay(sent_state, chain))
         # The newest weights of the stages in this state. Those of others may be empty: load() skips
         # them.

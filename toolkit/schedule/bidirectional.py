@@ -34,7 +34,9 @@ def chimera(n_stages: int, n_microbatches: int) -> Orders:
         begin = 2 * (round_index * n_stages + turn)
         for stage in range(n_stages):
             starts[Op(Kind.FORWARD, stage, microbatch)] = begin + stage
-            starts[Op(Kind.BACKWARD, stage, microbatch)] = begin + 2 * n_stages - 1 - stage
+            starts[Op(Kind.BACKWARD, stage, microbatch)] = (
+                begin + 2 * n_stages - 1 - stage
+            )
     orders: list[list[Op]] = [[] for _ in range(n_stages)]
     for op in sorted(starts, key=starts.__getitem__):
         goes_up = op.microbatch % 2 == 1
@@ -66,7 +68,9 @@ def dualpipe(n_stages: int, n_microbatches: int) -> list[list[Item]]:
         near_microbatches = range(near_parity, n_microbatches, 2)
         far_microbatches = range(1 - near_parity, n_microbatches, 2)
         stages = (distance, n_stages - 1 - distance)
-        orders.append(_dual(distance, half, stages, (near_microbatches, far_microbatches)))
+        orders.append(
+            _dual(distance, half, stages, (near_microbatches, far_microbatches))
+        )
     return orders
 
 
@@ -166,7 +170,9 @@ class _TwoStageOps:
         weight_halves: backwards of the weights that are put off.
     """
 
-    def __init__(self, stages: tuple[int, int], microbatches: tuple[range, range]) -> None:
+    def __init__(
+        self, stages: tuple[int, int], microbatches: tuple[range, range]
+    ) -> None:
         self.stages = stages
         self.forwards = [iter(of_stage) for of_stage in microbatches]
         self.backwards = [iter(of_stage) for of_stage in microbatches]

@@ -52,7 +52,15 @@ def data_parallel(
     name = schedule_name("DP" + rule, state, correction if rule else "none", k)
     op_timing = timing.simultaneous(s, n, k)
     return Schedule(
-        name, s, k * n, op_timing, placement, delay, state, accumulate=k, correction=correction
+        name,
+        s,
+        k * n,
+        op_timing,
+        placement,
+        delay,
+        state,
+        accumulate=k,
+        correction=correction,
     )
 
 
@@ -96,7 +104,9 @@ def cyclic(  # noqa: PLR0913 - options, by keyword
         rule += " 1 group" if groups == 1 else f" {groups} groups"
     name = schedule_name(f"CDP{rule}", state, correction, k)
     op_timing = timing.cyclic(s, n, k, groups)
-    return Schedule(name, s, k * n, op_timing, placement, delay, state, chains, k, correction)
+    return Schedule(
+        name, s, k * n, op_timing, placement, delay, state, chains, k, correction
+    )
 
 
 # The names of conf/schedule
@@ -106,7 +116,11 @@ cdp_v1 = partial(cyclic, delay=1)
 
 @carries_spec
 def published(
-    n: int, placement: str = "per_microbatch", state: str = "replicated", *, n_stages: int = 4
+    n: int,
+    placement: str = "per_microbatch",
+    state: str = "replicated",
+    *,
+    n_stages: int = 4,
 ) -> Schedule:
     """CDP-v2 in the paper's published code: simultaneous workers with delayed weights.
 
@@ -208,7 +222,9 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
         n_microbatches: of a training step; a multiple of max(1, n_microbatches // n_ranks).
         n_ranks: devices.
     """
-    make = partial(pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1))
+    make = partial(
+        pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1)
+    )
     return _pipeline(_INTERLEAVED, make, n_stages, n_microbatches)
 
 
@@ -332,7 +348,9 @@ def pipedream_2bw(
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:  # two weight versions do not suffice
-        raise UserError(f"PipeDream-2BW takes a micro-batch per stage or more: got {m} for {s}")
+        raise UserError(
+            f"PipeDream-2BW takes a micro-batch per stage or more: got {m} for {s}"
+        )
     name = schedule_name("PipeDream-2BW", correction=correction)
     op_timing = timing.pipelined(s, m)
     return Schedule(name, s, m, op_timing, "per_stage", delay=1, correction=correction)
@@ -341,13 +359,17 @@ def pipedream_2bw(
 _MakeOrders = Callable[[int, int], Sequence[Sequence[Item]]]
 
 
-def _pipeline(name: str, make: _MakeOrders, n_stages: int, n_microbatches: int) -> Schedule:
+def _pipeline(
+    name: str, make: _MakeOrders, n_stages: int, n_microbatches: int
+) -> Schedule:
     """Return the schedule of the rank orders that ``make`` returns for the checked sizes."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule.from_rank_orders(make(s, m), name=name)
 
 
-def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
+def _sizes(
+    n_stages: int | None, n_workers: int, accumulate: int = 1
+) -> tuple[int, int, int]:
     """Return the numbers of stages (by default of workers), workers, and micro-batches of each."""
     n = whole(n_workers, "the number of micro-batches", 1)
     s = n if n_stages is None else whole(n_stages, "the number of stages", 1)
@@ -374,26 +396,62 @@ register(
     Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),
     Method("cdp_v2", "CDP-v2", cyclic, "cyclic", _CDP),
     Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
-    Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
+    Method(
+        "gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"
+    ),
     Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
     Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _PIPEDREAM_2BW),
     Method("eager_1f1b", "Eager1F1B", eager_1f1b, "pipeline", "arXiv 2211.05322"),
-    Method("looped_bfs", "looped BFS", looped_bfs, "pipeline", "arXiv 2211.05953", _RANKS, 2),
-    Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _RANKS, 2),
+    Method(
+        "looped_bfs",
+        "looped BFS",
+        looped_bfs,
+        "pipeline",
+        "arXiv 2211.05953",
+        _RANKS,
+        2,
+    ),
+    Method(
+        "interleaved_1f1b",
+        _INTERLEAVED,
+        interleaved_1f1b,
+        "pipeline",
+        _MEGATRON,
+        _RANKS,
+        2,
+    ),
     Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZERO_BUBBLE),
     Method("zb_h2", "ZB-H2", zb_h2, "pipeline", _ZERO_BUBBLE),
     Method("zb_v", "ZB-V", zb_v, "pipeline", _ZERO_BUBBLE, stages_per_rank=2),
     Method("v_half", "V-Half", v_half, "pipeline", _V_SHAPES, stages_per_rank=2),
     Method("v_min", "V-Min", v_min, "pipeline", _V_SHAPES, stages_per_rank=2),
-    Method("one_f_one_b_v", "1F1B-V", one_f_one_b_v, "pipeline", _V_SHAPES, stages_per_rank=2),
+    Method(
+        "one_f_one_b_v",
+        "1F1B-V",
+        one_f_one_b_v,
+        "pipeline",
+        _V_SHAPES,
+        stages_per_rank=2,
+    ),
     Method("hanayo", "Hanayo", hanayo, "pipeline", "arXiv 2308.15762", _RANKS, 2),
     Method("chimera", "Chimera", chimera, "pipeline", "arXiv 2107.06925"),
     Method("dualpipe", "DualPipe", dualpipe, "pipeline", _DUALPIPE),
-    Method("dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUALPIPE, stages_per_rank=2),
+    Method(
+        "dualpipe_v", "DualPipeV", dualpipe_v, "pipeline", _DUALPIPE, stages_per_rank=2
+    ),
     Method("pipedream", "PipeDream", pipedream, "pipeline", "arXiv 1806.03377"),
     Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _PIPEDREAM_2BW),
     Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
-    Method("weipipe", "WeiPipe", weipipe, "data_parallel", "PPoPP 2025", {"state": "circulating"}),
-    Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
+    Method(
+        "weipipe",
+        "WeiPipe",
+        weipipe,
+        "data_parallel",
+        "PPoPP 2025",
+        {"state": "circulating"},
+    ),
+    Method(
+        "zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}
+    ),
     Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
 )

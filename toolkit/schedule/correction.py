@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from toolkit.errors import UserError, check_choice
 
-_STRENGTHS = {"none": 0.0, "extrapolate": 1.0, "optimizer_step": 1.0, "compensate": 0.04}
+_STRENGTHS = {
+    "none": 0.0,
+    "extrapolate": 1.0,
+    "optimizer_step": 1.0,
+    "compensate": 0.04,
+}
 CORRECTIONS = tuple(_STRENGTHS)
 
 
@@ -49,8 +54,14 @@ class Correction:
         check_choice("correction", self.kind, CORRECTIONS)
         usual = _STRENGTHS[self.kind]
         c = usual if self.strength is None else self.strength
-        if isinstance(c, bool) or not isinstance(c, int | float) or not 0 <= c < float("inf"):
-            raise UserError(f"the strength of a correction is a number above 0: got {c!r}")
+        if (
+            isinstance(c, bool)
+            or not isinstance(c, int | float)
+            or not 0 <= c < float("inf")
+        ):
+            raise UserError(
+                f"the strength of a correction is a number above 0: got {c!r}"
+            )
         if (c > 0) != (usual > 0):
             raise UserError(
                 f"correction={self.kind} with strength={c}: a strength is above 0, and"
@@ -71,7 +82,11 @@ class Correction:
     @property
     def label(self) -> str:
         """A word for names of schedules; empty for none."""
-        words = {"none": "", "extrapolate": "predicted", "optimizer_step": "predicted by optimizer"}
+        words = {
+            "none": "",
+            "extrapolate": "predicted",
+            "optimizer_step": "predicted by optimizer",
+        }
         word = words.get(self.kind, "compensated")
         return word if self.c == _STRENGTHS[self.kind] else f"{word} {self.c:g}"
 

@@ -130,7 +130,9 @@ def read_csv(source: str | Path) -> CsvOrders:
             orders[-1].append(item)
             slots |= dict.fromkeys((item,) if isinstance(item, Op) else item, slot)
     if len(periods) > 1:
-        listed = " and ".join(f"period={period} ({place})" for period, place in periods.items())
+        listed = " and ".join(
+            f"period={period} ({place})" for period, place in periods.items()
+        )
         raise UserError(f"a file has one period: got {listed}")
     return CsvOrders(orders, slots, next(iter(periods), None), messages)
 
@@ -145,13 +147,16 @@ def _content(source: str | Path) -> str:
         return text
     try:
         if os.path.exists(text) and not (os.path.isfile(text) or os.path.isdir(text)):
-            raise OSError(errno.EINVAL, "it is a pipe or a device")  # reading might not end
+            # Reading might not end.
+            raise OSError(errno.EINVAL, "it is a pipe or a device")
         if os.path.isfile(text) and os.path.getsize(text) > _MAX_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES} bytes")
         return Path(source).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"{source} cannot be read ({reason}): expected a CSV file") from error
+        raise UserError(
+            f"{source} cannot be read ({reason}): expected a CSV file"
+        ) from error
 
 
 def write_csv(name: str, timing: Timing, layout: Placement) -> str:

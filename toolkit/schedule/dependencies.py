@@ -49,10 +49,14 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
     added when the sum is used, and later ones after it was sent. A weight version is freed after
     its last use, and comes again only after that.
     """
-    return [tuple(sorted(positions)) for positions in unsorted_needs(instructions, rank)]
+    return [
+        tuple(sorted(positions)) for positions in unsorted_needs(instructions, rank)
+    ]
 
 
-def unsorted_needs(instructions: Sequence[Instruction], rank: int) -> Iterator[list[int]]:
+def unsorted_needs(
+    instructions: Sequence[Instruction], rank: int
+) -> Iterator[list[int]]:
     """Yield the positions of :func:`needs` in any order."""
     needs_of_action = _Needs(rank).of_action
     for position, i in enumerate(instructions):
@@ -147,7 +151,9 @@ class _Needs:
                 return needed
             # A version that has been freed here may come again: never before the free.
             self.maker[i.weights] = position
-            return [self.last_free[i.weights]] if i.weights in self.last_free else needed
+            return (
+                [self.last_free[i.weights]] if i.weights in self.last_free else needed
+            )
         # What a received sum is added to may still be incomplete: only who uses it waits.
         if action != RECV:
             needed = self.contributions.pop((stage, step), needed)

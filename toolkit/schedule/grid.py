@@ -43,7 +43,10 @@ class _Cells:
 
 
 def render(
-    timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
+    timing: Timing,
+    layout: Placement,
+    n_steps: int = 1,
+    mark: tuple[Op, int] | None = None,
 ) -> str:
     """Return the grid of ``n_steps`` training steps (1 or more).
 
@@ -68,7 +71,12 @@ def render(
         label = "rank 0 mb"
     table = [header]
     for row in shown_rows:
-        table.append([f"{label} {row}", *(cells.rows[row].get(tick, ".") for tick in shown_ticks)])
+        table.append(
+            [
+                f"{label} {row}",
+                *(cells.rows[row].get(tick, ".") for tick in shown_ticks),
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for texts in table:
@@ -77,7 +85,9 @@ def render(
     return "\n".join(lines)
 
 
-def _cells(timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int] | None) -> _Cells:
+def _cells(
+    timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int] | None
+) -> _Cells:
     """Return the texts of all ops."""
     n_primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
     separator = ";" if timing.pairs else "/"
@@ -85,7 +95,9 @@ def _cells(timing: Timing, layout: Placement, n_steps: int, mark: tuple[Op, int]
     for step in range(n_steps):
         for op, start in timing.starts.items():
             tick = start + step * timing.period
-            row = row_of(layout, layout.rank(op.stage, op.microbatch, step), op.microbatch)
+            row = row_of(
+                layout, layout.rank(op.stage, op.microbatch, step), op.microbatch
+            )
             text = str(op) + "'" * (step % n_primes)
             if (op, step) == mark:
                 text = f"[{text}]"
@@ -115,4 +127,7 @@ def labels(names: Mapping[str, str]) -> dict[str, str]:
         names: name of each schedule, by any unique key.
     """
     count = Counter(names.values())
-    return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}
+    return {
+        key: name if count[name] == 1 else f"{name} ({key})"
+        for key, name in names.items()
+    }

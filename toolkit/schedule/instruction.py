@@ -117,7 +117,9 @@ class Buffer(IntEnum):
 
 # The members' own names: Python 3.11 takes ten times as long to look them up in their class.
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = [*Action][: len(Kind)]
-UPDATE, PREDICT, SEND, RECV, ALL_REDUCE, REDUCE, BROADCAST, FREE = [*Action][len(Kind) :]
+UPDATE, PREDICT, SEND, RECV, ALL_REDUCE, REDUCE, BROADCAST, FREE = [*Action][
+    len(Kind) :
+]
 ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, WEIGHTS, PREDICTION, COMPENSATED = Buffer
 
 _MESSAGES = (SEND, RECV)

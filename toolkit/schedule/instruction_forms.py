@@ -65,14 +65,20 @@ class FormCheck:
         form = (action, buffer, microbatch is None, step is None, version is None)
         if form not in _FORMS:
             return "there is no instruction of these fields"
-        is_inside = stage in self.stages and microbatch in self.microbatches and step in self.steps
+        is_inside = (
+            stage in self.stages
+            and microbatch in self.microbatches
+            and step in self.steps
+        )
         if not is_inside:
             return "the program has no such stage, micro-batch or step"
         if action in _MESSAGES:
             has_peers = len(peers) == 1 and peers[0] != rank and peers[0] in self.ranks
         elif action.communicates:
             # A peer that occurs twice, or is no rank, makes the set smaller.
-            has_peers = rank in peers and len({*peers}.intersection(self.ranks)) == len(peers)
+            has_peers = rank in peers and len({*peers}.intersection(self.ranks)) == len(
+                peers
+            )
         else:
             has_peers = not peers
         return None if has_peers else "there are no such peers"

@@ -36,7 +36,9 @@ class InstructionLists:
         for _ in range(n_ranks):
             self.by_turn.append([[] for _ in _TURNS])
 
-    def add_message(self, turn: int, source: int, target: int, tick: int, content: tuple) -> None:
+    def add_message(
+        self, turn: int, source: int, target: int, tick: int, content: tuple
+    ) -> None:
         """Send ``content``, the fields ``stage`` to ``buffer`` of an instruction, at ``tick``."""
         send = (tick, SEND, *content, (target,))
         receive = (tick, RECV, *content, (source,))

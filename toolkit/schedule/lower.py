@@ -117,13 +117,16 @@ class _Lowering:
             last_update = Update(0, self.schedule.first_holders(stage))
             first_versions = self.schedule.versions(stage, self.steps.start)
             for version in first_versions[:-1]:
-                self.handover.supply(stage, version, last_update, None)  # None replaces it
+                # None replaces it.
+                self.handover.supply(stage, version, last_update, None)
             # Version ``step`` is there from the update of the step before until the next one.
             for step in self.steps:
                 next_update = self._reduce_and_update(stage, step)
                 self.handover.supply(stage, step, last_update, next_update)
                 last_update = next_update
-        return Program(self.schedule, len(self.steps), self.lists.in_order(), self.steps.start)
+        return Program(
+            self.schedule, len(self.steps), self.lists.in_order(), self.steps.start
+        )
 
     def _compute(self) -> None:
         """Add the ops, their boundary messages, and the end of their activations."""
@@ -154,7 +157,9 @@ class _Lowering:
                 # A correction of the version that the op computes with, or None.
                 buffer = None
                 if is_corrected:
-                    buffer = schedule.read_by(Op(kind, stage, microbatch), version, step)
+                    buffer = schedule.read_by(
+                        Op(kind, stage, microbatch), version, step
+                    )
                 if buffer == PREDICTION:
                     self._extend_prediction((stage, version, step), read)
                 else:
@@ -165,7 +170,16 @@ class _Lowering:
 
                 # The op.
                 action = action_of_kind[kind]
-                op_fields = (start, action, stage, microbatch, step, version, buffer, ())
+                op_fields = (
+                    start,
+                    action,
+                    stage,
+                    microbatch,
+                    step,
+                    version,
+                    buffer,
+                    (),
+                )
                 by_turn[rank][OPS].append(make_instruction(op_fields))
 
                 # Rule 1: its output goes to the next stage, a gradient to the one before.
@@ -183,7 +197,16 @@ class _Lowering:
 
                 # Rule 6: its activations end.
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    free_fields = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
+                    free_fields = (
+                        end,
+                        FREE,
+                        stage,
+                        microbatch,
+                        step,
+                        None,
+                        ACTIVATION,
+                        (),
+                    )
                     by_turn[rank][FREES].append(make_instruction(free_fields))
                     self.shares[stage, step].append((rank, end))  # ends ascend
 
@@ -202,7 +225,9 @@ class _Lowering:
                 turns[PREDICTIONS].append(Instruction(start, PREDICT, *prediction))
                 turns[PREDICTION_FREES].append(Instruction(end, FREE, *prediction))
                 for source_version in (version - 1, version):
-                    self.handover.reads[stage, source_version].append(Read(start, start, rank))
+                    self.handover.reads[stage, source_version].append(
+                        Read(start, start, rank)
+                    )
 
     def _reduce_and_update(self, stage: int, step: int) -> Update:
         """Sum the gradient of a stage and step over its ranks, and update."""
@@ -221,7 +246,9 @@ class _Lowering:
             if self.schedule.state == "replicated":
                 action = ALL_REDUCE
                 updaters = members
-            reduction = Instruction(ready, action, stage, None, step, None, GRADIENT, members)
+            reduction = Instruction(
+                ready, action, stage, None, step, None, GRADIENT, members
+            )
             for rank in members:
                 self.lists.by_turn[rank][GRADIENT_SUMS].append(reduction)
         else:
@@ -230,13 +257,17 @@ class _Lowering:
             for (source, end), (target, _) in pairwise(self._sum_hops(stage, shares)):
                 summed_tick = max(summed_tick, end)
                 if source != target:
-                    self.lists.add_message(GRADIENT_SUMS, source, target, summed_tick, partial_sum)
+                    self.lists.add_message(
+                        GRADIENT_SUMS, source, target, summed_tick, partial_sum
+                    )
         update = Instruction(ready, UPDATE, stage, step=step, version=step + 1)
         for rank in updaters:
             self.lists.by_turn[rank][UPDATES].append(update)
         return Update(ready, updaters)
 
-    def _sum_hops(self, stage: int, shares: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _sum_hops(
+        self, stage: int, shares: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
         """Return the ranks that hand on a running sum, each with its end; the owner last."""
         owner = self.owners[stage]
         ready_ticks = dict(shares)

@@ -40,7 +40,9 @@ def pipeline_sizes(method: Method, n_ranks: int, n_microbatches: int) -> Sizes:
     return sizes
 
 
-def worker_sizes(method: Method, n_ranks: int, n_microbatches: int, n_stages: int) -> Sizes:
+def worker_sizes(
+    method: Method, n_ranks: int, n_microbatches: int, n_stages: int
+) -> Sizes:
     """Return the sizes of a method whose ranks run whole models.
 
     Args:

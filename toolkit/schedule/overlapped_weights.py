@@ -47,7 +47,8 @@ class _PartialOrder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.needs = [needs(order, rank) for rank, order in enumerate(program.ranks)]
-        self.first = [0, *accumulate(map(len, program.ranks))]  # number of a rank's first
+        # Number of a rank's first.
+        self.first = [0, *accumulate(map(len, program.ranks))]
         self.op_ticks: list[list[int]] = []  # by rank, when its ops start
         waits: list[list[int]] = []  # by number, the instructions that it waits for
         for rank, order in enumerate(program.ranks):
@@ -106,7 +107,10 @@ class _PartialOrder:
         collectives: list[int] = []
         first_number = self.first[rank]
         for g, i in enumerate(self.program.ranks[rank], first_number):
-            waits = [first_number + position for position in self.needs[rank][g - first_number]]
+            waits = [
+                first_number + position
+                for position in self.needs[rank][g - first_number]
+            ]
             if i.action.computes or i.action == Action.PREDICT:
                 waits += in_order[-1:]
                 in_order.append(g)
@@ -128,7 +132,9 @@ class _PartialOrder:
             for position, i in enumerate(order):
                 if i.action.communicates:
                     key = i.meeting(rank)
-                    meetings[key, n_seen[rank, key]].append((self.first[rank] + position, i))
+                    meetings[key, n_seen[rank, key]].append(
+                        (self.first[rank] + position, i)
+                    )
                     n_seen[rank, key] += 1
         yield from meetings.values()
 
@@ -163,7 +169,8 @@ def _most(order: _PartialOrder, rank: int, sizes: Sequence[float]) -> float:
         weight_changes[since] += sizes[stage]
         weight_changes[until + 1] -= sizes[stage]
 
-    arrivals = dict.fromkeys(_first_weights(order.program, rank), 0)  # first gap of each version
+    # First gap of each version.
+    arrivals = dict.fromkeys(_first_weights(order.program, rank), 0)
     for position, i in enumerate(instructions):
         if i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
             since = until = arrivals.pop(i.weights)

@@ -16,7 +16,9 @@ from toolkit.schedule import catalog
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.steady_state import Footprint, footprint
 
-_METHODS = {catalog.METHODS[k].label: catalog.METHODS[k] for k in ("dp", "cdp_v1", "cdp_v2")}
+_METHODS = {
+    catalog.METHODS[k].label: catalog.METHODS[k] for k in ("dp", "cdp_v1", "cdp_v2")
+}
 RULES = tuple(_METHODS)
 
 
@@ -51,11 +53,18 @@ def each_row(n: int) -> Iterator[PaperRow]:
     n = whole(n, "the number of workers of a comparison", 2)
     for setting, rule in product(SETTINGS, RULES):
         schedule = SETTINGS[setting](rule, n)
-        yield PaperRow(setting, rule, schedule, formula(setting, rule, n), footprint(schedule))
+        yield PaperRow(
+            setting, rule, schedule, formula(setting, rule, n), footprint(schedule)
+        )
 
 
 def schedule_of(
-    rule: str, n: int, placement: str, state: str = "replicated", *, n_stages: int | None = None
+    rule: str,
+    n: int,
+    placement: str,
+    state: str = "replicated",
+    *,
+    n_stages: int | None = None,
 ) -> Schedule:
     """Return the schedule of one of :data:`RULES` for ``n`` workers; as a pipeline, DP is GPipe."""
     if rule == "DP" and placement == "per_stage":
@@ -66,7 +75,9 @@ def schedule_of(
 SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
     "one device": partial(schedule_of, placement="one"),
     "multi-device": partial(schedule_of, placement="per_microbatch"),
-    "with model parallelism": partial(schedule_of, placement="per_stage_and_microbatch"),
+    "with model parallelism": partial(
+        schedule_of, placement="per_stage_and_microbatch"
+    ),
     "pipeline": partial(schedule_of, placement="per_stage"),
     "ZeRO": partial(schedule_of, placement="per_microbatch", state="sharded"),
 }
@@ -77,8 +88,10 @@ def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
     """Return the closed form of a footprint without weights, by quantity, for ``n`` workers."""
     s = Fraction(1, n)  # a stage in models
     log = (n - 1).bit_length()  # rounds of a tree among n ranks
-    ring = 2 * (n - 1)  # a sum to n - 1 others and the new weights back; rounds of an all-reduce
-    gathered = ring + (n - 1) ** 2 * s  # and weights a second time, but not the last stage's
+    # A sum to n - 1 others and the new weights back; rounds of an all-reduce.
+    ring = 2 * (n - 1)
+    # And weights a second time, but not the last stage's.
+    gathered = ring + (n - 1) ** 2 * s
     total = Fraction(n) if rule == "DP" else Fraction(n + 1, 2)
     # ranks, activations, parameters; in models: sent by all ranks in a step, a message, the most
     # that one rank sends in a slot; rounds
@@ -109,7 +122,9 @@ def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
             "pipeline": (n, 1, s, 0, 1, 0, 0),
             "ZeRO": zero,
         }
-    ranks, activations, parameters, sent, message, slot, rounds = map(Fraction, forms[setting])
+    ranks, activations, parameters, sent, message, slot, rounds = map(
+        Fraction, forms[setting]
+    )
     return {
         "ranks": ranks,
         "activations": activations,

@@ -96,7 +96,9 @@ class PhasedSchedule(Schedule):
         phases = []
         for phase in self.phases:
             if phase.epochs is not None:
-                phase = Phase(phase.schedule, max(1, round(phase.epochs * steps_per_epoch)))
+                phase = Phase(
+                    phase.schedule, max(1, round(phase.epochs * steps_per_epoch))
+                )
             phases.append(phase)
         return after(phases, self.final, self.name)
 
@@ -135,7 +137,9 @@ class PhasedSchedule(Schedule):
 
     def at(self, step: int) -> Schedule:
         """Return the schedule of a training step."""
-        return next(schedule for start, schedule in reversed(self._starts) if start <= step)
+        return next(
+            schedule for start, schedule in reversed(self._starts) if start <= step
+        )
 
     def next_change(self, step: int) -> int | None:
         """Return the first step after ``step`` of another schedule; None if none follows."""
@@ -178,10 +182,16 @@ class PhasedSchedule(Schedule):
         end = _end(programs[0])
         changes = []
         for previous, following in pairwise(programs):
-            _hand_over(ranks, previous.schedule, following.schedule, following.first_step, end)
+            _hand_over(
+                ranks, previous.schedule, following.schedule, following.first_step, end
+            )
             changes.append(end)
-            for rank_instructions, next_instructions in zip(ranks, following.ranks, strict=True):
-                rank_instructions += [i._replace(tick=i.tick + end) for i in next_instructions]
+            for rank_instructions, next_instructions in zip(
+                ranks, following.ranks, strict=True
+            ):
+                rank_instructions += [
+                    i._replace(tick=i.tick + end) for i in next_instructions
+                ]
             end += _end(following)
         return Program(
             schedule=self,
@@ -205,12 +215,20 @@ def after(
     Raises:
         UserError: sizes differ, a length is out of range, or a schedule has phases itself.
     """
-    earlier_phases = tuple(phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases)
+    earlier_phases = tuple(
+        phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases
+    )
     schedules = [schedule, *(phase.schedule for phase in earlier_phases)]
-    if not earlier_phases or any(isinstance(each, PhasedSchedule) for each in schedules):
-        raise UserError("phases: give one or more, of schedules that have no phases themselves")
+    if not earlier_phases or any(
+        isinstance(each, PhasedSchedule) for each in schedules
+    ):
+        raise UserError(
+            "phases: give one or more, of schedules that have no phases themselves"
+        )
     field_values = {f.name: getattr(schedule, f.name) for f in _own(Schedule)}
-    field_values["name"] = name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
+    field_values["name"] = (
+        name or f"{schedule.name} after {', '.join(map(str, earlier_phases))}"
+    )
     phased = PhasedSchedule(**field_values, phases=earlier_phases)
     if schedule.spec is not None and all(each.spec is not None for each in schedules):
         phased._set(spec=schedule.spec.preceded_by(earlier_phases))
@@ -229,7 +247,11 @@ def switched(schedule_plan: Schedule, step: int, schedule: Schedule) -> Schedule
         UserError: as :func:`after`.
     """
     before = [phase.schedule for phase in getattr(schedule_plan, "phases", ())]
-    starts = [0, *schedule_plan.changes(range(step)), whole(step, "step of a change", 0)]
+    starts = [
+        0,
+        *schedule_plan.changes(range(step)),
+        whole(step, "step of a change", 0),
+    ]
     lengths = (end - start for start, end in pairwise(starts))
     if step == 0:
         return schedule
@@ -258,7 +280,11 @@ def _end(program: Program) -> int:
 
 
 def _hand_over(
-    ranks: list[list[Instruction]], previous: Schedule, following: Schedule, step: int, tick: int
+    ranks: list[list[Instruction]],
+    previous: Schedule,
+    following: Schedule,
+    step: int,
+    tick: int,
 ) -> None:
     """Let ``ranks`` hold at ``tick`` what ``following`` reads from ``step`` on, and no more.
 
@@ -278,7 +304,9 @@ def _hand_over(
             if i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
                 obtained.add(key)
                 freed_at[key] = position
-            elif i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and i.leaves(rank)):
+            elif i.action == Action.UPDATE or (
+                i.buffer == Buffer.WEIGHTS and i.leaves(rank)
+            ):
                 obtained.add(key)
                 freed_at.pop(key, None)
 
@@ -289,7 +317,9 @@ def _hand_over(
         holders = following.first_holders(stage)
         for version in following.versions(stage, step):
             message = (stage, None, None, version, Buffer.WEIGHTS)
-            lacking_ranks = [rank for rank in holders if (rank, stage, version) not in obtained]
+            lacking_ranks = [
+                rank for rank in holders if (rank, stage, version) not in obtained
+            ]
             senders = [owner] if lacking_ranks else []
             for rank in {*holders, *senders} - {*lacking_ranks}:
                 if (rank, stage, version) in freed_at:
@@ -303,5 +333,7 @@ def _hand_over(
                     ranks[rank].append(Instruction(tick, Action.FREE, *message))
     for rank, instructions in enumerate(ranks):
         instructions[:] = [
-            i for position, i in enumerate(instructions) if (rank, position) not in dropped_frees
+            i
+            for position, i in enumerate(instructions)
+            if (rank, position) not in dropped_frees
         ]

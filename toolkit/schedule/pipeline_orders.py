@@ -112,7 +112,9 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     for round_start in range(0, n_microbatches, in_round):
         round_stop = min(round_start + in_round, n_microbatches)
         for lap in range(per_rank):
-            turns += [(lap, microbatch) for microbatch in range(round_start, round_stop)]
+            turns += [
+                (lap, microbatch) for microbatch in range(round_start, round_stop)
+            ]
 
     # 2. Backwards take a rank's stages from the last to the first. Before the first backward a
     # rank runs forwards for each rank after it, two each if it has several stages.
@@ -123,7 +125,9 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
         for lap, microbatch in turns:
             forwards.append(Op(Kind.FORWARD, lap * n_ranks + rank, microbatch))
             last_lap_first = per_rank - 1 - lap
-            backwards.append(Op(Kind.BACKWARD, last_lap_first * n_ranks + rank, microbatch))
+            backwards.append(
+                Op(Kind.BACKWARD, last_lap_first * n_ranks + rank, microbatch)
+            )
         warmup = n_ranks - 1 - rank
         if per_rank > 1:
             warmup = 2 * warmup + (per_rank - 1) * in_round
@@ -203,12 +207,16 @@ def zb_h2(n_stages: int, n_microbatches: int) -> Orders:
     return zero_bubble(n_stages, n_microbatches, more_forwards)
 
 
-def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+def _one_forward_one_backward(
+    forwards: list[Op], backwards: list[Op], warmup: int
+) -> list[Op]:
     """Return ``warmup`` forwards, then a forward and a backward in turn, then backwards."""
     warmup = min(warmup, len(forwards))
     n_alternating = len(forwards) - warmup
     order = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards[:n_alternating], strict=True):
+    for forward, backward in zip(
+        forwards[warmup:], backwards[:n_alternating], strict=True
+    ):
         order += [forward, backward]
     return order + backwards[n_alternating:]
 
@@ -237,7 +245,10 @@ def as_early_as_possible(
 
 
 def _earliest_ends(
-    orders: Orders, period: int | None, not_before: Mapping[Op, int], pairs: Mapping[Op, Op]
+    orders: Orders,
+    period: int | None,
+    not_before: Mapping[Op, int],
+    pairs: Mapping[Op, Op],
 ) -> dict[Op, int]:
     """Return the slot after each op, where every op starts as early as it can.
 
@@ -249,7 +260,8 @@ def _earliest_ends(
     free_at = [0] * len(orders)
     busy: list[set[int]] = [set() for _ in orders]  # slots modulo the period
     remaining = [deque(order) for order in orders]
-    waiting: dict[Op, list[int]] = defaultdict(list)  # ranks, by the op that they wait for
+    # ranks, by the op that they wait for.
+    waiting: dict[Op, list[int]] = defaultdict(list)
     ready = [*range(len(orders))]
     while ready:
         rank = ready.pop()
@@ -351,6 +363,8 @@ def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
         for microbatch in range(n_microbatches):
             start = starts[Op(Kind.FORWARD, stage, microbatch)]
             # (ready - start) / (d + 1), rounded up
-            needed_period = -((start - ready) // (least_staleness[stage][microbatch] + 1))
+            needed_period = -(
+                (start - ready) // (least_staleness[stage][microbatch] + 1)
+            )
             period = max(period, needed_period)
     return period

@@ -113,14 +113,20 @@ class Assigned(Placement):
 
     def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
         is_table = isinstance(table, Sequence) and not isinstance(table, str)
-        if not is_table or not table or not all(isinstance(row, Sequence) and row for row in table):
+        if (
+            not is_table
+            or not table
+            or not all(isinstance(row, Sequence) and row for row in table)
+        ):
             raise UserError(f"a placement has the ranks of every stage: got {table!r}")
         cycles = []
         for ranks in table:
             cycles.append(tuple(whole(rank, "a rank", 0) for rank in ranks))
         largest_rank = max(map(max, cycles))
         if largest_rank >= MOST_RANKS:
-            raise UserError(f"a placement has at most {MOST_RANKS} ranks: got rank {largest_rank}")
+            raise UserError(
+                f"a placement has at most {MOST_RANKS} ranks: got rank {largest_rank}"
+            )
         super().__init__(name, len(cycles[0]), tuple(cycles))
 
     def check_sizes(self, n_stages: int, n_microbatches: int) -> None:
@@ -161,7 +167,9 @@ def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
     return ends
 
 
-def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[tuple[int, ...], ...]:
+def ring_of(
+    timing: Timing, layout: Placement, stage: int
+) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of a rotated chain, from the first that gives to the one that updates.
 
     Those that finish together are a group: the chain passes through one after another. Rings of

@@ -32,7 +32,12 @@ OPTIONS = (
 OF_FILES = {"file": None, "period": None, "unfold": False}
 """Options of files of rank orders, with the values that leave them out."""
 
-_OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1, "groups": None}
+_OF_METHODS = {
+    "placement": "per_microbatch",
+    "chains": "in_order",
+    "accumulate": 1,
+    "groups": None,
+}
 CATALOG = "toolkit.schedule.catalog."
 
 
@@ -43,7 +48,9 @@ def options_of(method: str) -> dict[str, Any]:
     """
     if method not in METHODS and method != RANK_ORDERS:
         known_names = [*METHODS, RANK_ORDERS]
-        raise UserError(f"unknown schedule {method!r}: {suggest(str(method), known_names)}")
+        raise UserError(
+            f"unknown schedule {method!r}: {suggest(str(method), known_names)}"
+        )
     defaults: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory_of(method)).parameters.items():
         if name in OPTIONS:
@@ -83,7 +90,9 @@ def check_arguments(factory: str, method: str, arguments: Mapping[str, Any]) -> 
     for name in arguments:
         if name not in parameters:
             takes = ", ".join(parameters)
-            raise UserError(f"{factory} has no {name}: got {arguments[name]!r}; it takes {takes}")
+            raise UserError(
+                f"{factory} has no {name}: got {arguments[name]!r}; it takes {takes}"
+            )
     known_values = {**arguments, **METHODS[method].options}
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in known_values:
@@ -99,7 +108,9 @@ def check_file_options(config: Mapping[str, Any]) -> None:
     """
     file = config.get("file")
     if file == "":
-        raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
+        raise UserError(
+            "schedule.file is empty: give a CSV file of rank orders, or null"
+        )
     neutral_values = _OF_METHODS if file is not None else OF_FILES
     for name, neutral in neutral_values.items():
         value = config.get(name, neutral)
@@ -119,7 +130,9 @@ def is_of_catalogue(config: Mapping[str, Any]) -> bool:
 def in_hydra(value: Any) -> str:
     """Return ``value`` in Hydra's grammar, without blanks."""
     if isinstance(value, RandomDelay | Correction):
-        value = {name: entry for name, entry in asdict(value).items() if entry is not None}
+        value = {
+            name: entry for name, entry in asdict(value).items() if entry is not None
+        }
     if isinstance(value, Mapping):
         entries = [f"{name}:{in_hydra(entry)}" for name, entry in value.items()]
         return "{" + ",".join(entries) + "}"
@@ -130,7 +143,9 @@ def in_hydra(value: Any) -> str:
 
 def factory_of(method: str) -> Callable[..., Schedule]:
     """Return the function that builds the schedules of a method."""
-    return Schedule.from_rank_orders if method == RANK_ORDERS else METHODS[method].factory
+    return (
+        Schedule.from_rank_orders if method == RANK_ORDERS else METHODS[method].factory
+    )
 
 
 def method_of_call(factory: str, arguments: Mapping[str, Any]) -> str:

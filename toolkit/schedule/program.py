@@ -82,7 +82,9 @@ class Program:
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
-        return tuple(self._peak_of_slots(_live_activations(rank)) for rank in self.ranks)
+        return tuple(
+            self._peak_of_slots(_live_activations(rank)) for rank in self.ranks
+        )
 
     def total_activations(self) -> tuple[int, ...]:
         """Return the most activations of all ranks at one moment of each slot, ``[slot]``."""
@@ -147,7 +149,11 @@ class Program:
         for rank, instructions in enumerate(self.ranks):
             sent_in_slot: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
-                if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
+                if (
+                    i.moves_parameters
+                    and i.action != Action.RECV
+                    and self.slot(i) in slots
+                ):
                     sent_in_slot[self.slot(i)].append(traffic_of(i, rank))
             for slot, messages in sent_in_slot.items():
                 table[slot - slots.start][rank] = total_traffic(messages)

@@ -3,7 +3,8 @@
 from toolkit.schedule.instruction import PREDICTION, Buffer, Instruction, WeightsKey
 
 _OpKey = tuple[int, int | None, int | None]  # stage, micro-batch, step
-_BoundaryKey = tuple[Buffer, int, int | None, int | None]  # and what crosses the boundary
+# And what crosses the boundary.
+_BoundaryKey = tuple[Buffer, int, int | None, int | None]
 _SumKey = tuple[int, int | None]  # stage, step
 
 

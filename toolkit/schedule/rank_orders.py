@@ -44,8 +44,12 @@ def parse_orders(orders: Sequence[str | Sequence[Item | str]]) -> RankOrders:
         UserError: an op is missing, unknown, repeated or apart from its forward; or a rank has
             nothing to do.
     """
-    if isinstance(orders, str | bytes | bytearray | Op) or not isinstance(orders, Sequence):
-        raise UserError(f"orders are a list with one for each rank: got {shortened(repr(orders))}")
+    if isinstance(orders, str | bytes | bytearray | Op) or not isinstance(
+        orders, Sequence
+    ):
+        raise UserError(
+            f"orders are a list with one for each rank: got {shortened(repr(orders))}"
+        )
     items_of_ranks = [_parse_order(order, rank) for rank, order in enumerate(orders)]
     ops_of_ranks: list[list[Op]] = []
     pairs: dict[Op, Op] = {}
@@ -69,7 +73,9 @@ def _parse_order(order: str | Sequence[Item | str], rank: int) -> list[Item]:
             f"rank {rank} has a list of ops, or text such as 0F0 0B0: got {shortened(repr(order))}"
         )
     words = order.split() if isinstance(order, str) else order
-    return [parse_item(word, f"rank {rank}, op {place}") for place, word in enumerate(words)]
+    return [
+        parse_item(word, f"rank {rank}, op {place}") for place, word in enumerate(words)
+    ]
 
 
 def parse_item(word: Item | str, location: str) -> Item:
@@ -85,7 +91,9 @@ def parse_item(word: Item | str, location: str) -> Item:
     if len(ops) == 1:
         return ops[0]
     if len(ops) > 2:
-        raise UserError(f"{location}: {word!r} has {len(ops)} ops: a rank overlaps two at most")
+        raise UserError(
+            f"{location}: {word!r} has {len(ops)} ops: a rank overlaps two at most"
+        )
     forward, backward = ops
     check_pair(forward, backward)
     return forward, backward
@@ -128,13 +136,17 @@ def _rank_table(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
     """Return the rank of each stage and micro-batch: ``[stage][microbatch]``."""
     if not orders or not all(orders):
         idle = [rank for rank, order in enumerate(orders) if not order]
-        raise UserError(f"every rank has something to do: got {len(orders)} ranks, idle: {idle}")
+        raise UserError(
+            f"every rank has something to do: got {len(orders)} ranks, idle: {idle}"
+        )
     rank_of_op: dict[Op, int] = {}
     rank_of: dict[tuple[int, int], int] = {}
     for rank, order in enumerate(orders):
         for op in order:
             if op in rank_of_op:
-                raise UserError(f"{op} is done twice: on rank {rank_of_op[op]} and on rank {rank}")
+                raise UserError(
+                    f"{op} is done twice: on rank {rank_of_op[op]} and on rank {rank}"
+                )
             rank_of_op[op] = rank
             # All ops of a stage on a micro-batch share its activations.
             first_rank = rank_of.setdefault((op.stage, op.microbatch), rank)
@@ -148,5 +160,7 @@ def _rank_table(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
     check_complete(rank_of_op, n_stages, n_microbatches)
     table = []
     for stage in range(n_stages):
-        table.append([rank_of[stage, microbatch] for microbatch in range(n_microbatches)])
+        table.append(
+            [rank_of[stage, microbatch] for microbatch in range(n_microbatches)]
+        )
     return table

@@ -14,9 +14,11 @@ class Method:
     name: str  # in conf/schedule and on the command line
     label: str  # in tables
     factory: Callable[..., Schedule]
-    kind: Literal["data_parallel", "cyclic", "pipeline"]  # tables and suites select by it
+    # Tables and suites select by it.
+    kind: Literal["data_parallel", "cyclic", "pipeline"]
     source: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)  # that make the factory this method
+    # That make the factory this method.
+    options: Mapping[str, Any] = field(default_factory=dict)
     stages_per_rank: int = 1
 
     def __call__(self, *sizes: int, **options: Any) -> Schedule:

@@ -61,7 +61,9 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
             elif action in _MESSAGES:
                 (peer,) = instruction.peers
                 peer_instruction = waiting.get(peer)
-                if peer_instruction is None or not _meet(peer_instruction, instruction, rank):
+                if peer_instruction is None or not _meet(
+                    peer_instruction, instruction, rank
+                ):
                     waiting[rank] = instruction
                     break
                 send = (rank, instruction)
@@ -136,7 +138,9 @@ class _Progress:
         if self.position[rank] < len(order):
             heappush(self.ready, _place(order[self.position[rank]], rank, self.n_ranks))
 
-    def arrive(self, rank: int, collective: Instruction) -> dict[int, Instruction] | None:
+    def arrive(
+        self, rank: int, collective: Instruction
+    ) -> dict[int, Instruction] | None:
         """Let ``rank`` arrive at a collective; return those of all ranks if it is the last one."""
         self.waiting[rank] = collective
         if rank not in collective.peers:  # it would never be complete

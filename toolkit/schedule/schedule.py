@@ -14,7 +14,14 @@ from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.instruction import Buffer, Kind, Op
 from toolkit.schedule.lower import lower
 from toolkit.schedule.pipeline_orders import Item, as_early_as_possible
-from toolkit.schedule.placement import CHAINS, IN_ORDER, Assigned, Placement, place, ring_of
+from toolkit.schedule.placement import (
+    CHAINS,
+    IN_ORDER,
+    Assigned,
+    Placement,
+    place,
+    ring_of,
+)
 from toolkit.schedule.rank_orders import parse_orders
 from toolkit.schedule.staleness import (
     FRESHEST,
@@ -89,7 +96,9 @@ class Schedule:
     staleness: Staleness = field(init=False, repr=False, compare=False)
     least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
-    spec: "ScheduleSpec | None" = field(init=False, repr=False, compare=False, default=None)
+    spec: "ScheduleSpec | None" = field(
+        init=False, repr=False, compare=False, default=None
+    )
 
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
@@ -109,25 +118,38 @@ class Schedule:
             accumulate=accumulate,
             delay=plain(self.delay),
         )
-        if self.corrected == Correction(self.corrected.kind):  # of usual strength: equal by name
+        # Of usual strength: equal by name.
+        if self.corrected == Correction(self.corrected.kind):
             self._set(correction=self.corrected.kind)
         validate.check_complete(self.timing.starts, n_stages, n_microbatches)
         layout = self.placement
         if not isinstance(layout, Placement):
-            layout = place(layout, self.timing, n_stages, n_microbatches, self.n_workers)
+            layout = place(
+                layout, self.timing, n_stages, n_microbatches, self.n_workers
+            )
         elif isinstance(layout, Assigned):
             layout.check_sizes(n_stages, n_microbatches)
         validate.check_dependencies(self.timing, layout, n_stages)
         validate.check_ranks(self.timing, layout, n_stages)
         if isinstance(self.delay, str) and self.delay == FRESHEST:
-            least_staleness = most_staleness = freshest(self.timing, n_stages, n_microbatches)
+            least_staleness = most_staleness = freshest(
+                self.timing, n_stages, n_microbatches
+            )
         else:
-            least_staleness, most_staleness = in_steps(self.delay, n_stages, n_microbatches)
-        self._set(layout=layout, least_staleness=least_staleness, staleness=most_staleness)
+            least_staleness, most_staleness = in_steps(
+                self.delay, n_stages, n_microbatches
+            )
+        self._set(
+            layout=layout, least_staleness=least_staleness, staleness=most_staleness
+        )
         validate.check_staleness(self.timing, layout, least_staleness, self.delay)
         if self.chains != IN_ORDER:
-            validate.check_rotated(self.timing, layout, least_staleness, self.state, self.n_workers)
-        validate.check_correction(self.corrected, self.timing, layout, most_staleness, self.state)
+            validate.check_rotated(
+                self.timing, layout, least_staleness, self.state, self.n_workers
+            )
+        validate.check_correction(
+            self.corrected, self.timing, layout, most_staleness, self.state
+        )
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -140,7 +162,11 @@ class Schedule:
         return schedule
 
     def __repr__(self) -> str:
-        delay = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
+        delay = (
+            self.delay
+            if isinstance(self.delay, int | str | RandomDelay)
+            else "by stage"
+        )
         return (
             f"Schedule({self.name!r}, stages={self.n_stages}, microbatches={self.n_microbatches},"
             f" ranks={self.n_ranks}, period={self.period:g}, placement={self.layout.name!r},"
@@ -203,7 +229,8 @@ class Schedule:
         if self.state != "replicated" and self.layout.has_whole_models:
             last_rank = self.n_ranks - 1
             return tuple(
-                last_rank - stage * self.n_ranks // self.n_stages for stage in range(self.n_stages)
+                last_rank - stage * self.n_ranks // self.n_stages
+                for stage in range(self.n_stages)
             )
         if self.rings:
             return tuple(ring[-1][-1] for ring in self.rings)
@@ -219,7 +246,9 @@ class Schedule:
         """``[stage][group]``, ranks of its rotated chain, the owner last; empty if in order."""
         if self.chains == IN_ORDER:
             return ()
-        return tuple(ring_of(self.timing, self.layout, stage) for stage in range(self.n_stages))
+        return tuple(
+            ring_of(self.timing, self.layout, stage) for stage in range(self.n_stages)
+        )
 
     def oldest_version(self, stage: int, step: int) -> int:
         """Return the oldest weight version of ``stage`` that is used at ``step`` or later."""
@@ -277,7 +306,9 @@ class Schedule:
 
     def version(self, stage: int, microbatch: int, step: int) -> int:
         """Return the weight version that ``stage`` reads for ``microbatch`` at ``step``."""
-        return max(self.first_version(stage), step - self.delays(step)[stage][microbatch])
+        return max(
+            self.first_version(stage), step - self.delays(step)[stage][microbatch]
+        )
 
     def predicts(self, stage: int, version: int, step: int) -> bool:
         """Whether what reads ``version`` at ``step`` reads a prediction made from it instead."""

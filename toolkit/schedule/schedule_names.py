@@ -5,7 +5,10 @@ from toolkit.schedule.staleness import Delay, RandomDelay, in_steps
 
 
 def schedule_name(
-    rule: str, state: str = "", correction: str | Correction = "none", accumulate: int = 1
+    rule: str,
+    state: str = "",
+    correction: str | Correction = "none",
+    accumulate: int = 1,
 ) -> str:
     """Return the name of a schedule, such as ``ZeRO-CDP-v2 compensated accumulate 2``.
 

@@ -109,7 +109,9 @@ class ScheduleSpec:
         """
         if factory not in METHODS and factory not in FACTORIES:
             known_names = (*METHODS, *FACTORIES)
-            raise UserError(f"unknown schedule {factory!r}: {suggest(str(factory), known_names)}")
+            raise UserError(
+                f"unknown schedule {factory!r}: {suggest(str(factory), known_names)}"
+            )
         values = dict(arguments)
         if "delay" in values:  # arrays do not compare
             values["delay"] = plain(from_mapping(values["delay"], RandomDelay))
@@ -138,12 +140,16 @@ class ScheduleSpec:
         """
         check_file_options(config)
         values = {name: value for name, value in config.items() if name not in OF_FILES}
-        file_options = {name: config.get(name, neutral) for name, neutral in OF_FILES.items()}
+        file_options = {
+            name: config.get(name, neutral) for name, neutral in OF_FILES.items()
+        }
         target = str(values.pop("_target_", None))
         if file_options["file"] is None:
             return cls.from_call(target.removeprefix(CATALOG), values)
         descriptions = values.pop("phases", None) or ()
-        of_orders = {name: values[name] for name in options_of(RANK_ORDERS) if name in values}
+        of_orders = {
+            name: values[name] for name in options_of(RANK_ORDERS) if name in values
+        }
         return cls(RANK_ORDERS, **of_orders, **file_options).after(descriptions)
 
     @classmethod
@@ -167,7 +173,9 @@ class ScheduleSpec:
                 orders=tuple(" ".join(row.replace(",", " ").split()) for row in rows),
             )
             # Rank orders have a name and a placement of their own.
-            built = replace(spec.build(), name=schedule.name, placement=schedule.placement)
+            built = replace(
+                spec.build(), name=schedule.name, placement=schedule.placement
+            )
             if built == schedule:
                 return spec
         raise UserError(
@@ -209,7 +217,9 @@ class ScheduleSpec:
                 continue
             if name not in defaults:
                 takes = ", ".join(defaults) or "only its sizes"
-                raise UserError(f"{self.method} has no {name}, got {value!r}: it takes {takes}")
+                raise UserError(
+                    f"{self.method} has no {name}, got {value!r}: it takes {takes}"
+                )
             chosen[name] = value
         return chosen
 
@@ -265,12 +275,17 @@ class ScheduleSpec:
         words |= {f"schedule.{name}": value for name, value in self.given.items()}
         if self.phases:
             words["schedule.phases"] = tuple(phase.options() for phase in self.phases)
-        return " ".join(quote(f"{name}={in_hydra(value)}") for name, value in words.items())
+        return " ".join(
+            quote(f"{name}={in_hydra(value)}") for name, value in words.items()
+        )
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of the factory, without those that equal its own defaults."""
         if self.file is not None:
-            orders_options: dict[str, Any] = {"period": self.period, "unfold": self.unfold}
+            orders_options: dict[str, Any] = {
+                "period": self.period,
+                "unfold": self.unfold,
+            }
             changed = {name: value for name, value in orders_options.items() if value}
             return changed | self.given
         values: dict[str, Any] = {
@@ -313,7 +328,9 @@ class PhaseSpec:
 
     def options(self) -> dict[str, Any]:
         """Return the mapping that describes it in ``schedule.phases``."""
-        length = {"epochs": self.epochs} if self.steps is None else {"steps": self.steps}
+        length = (
+            {"epochs": self.epochs} if self.steps is None else {"steps": self.steps}
+        )
         return {"schedule": self.spec.method} | length | self.spec.given
 
 
@@ -332,12 +349,16 @@ def phases_of(
                 f"phases: got {description!r}; expected {{schedule: NAME, epochs: 1}}, each"
             )
         lengths = {name: description.get(name) for name in ("steps", "epochs")}
-        options = {name: value for name, value in description.items() if name not in lengths}
+        options = {
+            name: value for name, value in description.items() if name not in lengths
+        }
         phases.append(PhaseSpec(same_sized(schedule, options, "phases"), **lengths))
     return tuple(phases)
 
 
-def same_sized(schedule: Schedule, described: Any, asked_by: str = "candidates") -> ScheduleSpec:
+def same_sized(
+    schedule: Schedule, described: Any, asked_by: str = "candidates"
+) -> ScheduleSpec:
     """Return the spec of a method of as many stages, micro-batches and ranks as ``schedule``.
 
     Args:

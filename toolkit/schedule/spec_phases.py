@@ -9,7 +9,9 @@ from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.spec import PhaseSpec, ScheduleSpec, phases_of
 
 
-def with_phases(schedule: Schedule, descriptions: Sequence[Mapping[str, Any]]) -> Schedule:
+def with_phases(
+    schedule: Schedule, descriptions: Sequence[Mapping[str, Any]]
+) -> Schedule:
     """Return ``schedule`` after others; arguments and errors as :meth:`ScheduleSpec.after`."""
     if not descriptions:
         return schedule
@@ -26,5 +28,7 @@ def in_order(lengths: Iterable[tuple[Schedule, int]]) -> ScheduleSpec:
     Raises:
         UserError: one has no spec.
     """
-    *phases, last = [PhaseSpec(ScheduleSpec.of(schedule), steps) for schedule, steps in lengths]
+    *phases, last = [
+        PhaseSpec(ScheduleSpec.of(schedule), steps) for schedule, steps in lengths
+    ]
     return replace(last.spec, phases=tuple(phases))

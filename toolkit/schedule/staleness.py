@@ -140,12 +140,17 @@ class RandomDelay:
 
 
 @lru_cache(maxsize=256)
-def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Staleness:
+def draws(
+    delay: RandomDelay, n_stages: int, n_microbatches: int, step: int
+) -> Staleness:
     """Return what ``delay`` draws for a training step: ``[stage][microbatch]``."""
     rows = []
     for stage in range(n_stages):
         if delay.per == "microbatch":
-            row = tuple(delay.draw(stage, microbatch, step) for microbatch in range(n_microbatches))
+            row = tuple(
+                delay.draw(stage, microbatch, step)
+                for microbatch in range(n_microbatches)
+            )
         else:
             row = (delay.draw(stage, 0, step),) * n_microbatches
         rows.append(row)
@@ -179,7 +184,9 @@ def freshest(
 
     ``together``: the updates of a step wait for the gradients of all stages.
     """
-    ready_ticks = [timing.update_ready(stage, n_microbatches) for stage in range(n_stages)]
+    ready_ticks = [
+        timing.update_ready(stage, n_microbatches) for stage in range(n_stages)
+    ]
     if together:
         ready_ticks = [max(ready_ticks)] * n_stages
     rows = []
@@ -193,7 +200,9 @@ def freshest(
     return tuple(rows)
 
 
-def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
+def in_steps(
+    delay: Delay, n_stages: int, n_microbatches: int
+) -> tuple[Staleness, Staleness]:
     """Return the least and the largest staleness of a delay in steps; equal unless it is random."""
     if isinstance(delay, RandomDelay):
         smallest, _ = in_steps(delay.least, n_stages, n_microbatches)

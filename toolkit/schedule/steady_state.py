@@ -11,7 +11,13 @@ from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.program import Program
 from toolkit.schedule.replay import replay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.traffic import Traffic, rounds, total_traffic, traffic_of, units_sent
+from toolkit.schedule.traffic import (
+    Traffic,
+    rounds,
+    total_traffic,
+    traffic_of,
+    units_sent,
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,14 @@ class Footprint:
     activations: Fraction  # the most of one rank
     total_activations: Fraction  # the most of all ranks together
     parameters: Fraction  # the most that one rank keeps: one version of its stages
-    weights: Fraction  # the most that one rank holds, with older versions and those in transit
-    traffic: Fraction  # parameters and gradients that a rank sends in a step, on average
+    # The most that one rank holds, with older versions and those in transit.
+    weights: Fraction
+    # Parameters and gradients that a rank sends in a step, on average.
+    traffic: Fraction
     messages: Fraction  # that carry them
     traffic_in_slot: Fraction  # the most that a rank sends in a slot
-    rounds: int  # the longest row of messages that wait for each other between two slots
+    # The longest row of messages that wait for each other between two slots.
+    rounds: int
 
 
 def settled_steps(schedule: Schedule) -> int:
@@ -145,10 +154,14 @@ def footprint(schedule: Schedule) -> Footprint:
         stages_held.update(schedule.first_holders(stage))
     sent_of_step = []
     for rank, instructions in enumerate(program.ranks):
-        sent_of_step += [traffic_of(i, rank) for i in instructions if belongs_to(i, settled)]
+        sent_of_step += [
+            traffic_of(i, rank) for i in instructions if belongs_to(i, settled)
+        ]
     sent = total_traffic(sent_of_step)
     peak_activations = max(max(in_slots[slots]) for in_slots in program.activations())
-    peak_units = max(sent.units for sent in chain.from_iterable(program.traffic()[slots]))
+    peak_units = max(
+        sent.units for sent in chain.from_iterable(program.traffic()[slots])
+    )
     return Footprint(
         ranks=schedule.n_ranks,
         activations=peak_activations * stage_share,

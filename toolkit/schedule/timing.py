@@ -46,13 +46,19 @@ class Timing:
             raise UserError(f"a timing maps ops to their starts: got {self.starts!r}")
         for op, start in self.starts.items():
             if not isinstance(op, Op):
-                raise UserError(f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}")
+                raise UserError(
+                    f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}"
+                )
             if type(start) is not int or start < 0:
                 whole(start, f"the start of {op}, in ticks,", 0)
         for pair in self.pairs.items():
             check_pair(*pair)
             slots = {self.starts.get(op) for op in pair}
-            if None in slots or len(slots) > 1 or len({*self.pairs.values()}) < len(self.pairs):
+            if (
+                None in slots
+                or len(slots) > 1
+                or len({*self.pairs.values()}) < len(self.pairs)
+            ):
                 raise UserError(
                     f"an overlapped pair is two ops that start in the same slot, and in no other"
                     f" pair: got {pair[0]};{pair[1]}"
@@ -74,7 +80,9 @@ class Timing:
         """Return the tick at which the gradient of the stage's parameters is complete."""
         # Where the backward is split, its second half makes the gradient of the parameters.
         op = Op(Kind.BACKWARD_WEIGHT, stage, microbatch)
-        return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
+        return self.end(
+            op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch)
+        )
 
     def update_ready(self, stage: int, n_microbatches: int) -> int:
         """Return the tick at which all gradients of a stage are complete: it can be updated."""
@@ -111,11 +119,15 @@ def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     With k micro-batches each, micro-batch m is 2S (m div n) slots later, and the period is 2Sk.
     """
     length = 2 * n_stages
-    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // n_workers * length, tick=1)
+    starts = _staggered(
+        n_stages, n_workers * accumulate, lambda m: m // n_workers * length, tick=1
+    )
     return Timing(starts, length * accumulate)
 
 
-def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | None = None) -> Timing:
+def cyclic(
+    n_stages: int, n_workers: int, accumulate: int = 1, groups: int | None = None
+) -> Timing:
     """Workers staggered uniformly over 2S slots: m starts 2S/n * m slots after the first.
 
     With k micro-batches each, the formula stays, and the period is 2Sk. Source: arXiv 2403.08837,
@@ -132,7 +144,9 @@ def cyclic(n_stages: int, n_workers: int, accumulate: int = 1, groups: int | Non
     tick = groups // gcd(length, groups)
     stagger = length * tick // groups
     group_size = n_workers // groups
-    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // group_size * stagger, tick)
+    starts = _staggered(
+        n_stages, n_workers * accumulate, lambda m: m // group_size * stagger, tick
+    )
     return Timing(starts, length * tick * accumulate, tick)
 
 

@@ -37,7 +37,9 @@ def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
     units = []
     for sent_of_ranks in traffic:
         # Most ranks send nothing in a slot, and fractions are slow to add.
-        units.append(sum((sent.units for sent in sent_of_ranks if sent.units), Fraction()))
+        units.append(
+            sum((sent.units for sent in sent_of_ranks if sent.units), Fraction())
+        )
     return tuple(units)
 
 

@@ -42,7 +42,8 @@ from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.pipeline_orders import Orders
 
-_INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of a backward each
+# Slots of a micro-batch: two stages, a forward and two halves of a backward each.
+_INTERVAL = 6
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class _Block:
 
     down: int  # slots from a rank to the next
     up: int  # slots from a rank to the one before
-    turns: tuple[int, int, int]  # slots: F to f on the last rank, f to b on the first, b to B
+    # slots: F to f on the last rank, f to b on the first, b to B.
+    turns: tuple[int, int, int]
     bound: int  # stage-activations that a rank holds at most
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
@@ -111,7 +113,8 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     """Return each rank's ops in order, each as early as it can start."""
     planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     split = {op for order in planned for op in order}
-    scarce = 2 * n_microbatches > block.bound  # activations of all micro-batches do not fit
+    # Activations of all micro-batches do not fit.
+    scarce = 2 * n_microbatches > block.bound
     weight_halves: list[list[Op]] = [[] for _ in planned]  # that may run now, by rank
     n_held = [0] * n_ranks
     orders: list[list[Op]] = [[] for _ in planned]
@@ -230,7 +233,8 @@ def _whole_backward_block(n_ranks: int) -> dict[Op, int]:
     for stage in reversed(range(2 * n_ranks)):
         block[Op(Kind.BACKWARD, stage, 0)] = slot
         slot += 2
-        if (stage - n_ranks) % 3 == 1:  # a fourth in a row would take slots of the first
+        # A fourth in a row would take slots of the first.
+        if (stage - n_ranks) % 3 == 1:
             slot += 3
     return block
 
@@ -299,9 +303,13 @@ def hanayo(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     orders: list[list[Op]] = [[] for _ in range(n_ranks)]
     # [rank], ops that can start, the next first: whether a forward, micro-batch, - place on the way
     waiting: list[list[tuple[bool, int, int]]] = [[] for _ in orders]
-    waiting[0] = [(True, microbatch, 0) for microbatch in range(min(n_ranks, n_microbatches))]
+    waiting[0] = [
+        (True, microbatch, 0) for microbatch in range(min(n_ranks, n_microbatches))
+    ]
     while any(waiting):
-        running = [(rank, heappop(queue)) for rank, queue in enumerate(waiting) if queue]
+        running = [
+            (rank, heappop(queue)) for rank, queue in enumerate(waiting) if queue
+        ]
         for rank, (_, microbatch, negative_place) in running:
             kind, stage = path[-negative_place]
             orders[rank].append(Op(kind, stage, microbatch))

@@ -52,7 +52,9 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
         for microbatch in range(n_microbatches):
             kinds = {kind for kind in Kind if Op(kind, stage, microbatch) in ops}
             if kinds not in _COMPLETE:
-                kind_names = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
+                kind_names = (
+                    ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
+                )
                 raise UserError(
                     f"stage {stage} of micro-batch {microbatch} needs a forward and either a"
                     f" backward or both of its halves: found {kind_names}; stages and micro-batches"
@@ -83,11 +85,15 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     laps: dict[int, int] = {}
     turns = [layout.turns(stage) for stage in range(n_stages)]
     for stage, n_turns in enumerate(turns):
-        if n_turns > 1 and _first_come_first_served(timing, stage, layout.n_microbatches):
+        if n_turns > 1 and _first_come_first_served(
+            timing, stage, layout.n_microbatches
+        ):
             turns[stage] = 0  # a rank is free again when its turn comes
     for pair in timing.pairs.items():
         if len({layout.rank(op.stage, op.microbatch) for op in pair}) > 1:
-            raise UserError(f"an overlapped pair runs on one rank: got {pair[0]};{pair[1]}")
+            raise UserError(
+                f"an overlapped pair runs on one rank: got {pair[0]};{pair[1]}"
+            )
     overlapped = {*timing.pairs.values()}  # with a forward, which stands for both
     for op, start in timing.starts.items():
         if op in overlapped:
@@ -102,27 +108,36 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
         # After its last op comes the first of the next lap.
         first_start, first_op = starts_and_ops[0]
         successors = [*starts_and_ops[1:], (first_start + laps[rank], first_op)]
-        for (start, op), (next_start, next_op) in zip(starts_and_ops, successors, strict=True):
+        for (start, op), (next_start, next_op) in zip(
+            starts_and_ops, successors, strict=True
+        ):
             if next_start - start < tick:
                 raise UserError(
                     f"rank {rank} cannot run {op} and {next_op} in the same slot of the steady"
                     f" state: choose another placement than {layout.name!r}, or other"
                     f" numbers of stages and micro-batches than {n_stages} and"
                     f" {layout.n_microbatches}\n"
-                    + grid.render(timing, layout, laps[rank] // period + 1, mark=(next_op, 0))
+                    + grid.render(
+                        timing, layout, laps[rank] // period + 1, mark=(next_op, 0)
+                    )
                 )
 
 
 def _first_come_first_served(timing: Timing, stage: int, n_microbatches: int) -> bool:
     """Whether micro-batches enter and leave ``stage`` in order, from step to step."""
     microbatches = range(n_microbatches)
-    enter = [timing.starts[Op(Kind.FORWARD, stage, microbatch)] for microbatch in microbatches]
+    enter = [
+        timing.starts[Op(Kind.FORWARD, stage, microbatch)]
+        for microbatch in microbatches
+    ]
     leave = [timing.gradient_end(stage, microbatch) for microbatch in microbatches]
     two_laps = [[*times, times[0] + timing.period] for times in (enter, leave)]
     return all(times == sorted(times) for times in two_laps)
 
 
-def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, delay: Delay) -> None:
+def check_staleness(
+    timing: Timing, layout: Placement, staleness: Staleness, delay: Delay
+) -> None:
     """Raise UserError if weights are read before they are made."""
     possible = freshest(timing, len(staleness), layout.n_microbatches)
     for stage, row in enumerate(staleness):
@@ -137,12 +152,18 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
                     f"stage {stage} on micro-batch {microbatch} cannot read weights {promised}"
                     f" steps late: the timing makes them available {least_delay} {steps} late;"
                     f" {remedy}\n"
-                    + grid.render(timing, layout, mark=(Op(Kind.FORWARD, stage, microbatch), 0))
+                    + grid.render(
+                        timing, layout, mark=(Op(Kind.FORWARD, stage, microbatch), 0)
+                    )
                 )
 
 
 def check_correction(
-    correction: Correction, timing: Timing, layout: Placement, staleness: Staleness, state: str
+    correction: Correction,
+    timing: Timing,
+    layout: Placement,
+    staleness: Staleness,
+    state: str,
 ) -> None:
     """Raise UserError if the schedule cannot correct what it reads late."""
     if correction.kind == "none":
@@ -165,7 +186,8 @@ def check_correction(
                 raise UserError(
                     f"correction=compensate reads the newest weights in {op}, before their update"
                     f" is complete: start it {update_tick - read_tick} ticks later, or use"
-                    " correction=extrapolate\n" + grid.render(timing, layout, mark=(op, 0))
+                    " correction=extrapolate\n"
+                    + grid.render(timing, layout, mark=(op, 0))
                 )
 
 

@@ -118,16 +118,22 @@ def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError
             if microbatch is None:
                 microbatch = program.schedule.n_microbatches - 1
             follows_forward = i.buffer == ACTIVATION and i.action != FREE
-            op = Op(Kind.FORWARD if follows_forward else Kind.BACKWARD, i.stage, microbatch)
+            op = Op(
+                Kind.FORWARD if follows_forward else Kind.BACKWARD, i.stage, microbatch
+            )
         mark = op, i.step - program.first_step
     location = f"rank {rank}, slot {program.slot(i)}, {i}"
     return _marked(f"{location}: {why}", program.schedule, mark)
 
 
-def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
+def _marked(
+    why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None
+) -> UserError:
     """The error, with the grid of ``schedule`` with brackets around ``mark`` = (op, step)."""
     steps = mark[1] + 1 if mark else 1
-    return UserError(f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}")
+    return UserError(
+        f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}"
+    )
 
 
 class _Machine:
@@ -156,7 +162,9 @@ class _Machine:
         for stage in range(self.schedule.n_stages):
             versions = self.schedule.versions(stage, program.first_step)
             for rank in self.schedule.first_holders(stage, program.first_step):
-                self.memories[rank].weights |= {(stage, version) for version in versions}
+                self.memories[rank].weights |= {
+                    (stage, version) for version in versions
+                }
         self.carry_out: list[Callable[[int, Instruction], None]] = [
             *[self._compute] * len(Kind),
             self._update,
@@ -170,9 +178,12 @@ class _Machine:
         _, action, stage, microbatch, step, version, buffer, _ = i
         key = (stage, microbatch, step)
         self._keep_promise(rank, i)
-        if action == BACKWARD_WEIGHT:  # before its weights: new ones may come between the halves
+        # Before its weights: new ones may come between the halves.
+        if action == BACKWARD_WEIGHT:
             if key not in memory.halves:
-                raise RefusedError("the first half of this backward has not been done here")
+                raise RefusedError(
+                    "the first half of this backward has not been done here"
+                )
             memory.halves.remove(key)
         # Most ops read one version; `reads` makes a tuple of what a corrected one reads.
         for weights in i.reads if buffer else ((stage, version),):
@@ -185,7 +196,9 @@ class _Machine:
             memory.activations.add(key)
             return
         if key not in memory.activations:
-            raise RefusedError("its activations are not there: never made here, or freed")
+            raise RefusedError(
+                "its activations are not there: never made here, or freed"
+            )
         if action != BACKWARD_WEIGHT:
             if stage < self.last_stage:
                 memory.take_boundary((ACTIVATION_GRADIENT, stage + 1, microbatch, step))
@@ -207,19 +220,27 @@ class _Machine:
         tick, version, buffer = promise
         if (version, buffer) != (i.version, i.buffer):
             correction = _CORRECTED.get(buffer, "")
-            raise RefusedError(f"the schedule promises weight version {version}{correction}")
+            raise RefusedError(
+                f"the schedule promises weight version {version}{correction}"
+            )
         # A wrong tick is no error yet: an order may be verified without its ticks.
         if tick != i.tick:
-            self.misplaced.append((rank, i, f"it is at tick {i.tick}, and its op at {tick}"))
+            self.misplaced.append(
+                (rank, i, f"it is at tick {i.tick}, and its op at {tick}")
+            )
 
     def _update(self, rank: int, i: Instruction) -> None:
         memory = self.memories[rank]
         if i.step is None or i.version != i.step + 1:
-            raise RefusedError(f"the update of step {i.step} makes the version after it")
+            raise RefusedError(
+                f"the update of step {i.step} makes the version after it"
+            )
         # The sum is a set of micro-batches, one bit each.
         missing = self.all_microbatches & ~memory.sums.pop((i.stage, i.step), 0)
         if missing:
-            lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
+            lacking = [
+                m for m in range(self.schedule.n_microbatches) if missing >> m & 1
+            ]
             raise RefusedError(f"the gradient lacks micro-batches {lacking}")
         memory.read_weights((i.stage, i.step))
         memory.weights.add((i.stage, i.version))
@@ -227,7 +248,9 @@ class _Machine:
     def _predict(self, rank: int, i: Instruction) -> None:
         op = Op(Kind.FORWARD, i.stage, 0)
         if self.schedule.read_by(op, i.version or 0, i.step or 0) != PREDICTION:
-            raise RefusedError(f"the schedule predicts nothing from version {i.version}")
+            raise RefusedError(
+                f"the schedule predicts nothing from version {i.version}"
+            )
         for weights in i.reads:
             self.memories[rank].read_weights(weights)
         self.memories[rank].add_weights(i)
@@ -241,7 +264,9 @@ class _Machine:
             buffers = memory.weights
             key = i.weights
         if key not in buffers:
-            raise RefusedError("there is nothing to free: never held here, or freed before")
+            raise RefusedError(
+                "there is nothing to free: never held here, or freed before"
+            )
         buffers.remove(key)
 
     def _communicate(self, rank: int, i: Instruction) -> None:
@@ -304,9 +329,13 @@ class _Machine:
                 raise _error(self.program, rank, missing, "it is missing")
             if memory.boundaries or memory.sums:
                 unused = [*memory.boundaries, *memory.sums]
-                raise _marked(f"at the end: rank {rank} has unused results {unused}", schedule)
+                raise _marked(
+                    f"at the end: rank {rank} has unused results {unused}", schedule
+                )
 
-    def _missing_frees(self, rank: int, weights: set[WeightsKey]) -> Iterator[Instruction]:
+    def _missing_frees(
+        self, rank: int, weights: set[WeightsKey]
+    ) -> Iterator[Instruction]:
         """Yield the frees that the rank lacks, of ``weights`` and of activations."""
         timing = self.schedule.timing
         for stage, microbatch, step in self.memories[rank].activations:
@@ -325,12 +354,16 @@ class _Machine:
                 yield Instruction(tick, FREE, stage, None, None, version, WEIGHTS)
 
 
-def _promises(program: "Program") -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
+def _promises(
+    program: "Program",
+) -> Iterator[tuple[tuple, tuple[int, int, Buffer | None]]]:
     """Yield each op, as kind, stage, micro-batch and step, and its tick, version and buffer."""
     # Each span of steps has one schedule; its ticks begin where the span before has finished.
     first_steps = [program.first_step, *program.schedule.changes(program.steps)]
     spans = pairwise([*first_steps, program.steps.stop])
-    for first_tick, (first_step, stop) in zip((0, *program.changes), spans, strict=True):
+    for first_tick, (first_step, stop) in zip(
+        (0, *program.changes), spans, strict=True
+    ):
         schedule = program.schedule.at(first_step)
         is_corrected = schedule.corrected.kind != "none"
         step_start = first_tick

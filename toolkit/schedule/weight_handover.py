@@ -86,7 +86,9 @@ class WeightHandover:
         self.circulates = schedule.state == "circulating"
         self.reads: dict[tuple[int, int], list[Read]] = defaultdict(list)
 
-    def supply(self, stage: int, version: int, update: Update, next_update: Update | None) -> None:
+    def supply(
+        self, stage: int, version: int, update: Update, next_update: Update | None
+    ) -> None:
         """Bring a version from the ranks that made it to all that read it, and free it.
 
         Args:
@@ -145,7 +147,9 @@ class WeightHandover:
         for rank, tick in last_use.items():
             self._free(tick, rank, stage, version)
 
-    def _handover_paths(self, stage: int, first_read: dict[int, Read]) -> list[list[int]]:
+    def _handover_paths(
+        self, stage: int, first_read: dict[int, Read]
+    ) -> list[list[int]]:
         """Return the two paths of ranks on which a version goes from the owner, in order.
 
         In order of first reads, the second path has the ranks that begin together with the owner.
@@ -164,7 +168,9 @@ class WeightHandover:
             path.append(rank)
         return [earlier_or_later, with_owner]
 
-    def _travel(self, stage: int, version: int, update: Update, next_update: Update | None) -> None:
+    def _travel(
+        self, stage: int, version: int, update: Update, next_update: Update | None
+    ) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.
 
         Where ranks need it at the same moment the owner keeps it for all of its readers instead.
@@ -187,7 +193,9 @@ class WeightHandover:
             holder, last_used = holders[copy]
 
             # 1. Ranks that still have it since the op before need no message.
-            stay_of_rank = {stay.rank: stay for stay in present if stay.until >= start - self.slot}
+            stay_of_rank = {
+                stay.rank: stay for stay in present if stay.until >= start - self.slot
+            }
             stay_of_rank[holder.rank] = holder
             lacking_ranks = [rank for rank in ranks if rank not in stay_of_rank]
 
@@ -195,7 +203,12 @@ class WeightHandover:
             if len(lacking_ranks) > 1:
                 members = (owner, *lacking_ranks)
                 broadcast = Instruction(
-                    start, BROADCAST, stage, version=version, buffer=WEIGHTS, peers=members
+                    start,
+                    BROADCAST,
+                    stage,
+                    version=version,
+                    buffer=WEIGHTS,
+                    peers=members,
                 )
                 for rank in members:
                     self.lists.by_turn[rank][WEIGHT_MESSAGES].append(broadcast)
@@ -234,7 +247,9 @@ class WeightHandover:
             moments.append(_Moment(start, ranks, end, reads[0].backward))
         return moments
 
-    def _send(self, source: int, target: int, tick: int, stage: int, version: int) -> None:
+    def _send(
+        self, source: int, target: int, tick: int, stage: int, version: int
+    ) -> None:
         content = (stage, None, None, version, WEIGHTS)
         self.lists.add_message(WEIGHT_MESSAGES, source, target, tick, content)
 
@@ -243,7 +258,9 @@ class WeightHandover:
         self.lists.by_turn[rank][FREES].append(free)
 
 
-def _until_last_reader(path: "list[int] | tuple[int, ...]", readers: dict[int, Read]) -> list[int]:
+def _until_last_reader(
+    path: "list[int] | tuple[int, ...]", readers: dict[int, Read]
+) -> list[int]:
     """Return ``path`` without the ranks after the last that reads the version."""
     n_ranks = len(path)
     while n_ranks and path[n_ranks - 1] not in readers:

@@ -2,7 +2,11 @@
 
 from toolkit.training.evaluation import Evaluation, evaluate
 from toolkit.training.loop import DivergedError, Epoch, Step
-from toolkit.training.run_with_checkpoints import Listeners, Outcome, run_with_checkpoints
+from toolkit.training.run_with_checkpoints import (
+    Listeners,
+    Outcome,
+    run_with_checkpoints,
+)
 from toolkit.training.stop_signals import StoppedError
 from toolkit.training.training_run import TrainingRun, pick_device, prepare
 

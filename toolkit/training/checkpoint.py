@@ -40,7 +40,9 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
     buffer = io.BytesIO()  # torch.save to a file would raise other errors than OSError
     torch.save(state, buffer)
     payload = buffer.getvalue()
-    head = b"" if plain else _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+    head = (
+        b"" if plain else _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+    )
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.writelines([head, payload])
         file.flush()
@@ -52,17 +54,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     check_regular(path, max_bytes=None)
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
-        if not _MAGIC.startswith(head):  # before the rest of what may be a huge file is read
+        # Before the rest of what may be a huge file is read.
+        if not _MAGIC.startswith(head):
             raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
         digest = file.read(65)
         start = file.tell()
         if digest != hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n":
-            raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
+            raise DamagedCheckpointError(
+                f"{path} is damaged: its bytes are not those written"
+            )
         file.seek(start)
         payload = file.read()
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises anything on what torch.save has not written
+    except Exception as error:
+        # torch.load raises anything on what torch.save has not written.
         raise DamagedCheckpointError(
             f"{path} was not written by this toolkit: {shortened(first_line(error))}"
         ) from error
@@ -73,7 +79,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def write_sharded(path: Path, rank_state: Mapping[str, Any], world: World | None) -> None:
+def write_sharded(
+    path: Path, rank_state: Mapping[str, Any], world: World | None
+) -> None:
     """Write every rank's part of a state: its ``local_state()`` as ``runtime``, and its own values.
 
     Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
@@ -89,7 +97,10 @@ def write_sharded(path: Path, rank_state: Mapping[str, Any], world: World | None
                 temporary.mkdir()
         with _raise_on_every_rank(world):
             state = {"part": dict(rank_state), "n_ranks": size}
-            write(temporary / f"rank_{rank}.ckpt", tree_map_only(Tensor, _rows(rank), state))
+            write(
+                temporary / f"rank_{rank}.ckpt",
+                tree_map_only(Tensor, _rows(rank), state),
+            )
         with _raise_on_every_rank(world):
             # The folder gets its name last, so a reader never finds one that lacks a rank.
             if rank == 0:
@@ -101,7 +112,9 @@ def write_sharded(path: Path, rank_state: Mapping[str, Any], world: World | None
         raise
 
 
-def read_sharded(path: Path, own_stages: Collection[int], world: World | None) -> dict[str, Any]:
+def read_sharded(
+    path: Path, own_stages: Collection[int], world: World | None
+) -> dict[str, Any]:
     """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
 
     Every rank calls it; if one finds damage, all raise. Tensors of stages outside ``own_stages``
@@ -111,23 +124,34 @@ def read_sharded(path: Path, own_stages: Collection[int], world: World | None) -
         try:
             rank_states = []
             for rank_state in read_parts(path):
-                for stages in (rank_state["runtime"]["versions"], rank_state["runtime"]["stages"]):
+                for stages in (
+                    rank_state["runtime"]["versions"],
+                    rank_state["runtime"]["stages"],
+                ):
                     for stage in stages.keys() - {*own_stages}:
                         stages[stage] = tree_map_only(
                             Tensor, lambda tensor: tensor.to("meta"), stages[stage]
                         )
                 rank_states.append(rank_state)
-            runtime = join_states(rank_state.pop("runtime") for rank_state in rank_states)
+            runtime = join_states(
+                rank_state.pop("runtime") for rank_state in rank_states
+            )
             state = reduce(merged, rank_states, {}) | {"runtime": runtime}
             return tree_map(_joined_rows, state, is_leaf=_has_rows)
         except (LookupError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
+            raise DamagedCheckpointError(
+                f"{path} was not written by this toolkit"
+            ) from error
 
 
 def read_parts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
     names = {file.name for file in path.iterdir()}
-    n_ranks = read_checkpoint(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
+    n_ranks = (
+        read_checkpoint(path / "rank_0.ckpt")["n_ranks"]
+        if "rank_0.ckpt" in names
+        else 1
+    )
     # The number may be of a damaged file. One name more than there are files shows a gap.
     expected = [f"rank_{rank}.ckpt" for rank in range(min(n_ranks, len(names) + 1))]
     differing = sorted(names ^ {*expected})
@@ -147,7 +171,9 @@ def _rows(rank: int) -> Any:
             assert tensor.placements == (Shard(0),)
             return {_ROWS: {rank: saved(tensor.to_local())}}
         # torch.save would write the whole storage that a view looks into.
-        compact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        compact = (
+            tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        )
         return tensor if compact else tensor.clone()
 
     return saved
@@ -201,7 +227,12 @@ class Checkpoints:
     sharded: bool = False
 
     def save(
-        self, runtime: Runtime, values: Mapping[str, Any], step: int, *, best: bool = False
+        self,
+        runtime: Runtime,
+        values: Mapping[str, Any],
+        step: int,
+        *,
+        best: bool = False,
     ) -> None:
         """Save the state of ``runtime`` and plain values after ``step`` steps; remove the oldest.
 
@@ -210,7 +241,10 @@ class Checkpoints:
         path = self.folder / f"step_{step:09d}.ckpt"
         is_rank_0 = runtime.writes
         if self.sharded:
-            rank_state = {"runtime": runtime.local_state(), **(values if is_rank_0 else {})}
+            rank_state = {
+                "runtime": runtime.local_state(),
+                **(values if is_rank_0 else {}),
+            }
             write_sharded(path, rank_state, runtime.world)
         else:
             # state_dict() copies; a single process writes at once and need not.
@@ -227,7 +261,10 @@ class Checkpoints:
                 _remove(link)
                 link.symlink_to(path.name)
             # The hidden ones are unfinished: a run was killed while it wrote them.
-            for path_to_remove in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
+            for path_to_remove in (
+                *self.paths()[: -self.keep],
+                *self.folder.glob(".step_*"),
+            ):
                 if path_to_remove.name != link.resolve().name:
                     _remove(path_to_remove)
 
@@ -245,7 +282,9 @@ class Checkpoints:
         for path, sharded in reversed(from_rank_0(runtime, candidates)):
             try:
                 if sharded:
-                    return read_sharded(path, runtime.updated_stages, runtime.world), damaged
+                    return read_sharded(
+                        path, runtime.updated_stages, runtime.world
+                    ), damaged
                 with _raise_on_every_rank(runtime.world):
                     state = read_checkpoint(path) if runtime.rank == 0 else None
                 return from_rank_0(runtime, state), damaged

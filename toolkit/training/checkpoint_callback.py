@@ -64,10 +64,14 @@ class CheckpointCallback(LoopCallback):
             own_values = [now - self._saved_at, now - self._begun]
         own_values += [float(self.signals.number == number) for number in SIGNALS]
         # One exchange for all values: each costs a round of messages.
-        total = self.runtime.total(torch.tensor(own_values, dtype=torch.float64)).tolist()
+        total = self.runtime.total(
+            torch.tensor(own_values, dtype=torch.float64)
+        ).tolist()
         seconds_since_save, seconds_trained, *n_ranks_of_signal = total
         heard_signals = [
-            number for number, n_ranks in zip(SIGNALS, n_ranks_of_signal, strict=True) if n_ranks
+            number
+            for number, n_ranks in zip(SIGNALS, n_ranks_of_signal, strict=True)
+            if n_ranks
         ]
 
         written = False
@@ -90,7 +94,11 @@ class CheckpointCallback(LoopCallback):
         epoch_ended = position.step == 0
         return (
             (save.steps is not None and position.steps_done % save.steps == 0)
-            or (save.epochs is not None and epoch_ended and position.epoch % save.epochs == 0)
+            or (
+                save.epochs is not None
+                and epoch_ended
+                and position.epoch % save.epochs == 0
+            )
             or (save.minutes is not None and seconds_since_save >= 60 * save.minutes)
             or self._is_best(position)
         )
@@ -101,11 +109,16 @@ class CheckpointCallback(LoopCallback):
         self._saved_at = time.monotonic()
         # As text: what a damaged checkpoint holds here is then read whole, or not at all.
         run_state = {
-            "run": json.dumps({"position": asdict(position), "options": self.saved_options})
+            "run": json.dumps(
+                {"position": asdict(position), "options": self.saved_options}
+            )
         }
         try:
             self.checkpoints.save(
-                self.runtime, run_state, position.steps_done, best=self._is_best(position)
+                self.runtime,
+                run_state,
+                position.steps_done,
+                best=self._is_best(position),
             )
         except OSError as error:
             self._not_written(f"the checkpoint of step {position.steps_done}", error)
@@ -135,11 +148,15 @@ class CheckpointCallback(LoopCallback):
         if not self.unwritten:
             return []
         first_and_last = dict.fromkeys([self.unwritten[0], self.unwritten[-1]])
-        return [f"not written ({len(self.unwritten)} in all): {'; '.join(first_and_last)}"]
+        return [
+            f"not written ({len(self.unwritten)} in all): {'; '.join(first_and_last)}"
+        ]
 
     def _not_written(self, content: str, error: OSError) -> None:
         """Note a failed write, and print the first one on rank 0."""
-        text = f"{content}: {error.filename or self.checkpoints.folder}: {error.strerror}"
+        text = (
+            f"{content}: {error.filename or self.checkpoints.folder}: {error.strerror}"
+        )
         if self.runtime.writes and not self.unwritten:
             show(f"warning: not written: {text}; training continues", sys.stderr)
         self.unwritten.append(text)
@@ -147,4 +164,6 @@ class CheckpointCallback(LoopCallback):
     def _is_best(self, position: Position) -> bool:
         """Return whether an epoch has just ended whose weights are to be kept as the best."""
         epoch_ended = self.weights and position.history and not position.step
-        return bool(epoch_ended) and is_best(position.history, self.run.samples.form.metric)
+        return bool(epoch_ended) and is_best(
+            position.history, self.run.samples.form.metric
+        )

@@ -37,4 +37,6 @@ def options_of_width(
     # Only here: to import torch's DTensors takes a second.
     from toolkit.model.tensor_parallel import tensor_parallel
 
-    return {"parallelize": tensor_parallel(model, width, share_loss=not label_smoothing)}
+    return {
+        "parallelize": tensor_parallel(model, width, share_loss=not label_smoothing)
+    }

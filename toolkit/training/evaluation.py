@@ -76,7 +76,9 @@ def evaluate_run(run: "TrainingRun") -> Evaluations:
     def test_with(weights: Mapping[str, Tensor] | None) -> Evaluation:
         return evaluate(model, share, runtime.total, weights, run.step_options)
 
-    test = test_with(runtime.extrapolated() if run.options.readout == "extrapolated" else None)
+    test = test_with(
+        runtime.extrapolated() if run.options.readout == "extrapolated" else None
+    )
     average_weights = runtime.averages()
     average = test_with(average_weights) if average_weights else None
     published = None
@@ -98,7 +100,9 @@ def _cross_entropies(
     classes = targets.flatten()
     if targets.dim() == 1:
         return cross_entropies(scores, classes, n_microbatches, **options)
-    values = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="none", **options)
+    values = F.cross_entropy(
+        scores, classes, ignore_index=IGNORED, reduction="none", **options
+    )
     sums = values.view(n_microbatches, -1).sum(1)
     counts = (classes != IGNORED).view(n_microbatches, -1).sum(1)
     return sums, counts
@@ -121,7 +125,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Any:
     classes = targets.flatten()
     if targets.dim() == 1:
         return F.cross_entropy(scores, classes, **options)
-    total = F.cross_entropy(scores, classes, ignore_index=IGNORED, reduction="sum", **options)
+    total = F.cross_entropy(
+        scores, classes, ignore_index=IGNORED, reduction="sum", **options
+    )
     return total, (classes != IGNORED).sum()
 
 
@@ -158,15 +164,25 @@ def evaluate(
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         is_right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = F.cross_entropy(
-            outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            outputs.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
         )
-        answers = (loss, is_right[..., 0].sum(), is_right.sum(), (targets != IGNORED).sum())
+        answers = (
+            loss,
+            is_right[..., 0].sum(),
+            is_right.sum(),
+            (targets != IGNORED).sum(),
+        )
         # Kept on the device: to read them here would wait for every batch.
         sums.append(torch.stack([number.double() for number in answers]))
     for module, mode in modes.items():
         module.training = mode
     # A rank without samples still calls `total`, for which all others wait.
-    rank_sums = torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
+    rank_sums = (
+        torch.stack(sums).sum(0).cpu() if sums else torch.zeros(4, dtype=torch.float64)
+    )
     loss, top1, top5, n_answers = total(rank_sums).tolist()
     if not isfinite(loss):
         return Evaluation(loss / n_answers, nan, nan)

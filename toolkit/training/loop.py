@@ -103,8 +103,12 @@ class Position:
 class DivergedError(UserError, FloatingPointError):
     """The loss is not finite, or far above the first; ``epochs`` had ended before."""
 
-    def __init__(self, reason: str, epochs: Sequence[Epoch] = (), more: str = "") -> None:
-        super().__init__(f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}")
+    def __init__(
+        self, reason: str, epochs: Sequence[Epoch] = (), more: str = ""
+    ) -> None:
+        super().__init__(
+            f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}"
+        )
         self.reason = reason
         self.epochs = tuple(epochs)
         self.more = more
@@ -116,7 +120,10 @@ class DivergedError(UserError, FloatingPointError):
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
-        return [*self.epochs, *(Epoch(epoch, *[nan] * 6) for epoch in range(len(self.epochs), n))]
+        return [
+            *self.epochs,
+            *(Epoch(epoch, *[nan] * 6) for epoch in range(len(self.epochs), n)),
+        ]
 
 
 class LoopCallback:
@@ -238,10 +245,14 @@ def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> f
 def _check(run: "TrainingRun", loss: float, position: Position, loss_name: str) -> None:
     """Raise DivergedError if ``loss`` is not finite or too large, and the guard is on."""
     options = run.options
-    limit = options.guard_factor * position.first_loss if loss_name == "training" else inf
+    limit = (
+        options.guard_factor * position.first_loss if loss_name == "training" else inf
+    )
     if options.guard == "off" or (isfinite(loss) and not loss > limit):
         return
-    first_loss_text = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
+    first_loss_text = (
+        f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
+    )
     raise DivergedError(
         f"the {loss_name} loss of epoch {position.epoch} is {loss:.4g}{first_loss_text}, after step"
         f" {position.steps_done}",

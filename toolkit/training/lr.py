@@ -35,7 +35,9 @@ class Constant:
         if not 0 <= self.warmup_epochs < inf:
             raise UserError(f"lr.warmup_epochs is 0 or more: got {self.warmup_epochs}")
         if self.reference_batch is not None and self.reference_batch < 1:
-            raise UserError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
+            raise UserError(
+                f"lr.reference_batch is 1 or more: got {self.reference_batch}"
+            )
 
     def decay(self, epoch: float, epochs: int) -> float:
         """Return the factor at ``epoch`` (fractions count) of ``epochs``, without warm-up."""
@@ -104,7 +106,11 @@ class Rates(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state, without this run's own options."""
-        return {name: value for name, value in super().state_dict().items() if name != "_own"}
+        return {
+            name: value
+            for name, value in super().state_dict().items()
+            if name != "_own"
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the update of ``state_dict``; load the optimizer's state first."""

@@ -49,7 +49,8 @@ def _option_in(reason: str, options: Mapping[str, Any]) -> str | None:
     for words, name in _WORDS_OF_TORCH.items():
         if words in reason and name in options:
             return name
-    for name in sorted(options, key=len, reverse=True):  # momentum_decay before momentum
+    # momentum_decay before momentum.
+    for name in sorted(options, key=len, reverse=True):
         if re.search(rf"\b{re.escape(name)}\b", reason):
             return name
     return None

@@ -90,11 +90,16 @@ class Muon(AdamW):
         self.ns_steps = ns_steps
         for group in self.param_groups:
             group.setdefault("orthogonal", False)
-            if group["orthogonal"] and any(parameter.dim() < 2 for parameter in group["params"]):
-                raise UserError("Muon is for matrices: put vectors into a group for AdamW")
+            if group["orthogonal"] and any(
+                parameter.dim() < 2 for parameter in group["params"]
+            ):
+                raise UserError(
+                    "Muon is for matrices: put vectors into a group for AdamW"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Optimizer.__setstate__(self, state)  # AdamW's expects a step count of every parameter
+        # AdamW's expects a step count of every parameter.
+        Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,7 +114,9 @@ class Muon(AdamW):
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
+                    self._move(
+                        parameter, parameter.grad, group["lr"], group["weight_decay"]
+                    )
                     # Without a gradient, AdamW skips the matrix.
                     gradient_of_matrix[parameter] = parameter.grad
                     parameter.grad = None

@@ -32,7 +32,9 @@ def changed_options(
     names = differing([option_names | earlier_values, option_names | new_values])
     changes = []
     for name in names[:_MAX_NAMED]:
-        changes.append(f"{name}={new_values.get(name)} (was {earlier_values.get(name)})")
+        changes.append(
+            f"{name}={new_values.get(name)} (was {earlier_values.get(name)})"
+        )
     if len(names) > _MAX_NAMED:
         changes.append(f"and {len(names) - _MAX_NAMED} more")
     return ", ".join(changes)

@@ -35,8 +35,12 @@ def beside_prediction(
         UserError: the model runs but cannot be analysed.
     """
     example = form.example(options.batch, "meta")
-    stages = partition(model.to("meta"), measured.schedule.n_stages, example, options.partition)
-    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
+    stages = partition(
+        model.to("meta"), measured.schedule.n_stages, example, options.partition
+    )
+    costs = recomputing(
+        profile(stages, example, precision=options.precision), options.checkpoint
+    )
     timeline = measured.timeline()
     return timeline, predict_calibrated(timeline, measured.schedule, costs)
 
@@ -67,14 +71,17 @@ class Profile:
                 activities.append(profiler.ProfilerActivity.CUDA)
             self._profiler = profiler.profile(
                 activities=activities,
-                schedule=profiler.schedule(wait=0, warmup=WARM_UP, active=n_steps, repeat=1),
+                schedule=profiler.schedule(
+                    wait=0, warmup=WARM_UP, active=n_steps, repeat=1
+                ),
                 on_trace_ready=self._write,
                 acc_events=True,
             )
 
     def __enter__(self) -> "Profile":
         if self._profiler:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes into the progress bar
+            # Or it writes into the progress bar.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._profiler.start()
         return self
 

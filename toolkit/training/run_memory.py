@@ -31,12 +31,18 @@ def predict_peak(run: TrainingRun) -> float:
     with torch.device("meta"):
         model = run.build_model()
     stages = partition(model, run.schedule.n_stages, example, options.partition)
-    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
+    costs = recomputing(
+        profile(stages, example, precision=options.precision), options.checkpoint
+    )
     peak_bytes = _peak_grouped(run, costs)
     if getattr(run.runtime, "order", "grouped") == "scheduled":
         state_bytes = [_STATE * cost.parameter_bytes for cost in costs]
-        peak_bytes = simulate(run.schedule.lower(_STEPS, 1), costs, UNIT, state_bytes).peak_memory()
-    average_bytes = sum(cost.parameter_bytes for cost in costs) if options.ema is not None else 0
+        peak_bytes = simulate(
+            run.schedule.lower(_STEPS, 1), costs, UNIT, state_bytes
+        ).peak_memory()
+    average_bytes = (
+        sum(cost.parameter_bytes for cost in costs) if options.ema is not None else 0
+    )
     return peak_bytes + average_bytes + getattr(run.samples, "device_bytes", 0)
 
 
@@ -75,7 +81,9 @@ def check_fits(n_runs: int, run_bytes: float, free_bytes: float) -> None:
     n_fit = int(free_bytes // process_bytes)
     if n_runs <= n_fit:
         return
-    way_out = f"parallel={n_fit} is the most that fits" if n_fit > 1 else "leave parallel out"
+    way_out = (
+        f"parallel={n_fit} is the most that fits" if n_fit > 1 else "leave parallel out"
+    )
     raise UserError(
         f"parallel={n_runs} needs {size(n_runs * process_bytes)} of the GPU's memory,"
         f" {size(process_bytes)} for each run by prediction, and {size(free_bytes)} are free:"
@@ -103,7 +111,8 @@ class MemoryCheck:
         self._device = run.device
         try:
             self._peaks.append(predict_peak(run))
-        except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
+        except (ValueError, RuntimeError) as error:
+            # What can run cannot always be analysed.
             self._unknown.append(first_line(error))
 
     def notes(self) -> list[str]:

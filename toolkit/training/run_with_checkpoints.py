@@ -97,7 +97,8 @@ def run_with_checkpoints(
     with (signals or Signals()).heard() as signals:
         callback = CheckpointCallback(run, checkpoints, signals, weights)
         if safe_schedule is not None and position.steps_done == 0:
-            callback.save(position)  # to go back to, if the loss diverges before the next one
+            # To go back to, if the loss diverges before the next one.
+            callback.save(position)
         reason = ""
         try:
             epochs = run.run(listeners.on_epoch, listeners.on_step, position, callback)
@@ -168,9 +169,13 @@ def without_delay(schedule: Schedule) -> Schedule:
     schedule = schedule.final
     if schedule.max_staleness == 0:
         return schedule
-    simultaneous = timing.simultaneous(schedule.n_stages, schedule.n_workers, schedule.accumulate)
+    simultaneous = timing.simultaneous(
+        schedule.n_stages, schedule.n_workers, schedule.accumulate
+    )
     try:
-        undelayed = replace(schedule, name="DP", timing=simultaneous, delay=0, chains="in_order")
+        undelayed = replace(
+            schedule, name="DP", timing=simultaneous, delay=0, chains="in_order"
+        )
     except ValueError:
         undelayed = schedule
     if undelayed.n_ranks != schedule.n_ranks or undelayed.max_staleness:
@@ -229,7 +234,9 @@ def _read(
     # Rates of the epochs of both, a quarter of an epoch apart; a cosine's depend on their number.
     quarters = range(4 * min(n_epochs, n_saved_epochs))
     factors = [run.lr.factor(quarter, 4, n_epochs, 1) for quarter in quarters]
-    saved_factors = [run.lr.factor(quarter, 4, n_saved_epochs, 1) for quarter in quarters]
+    saved_factors = [
+        run.lr.factor(quarter, 4, n_saved_epochs, 1) for quarter in quarters
+    ]
     free_options = FREE if factors == saved_factors else INDIFFERENT
     change = changed_options(saved_options, options_to_save(run), free_options)
     if change:
@@ -237,14 +244,18 @@ def _read(
     return state
 
 
-def _load(run: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
+def _load(
+    run: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]
+) -> Position:
     """Load ``state`` into ``run``; return its position."""
     position = state["run"]["position"]
     with _refuse_misfits(checkpoints):
         switching_state = position.get("switching")
         if switching_state and not position.get("rolled_back"):
             if run.switching is None:
-                raise UserError("the run chose its schedules: give its switch.candidates")
+                raise UserError(
+                    "the run chose its schedules: give its switch.candidates"
+                )
             run.switching.resume(switching_state)
         run.runtime.load_state_dict(state["runtime"])
     history = [Epoch(**epoch) for epoch in position["history"]]

@@ -34,7 +34,9 @@ class Signals:
     def heard(self) -> Iterator["Signals"]:
         """Handle the signals, except SIGHUP under nohup; without effect outside the main thread."""
         ignored_signals = (
-            {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+            {signal.SIGHUP}
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            else set()
         )
         try:
             earlier_handlers = {

@@ -95,7 +95,9 @@ class TrainingRun:
             DivergedError: the loss has diverged, and ``options.guard`` is not off.
             UserError: epochs had another number of steps before ``position``.
         """
-        return loop.fit(self, position or Position(), callback or LoopCallback(), on_epoch, on_step)
+        return loop.fit(
+            self, position or Position(), callback or LoopCallback(), on_epoch, on_step
+        )
 
     def run_to_end(self) -> list[Epoch]:
         """Train as :meth:`run` does; if the loss diverges, the remaining epochs are NaN."""
@@ -160,7 +162,9 @@ def prepare(  # noqa: PLR0913 - options, by keyword
         lr=Constant() if lr is None else lr,
         runtime=runtime,
         world=world,
-        recorded_options=asdict(options) if recorded_options is None else recorded_options,
+        recorded_options=asdict(options)
+        if recorded_options is None
+        else recorded_options,
     )
     return _build(arguments)
 
@@ -193,7 +197,8 @@ def _build(arguments: _RunArguments) -> TrainingRun:
     step_options = check_settings(options, arguments.optimizer, arguments.lr)
 
     # 1. The stages. A copy of a module has its weights; a function draws them from the seed.
-    gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
+    # torch.fx ties models of earlier runs to themselves, GPU memory and all.
+    gc.collect()
     torch.manual_seed(options.seed)
     build_model = arguments.model
     if isinstance(arguments.model, nn.Module):
@@ -203,13 +208,17 @@ def _build(arguments: _RunArguments) -> TrainingRun:
 
     # 2. The steps of an epoch, in which phases and learning rates are counted.
     batch_size = options.batch * arguments.schedule.n_microbatches
-    steps_per_epoch = _steps_per_epoch(arguments.samples, batch_size, options.seed, device)
+    steps_per_epoch = _steps_per_epoch(
+        arguments.samples, batch_size, options.seed, device
+    )
     schedule = arguments.schedule.in_steps(steps_per_epoch)
     optimizer_of_one_number = check_optimizer(arguments.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
     def factor(step: int) -> float:
-        return float(arguments.lr.factor(step, steps_per_epoch, options.epochs, batch_size))
+        return float(
+            arguments.lr.factor(step, steps_per_epoch, options.epochs, batch_size)
+        )
 
     # 3. The runtime.
     runtime = _make_runtime(arguments, stages, schedule, step_options, factor)
@@ -230,7 +239,9 @@ def _build(arguments: _RunArguments) -> TrainingRun:
     )
 
 
-def check_settings(options: TrainingOptions, optimizer: MakeOptimizer, lr: Any) -> StepOptions:
+def check_settings(
+    options: TrainingOptions, optimizer: MakeOptimizer, lr: Any
+) -> StepOptions:
     """Check what takes no time to check; return the options that a runtime takes.
 
     Data and models take seconds or minutes to load and to trace, so this is the first check.
@@ -286,16 +297,23 @@ def _make_runtime(
     )
 
 
-def _steps_per_epoch(samples: SampleSet, batch_size: int, seed: int, device: torch.device) -> int:
+def _steps_per_epoch(
+    samples: SampleSet, batch_size: int, seed: int, device: torch.device
+) -> int:
     """Return the training steps of an epoch; UserError if the samples' batches cannot be used."""
     batches = samples.train(batch_size, seed, 0, device)
     _check_method(
-        "data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"
+        "data: train()",
+        batches,
+        "between",
+        "data.Datasets makes of two of torch's Datasets",
     )
     return len(batches)
 
 
-def _cut(model: nn.Module, n_stages: int, form: InputSpec, options: TrainingOptions) -> Stages:
+def _cut(
+    model: nn.Module, n_stages: int, form: InputSpec, options: TrainingOptions
+) -> Stages:
     """Cut the model into stages; raise UserError if it does not fit the samples, or mixes them."""
     # Samples are checked below, once the shape of the output has been.
     example = form.example(options.batch)
@@ -320,7 +338,9 @@ def _check_method(name: str, value: object, method: str, example: str) -> None:
         )
 
 
-def _switching(runtime: Runtime, schedule: Schedule, options: TrainingOptions) -> Switching | None:
+def _switching(
+    runtime: Runtime, schedule: Schedule, options: TrainingOptions
+) -> Switching | None:
     """Return what chooses among the schedules that the options name, if they name any."""
     candidate_of_name = {}
     for candidate_options in options.switch.candidates:
@@ -375,7 +395,9 @@ def pick_device(name: str) -> torch.device:
         reason = first_line(error).partition(". ")[0]
         if len(reason) > 60:  # torch's lists of backends
             reason = "this build of torch has no such device"
-        raise UserError(f"device={name} cannot be used: {reason}; try device=auto") from error
+        raise UserError(
+            f"device={name} cannot be used: {reason}; try device=auto"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
     return device

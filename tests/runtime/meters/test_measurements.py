@@ -31,8 +31,17 @@ def pipeline_records():
         0,
         [
             event(op(0, Action.FORWARD), 10, 12, 0, 5, 100),
-            event(boundary(1, Action.SEND, Buffer.ACTIVATION, 0, 1), 12, 12.25, 40, 5, 100),
-            event(boundary(3, Action.RECV, Buffer.ACTIVATION_GRADIENT, 1, 1), 12.5, 20, 60, 5, 100),
+            event(
+                boundary(1, Action.SEND, Buffer.ACTIVATION, 0, 1), 12, 12.25, 40, 5, 100
+            ),
+            event(
+                boundary(3, Action.RECV, Buffer.ACTIVATION_GRADIENT, 1, 1),
+                12.5,
+                20,
+                60,
+                5,
+                100,
+            ),
             event(op(3, Action.BACKWARD), 20, 23, 0, 0, 100, 50),
             event(op(4, Action.UPDATE), 23, 24, 0, 0, 200, 0),
             event(
@@ -48,11 +57,19 @@ def pipeline_records():
     second = RankRecord(
         1,
         [
-            event(boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0), 10.5, 14, 40, 0, 30),
+            event(
+                boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0), 10.5, 14, 40, 0, 30
+            ),
             event(op(1, Action.FORWARD, 1), 14, 15, 0, 7, 30),
             event(op(2, Action.BACKWARD, 1), 15, 17, 0, 0, 30, 15),
             event(
-                boundary(3, Action.SEND, Buffer.ACTIVATION_GRADIENT, 1, 0), 17, 17.5, 60, 0, 30, 15
+                boundary(3, Action.SEND, Buffer.ACTIVATION_GRADIENT, 1, 0),
+                17,
+                17.5,
+                60,
+                0,
+                30,
+                15,
             ),
             event(op(3, Action.UPDATE, 1), 18, 19, 0, 0, 60, 0),
         ],
@@ -92,8 +109,12 @@ def followed(program):
         record = RankRecord(rank, first_weights=held)
         for time, i in enumerate(order):
             frees = i.action == Action.FREE
-            alive += (i.action == Action.FORWARD) - (frees and i.buffer == Buffer.ACTIVATION)
-            comes = i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
+            alive += (i.action == Action.FORWARD) - (
+                frees and i.buffer == Buffer.ACTIVATION
+            )
+            comes = i.action == Action.RECV or (
+                i.action == Action.BROADCAST and rank != i.peers[0]
+            )
             made = i.action in (Action.UPDATE, Action.PREDICT)
             made |= i.buffer == Buffer.WEIGHTS and comes
             held += made - (frees and i.buffer != Buffer.ACTIVATION)
@@ -116,7 +137,9 @@ def test_ranks_that_follow_the_program_measure_what_it_says(program):
     assert [*sent] + [nothing] * (len(expected) - len(sent)) == [*expected]
     rows = found.by_rank()
     for what in ("messages", "bytes"):
-        ways = [sum(row[f"{what}_{way}"] for row in rows) for way in ("sent", "received")]
+        ways = [
+            sum(row[f"{what}_{way}"] for row in rows) for way in ("sent", "received")
+        ]
         assert ways[0] == pytest.approx(ways[1])
 
 
@@ -146,7 +169,8 @@ def test_a_timeline(pipeline):
     }
     assert len(found.spans) == 10
     sent = next(s for s in found.spans if s.lane == "send" and s.rank == 0)
-    assert sent[5:] == (0, 0, 0, 40, 1, 1)  # stage, micro-batch, step, bytes, peer, slot
+    # stage, micro-batch, step, bytes, peer, slot.
+    assert sent[5:] == (0, 0, 0, 40, 1, 1)
     received = next(s for s in found.spans if s.lane == "receive" and s.rank == 0)
     assert received[5:] == (1, 0, 0, 60, 1, 3)
     assert found.step_ends == (14,)
@@ -184,7 +208,9 @@ def part(stage, action, peer):
 
 
 def reduced(stage, *peers):
-    return Instruction(stage, Action.ALL_REDUCE, stage, None, 0, None, Buffer.GRADIENT, peers)
+    return Instruction(
+        stage, Action.ALL_REDUCE, stage, None, 0, None, Buffer.GRADIENT, peers
+    )
 
 
 BROADCAST = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (1, 0))
@@ -256,7 +282,10 @@ BROADCAST = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (
 def test_when_messages_begin_and_end(ranks):
     """Each instruction, its start and end, and those of its message."""
     records = [
-        RankRecord(rank, [event(op(0, Action.UPDATE), 0, 0), *(event(*of[:3], 8) for of in own)])
+        RankRecord(
+            rank,
+            [event(op(0, Action.UPDATE), 0, 0), *(event(*of[:3], 8) for of in own)],
+        )
         for rank, own in enumerate(ranks)
     ]
     found = Measurements(catalog.cyclic(3, 1), records).timeline().spans
@@ -289,9 +318,15 @@ def test_collectives_begin_when_the_last_rank_has_come():
 def test_steps_end_with_their_last_update():
     """On whichever rank; of two steps that overlap."""
     records = [
-        RankRecord(0, [event(op(k, Action.UPDATE, 0, k), 2 + k, 3 + k) for k in (4, 5)]),
         RankRecord(
-            1, [event(op(k, Action.UPDATE, 1, k), 1 + 9 * (k - 4), 9 * (k - 4) + 2) for k in (4, 5)]
+            0, [event(op(k, Action.UPDATE, 0, k), 2 + k, 3 + k) for k in (4, 5)]
+        ),
+        RankRecord(
+            1,
+            [
+                event(op(k, Action.UPDATE, 1, k), 1 + 9 * (k - 4), 9 * (k - 4) + 2)
+                for k in (4, 5)
+            ],
         ),
     ]
     found = Measurements(PIPELINE, records).timeline()
@@ -299,7 +334,12 @@ def test_steps_end_with_their_last_update():
     assert found.step_time == 4
 
 
-LANES = {Action.PREDICT: "compute", Action.UPDATE: "update", SEND: "send", RECV: "receive"}
+LANES = {
+    Action.PREDICT: "compute",
+    Action.UPDATE: "update",
+    SEND: "send",
+    RECV: "receive",
+}
 
 
 @given(programs())
@@ -316,6 +356,8 @@ def test_every_message_of_a_program_finds_its_other_end(program):
             assert s.lane == LANES.get(i.action, "compute")
         if s.peer is not None:
             pair = (s.rank, s.peer) if s.lane == "send" else (s.peer, s.rank)
-            ends[s.lane].append((pair, s.start, s.end, s.name, s.stage, s.slot, s.bytes))
+            ends[s.lane].append(
+                (pair, s.start, s.end, s.name, s.stage, s.slot, s.bytes)
+            )
     assert sorted(ends["send"]) == sorted(ends["receive"])
     assert len(found.step_ends) == program.n_steps

@@ -50,7 +50,8 @@ def shared(x):
         # Of tanh(x w) b only the hyperbolic tangent counts: the rest is given.
         (scaled_tanh, [torch.ones(2, 3)], [leaf(3, 5)], [torch.ones(5)], 10),
         (scaled_tanh, [leaf(2, 3)], [leaf(3, 5)], [torch.ones(5)], 10),
-        (lambda x, w: x.view(4, 3) @ w.t(), [torch.ones(2, 6)], [leaf(5, 3)], [], 0),  # views
+        # Views.
+        (lambda x, w: x.view(4, 3) @ w.t(), [torch.ones(2, 6)], [leaf(5, 3)], [], 0),
         (shared, [leaf(6)], [], [], 6),  # by itself, twice in a product, and in views
     ],
 )
@@ -69,7 +70,8 @@ BIG = torch.ones(100)
     ("function", "kept"),
     [
         (lambda x: x * BIG[:6], 100),  # a view counts as all that it keeps alive
-        (lambda x: torch.tanh(x.exp().sigmoid()), 3 * 6),  # nodes that keep their own results
+        # Nodes that keep their own results.
+        (lambda x: torch.tanh(x.exp().sigmoid()), 3 * 6),
     ],
 )
 def test_a_graph_that_is_dropped_leaves_nothing(function, kept):
@@ -97,7 +99,8 @@ def test_forwards_add_up_until_their_backwards():
 
 
 @pytest.mark.parametrize(
-    "schedule", [catalog.cyclic(3), catalog.one_f_one_b(3, 4), catalog.zero_bubble(3, 4)]
+    "schedule",
+    [catalog.cyclic(3), catalog.one_f_one_b(3, 4), catalog.zero_bubble(3, 4)],
 )
 def test_a_run_leaves_nothing(monkeypatch, schedule):
     """Every rank's forwards, counted by one meter; every instruction's too."""
@@ -151,7 +154,9 @@ def test_events():
         return 0
 
     steps = {
-        Instruction(0, Action.RECV, 0, version=0, buffer=Buffer.WEIGHTS, peers=(1,)): receive,
+        Instruction(
+            0, Action.RECV, 0, version=0, buffer=Buffer.WEIGHTS, peers=(1,)
+        ): receive,
         Instruction(0, Action.FORWARD, 0, 0, 0, 0): compute,
         Instruction(1, Action.BACKWARD, 0, 0, 0, 0): go_back,
         Instruction(2, Action.FREE, 0, version=0, buffer=Buffer.WEIGHTS): free,
@@ -161,7 +166,8 @@ def test_events():
     events = found.record.events
     assert [event.instruction for event in events] == [*steps]
     assert [event.tick for event in events] == [0, 0, 1, 2]
-    assert [event[4:] for event in events] == [  # moved, activations, weights, gradients
+    # moved, activations, weights, gradients.
+    assert [event[4:] for event in events] == [
         *((80, 0, 80, 0), (0, 40, 80, 0)),
         *((0, 0, 80, 60), (0, 0, 0, 60)),
     ]
@@ -179,11 +185,15 @@ def test_ticks_go_on_from_program_to_program(schedule):
         program = schedule.lower(2, first_step)
         before = len(found.record.events)
         found.begin(rank)
-        for i in reversed(program.ranks[found.record.rank]):  # in whichever order they end
+        # In whichever order they end.
+        for i in reversed(program.ranks[found.record.rank]):
             found.perform(rank, i, lambda i: 0)
         found.finish(program)
         events = found.record.events[before:]
-        assert tuple(event.instruction for event in events) == program.ranks[found.record.rank]
+        assert (
+            tuple(event.instruction for event in events)
+            == program.ranks[found.record.rank]
+        )
         offsets = {event.tick - event.instruction.tick for event in events}
         assert len(offsets) == 1
         slots.append({event.tick // schedule.timing.ticks_per_slot for event in events})

@@ -65,13 +65,20 @@ def fail() -> None:
 say(f"pid {os.getpid()}")
 (folder / os.environ["RANK"]).touch()
 deadline = time.monotonic() + 120
-while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+while (
+    len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"])
+    and time.monotonic() < deadline
+):
     time.sleep(0.02)
 if os.environ.get("MACHINES"):  # as if each rank had its own
     shared_status.machine = lambda: os.environ["RANK"]
 here = world.join(device="cpu", timeout=timeout)
 here.watch.on_failure = lambda message: say(f"reason {here.rank} {message}")
-token, left, right = torch.zeros(1), (here.rank - 1) % here.size, (here.rank + 1) % here.size
+token, left, right = (
+    torch.zeros(1),
+    (here.rank - 1) % here.size,
+    (here.rank + 1) % here.size,
+)
 for step in range(STEP + 3):
     backward = Instruction(0, Action.BACKWARD, here.rank, 0, step)
     here.watch.at(backward, step)

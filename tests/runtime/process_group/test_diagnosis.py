@@ -18,9 +18,15 @@ def find(*ranks, patience=5.0):
     return diagnose(dict(enumerate(ranks)), 0, 10.0, patience)
 
 
-DEAD, SILENT = at("UPDATE", status=RankStatus.DEAD), at("UPDATE", status=RankStatus.SILENT)
+DEAD, SILENT = (
+    at("UPDATE", status=RankStatus.DEAD),
+    at("UPDATE", status=RankStatus.SILENT),
+)
 ENDED, STUCK = at("the end", status=RankStatus.ENDED), at("BACKWARD", seconds=12)
-GATHER, HURT = at("ALL_REDUCE", 0, 1, 2), at("ALL_REDUCE", 0, 1, 2, error="closed by peer")
+GATHER, HURT = (
+    at("ALL_REDUCE", 0, 1, 2),
+    at("ALL_REDUCE", 0, 1, 2, error="closed by peer"),
+)
 EVERYONE = at("ALL_REDUCE", 0, 1, 2, 3, seconds=11)
 SAME_PLACE = at("the gradients", 0, 1, 2, seconds=11)
 LOST = waits(1, error="closed by peer")

@@ -27,7 +27,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: bool(seen))
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
     monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(uuid=seen[gpu.index])
+        "torch.cuda.get_device_properties",
+        lambda gpu: SimpleNamespace(uuid=seen[gpu.index]),
     )
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     return seen
@@ -66,18 +67,30 @@ def test_ranks_share_the_identity_of_their_gpu(monkeypatch):
     with ThreadPoolExecutor() as pool:
         meeting = [pool.submit(world._meet, r, 2, 20.0, f"gpu {r}") for r in range(2)]
     for met in meeting:
-        assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
+        assert [met.result().get(f"came/{rank}") for rank in range(2)] == [
+            b"gpu 0",
+            b"gpu 1",
+        ]
 
 
-WATCH = SimpleNamespace(start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext())
+WATCH = SimpleNamespace(
+    start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext()
+)
 VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 def joined(monkeypatch, gpus, backend, **environment):
     """The world of a process that is alone, and its calls of torch.distributed."""
     gpus[:] = ["gpu 0"]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    others = {
+        name: value for name, value in os.environ.items() if name not in VARIABLES
+    }
     monkeypatch.setattr("os.environ", others | place | environment)
     store, calls = HashStore(), []
     store.set("came/0", "gpu 0")
@@ -107,7 +120,9 @@ def joined(monkeypatch, gpus, backend, **environment):
     ("backend", "made", "gathered"),
     [("auto", ["nccl", ("group", "gloo")], "group of gloo"), ("gloo", ["gloo"], None)],
 )
-def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus, backend, made, gathered):
+def test_objects_do_not_go_through_the_gpus_memory(
+    monkeypatch, gpus, backend, made, gathered
+):
     here, calls = joined(monkeypatch, gpus, backend)
     here.gather("anything")
     assert calls == [here.device, *made, gathered]
@@ -120,7 +135,9 @@ def test_nothing_waits_for_an_early_receive(monkeypatch, gpus, backend, chosen):
     found = []
 
     def available():
-        found.append({name: os.environ[name] for name in VARIABLES if name in os.environ})
+        found.append(
+            {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        )
         return True
 
     monkeypatch.setattr("torch.cuda.is_available", available)
@@ -136,12 +153,16 @@ def test_first_messages_do_not_wait_for_each_other(monkeypatch):
     """All ranks send them in one order, and where these have been sent, nothing more."""
     met, finished = [], []
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: (*ranks,))
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda number, group: met.append(group))
+    monkeypatch.setattr(
+        "torch.distributed.all_reduce", lambda number, group: met.append(group)
+    )
     for call in ("send", "recv"):
         monkeypatch.setattr(
             f"torch.distributed.{call}", lambda number, peer, group: met.append(group)
         )
-    monkeypatch.setattr(World, "finish_computing", lambda self: finished.append(self.rank))
+    monkeypatch.setattr(
+        World, "finish_computing", lambda self: finished.append(self.rank)
+    )
     order = [(0, 1), PAIRS[0], *(ranks for _, ranks in GROUPS[1:]), *PAIRS[1:]]
     for rank in range(3):
         met.clear()
@@ -169,7 +190,12 @@ def test_a_store_that_stops_to_answer_is_named(monkeypatch, capsys):
     def silent(watch):
         raise DistStoreError("wait timeout after 3000ms, keys: /watch/process/1\nmore")
 
-    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    place = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(Watch, "start", silent)

@@ -61,10 +61,17 @@ def test_ranks_meet_report_print_and_return(monkeypatch, capfd):
 
     monkeypatch.setenv("ADDED", "yes")
     results = launch(function, 2, 1, second=2, on_report=heard)
-    last = [0, 1], [2.0, 1.0], (os.environ["OMP_NUM_THREADS"], "yes"), {"MainThread", "parent"}
+    last = (
+        [0, 1],
+        [2.0, 1.0],
+        (os.environ["OMP_NUM_THREADS"], "yes"),
+        {"MainThread", "parent"},
+    )
     assert results == [(13, rank, *last) for rank in range(2)]
     for rank in range(2):
-        assert [r for r in reports if r[0] == rank] == [(rank, n, rank) for n in range(3)]
+        assert [r for r in reports if r[0] == rank] == [
+            (rank, n, rank) for n in range(3)
+        ]
     printed = capfd.readouterr()
     assert printed.out.splitlines() == ["to the output"] * 400
     assert printed.err.splitlines().count("an error") == 2
@@ -137,7 +144,10 @@ def test_ranks_that_do_not_start_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("fail", "match"),
     [
-        (lambda watch: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 .* rank 0 waited for it"),
+        (
+            lambda watch: os.kill(os.getpid(), signal.SIGKILL),
+            r"^rank 1 .* rank 0 waited for it",
+        ),
         (lambda watch: watch.fail("batch=7 cannot be divided"), "batch=7"),
     ],
 )
@@ -218,7 +228,9 @@ def test_the_end_of_the_parent_leaves_no_process(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.kill()

@@ -115,7 +115,9 @@ def test_hosts_join_after_strangers_of_every_kind():
 
 def test_ranks_of_ray_start_though_strangers_call(monkeypatch):
     ray = FakeRay()
-    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **options: None)
+    strategies = SimpleNamespace(
+        NodeAffinitySchedulingStrategy=lambda *_, **options: None
+    )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util", ray.util)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)

@@ -16,7 +16,12 @@ from torch.distributed import TCPStore
 from tests import warm_python
 from tests.ports import free_port
 from tests.thorough import more, thorough
-from toolkit.runtime.process_group.shared_status import Process, RankStatus, Record, SharedStatus
+from toolkit.runtime.process_group.shared_status import (
+    Process,
+    RankStatus,
+    Record,
+    SharedStatus,
+)
 from toolkit.runtime.process_group.watch import (
     _GRACE,
     EXIT_FAILED,
@@ -35,7 +40,13 @@ class Job:
     """A ring of ranks, started by ``torchrun`` or a process each."""
 
     def __init__(
-        self, tmp_path: Path, fault: str, *, faulty: int = 1, size: int = 3, machines: bool = False
+        self,
+        tmp_path: Path,
+        fault: str,
+        *,
+        faulty: int = 1,
+        size: int = 3,
+        machines: bool = False,
     ) -> None:
         self.path = tmp_path / "output"
         self.folder = tmp_path / "ready"
@@ -53,17 +64,25 @@ class Job:
         """Some ranks, that meet at a store of this process unless another ``port`` is given."""
         agent = {}
         if port is None:
-            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self.store = TCPStore(
+                "localhost", 0, is_master=True, wait_for_workers=False
+            )
             port, agent = self.store.port, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for absent in {*range(self.size)} - {*ranks}:
             (self.folder / str(absent)).touch()
         for rank in ranks:
             place = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
-            self._start(warm_python.Popen, [], MASTER_ADDR="localhost", **agent, **place)
+            self._start(
+                warm_python.Popen, [], MASTER_ADDR="localhost", **agent, **place
+            )
         return self
 
-    def _start(self, start: Callable, options: list[str], **environment: object) -> None:
-        environment |= {"OMP_NUM_THREADS": 1} | ({"MACHINES": 1} if self.machines else {})
+    def _start(
+        self, start: Callable, options: list[str], **environment: object
+    ) -> None:
+        environment |= {"OMP_NUM_THREADS": 1} | (
+            {"MACHINES": 1} if self.machines else {}
+        )
         env = os.environ | {name: str(value) for name, value in environment.items()}
         with self.path.open("a") as output:
             command = [sys.executable, *options, *self.arguments]
@@ -100,14 +119,18 @@ LEFT = EXIT_FAILED
 
 @pytest.mark.parametrize(
     ("fault", "named"),
-    more([("kill", "has died")], [("kill", "has died"), ("stop", "has stalled: for 3 s")]),
+    more(
+        [("kill", "has died")], [("kill", "has died"), ("stop", "has stalled: for 3 s")]
+    ),
 )
 def test_a_fault_ends_the_job_of_torchrun(tmp_path, fault, named):
     job = Job(tmp_path, fault).torchrun()
     message = job.end()
     places = rf"{PLACE}; rank \d .* in step 30\d at "
     assert re.match(f"rank 1 {named} .*{places}", message), message
-    reported = dict(re.findall(r"^reason (\d) (.*)", job.path.read_text(), re.MULTILINE))
+    reported = dict(
+        re.findall(r"^reason (\d) (.*)", job.path.read_text(), re.MULTILINE)
+    )
     assert reported == {"0": message, "2": message}
 
 
@@ -147,7 +170,9 @@ def test_a_launcher_that_is_killed_is_named(tmp_path):
         ),
     ],
 )
-def test_a_fault_ends_the_job_without_torchrun(tmp_path, fault, options, message, statuses):
+def test_a_fault_ends_the_job_without_torchrun(
+    tmp_path, fault, options, message, statuses
+):
     port = free_port() if "faulty" in options else None
     job = Job(tmp_path, fault, **options).ranks(0, 1, 2, port=port)
     assert re.match(message, job.end())
@@ -243,7 +268,10 @@ def test_other_errors_are_the_users():
     here = watch()
     with pytest.raises(RuntimeError, match=r"^shapes$"), here.waiting("FORWARD", []):
         raise RuntimeError("shapes")
-    with pytest.raises(torch.OutOfMemoryError), here.waiting("the gradients of all ranks", [1]):
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        here.waiting("the gradients of all ranks", [1]),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
@@ -262,7 +290,11 @@ here.fail("the mistake")
 """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-c", program]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     ranks = [
         subprocess.Popen([*command, str(rank), str(store.port)], text=True, **pipes)
         for rank in range(2)
@@ -285,7 +317,9 @@ with here.waiting("a sum", [1]):
     [
         # As when nobody reads standard error any more.
         (EXIT_FAILED, "module.announce = broken; here.fail('no reason')"),
-        *more([], [(EXIT_FAILED, "module.Watch._end = broken; here.fail('no reason')")]),
+        *more(
+            [], [(EXIT_FAILED, "module.Watch._end = broken; here.fail('no reason')")]
+        ),
         (128 + signal.SIGTERM, BLOCKED.format("SIGTERM")),
         *more([], [(128 + signal.SIGINT, BLOCKED.format("SIGINT"))]),
     ],
@@ -313,7 +347,9 @@ def test_stop_gives_the_signals_back(handler):
     here = watch()
     try:
         here.start()
-        assert (signal.getsignal(signal.SIGTERM) == handler) == (handler == signal.SIG_IGN)
+        assert (signal.getsignal(signal.SIGTERM) == handler) == (
+            handler == signal.SIG_IGN
+        )
         here.stop()
         assert signal.getsignal(signal.SIGTERM) == handler
         assert signal.set_wakeup_fd(-1) == -1

@@ -6,20 +6,37 @@ from typing import Any
 import ipywidgets as ui
 
 from toolkit.figures.explorer.inspection import AFFORDABLE, FASTEST, MAX_DRAWN
-from toolkit.schedule import CHAINS, CORRECTIONS, FRESHEST, PLACEMENTS, STATES, ScheduleSpec
+from toolkit.schedule import (
+    CHAINS,
+    CORRECTIONS,
+    FRESHEST,
+    PLACEMENTS,
+    STATES,
+    ScheduleSpec,
+)
 from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.plain_options import RANK_ORDERS, options_of
 
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
 _EACH = "each worker"  # a group: a control cannot hold None
 _NOT_GIVEN = (_EACH, FASTEST)  # None in a spec
-_OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values on offer
-    "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST, AFFORDABLE)),
+# What it is, and the values on offer.
+_OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {
+    "delay": (
+        "training steps by which weights are late",
+        (0, 1, 2, 3, FRESHEST, AFFORDABLE),
+    ),
     "correction": ("what is done about late weights", CORRECTIONS),
     "placement": ("the rank of each op", PLACEMENTS),
-    "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
+    "state": (
+        "whether parameters, gradients and optimizer state have one owner",
+        STATES,
+    ),
     "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * MAX_DRAWN + 1)),
-    "accumulate": ("micro-batches of a worker, one after another", range(1, MAX_DRAWN + 1)),
+    "accumulate": (
+        "micro-batches of a worker, one after another",
+        range(1, MAX_DRAWN + 1),
+    ),
     "chains": ("order of the ranks that sum a gradient", (FASTEST, *CHAINS)),
     "groups": ("of workers that start together", (_EACH, *range(1, MAX_DRAWN))),
 }
@@ -32,7 +49,9 @@ class Column(ui.VBox):
         tooltip = "a choice of conf/schedule, or rank orders of your own"
         names = [(method.label, name) for name, method in METHODS.items()]
         names.append((RANK_ORDERS, RANK_ORDERS))
-        self.schedule = field(ui.Dropdown, "schedule", tooltip, options=names, value=spec.method)
+        self.schedule = field(
+            ui.Dropdown, "schedule", tooltip, options=names, value=spec.method
+        )
         self.options = {}
         for name, (tooltip, _) in _OPTIONS.items():
             self.options[name] = field(ui.Dropdown, name, tooltip)
@@ -45,7 +64,9 @@ class Column(ui.VBox):
             rows=4,
         )
         grid = in_columns(self.schedule, *self.options.values(), min_width="260px")
-        super().__init__([grid, self.orders], layout={"flex": "1 1 0", "min_width": "0"})
+        super().__init__(
+            [grid, self.orders], layout={"flex": "1 1 0", "min_width": "0"}
+        )
         self.add_class("cdp-column")
         self.offer(spec)
 
@@ -78,18 +99,27 @@ class Column(ui.VBox):
             value = self.options[name].value
             options[name] = None if value in _NOT_GIVEN else value
         if method == RANK_ORDERS:
-            return ScheduleSpec(RANK_ORDERS, orders=lines_of(self.orders.value), **options)
+            return ScheduleSpec(
+                RANK_ORDERS, orders=lines_of(self.orders.value), **options
+            )
         return ScheduleSpec(method, stages, microbatches, **options)
 
 
 def slider(name: str, value: int, maximum: int) -> Any:
     """Return a labelled slider from 1 on."""
     return field(
-        ui.IntSlider, name, value=value, min=1, max=max(maximum, value), continuous_update=False
+        ui.IntSlider,
+        name,
+        value=value,
+        min=1,
+        max=max(maximum, value),
+        continuous_update=False,
     )
 
 
-def field(kind: Callable[..., Any], name: str, tooltip: str | None = None, **options: Any) -> Any:
+def field(
+    kind: Callable[..., Any], name: str, tooltip: str | None = None, **options: Any
+) -> Any:
     """Return a labelled control as wide as its place."""
     appearance = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
     return kind(description=name, tooltip=tooltip, **appearance, **options)
@@ -98,7 +128,9 @@ def field(kind: Callable[..., Any], name: str, tooltip: str | None = None, **opt
 def in_columns(*widgets: ui.Widget, min_width: str) -> ui.GridBox:
     """Return a grid with as many equal columns as fit, each at least ``min_width`` wide."""
     columns = f"repeat(auto-fit, minmax({min_width}, 1fr))"
-    return ui.GridBox(widgets, layout={"grid_template_columns": columns, "width": "100%"})
+    return ui.GridBox(
+        widgets, layout={"grid_template_columns": columns, "width": "100%"}
+    )
 
 
 def show(widget: ui.DOMWidget, visible: bool) -> None:

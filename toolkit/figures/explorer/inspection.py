@@ -48,9 +48,15 @@ FASTEST = "fastest"
 BATCH = 32  # images of a micro-batch, unless chosen
 _NOTHING = 2**20  # bytes: less is no saving
 # Units of the key numbers, and what these count.
-_ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
+_ALIVE = (
+    "micro-batches",
+    "in the steady state; 1 is all that a micro-batch keeps of the model",
+)
 _HELD = "simulated; without the optimizer's state"
-_SENT = "stage-parameters", "weights and gradients that all ranks send, in the steady state"
+_SENT = (
+    "stage-parameters",
+    "weights and gradients that all ranks send, in the steady state",
+)
 _WEIGHTS = "models", "held at once: all versions, and what is predicted from them"
 _STALENESS = "steps", "training steps by which the weights read are late"
 _IDLE = "of all ranks' time, simulated"
@@ -169,7 +175,10 @@ def fullest_rank(timeline: Timeline) -> float:
 
 
 def verdict(
-    first: tuple[Analysis, Timeline], second: tuple[Analysis, Timeline], *, in_slots: bool
+    first: tuple[Analysis, Timeline],
+    second: tuple[Analysis, Timeline],
+    *,
+    in_slots: bool,
 ) -> str:
     """Return what the first schedule gains and costs compared with the second, as a sentence."""
     first_analysis, first_timeline = first
@@ -183,7 +192,9 @@ def verdict(
     else:
         statements.append(f"a step takes {ratio:.3g} times as long")
     if first_schedule.n_ranks != second_schedule.n_ranks:
-        statements.append(f"{first_schedule.n_ranks} ranks instead of {second_schedule.n_ranks}")
+        statements.append(
+            f"{first_schedule.n_ranks} ranks instead of {second_schedule.n_ranks}"
+        )
     if in_slots:
         statements.append(
             f"{first_analysis.peak:.4g} micro-batches' activations instead of"
@@ -196,7 +207,9 @@ def verdict(
         statements.append(f"{_saving(saved_in_all)} on all ranks together")
     if first_schedule.max_staleness:
         steps = count(first_schedule.max_staleness, "step")
-        statements.append(f"{first_analysis.late:.0%} of ops read weights up to {steps} late")
+        statements.append(
+            f"{first_analysis.late:.0%} of ops read weights up to {steps} late"
+        )
     else:
         statements.append("all weights are fresh")
     return f"{first_schedule.name} compared with {second_schedule.name}: {'; '.join(statements)}."
@@ -235,7 +248,10 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
     total_microbatches = whole(microbatches, "microbatches", 1)
     if accumulate is not None:
         total_microbatches *= whole(accumulate, "accumulate", 1)
-    sizes = {"stages": whole(stages, "stages", 1), "microbatches x accumulate": total_microbatches}
+    sizes = {
+        "stages": whole(stages, "stages", 1),
+        "microbatches x accumulate": total_microbatches,
+    }
     for name, value in sizes.items():
         if value > MAX_DRAWN:
             raise UserError(f"{name} is at most {MAX_DRAWN} in a drawing: got {value}")
@@ -250,7 +266,11 @@ def analyse(spec: ScheduleSpec, n_steps: int) -> Analysis:
 
 @lru_cache(maxsize=256)
 def settled(
-    spec: ScheduleSpec, free_chains: bool, cut: str, costs_of: CostsOf, hardware: Hardware
+    spec: ScheduleSpec,
+    free_chains: bool,
+    cut: str,
+    costs_of: CostsOf,
+    hardware: Hardware,
 ) -> tuple[ScheduleSpec, Form | None]:
     """Return a spec with plain values for what depends on costs, and the form that has them.
 
@@ -301,7 +321,9 @@ def ddp_seconds(
     """
     if n_ranks == 1 or n_microbatches % n_ranks:
         return None
-    job = DataParallelJob(costs_of, hardware, n_ranks, accumulate=n_microbatches // n_ranks)
+    job = DataParallelJob(
+        costs_of, hardware, n_ranks, accumulate=n_microbatches // n_ranks
+    )
     return job.form().seconds
 
 
@@ -322,7 +344,8 @@ def waits(program: Program) -> dict[Instruction, list[Instruction]]:
     the update that makes its weights.
     """
     instruction_of_op: dict[tuple[Op, int | None], Instruction] = {}
-    last_backward: dict[tuple[int, int | None], Instruction] = {}  # of a stage in a step
+    # Of a stage in a step.
+    last_backward: dict[tuple[int, int | None], Instruction] = {}
     for rank in program.ranks:
         for instruction in rank:
             if instruction.action.computes:
@@ -339,7 +362,9 @@ def waits(program: Program) -> dict[Instruction, list[Instruction]]:
             if not instruction.action.computes:
                 continue
             inputs = dependencies(instruction.op, ops_of_program, n_stages)
-            predecessors = [instruction_of_op.get((op, instruction.step)) for op in inputs]
+            predecessors = [
+                instruction_of_op.get((op, instruction.step)) for op in inputs
+            ]
             update_step = (instruction.version or 0) - 1
             predecessors.append(last_backward.get((instruction.stage, update_step)))
             if has_own_rank:
@@ -364,12 +389,20 @@ def texts(program: Program) -> dict[Instruction, str]:
             if not instruction.action.computes:
                 continue
             staleness = (instruction.step or 0) - (instruction.version or 0)
-            version_text = f"{count(staleness, 'step')} late" if staleness else "the newest"
-            awaited = [_words(instructions[position]) for position in needed_positions[index]]
+            version_text = (
+                f"{count(staleness, 'step')} late" if staleness else "the newest"
+            )
+            awaited = [
+                _words(instructions[position]) for position in needed_positions[index]
+            ]
             if previous and not program.schedule.layout.one_device:
                 awaited.append(previous)
             releases = [user for user in users[index] if user.action == Action.FREE]
-            freed_here = [_words(user) for user in releases if user.tick == instruction.tick + slot]
+            freed_here = [
+                _words(user)
+                for user in releases
+                if user.tick == instruction.tick + slot
+            ]
             previous = _words(instruction)
             lines = [
                 f"{previous}: {instruction.action.label} of stage {instruction.stage}"
@@ -382,7 +415,9 @@ def texts(program: Program) -> dict[Instruction, str]:
             if instruction.action == Action.FORWARD:
                 for user in releases:
                     if user.buffer == Buffer.ACTIVATION:
-                        lines.append(f"keeps its activations until slot {user.tick / slot:.4g}")
+                        lines.append(
+                            f"keeps its activations until slot {user.tick / slot:.4g}"
+                        )
             text_of_op[instruction] = "\n".join(lines)
     return text_of_op
 

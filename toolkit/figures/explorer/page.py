@@ -10,7 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from toolkit.cost import Timeline
 from toolkit.figures.explorer.inspection import Analysis, texts, waits
-from toolkit.figures.explorer.picture import Curve, Picture, Placed, in_seconds, in_slots
+from toolkit.figures.explorer.picture import (
+    Curve,
+    Picture,
+    Placed,
+    in_seconds,
+    in_slots,
+)
 from toolkit.schedule import Instruction
 from toolkit.schedule.grid import rows
 
@@ -25,7 +31,9 @@ _CURVE = 62.0  # of the largest value in a chart
 
 def _macros() -> Any:
     files = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     environment.undefined = StrictUndefined  # an attribute that is gone raises
     environment.filters["px"] = "{:g}".format
     return environment.get_template("explorer.html").module
@@ -77,7 +85,9 @@ def _median_cell(picture: Picture) -> float:
     return median(placed.end - placed.start for placed in picture.cells)
 
 
-def pictures_of(results: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool) -> list[Picture]:
+def pictures_of(
+    results: Sequence[tuple[Analysis, Timeline]], *, by_slots: bool
+) -> list[Picture]:
     """Return the pictures of schedules, over slots or over seconds."""
     if by_slots:
         return [in_slots(analysis) for analysis, _ in results]
@@ -103,7 +113,9 @@ def draw(picture: Picture, frame: Frame) -> str:
     awaited_numbers = {}
     for instruction, awaited_ops in waits(picture.program).items():
         drawn_ops = [awaited for awaited in awaited_ops if awaited in numbers]
-        awaited_numbers[instruction] = " ".join(str(numbers[awaited]) for awaited in drawn_ops)
+        awaited_numbers[instruction] = " ".join(
+            str(numbers[awaited]) for awaited in drawn_ops
+        )
     reasons = picture.reasons()
     hover = {
         instruction: f"{text}\n{reasons.get(instruction, '')}".strip()

@@ -71,7 +71,9 @@ class Picture:
     def step_starts(self) -> list[float]:
         """Return when each drawn training step except the first begins on the first rank."""
         n_steps = len(self.analysis.drawn.steps)
-        step_length = self.analysis.schedule.period if self.in_slots else self.end / n_steps
+        step_length = (
+            self.analysis.schedule.period if self.in_slots else self.end / n_steps
+        )
         return [index * float(step_length) for index in range(1, n_steps)]
 
     def reasons(self) -> dict[Instruction, str]:
@@ -117,7 +119,9 @@ class Picture:
             yield (multiple * spacing + offset) * unit, f"{multiple * spacing:g}"
 
 
-def _reason(instruction: Instruction, last: Instruction, rank_of: Mapping[Instruction, int]) -> str:
+def _reason(
+    instruction: Instruction, last: Instruction, rank_of: Mapping[Instruction, int]
+) -> str:
     """Return why ``instruction`` cannot start before ``last`` has ended."""
     name = f"{last.op} of step {last.step}"
     if (last.microbatch, last.step) == (instruction.microbatch, instruction.step):
@@ -143,7 +147,9 @@ def _round_up(spacing: float) -> float:
 @lru_cache(maxsize=16)
 def in_slots(analysis: Analysis) -> Picture:
     """Return the picture of a program by slots, its memory in micro-batches."""
-    placed_ops = [Placed(cell.slot, cell.slot + 1, *cell[1:]) for cell in cells(analysis.drawn)]
+    placed_ops = [
+        Placed(cell.slot, cell.slot + 1, *cell[1:]) for cell in cells(analysis.drawn)
+    ]
     memory_label = f"peak {analysis.peak:.4g} micro-batches"
     traffic_label = f"most {analysis.most_sent:.4g} stage-parameters a slot"
     activations = [*enumerate(analysis.activations)]
@@ -206,7 +212,9 @@ def _steady_window(timeline: Timeline, n_steps: int) -> _Window:
     """Return the window of ``n_steps`` steps from the first op of a steady one on."""
     first_step = timeline.steady.start if timeline.steady else 0
     starts = [
-        span.start for span in timeline.spans if span.lane == COMPUTE and span.step == first_step
+        span.start
+        for span in timeline.spans
+        if span.lane == COMPUTE and span.step == first_step
     ]
     return _Window(min(starts), n_steps * timeline.step_time)
 
@@ -214,7 +222,9 @@ def _steady_window(timeline: Timeline, n_steps: int) -> _Window:
 def _placed_in(window: _Window, program: Program, timeline: Timeline) -> list[Placed]:
     """Return the ops that run in the window, those that reach beyond it cut."""
     span_of_op = {
-        (span.rank, span.name, span.step): span for span in timeline.spans if span.lane == COMPUTE
+        (span.rank, span.name, span.step): span
+        for span in timeline.spans
+        if span.lane == COMPUTE
     }
     cell_of_instruction = {cell.instruction: cell for cell in cells(program)}
     placed_ops = []
@@ -226,7 +236,9 @@ def _placed_in(window: _Window, program: Program, timeline: Timeline) -> list[Pl
                 end = min(window.length, span.end - window.start)
                 if start < end:
                     cell = cell_of_instruction[instruction]
-                    placed_ops.append(Placed(start, end, cell.row, cell.stale, instruction))
+                    placed_ops.append(
+                        Placed(start, end, cell.row, cell.stale, instruction)
+                    )
     return placed_ops
 
 

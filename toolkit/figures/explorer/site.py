@@ -57,7 +57,8 @@ def site_page(
                 continue
             group = _Group(size, setting)
             compressed[f"{size}/{setting}"] = {
-                name: _packed(text) for name, text in group.texts(first, compared_methods)
+                name: _packed(text)
+                for name, text in group.texts(first, compared_methods)
             }
     fields = {
         "schedule": [first, *(name for name in METHODS if name != first)],
@@ -68,7 +69,9 @@ def site_page(
     view = HTML.side_by_side(["", ""], "")
     titles = {name: method.label for name, method in METHODS.items()}
     titles |= {setting: _title(setting) for setting in settings}
-    return HTML.document("Explorer", HTML.site(fields, titles, json.dumps(compressed), view))
+    return HTML.document(
+        "Explorer", HTML.site(fields, titles, json.dumps(compressed), view)
+    )
 
 
 def _title(setting: str) -> str:
@@ -90,7 +93,9 @@ class _Group:
         self.refusals: dict[str, UserError] = {}
         for name in METHODS:
             try:
-                self.results[name] = self._result(ScheduleSpec(name, size, size), model, hardware)
+                self.results[name] = self._result(
+                    ScheduleSpec(name, size, size), model, hardware
+                )
             except UserError as error:
                 self.refusals[name] = error
 
@@ -100,16 +105,22 @@ class _Group:
         """Analyse and simulate a schedule in its fastest form."""
         if self.is_uniform:
             analysis = analyse(spec, _STEPS)
-            return analysis, predict(analysis, unit_costs(analysis.schedule.n_stages), hardware)
+            return analysis, predict(
+                analysis, unit_costs(analysis.schedule.n_stages), hardware
+            )
         costs_of = model_costs(model)
         spec, form = settled(spec, True, FASTEST, costs_of, hardware)
         assert form is not None  # the machine is a real one
         schedule = form.schedule
-        seconds = ddp_seconds(costs_of, hardware, schedule.n_ranks, schedule.n_microbatches)
+        seconds = ddp_seconds(
+            costs_of, hardware, schedule.n_ranks, schedule.n_microbatches
+        )
         analysis = replace(analyse(spec, _STEPS), form=form, ddp_seconds=seconds)
         return analysis, form.timeline
 
-    def texts(self, first: str, compared_methods: Sequence[str]) -> Iterator[tuple[str, str]]:
+    def texts(
+        self, first: str, compared_methods: Sequence[str]
+    ) -> Iterator[tuple[str, str]]:
         """Yield panes by method, and verdicts by two methods."""
         for name, error in self.refusals.items():
             yield name, HTML.impossible(error, "")
@@ -124,11 +135,17 @@ class _Group:
             frame = common_frame._replace(
                 end=picture.end, scale=default_frame.scale, cell=default_frame.cell
             )
-            yield name, pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec)
+            yield (
+                name,
+                pane(analysis, timeline, picture, frame) + HTML.lines(analysis.spec),
+            )
             for compared_method in compared_methods:
                 if compared_method in self.results and compared_method != name:
                     pair = self.results[name], self.results[compared_method]
-                    yield f"{name} {compared_method}", verdict(*pair, in_slots=self.is_uniform)
+                    yield (
+                        f"{name} {compared_method}",
+                        verdict(*pair, in_slots=self.is_uniform),
+                    )
 
 
 def _packed(text: str) -> str:

@@ -13,7 +13,14 @@ from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
 from toolkit.cost.hardware import check_hardware, presets
 from toolkit.cost.worker_forms import CostsOf
 from toolkit.errors import UserError, check_choice
-from toolkit.figures.explorer.controls import Column, field, in_columns, lines_of, show, slider
+from toolkit.figures.explorer.controls import (
+    Column,
+    field,
+    in_columns,
+    lines_of,
+    show,
+    slider,
+)
 from toolkit.figures.explorer.inspection import (
     AFFORDABLE,
     BATCH,
@@ -82,7 +89,9 @@ class Explorer(ui.VBox):
         **options: Any,
     ) -> None:
         if n_steps not in range(1, _MOST_STEPS + 1):
-            raise UserError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
+            raise UserError(
+                f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}"
+            )
         first = _chosen(schedule, stages, microbatches, options)
         second = _chosen(compare or "dp", first.stages, first.microbatches, {})
         if (first.stages, first.microbatches) != (second.stages, second.microbatches):
@@ -97,7 +106,8 @@ class Explorer(ui.VBox):
         self._machines = _machines(hardware)
         self._drawn = ["", ""]  # the last pane of each column that was possible
         self._is_switching = False  # while a column's options change together
-        self._results: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
+        # What is shown and possible.
+        self._results: list[tuple[Analysis, Timeline]] = []
 
         self.n_steps = slider("steps drawn", n_steps, _MOST_STEPS)
         self.compare = ui.ToggleButton(
@@ -112,7 +122,9 @@ class Explorer(ui.VBox):
             self.columns[0].options["chains"].value = schedule.chains
         self.view = ui.HTML()
         self.folder = field(ui.Text, "export to", value=".", continuous_update=False)
-        self.buttons = [ui.Button(description=label, icon="download") for label in EXPORTS.values()]
+        self.buttons = [
+            ui.Button(description=label, icon="download") for label in EXPORTS.values()
+        ]
         self.status = ui.HTML()
         self.shared = (
             self.stages,
@@ -137,7 +149,9 @@ class Explorer(ui.VBox):
         self._observe()
         self._redraw()
 
-    def _make_size_and_cost_controls(self, first: ScheduleSpec, hardware: Hardware | None) -> None:
+    def _make_size_and_cost_controls(
+        self, first: ScheduleSpec, hardware: Hardware | None
+    ) -> None:
         """Make the controls of sizes, of the costs of stages, and of the machine."""
         self.stages = slider("stages", first.stages, _STAGES)
         self.microbatches = slider("micro-batches", first.microbatches, _STAGES)
@@ -159,7 +173,9 @@ class Explorer(ui.VBox):
             control.observe(self._redraw, "value")
         for column in self.columns:
             # The default binds this column: without it, all would switch the last one.
-            column.schedule.observe(lambda _, column=column: self._switch(column), "value")
+            column.schedule.observe(
+                lambda _, column=column: self._switch(column), "value"
+            )
             for control in (*column.options.values(), column.orders):
                 control.observe(self._redraw, "value")
         for kind, button in zip(EXPORTS, self.buttons, strict=True):
@@ -169,7 +185,10 @@ class Explorer(ui.VBox):
     def specs(self) -> list[ScheduleSpec]:
         """The schedules that are shown, as plain values."""
         shown_columns = self.columns[: 1 + self.compare.value]
-        return [column.spec(self.stages.value, self.microbatches.value) for column in shown_columns]
+        return [
+            column.spec(self.stages.value, self.microbatches.value)
+            for column in shown_columns
+        ]
 
     def to_html(self) -> str:
         """Return a page with what is shown; it needs no network, server or kernel.
@@ -182,7 +201,9 @@ class Explorer(ui.VBox):
 
     def _check(self) -> None:
         if len(self._results) < len(self.specs):
-            raise UserError("nothing is exported while a schedule is impossible: change it first")
+            raise UserError(
+                "nothing is exported while a schedule is impossible: change it first"
+            )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, and a page for viewers that cannot show widgets."""
@@ -213,7 +234,9 @@ class Explorer(ui.VBox):
             names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
         ending = {"csv": ".csv", "trace": ".trace.json"}[kind]
         paths = [folder / f"{name}{ending}" for name in names]
-        for path, schedule, (_, timeline) in zip(paths, drawn, self._results, strict=True):
+        for path, schedule, (_, timeline) in zip(
+            paths, drawn, self._results, strict=True
+        ):
             if kind == "trace":
                 timeline.to_chrome_trace(path)
                 continue
@@ -225,7 +248,9 @@ class Explorer(ui.VBox):
 
     def _export(self, kind: str) -> None:
         try:
-            message = "written: " + ", ".join(str(path.resolve()) for path in self.export(kind))
+            message = "written: " + ", ".join(
+                str(path.resolve()) for path in self.export(kind)
+            )
         except (ValueError, OSError) as error:
             message = str(error)
         self.status.value = f'<span role="status">{escape(message)}</span>'
@@ -252,7 +277,8 @@ class Explorer(ui.VBox):
         show(self.columns[1], self.compare.value)
         for control in (self.batch, self.partition):
             show(control, self.costs.value in ANALYSED)
-        if self.costs.value in ANALYSED:  # seconds, at first: no figure of other costs meanwhile
+        # seconds, at first: no figure of other costs meanwhile.
+        if self.costs.value in ANALYSED:
             sentence = f"analysing {self.costs.value} in {self.stages.value} stages ..."
             self.view.value = HTML.working(sentence, self.view.value)
         specs = self.specs
@@ -261,7 +287,9 @@ class Explorer(ui.VBox):
         with collector_paused():
             for column, spec in enumerate(specs):
                 try:
-                    results[column] = self._analyse(spec, self.columns[column].free_chains)
+                    results[column] = self._analyse(
+                        spec, self.columns[column].free_chains
+                    )
                 except ValueError as error:
                     panes[column] = HTML.impossible(error, self._drawn[column])
             self._results = [*results.values()]
@@ -277,7 +305,9 @@ class Explorer(ui.VBox):
             sentence = verdict(*self._results, in_slots=is_uniform)
         self.view.value = HTML.side_by_side(panes, sentence)
 
-    def _analyse(self, spec: ScheduleSpec, free_chains: bool) -> tuple[Analysis, Timeline]:
+    def _analyse(
+        self, spec: ScheduleSpec, free_chains: bool
+    ) -> tuple[Analysis, Timeline]:
         """Analyse and simulate a schedule with the costs and on the machine that are chosen."""
         machine = self._machines[self.hardware.value]
         has_model = self.costs.value in ANALYSED
@@ -294,7 +324,9 @@ class Explorer(ui.VBox):
             analysis = replace(analysis, form=form, ddp_seconds=seconds)
         if form is not None:
             return analysis, form.timeline
-        return analysis, predict(analysis, costs_of(schedule.n_stages, MEASURES[0]), machine)
+        return analysis, predict(
+            analysis, costs_of(schedule.n_stages, MEASURES[0]), machine
+        )
 
 
 def _of_any_cut(costs: Costs | Callable[[int], Costs]) -> CostsOf:
@@ -321,13 +353,19 @@ def _chosen(
     if isinstance(schedule, str):
         orders = options.get("orders", ())
         orders = lines_of(orders) if isinstance(orders, str) else tuple(orders)
-        spec = ScheduleSpec(schedule, stages, microbatches, **{**options, "orders": orders})
+        spec = ScheduleSpec(
+            schedule, stages, microbatches, **{**options, "orders": orders}
+        )
         drawable(replace(spec, delay=1) if spec.delay == AFFORDABLE else spec)
         return spec
     if not isinstance(schedule, Schedule):
-        raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
+        raise UserError(
+            f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}"
+        )
     if options:
-        raise UserError(f"a Schedule has its own options: leave out {', '.join(options)}")
+        raise UserError(
+            f"a Schedule has its own options: leave out {', '.join(options)}"
+        )
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     return ScheduleSpec.of(schedule)
 

@@ -46,7 +46,9 @@ class Baseline(OnRanks):
             )
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
-            for tensor in chain(self.stages.model.parameters(), self.stages.model.buffers()):
+            for tensor in chain(
+                self.stages.model.parameters(), self.stages.model.buffers()
+            ):
                 dist.broadcast(tensor.data, 0, self.world.group)
         self._updaters = self._build()
 
@@ -112,7 +114,13 @@ class Baseline(OnRanks):
             updater.load(stage_state)
         try:
             self._load_rank_state(state.get("ranks", {}).get(self.rank))
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(

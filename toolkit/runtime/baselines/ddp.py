@@ -31,7 +31,9 @@ from toolkit.schedule import Schedule
 # torch 2.11 has the older name of the argument, which later versions warn of.
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = next(
-    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _DDP_ARGUMENTS
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in _DDP_ARGUMENTS
 )
 
 
@@ -71,7 +73,11 @@ class WholeModel(nn.Module):
         """Return the running statistics of batch norms that advance."""
         statistics = []
         for norm in self.modules():
-            if isinstance(norm, _BatchNorm) and norm.training and norm.running_mean is not None:
+            if (
+                isinstance(norm, _BatchNorm)
+                and norm.training
+                and norm.running_mean is not None
+            ):
                 statistics += [norm.running_mean, cast(Tensor, norm.running_var)]
         return statistics
 
@@ -103,7 +109,9 @@ class Synchronous(Baseline):
         check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
 
     def _check_options(self, schedule: Schedule) -> None:
-        self.options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
+        self.options.check_only(
+            self.runtime, "precision", "loss_scale", "channels_last"
+        )
         if self.options.precision == "fp16":
             raise UserError(
                 f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
@@ -118,7 +126,10 @@ class Synchronous(Baseline):
     def _build(self) -> Sequence[Updater]:
         self._chain = WholeModel(self.stages, self.seed)
         self._wrapped = self._wrap(self._chain)
-        return [Updater(stage, self.optimizer, self.lr_scheduler) for stage in self._chain.stages]
+        return [
+            Updater(stage, self.optimizer, self.lr_scheduler)
+            for stage in self._chain.stages
+        ]
 
     @abstractmethod
     def _wrap(self, model: WholeModel) -> nn.Module:
@@ -206,7 +217,9 @@ class DDP(Synchronous):
             error_feedback=self.error_feedback,
         )
         if not self.bucket_mb > 0:
-            raise UserError(f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25")
+            raise UserError(
+                f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25"
+            )
         if self.compression == "powersgd" and self.options.channels_last:
             raise UserError(
                 "compression=powersgd takes no channels_last=True: leave it out, or use int8"

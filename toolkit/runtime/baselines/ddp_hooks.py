@@ -28,7 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,13 +68,16 @@ class CompressionOptions:
     def __post_init__(self) -> None:
         check_choice("compression", self.kind, KINDS)
         whole(self.low_rank, "low_rank", 1)
-        whole(self.start, "compression_start", 2)  # DDP forms its final buckets after one step
+        # DDP forms its final buckets after one step.
+        whole(self.start, "compression_start", 2)
 
 
 class Compressor:
     """The hook of one DDP-wrapped model, and its state."""
 
-    def __init__(self, wrapped: DistributedDataParallel, options: CompressionOptions) -> None:
+    def __init__(
+        self, wrapped: DistributedDataParallel, options: CompressionOptions
+    ) -> None:
         self._wrapped = wrapped
         self._group: dist.ProcessGroup = wrapped.process_group
         self._memory: _Memory | None = None
@@ -130,7 +136,9 @@ class Compressor:
         reducer._rebuild_buckets()
         if self._memory is None or self._memory.n_steps == 0:
             return None
-        names = {id(parameter): name for name, parameter in self._wrapped.named_parameters()}
+        names = {
+            id(parameter): name for name, parameter in self._wrapped.named_parameters()
+        }
         return [
             [names[id(parameter)] for parameter in bucket.parameters()]
             for bucket in reducer._get_zeros_like_grad_buckets()
@@ -172,7 +180,8 @@ class _Touch(nn.Module):
         # Autograd goes from the last operation to the first.
         numbers = [parameter.flatten()[0] for parameter in reversed(self._in_order)]
         return sum(
-            (0 * number.double() for number in numbers), torch.zeros((), dtype=torch.float64)
+            (0 * number.double() for number in numbers),
+            torch.zeros((), dtype=torch.float64),
         )
 
 
@@ -235,7 +244,9 @@ class _LowRankMemory:
         torch_state.q_memory_dict = _copies(state.get("q", {}), device)
         if "generator" in state:
             keys, *position = state["generator"]
-            torch_state.rng.set_state(("MT19937", keys.numpy().astype(np.uint32), *position))
+            torch_state.rng.set_state(
+                ("MT19937", keys.numpy().astype(np.uint32), *position)
+            )
 
 
 class _QuantizedMemory:
@@ -262,11 +273,15 @@ class _QuantizedMemory:
         self.errors = _copies(state.get("errors", {}), device)
         self.errors_of_mean = _copies(state.get("errors_of_mean", {}), device)
 
-    def quantized(self, errors: dict[int, Tensor], index: int, numbers: Tensor) -> Tensor:
+    def quantized(
+        self, errors: dict[int, Tensor], index: int, numbers: Tensor
+    ) -> Tensor:
         """Return the bytes of ``numbers`` plus their entry of ``errors``, which is renewed."""
         if not self.error_feedback:
             return quantize(numbers, self.bits)
-        content, errors[index] = quantize_with_error(numbers, errors.get(index), self.bits)
+        content, errors[index] = quantize_with_error(
+            numbers, errors.get(index), self.bits
+        )
         return content
 
 
@@ -277,7 +292,9 @@ def _copies(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
     return {index: tensor.to(device, copy=True) for index, tensor in tensors.items()}
 
 
-def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future[Tensor]:
+def _quantized_hook(
+    memory: _QuantizedMemory, bucket: dist.GradBucket
+) -> Future[Tensor]:
     """Average a bucket's gradients over the ranks in two rounds of messages."""
     gradient = bucket.buffer()
     world = memory.group.size()
@@ -309,7 +326,8 @@ def _quantized_hook(memory: _QuantizedMemory, bucket: dist.GradBucket) -> Future
     means = torch.empty(world * n_bytes, dtype=torch.uint8, device=gradient.device)
     dist.all_gather_into_tensor(means, mean, group=memory.group)
     shares = [
-        dequantize(share, n_share, bits, gradient.dtype) for share in means.view(world, n_bytes)
+        dequantize(share, n_share, bits, gradient.dtype)
+        for share in means.view(world, n_bytes)
     ]
     gradient.copy_(torch.cat(shares)[: len(gradient)])
     averaged: Future[Tensor] = Future()

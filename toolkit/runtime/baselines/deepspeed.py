@@ -74,7 +74,9 @@ class DeepSpeed(Synchronous):
             )
         self.check_installed()
         # DeepSpeed asks for its device as it is imported.
-        devices = {parameter.device.type for parameter in self.stages.model.parameters()}
+        devices = {
+            parameter.device.type for parameter in self.stages.model.parameters()
+        }
         os.environ.setdefault("DS_ACCELERATOR", devices.pop())
         self._deepspeed = import_module("deepspeed")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -93,10 +95,13 @@ class DeepSpeed(Synchronous):
         self._chain = copy.deepcopy(
             whole_chain, {id(buffer): buffer for buffer in whole_chain.buffers()}
         )
-        self._twins = dict(zip(whole_chain.parameters(), self._chain.parameters(), strict=True))
+        self._twins = dict(
+            zip(whole_chain.parameters(), self._chain.parameters(), strict=True)
+        )
         self._released = ReleasedParameters(self._twins)
         updaters = [
-            Updater(stage, self.optimizer, self.lr_scheduler) for stage in whole_chain.stages
+            Updater(stage, self.optimizer, self.lr_scheduler)
+            for stage in whole_chain.stages
         ]
         # Of the stages. They never step: they have the settings, and the state between runs.
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
@@ -121,7 +126,8 @@ class DeepSpeed(Synchronous):
         zero: dict[str, Any] = {
             "stage": self.zero,
             "stage3_param_persistence_threshold": 0,  # shard small weights, too
-            "memory_efficient_linear": False,  # or it replaces torch's linear for all models
+            # Or it replaces torch's linear for all models.
+            "memory_efficient_linear": False,
         }
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -148,11 +154,17 @@ class DeepSpeed(Synchronous):
         self._wrapped.backward(loss)
 
     def _update(self) -> None:
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        groups = chain.from_iterable(
+            optimizer.param_groups for optimizer in self._optimizers
+        )
         engine_groups = self._wrapped.optimizer.optimizer.param_groups
         for engine_group, group in zip(engine_groups, groups, strict=True):
-            engine_group |= {name: value for name, value in group.items() if name != "params"}
-        with self.world.watch.waiting("the updated weights of all ranks", self._everyone):
+            engine_group |= {
+                name: value for name, value in group.items() if name != "params"
+            }
+        with self.world.watch.waiting(
+            "the updated weights of all ranks", self._everyone
+        ):
             self._wrapped.step()
         for updater in self._updaters:
             updater.apply()  # has no gradients, and advances the learning rate
@@ -170,7 +182,8 @@ class DeepSpeed(Synchronous):
                 if _shaped_like(piece.share, value):
                     state[key] = self._gather(piece, value, parameter)
                 else:
-                    state[key] = copy.deepcopy(value)  # parameters of a share have one step count
+                    # Parameters of a share have one step count.
+                    state[key] = copy.deepcopy(value)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
@@ -195,10 +208,14 @@ class DeepSpeed(Synchronous):
     def _copy_weights(self, *, to_engine: bool) -> None:
         """Copy all weights, a stage at a time, from the engine to the model, or back."""
         for stage in self.stages:
-            twins = {parameter: self._twins[parameter] for parameter in stage.parameters()}
+            twins = {
+                parameter: self._twins[parameter] for parameter in stage.parameters()
+            }
             # With a rank, the context spreads what that rank has changed.
             changing_rank = 0 if to_engine else None
-            with self._deepspeed.zero.GatheredParameters([*twins.values()], changing_rank):
+            with self._deepspeed.zero.GatheredParameters(
+                [*twins.values()], changing_rank
+            ):
                 for parameter, twin in twins.items():
                     if to_engine:
                         twin.data.copy_(parameter.data)
@@ -213,7 +230,9 @@ class DeepSpeed(Synchronous):
     def _pieces(self) -> Iterator[tuple[nn.Parameter, "_Piece", Optimizer]]:
         """Yield each trained parameter, this rank's piece of it, and its stage's optimizer."""
         for optimizer in self._optimizers:
-            for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+            for parameter in chain.from_iterable(
+                g["params"] for g in optimizer.param_groups
+            ):
                 yield parameter, self._piece(self._twins[parameter]), optimizer
 
     def _piece(self, twin: nn.Parameter) -> "_Piece":
@@ -227,7 +246,9 @@ class DeepSpeed(Synchronous):
         if mapping is None:  # another rank has all of it
             return _Piece(share, 0, 0, 0)
         fragment = mapping.hp_fragment_address
-        return _Piece(share, fragment.start, mapping.lp_fragment_address.start, fragment.numel)
+        return _Piece(
+            share, fragment.start, mapping.lp_fragment_address.start, fragment.numel
+        )
 
     def _gather(self, piece: "_Piece", values: Tensor, like: Tensor) -> Tensor:
         """Return the values that belong to a parameter, from the pieces of all ranks."""

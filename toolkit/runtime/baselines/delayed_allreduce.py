@@ -52,7 +52,8 @@ class DelayedAllReduce(Baseline):
 
     def _build(self) -> Sequence[Updater]:
         self._runners = self._make_runners()
-        self._weights_read = [runner.newest() for runner in self._runners]  # by the next step
+        # By the next step.
+        self._weights_read = [runner.newest() for runner in self._runners]
         return self._runners
 
     @classmethod
@@ -73,7 +74,8 @@ class DelayedAllReduce(Baseline):
         super()._load(state)
         oldest = max(0, state["steps_done"] - 1)
         self._weights_read = [
-            loaded(state, stage, runner)[oldest] for stage, runner in enumerate(self._runners)
+            loaded(state, stage, runner)[oldest]
+            for stage, runner in enumerate(self._runners)
         ]
 
     def _steps(self, source: BatchReader) -> Steps:
@@ -93,7 +95,9 @@ class DelayedAllReduce(Baseline):
         for runner, weights in zip(self._runners, stage_leaves, strict=True):
             exact = runner.take_statistics() | counts
             gradients = take_gradients(weights)
-            messages.append(_Message(gradients, exact, COMPRESSIONS[self.compression], self.world))
+            messages.append(
+                _Message(gradients, exact, COMPRESSIONS[self.compression], self.world)
+            )
         # These messages travel while the step before is applied and the next one computes.
         self._update(keep_old=False)
         self._weights_read = [runner.newest() for runner in self._runners]
@@ -129,7 +133,9 @@ class _Message:
 
     def received(self) -> GradientSum:
         """Wait for the sums, and return them."""
-        with self.world.watch.waiting("gradients of the step before", range(self.world.size)):
+        with self.world.watch.waiting(
+            "gradients of the step before", range(self.world.size)
+        ):
             for work in self.works:
                 work.wait()
         return GradientSum(self.layout.unpack(self.flat.to(self.world.device)))

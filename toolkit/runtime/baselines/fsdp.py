@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -54,8 +59,12 @@ class FSDP(Synchronous):
         if self.reshard:
             check_weights_stay(self.stages, self.runtime, "set reshard=False")
         if self.cpu_offload and device.type == "cpu":
-            raise UserError("cpu_offload=True keeps weights off the GPU: got device=cpu")
-        self._model_parameters = [dict(stage.named_parameters()) for stage in model.stages]
+            raise UserError(
+                "cpu_offload=True keeps weights off the GPU: got device=cpu"
+            )
+        self._model_parameters = [
+            dict(stage.named_parameters()) for stage in model.stages
+        ]
         self._released = ReleasedParameters(self.stages.model.parameters())
         group = self.world.group
         if group is None:
@@ -65,7 +74,9 @@ class FSDP(Synchronous):
         policy = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         for module in (*model.stages, model):
             reshard = self.reshard and module is not model
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+            fully_shard(
+                module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy
+            )
         return model
 
     def _in_forward(self) -> AbstractContextManager[None]:
@@ -75,7 +86,9 @@ class FSDP(Synchronous):
     def module(self) -> nn.Module:
         """Return the whole model, from the shares of all ranks. Every rank calls it."""
         self._released.restore()
-        for stage, parameters in zip(self._chain.stages, self._model_parameters, strict=True):
+        for stage, parameters in zip(
+            self._chain.stages, self._model_parameters, strict=True
+        ):
             assert isinstance(stage, FSDPModule)
             with self.world.watch.waiting("the shares of all ranks", self._everyone):
                 stage.unshard()
@@ -126,10 +139,14 @@ def _whole(tensor: Tensor) -> Tensor:
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
     """Return ``tensor`` spread over the ranks like ``parameter``."""
     sharded = cast(DTensor, parameter.data)
-    return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor, sharded.device_mesh, sharded.placements, src_data_rank=None
+    )
 
 
-def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str, Any] | None:
+def _optimizer_share(
+    state: dict[str, Any] | None, updater: Updater
+) -> dict[str, Any] | None:
     """Return an optimizer's state, each tensor spread like its parameter."""
     if state is None or updater.optimizer is None:
         return None
@@ -141,6 +158,10 @@ def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str
         parameter = parameters[index]
         shares[index] = dict(values)
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+            if (
+                isinstance(value, Tensor)
+                and value.dim()
+                and value.shape == parameter.shape
+            ):
                 shares[index][key] = _share(value, parameter)
     return state | {"state": shares}

@@ -47,7 +47,9 @@ class LocalSteps(Synchronous):
         whole(self.start, "start", 0)
         super().__post_init__()
         self._parameters = [
-            parameter for updater in self._updaters for parameter in updater.masters.values()
+            parameter
+            for updater in self._updaters
+            for parameter in updater.masters.values()
         ]
         self._differ = False  # whether ranks have different weights
         self._rank_weights: list[Tensor] | None = None  # while the model has the mean
@@ -58,7 +60,11 @@ class LocalSteps(Synchronous):
 
     def _wrap(self, model: WholeModel) -> nn.Module:
         return ddp_wrapped(
-            model, self.world.group, self.options, bucket_mb=_BUCKET_MB, bucket_view=False
+            model,
+            self.world.group,
+            self.options,
+            bucket_mb=_BUCKET_MB,
+            bucket_view=False,
         )
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
@@ -111,7 +117,9 @@ class LocalSteps(Synchronous):
         super()._settle()
         if self._differ and self._rank_weights is None:
             mean = self._mean_weights()
-            self._rank_weights = [parameter.detach().clone() for parameter in self._parameters]
+            self._rank_weights = [
+                parameter.detach().clone() for parameter in self._parameters
+            ]
             self._set(mean)
 
     def _restore(self) -> None:
@@ -135,10 +143,14 @@ class LocalSteps(Synchronous):
         if state["weights"] is not None:
             self._rank_weights = [
                 weight.to(parameter.device, copy=True)
-                for weight, parameter in zip(state["weights"], self._parameters, strict=True)
+                for weight, parameter in zip(
+                    state["weights"], self._parameters, strict=True
+                )
             ]
             self._differ = True
-        for updater, updater_state in zip(self._updaters, state["updaters"], strict=True):
+        for updater, updater_state in zip(
+            self._updaters, state["updaters"], strict=True
+        ):
             updater.load(updater_state)
 
 
@@ -196,7 +208,9 @@ class DiLoCo(LocalSteps):
         for name, end in (("outer_lr", float("inf")), ("outer_momentum", 1.0)):
             value = getattr(self, name)
             if not 0 < value < end:
-                raise UserError(f"{name}: got {value}; expected a number above 0, below {end}")
+                raise UserError(
+                    f"{name}: got {value}; expected a number above 0, below {end}"
+                )
         super().__post_init__()
 
     def _begin(self) -> None:
@@ -243,7 +257,9 @@ class DiLoCo(LocalSteps):
         super()._load_rank_state(state)
         if state is None:
             return
-        for outer, weight in zip(self._outer_weights, state["outer_weights"], strict=True):
+        for outer, weight in zip(
+            self._outer_weights, state["outer_weights"], strict=True
+        ):
             outer.copy_(weight)
         if self._outer_optimizer is not None:
             self._outer_optimizer.load_state_dict(state["outer_optimizer"])

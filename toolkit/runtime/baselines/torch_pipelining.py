@@ -20,7 +20,11 @@ from torch.distributed.pipelining.schedules import (
 
 from toolkit.errors import UserError
 from toolkit.model.crossings import Boundary
-from toolkit.runtime.baselines.baseline import Baseline, ReleasedParameters, describe_ranks
+from toolkit.runtime.baselines.baseline import (
+    Baseline,
+    ReleasedParameters,
+    describe_ranks,
+)
 from toolkit.runtime.losses import COUNT, LossValue
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.world import World
@@ -71,13 +75,18 @@ class TorchPipelining(Baseline):
         self._runners = self._make_runners()
         last_stage = len(self.stages) - 1
         splits_backward = self.schedule.splits_backward
-        self._owners = [self.schedule.rank(stage, 0) for stage in range(len(self.stages))]
+        self._owners = [
+            self.schedule.rank(stage, 0) for stage in range(len(self.stages))
+        ]
         self._modules: dict[int, _StageModule] = {}  # by stage, of this rank
         other_parameters: list[nn.Parameter] = []
         for stage, owner in enumerate(self._owners):
             if owner == self.rank:
                 self._modules[stage] = _StageModule(
-                    self._runners[stage], self.world, stage == last_stage, splits_backward
+                    self._runners[stage],
+                    self.world,
+                    stage == last_stage,
+                    splits_backward,
                 )
             else:
                 other_parameters += self.stages[stage].parameters()
@@ -115,7 +124,9 @@ class TorchPipelining(Baseline):
             optimizer_state = stage_state["optimizer"]
             if stage not in self._modules and optimizer_state is not None:
                 # The state of other ranks' optimizers may be meta tensors.
-                stage_state = stage_state | {"optimizer": optimizer_state | {"state": {}}}
+                stage_state = stage_state | {
+                    "optimizer": optimizer_state | {"state": {}}
+                }
             runner.load(stage_state)
 
     def _reads(self, step: int) -> Sequence[int]:
@@ -127,7 +138,8 @@ class TorchPipelining(Baseline):
         self._fit_to(len(targets) // n_microbatches)
         for module in self._modules.values():
             module.begin(step)
-        self._losses: list[LossValue] = []  # of the micro-batches, on the rank of the last stage
+        # Of the micro-batches, on the rank of the last stage.
+        self._losses: list[LossValue] = []
         first_inputs: Values = ()
         if 0 in self._modules:
             first_inputs = inputs
@@ -152,9 +164,13 @@ class TorchPipelining(Baseline):
             all_counts = None
             if counts:
                 all_counts = torch.stack(counts)
-            return StepResult(step, microbatches, means, outputs.detach(), counts=all_counts)
+            return StepResult(
+                step, microbatches, means, outputs.detach(), counts=all_counts
+            )
         output = self.stages.output
-        no_samples = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=self.world.device)
+        no_samples = torch.empty(
+            0, *output.shape[1:], dtype=output.dtype, device=self.world.device
+        )
         return StepResult(step, (), no_samples.new_empty(0), no_samples)
 
     def _microbatch_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -162,13 +178,16 @@ class TorchPipelining(Baseline):
         loss = self._loss(outputs, targets)
         self._losses.append(loss)
         n_microbatches = self.schedule.n_microbatches
-        return loss.root(n_microbatches, 1.0) * n_microbatches  # torch divides the gradients by n
+        # Torch divides the gradients by n.
+        return loss.root(n_microbatches, 1.0) * n_microbatches
 
     def _total_count(self, counts: Sequence[Tensor]) -> Tensor | None:
         """Return the sum of the last stage's counts, on every rank; None if there are none."""
         sum_and_flag = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         if counts:
-            sum_and_flag = torch.stack([torch.stack([*counts]).sum(), torch.ones_like(counts[0])])
+            sum_and_flag = torch.stack(
+                [torch.stack([*counts]).sum(), torch.ones_like(counts[0])]
+            )
         total_count, has_counts = self.total(sum_and_flag)
         if not has_counts:
             return None
@@ -281,11 +300,15 @@ def _torch_orders(
         yield orders, ScheduleInterleaved1F1B
 
 
-def _meta_tensors(boundary: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
+def _meta_tensors(
+    boundary: tuple[Boundary, ...], size: int, *, trained: bool
+) -> Values:
     """Return what crosses a boundary with micro-batches of ``size`` samples, without memory."""
     tensors = []
     for crossing in boundary:
         shape = (size if crossing.batched else 1, *crossing.shape[1:])
         tensor = torch.empty(shape, dtype=crossing.dtype, device="meta")
-        tensors.append(tensor.requires_grad_(trained and crossing.dtype.is_floating_point))
+        tensors.append(
+            tensor.requires_grad_(trained and crossing.dtype.is_floating_point)
+        )
     return tuple(tensors)

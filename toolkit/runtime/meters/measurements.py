@@ -53,7 +53,8 @@ class Measurements:
                     messages, n_bytes = sent[slot][rank]
                     traffic = traffic_of(event.instruction, rank)
                     sent[slot][rank] = Traffic(
-                        messages + traffic.messages, n_bytes + traffic.units * event.bytes
+                        messages + traffic.messages,
+                        n_bytes + traffic.units * event.bytes,
                     )
         return tuple(map(tuple, sent))
 
@@ -66,7 +67,9 @@ class Measurements:
         activations = []
         for record in self.records:
             levels = _activation_levels(record)
-            activations.append(tuple(most_by_slot(levels, self._n_slots, ticks_per_slot)))
+            activations.append(
+                tuple(most_by_slot(levels, self._n_slots, ticks_per_slot))
+            )
         return tuple(activations)
 
     def peak_activations(self) -> tuple[int, ...]:
@@ -80,7 +83,9 @@ class Measurements:
         """Return the peak bytes of weights, all versions, by rank."""
         peaks = []
         for record in self.records:
-            peaks.append(max(record.first_weights, *(event.weights for event in record.events)))
+            peaks.append(
+                max(record.first_weights, *(event.weights for event in record.events))
+            )
         return tuple(peaks)
 
     def most_weights(self) -> tuple[float, ...]:
@@ -115,7 +120,10 @@ class Measurements:
             }
             if weight_bounds:
                 row["most_weights"] = weight_bounds[rank]
-            for direction, traffic_at in (("sent", traffic_of), ("received", received_of)):
+            for direction, traffic_at in (
+                ("sent", traffic_of),
+                ("received", received_of),
+            ):
                 n_messages, n_bytes = NOTHING
                 for event in record.events:
                     traffic = traffic_at(event.instruction, rank)
@@ -140,7 +148,9 @@ class Measurements:
         for record in self.records:
             changes += _memory_changes(record, origin)
             for position, event in enumerate(record.events):
-                times = message_times.get((record.rank, position), (event.start, event.end))
+                times = message_times.get(
+                    (record.rank, position), (event.start, event.end)
+                )
                 span = self._span(record.rank, event, times, origin)
                 if span is not None:
                     spans.append(span)
@@ -217,7 +227,9 @@ def _message_times(
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Return the start and end of each message by rank and position of all of its events."""
     # 1. Find the events of each message: at a rendezvous of ranks, the k-th of each rank.
-    participants_of: defaultdict[tuple, list[tuple[int, int, Event]]] = defaultdict(list)
+    participants_of: defaultdict[tuple, list[tuple[int, int, Event]]] = defaultdict(
+        list
+    )
     for record in records:
         n_seen: Counter[tuple] = Counter()
         for position, event in enumerate(record.events):
@@ -240,10 +252,14 @@ def _message_times(
         channel = ("collective", *i.peers)
         if i.action in (Action.SEND, Action.RECV):
             channel = message[:2]
-        start = max(channel_free_at[channel], *(event.start for _, _, event in participants))
+        start = max(
+            channel_free_at[channel], *(event.start for _, _, event in participants)
+        )
         # A send may end on the sender long before the message is there.
         receive_ends = [
-            event.end for _, _, event in participants if event.instruction.action == Action.RECV
+            event.end
+            for _, _, event in participants
+            if event.instruction.action == Action.RECV
         ]
         channel_free_at[channel] = max(start, *(receive_ends or [last_ends[message]]))
         for rank, position, event in participants:

@@ -90,7 +90,9 @@ class Meter:
             self.record.first_weights = _weight_bytes(rank.weights)
         self._n_earlier_events = len(self.record.events)
 
-    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
+    def perform(
+        self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]
+    ) -> None:
         """Execute an instruction by ``do``, which returns its bytes, and record it."""
         finish_stream(self._device)
         start = self.now()
@@ -118,12 +120,16 @@ class Meter:
     def finish(self, program: Program) -> None:
         """Finish ``program``, and sort its events into its order."""
         self.record.programs.append((program.n_steps, program.first_step))
-        position_of = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
+        position_of = {
+            i: position for position, i in enumerate(program.ranks[self.record.rank])
+        }
         events = self.record.events[self._n_earlier_events :]
         # Several threads have recorded them, each as it ended.
         events.sort(key=lambda event: position_of[event.instruction])
         self.record.events[self._n_earlier_events :] = events
-        self._first_tick += (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
+        self._first_tick += (
+            program.n_slots + 1
+        ) * program.schedule.timing.ticks_per_slot
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self.record.device_peak = max(peak, self.record.device_peak or 0)
@@ -147,9 +153,13 @@ class SavedActivations:
         self._n_holders: Counter[int] = Counter()  # of each storage
 
     @contextmanager
-    def watch(self, weights: Weights, inputs: Values, buffers: list[Tensor]) -> Iterator[None]:
+    def watch(
+        self, weights: Weights, inputs: Values, buffers: list[Tensor]
+    ) -> Iterator[None]:
         """Count what autograd saves within, except these tensors."""
-        excluded_storages = {_storage(tensor) for tensor in (*weights.values(), *inputs, *buffers)}
+        excluded_storages = {
+            _storage(tensor) for tensor in (*weights.values(), *inputs, *buffers)
+        }
 
         def keep(tensor: Tensor) -> "Tensor | _Holder":
             # Detached, or a result kept by its own node would hold on to itself.

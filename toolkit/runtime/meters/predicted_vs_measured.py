@@ -17,7 +17,12 @@ from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.rank_process import report
 from toolkit.schedule import Buffer
 from toolkit.schedule.paper_table import RULES, SETTINGS
-from toolkit.schedule.steady_state import belongs_to, footprint, settled_steps, steady_slots
+from toolkit.schedule.steady_state import (
+    belongs_to,
+    footprint,
+    settled_steps,
+    steady_slots,
+)
 from toolkit.schedule.traffic import traffic_of
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
@@ -50,7 +55,9 @@ def n_ranks(n: int) -> int:
     return max(sizes)
 
 
-def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -> list[MeasuredRow]:
+def measure(
+    n: int, width: int = 256, batch: int = 64, timeout: float = 120.0
+) -> list[MeasuredRow]:
     """Run every setting under every rule. Every rank calls it; rank 0 gets the rows.
 
     Nothing overlaps, so that the weights held are those of the program's ticks. The model has
@@ -105,7 +112,9 @@ def equal_stages(n: int, width: int, batch: int) -> Stages:
     for _ in range(n):
         layers += [nn.Linear(width, width, bias=False), nn.Tanh()]
     names = [str(2 * stage) for stage in range(1, n)]
-    return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names, check=False)
+    return partition(
+        nn.Sequential(*layers), n, torch.empty(batch, width), names, check=False
+    )
 
 
 def make_row(
@@ -125,7 +134,9 @@ def make_row(
     # Compare what each rank sends in each slot.
     expected_traffic = schedule.lower(2 * settled_steps(schedule) + 1).traffic()
     n_different = 0
-    for expected_slot, slot in zip(expected_traffic, measurements.sent(*_PARAMETERS), strict=True):
+    for expected_slot, slot in zip(
+        expected_traffic, measurements.sent(*_PARAMETERS), strict=True
+    ):
         for expected, sent in zip(expected_slot, slot, strict=True):
             n_different += (expected.messages, expected.units * stage_bytes) != sent
     if n_different:
@@ -150,7 +161,9 @@ def _footprint(
     model_bytes = stage_bytes * schedule.n_stages
     model_activation_bytes = activation_bytes * schedule.n_stages
 
-    activations = [rank_activations[slots] for rank_activations in measurements.activations()]
+    activations = [
+        rank_activations[slots] for rank_activations in measurements.activations()
+    ]
     total_activations = map(sum, zip(*activations, strict=True))
     sent = measurements.sent(*_PARAMETERS)[slots]
     n_messages = 0
@@ -168,5 +181,6 @@ def _footprint(
         "weights": Fraction(max(measurements.peak_weights()), model_bytes),
         "traffic": sent_bytes / (model_bytes * n_ranks),
         "messages": Fraction(n_messages, n_ranks),
-        "traffic_in_slot": max(cell.units for cell in chain.from_iterable(sent)) / model_bytes,
+        "traffic_in_slot": max(cell.units for cell in chain.from_iterable(sent))
+        / model_bytes,
     }

@@ -39,7 +39,9 @@ class Stopwatch:
         """Return the time, in seconds."""
         return time.perf_counter()
 
-    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
+    def perform(
+        self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]
+    ) -> None:
         """Execute an instruction by ``do``; time it if it is an op or an update."""
         if not self._times(i):
             do(i)
@@ -97,7 +99,9 @@ def running_costs(
             compressed = float(layouts.gradients[stage].n_bytes)
             error = float(weights.n_bytes)
             compressed_weights = float(layouts.sent_weights[stage].n_bytes)
-            statistics = layouts.gradients[stage].n_bytes - layouts.compressed[stage].n_bytes
+            statistics = (
+                layouts.gradients[stage].n_bytes - layouts.compressed[stage].n_bytes
+            )
         cost = StageCost(
             0.0,
             0.0,
@@ -111,7 +115,9 @@ def running_costs(
             exact_weight_bytes=error,
             forward_seconds=median_seconds.get((stage, "F"), 0.0),
             backward_seconds=backward,
-            weight_share=backward_parts[2] / backward if splits_backward and backward else None,
+            weight_share=backward_parts[2] / backward
+            if splits_backward and backward
+            else None,
         )
         costs.append(cost)
     rates = [
@@ -124,7 +130,9 @@ def running_costs(
         ratios = [median_seconds[op] / t for op, t in rank_seconds.items() if t > 0]
         speeds.append(median(ratios or [1.0]))
     memory = median(rates or [inf])
-    return tuple(costs), Hardware("measured", inf, memory, bandwidth, latency, speeds=speeds)
+    return tuple(costs), Hardware(
+        "measured", inf, memory, bandwidth, latency, speeds=speeds
+    )
 
 
 def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
@@ -149,7 +157,9 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
 
     def exchange(message_bytes: int, times: int) -> float:
         """Return the least seconds of a message, without the first."""
-        sent = torch.zeros(message_bytes, dtype=torch.uint8, device=world.message_device)
+        sent = torch.zeros(
+            message_bytes, dtype=torch.uint8, device=world.message_device
+        )
         received = torch.zeros_like(sent)
         durations = []
         for _ in range(1 + times):

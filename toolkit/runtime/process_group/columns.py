@@ -87,7 +87,9 @@ class Column(World):
 
     def part(self, n_ranks: int) -> World | None:
         """Raise UserError: a column has no parts."""
-        raise UserError("part: got ranks of several devices; take a part of the job instead")
+        raise UserError(
+            "part: got ranks of several devices; take a part of the job instead"
+        )
 
     def use(self, user: Any, end: Callable[[], None]) -> None:
         """Let ``user`` send messages; see :meth:`World.use`."""
@@ -117,7 +119,9 @@ class Column(World):
     def within_op(self, activity: object, step: int | None) -> Iterator[None]:
         """Exchange with the row within; an error of the backend ends the job."""
         first = self.rank * self.row.width
-        with self.everyone.watch.waiting(activity, range(first, first + self.row.width), step):
+        with self.everyone.watch.waiting(
+            activity, range(first, first + self.row.width), step
+        ):
             yield
 
 
@@ -137,7 +141,9 @@ class ColumnWatch(Watch):
         """Where the main thread of this process is."""
         return self._watch.record
 
-    def at(self, activity: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
+    def at(
+        self, activity: object, step: int | None = None, peers: Iterable[int] = ()
+    ) -> None:
         """Note what the main thread does; see :meth:`Watch.at`."""
         self._watch.at(activity, step, map(self._process, peers))
 
@@ -177,7 +183,9 @@ def column(world: World, width: int | DeviceMesh) -> Column:
     mesh = width if isinstance(width, DeviceMesh) else None
     n_devices = width_of(width)
     if world._is_part:
-        raise UserError(f"width={n_devices} takes all processes of a job: start as many as it uses")
+        raise UserError(
+            f"width={n_devices} takes all processes of a job: start as many as it uses"
+        )
     if world.size % n_devices:
         raise UserError(f"width={n_devices} does not divide the {world.size} processes")
     if mesh is not None and mesh.mesh.flatten().tolist() != [*range(world.size)]:
@@ -233,9 +241,13 @@ def _row(world: World, width: int, mesh: DeviceMesh | None) -> Row:
     # Each has a name of its own: meshes of the same processes and names are equal to torch, whose
     # caches of DTensor would then use the process group of one for another.
     def new_mesh(name: str, backend: str) -> DeviceMesh:
-        return DeviceMesh.from_group(new_groups(backend), device_type, mesh_dim_names=(name,))
+        return DeviceMesh.from_group(
+            new_groups(backend), device_type, mesh_dim_names=(name,)
+        )
 
-    compute = new_mesh(DIMENSIONS[1], world.backend) if mesh is None else mesh[DIMENSIONS[1]]
+    compute = (
+        new_mesh(DIMENSIONS[1], world.backend) if mesh is None else mesh[DIMENSIONS[1]]
+    )
     return Row(
         width=width,
         device_index=device_index,

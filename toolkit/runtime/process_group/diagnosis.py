@@ -14,7 +14,11 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    ranks: Mapping[int, Record], me: int, timeout: float, patience: float, width: int = 1
+    ranks: Mapping[int, Record],
+    me: int,
+    timeout: float,
+    patience: float,
+    width: int = 1,
 ) -> Diagnosis | None:
     """Find the rank that keeps rank ``me`` waiting; None while there is no reason to end.
 
@@ -33,13 +37,17 @@ def diagnose(
     chain = _waiting_chain(ranks, me)
     awaited = chain[1:]
     everyone = [*awaited, *(rank for rank in ranks if rank not in chain)]
-    stuck_ranks = [r for r in awaited if not ranks[r].peers and ranks[r].seconds >= timeout]
+    stuck_ranks = [
+        r for r in awaited if not ranks[r].peers and ranks[r].seconds >= timeout
+    ]
 
     # A dead rank explains all that others show. Only ranks that this one waits for may have ended,
     # since the others may be done; and only they may be stuck, since the others may compute.
     faults = [(RankStatus.DEAD, everyone, "has died (its process is gone)")]
     if is_late or is_lost:
-        faults.append((RankStatus.ENDED, awaited, "has ended (it finished, or by a signal)"))
+        faults.append(
+            (RankStatus.ENDED, awaited, "has ended (it finished, or by a signal)")
+        )
     if is_late:
         stalled = f"has stalled: for {timeout:g} s it has not"
         silent = f"{stalled} answered (stopped, or its network hangs)"
@@ -58,7 +66,9 @@ def diagnose(
     places_differ = len({(str(ranks[r].activity), ranks[r].step) for r in chain}) > 1
     if not jammed or not places_differ:
         return None
-    positions = "; ".join(f"{_name(r, width)} {ranks[r].position}" for r in sorted(chain))
+    positions = "; ".join(
+        f"{_name(r, width)} {ranks[r].position}" for r in sorted(chain)
+    )
     return Diagnosis(
         None,
         f"for {timeout:g} s these ranks have waited for each other: {positions}. Make the same"
@@ -84,7 +94,11 @@ def _name(process: int, width: int) -> str:
 
 
 def _blame(
-    blamed: int, fault: str, ranks: Mapping[int, Record], chain: Sequence[int], width: int
+    blamed: int,
+    fault: str,
+    ranks: Mapping[int, Record],
+    chain: Sequence[int],
+    width: int,
 ) -> Diagnosis:
     """Return the diagnosis of a rank's ``fault``, with the first of ``chain`` that waits for it."""
     waiter = next((rank for rank in chain if blamed in ranks[rank].peers), chain[0])
@@ -106,7 +120,9 @@ def _lost_connection(ranks: Mapping[int, Record], me: int, width: int) -> Diagno
     own_record = ranks[me]
     peers = [rank for rank in own_record.peers if rank != me and rank in ranks]
     # The other end has an error, too, and waited for this rank.
-    ends = [rank for rank in peers if ranks[rank].error and me in ranks[rank].peers] or peers
+    ends = [
+        rank for rank in peers if ranks[rank].error and me in ranks[rank].peers
+    ] or peers
     if not ends:
         return Diagnosis(
             None,
@@ -115,7 +131,9 @@ def _lost_connection(ranks: Mapping[int, Record], me: int, width: int) -> Diagno
     names = "; or ".join(_name(rank, width) for rank in ends)
     if width == 1 and len(ends) > 1:
         names = f"one of ranks {', '.join(map(str, ends))}"
-    places = "".join(f"; {_name(rank, width)} was {ranks[rank].position}" for rank in ends)
+    places = "".join(
+        f"; {_name(rank, width)} was {ranks[rank].position}" for rank in ends
+    )
     return Diagnosis(
         None,
         f"the connection between {_name(me, width)} and {names} is lost:"

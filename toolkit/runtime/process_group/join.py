@@ -73,10 +73,14 @@ def join(
     enter_device(own_device)
 
     # 2. The store, where ranks say which GPU they have; then the watch, before any wait for others.
-    meeting_place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
+    meeting_place = (
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
+    )
     with _meeting(rank, meeting_place):
         store = _meet(rank, size, timeout, _gpu(own_device))
-        backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
+        backend = _backend(
+            backend, [store.get(f"came/{r}").decode() for r in range(size)]
+        )
         watch = Watch(store, rank, size, timeout)
         watch.start()
 
@@ -92,7 +96,9 @@ def join(
 def _set_variables(device: str, backend: str, interface: str | None) -> None:
     """Set what the backends and CUDA read from the environment as they start."""
     if interface is not None:
-        check_choice("interface", interface, [name for _, name in socket.if_nameindex()])
+        check_choice(
+            "interface", interface, [name for _, name in socket.if_nameindex()]
+        )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if backend != "gloo" and device != "cpu":
         # NCCL's channels have a stream each. A stream that shares one of a GPU's 8 queues with an
@@ -163,7 +169,9 @@ def _leave_before_destruction() -> None:
 def _command(n_ranks: int) -> str:
     """Return the command that starts this program on ``n_ranks`` ranks of one machine."""
     if _SUBMITIT in os.environ:
-        return f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
+        return (
+            f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
+        )
     script, *arguments = sys.argv
     if not script.endswith(".py"):
         return f"toolkit.runtime.launch(function, {n_ranks})"
@@ -191,7 +199,9 @@ def _place(n_ranks: int | None) -> tuple[int, int, int]:
     except ValueError as error:
         raise UserError(f"torchrun's variables are whole numbers: {error}") from error
     if not 0 <= rank < size:
-        raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
+        raise UserError(
+            f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun"
+        )
     if n_ranks is not None and size != n_ranks:
         raise UserError(
             f"the schedule has {n_ranks} ranks and {size} were started: {_command(n_ranks)}"
@@ -203,7 +213,9 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name not in ("auto", "cuda"):
-        raise UserError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
+        raise UserError(
+            f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu"
+        )
     if not torch.cuda.is_available():
         raise UserError("device=cuda cannot be used: there is no GPU; try device=auto")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -237,7 +249,8 @@ def _meeting(rank: int, meeting_place: str) -> Iterator[None]:
     """End this rank with one sentence if the store of the ranks cannot be reached within."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
+    except (OSError, RuntimeError) as error:
+        # torch.distributed's errors are RuntimeErrors.
         watching.announce(
             f"rank {rank} cannot meet the others at {meeting_place}: {first_line(error)}; is rank 0"
             " running, and the port open?"
@@ -265,19 +278,24 @@ def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0":
-        store = dist.PrefixStore(f"attempt_{attempt}", store)  # ignore earlier attempts' keys
+        # Ignore earlier attempts' keys.
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
 
     store.set(f"came/{rank}", gpu)
     came = [f"came/{r}" for r in range(size)]
     while not store.check(came):
-        missing_ranks = [str(r) for r in range(size) if not store.check(came[r : r + 1])]
-        if missing_ranks and time.monotonic() > end:  # the last may have come since the check above
+        missing_ranks = [
+            str(r) for r in range(size) if not store.check(came[r : r + 1])
+        ]
+        # The last may have come since the check above.
+        if missing_ranks and time.monotonic() > end:
             if store.add("missing", 1) == 1:  # so that one rank reports it
                 watching.announce(
                     f"rank {', '.join(missing_ranks)} did not come to {host}:{port} within"
                     f" {timeout:g} s: look at its log, or start all ranks at the same time"
                 )
-            time.sleep(1)  # all have seen the store and the announcement before a rank leaves
+            # All have seen the store and the announcement before a rank leaves.
+            time.sleep(1)
             raise SystemExit(watching.EXIT_FAILED)
         time.sleep(0.05)
     return store
@@ -287,7 +305,9 @@ def _await_port(host: str, port: int, end: float) -> None:
     """Wait until the port listens; TCPStore itself tries for longer than its time-out."""
     while True:
         try:
-            socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
+            socket.create_connection(
+                (host, port), max(0.1, end - time.monotonic())
+            ).close()
             return
         except OSError:
             if time.monotonic() > end:

@@ -13,7 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 from toolkit.errors import UserError
@@ -76,17 +81,30 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if n_ranks % len(hosts):
-        raise UserError(f"{n_ranks} ranks cannot be divided by {len(hosts)} hosts: use a multiple")
+        raise UserError(
+            f"{n_ranks} ranks cannot be divided by {len(hosts)} hosts: use a multiple"
+        )
     try:
-        ray.init("auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            "auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR"
+        )
     except ConnectionError as error:
-        raise UserError("hosts= needs a Ray cluster: run `ray start` on each machine") from error
-    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        raise UserError(
+            "hosts= needs a Ray cluster: run `ray start` on each machine"
+        ) from error
+    nodes = {
+        node["NodeManagerAddress"]: node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"]
+    }
     for host in hosts:
         if host not in nodes:
-            raise UserError(f"hosts: {host} is not in the Ray cluster; it has {sorted(nodes)}")
+            raise UserError(
+                f"hosts: {host} is not in the Ray cluster; it has {sorted(nodes)}"
+            )
     own_address = ray.util.get_node_ip_address()
-    key = secrets.token_bytes(32)  # which Ray hands to the hosts: nobody else can connect
+    # Which Ray hands to the hosts: nobody else can connect.
+    key = secrets.token_bytes(32)
     ranks_per_host = n_ranks // len(hosts)
     machines = []
     with socket.create_server((own_address, 0)) as listening:
@@ -100,7 +118,9 @@ def ray_machines(hosts: Sequence[str], n_ranks: int) -> list[Machine]:
             try:
                 connection = accept_host(listening, key, _ARRIVAL)
             except TimeoutError as error:
-                raise UserError(f"hosts: {host} did not answer within {_ARRIVAL:g} s") from error
+                raise UserError(
+                    f"hosts: {host} did not answer within {_ARRIVAL:g} s"
+                ) from error
             ranks = range(index * ranks_per_host, (index + 1) * ranks_per_host)
             machines.append(Machine(connection, ranks, own_address, lambda: None))
     return machines
@@ -130,11 +150,14 @@ def accept_host(listening: socket.socket, key: bytes, seconds: float) -> Connect
                 host = authenticated.get_nowait()
                 callers.remove(host)
                 return Connection(host.detach())
-            with contextlib.suppress(OSError):  # nobody within _POLL, or one who has left again
+            # Nobody within _POLL, or one who has left again.
+            with contextlib.suppress(OSError):
                 caller, _ = listening.accept()
                 callers.append(caller)
                 arguments = (caller, key, authenticated)
-                threading.Thread(target=_authenticate, args=arguments, daemon=True).start()
+                threading.Thread(
+                    target=_authenticate, args=arguments, daemon=True
+                ).start()
         raise TimeoutError
     finally:
         for stranger in callers:
@@ -157,7 +180,9 @@ def _authenticate(
             caller.shutdown(socket.SHUT_RDWR)
 
 
-def _serve_there(address: tuple[str, int], key: bytes, n_ranks: int, path: list[str]) -> None:
+def _serve_there(
+    address: tuple[str, int], key: bytes, n_ranks: int, path: list[str]
+) -> None:
     with Client(address, authkey=key) as connection:
         process = _serve(connection, n_ranks, {}, path)
     process.wait()

@@ -52,7 +52,9 @@ class PeerRequests:
         # A connection of its own: a wait of the main thread on the world's would block its calls.
         self._store = dist.PrefixStore(f"requests/{self._name}", world.store.clone())
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="requests", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="requests", daemon=True
+        )
         self._thread.start()
 
     def ask(self, rank: int, subject: str, step: int) -> Any:

@@ -18,14 +18,21 @@ from toolkit.errors import UserError, whole
 from toolkit.extras import check_installed
 from toolkit.model.pickling import dumps
 from toolkit.runtime.process_group.machines import Machine, ray_machines, this_machine
-from toolkit.runtime.process_group.rank_process import DIED, JOB_FAILED, LEAVE, LOST, RAISED
+from toolkit.runtime.process_group.rank_process import (
+    DIED,
+    JOB_FAILED,
+    LEAVE,
+    LOST,
+    RAISED,
+)
 from toolkit.runtime.process_group.watch import JobFailedError
 
 OnReport = Callable[[int, Any], object]
 
 _POLL = 0.05  # most seconds between looks at the time
 _LAST_WAIT = 10.0  # most seconds to wait for the ends of ranks
-_PATIENCE = {RAISED: 0.0, JOB_FAILED: 0.5, DIED: 3.0, LOST: 0.5}  # s to wait for a better reason
+# S to wait for a better reason.
+_PATIENCE = {RAISED: 0.0, JOB_FAILED: 0.5, DIED: 3.0, LOST: 0.5}
 
 
 class _Failure(NamedTuple):
@@ -58,7 +65,9 @@ class Processes:
         UserError: an argument is invalid.
     """
 
-    def __init__(self, n_ranks: int, timeout: float = 120.0, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, n_ranks: int, timeout: float = 120.0, hosts: Sequence[str] = ()
+    ) -> None:
         self.n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
         if not timeout > 0:
             raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
@@ -79,7 +88,8 @@ class Processes:
         self._pending: set[int] = set()  # ranks neither with a result nor failed
         self._results: dict[int, Any] = {}
         self._failure: _Failure | None = None
-        self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
+        # When to stop waiting for a better reason of the failure.
+        self._decided_at = math.inf
 
     def __enter__(self) -> "Processes":
         return self
@@ -146,7 +156,11 @@ class Processes:
             end = time.monotonic() + self.timeout
             while self._pending and time.monotonic() < self._decided_at:
                 yield from self._take_messages(_POLL)
-                if self._not_started and self._failure is None and time.monotonic() > end:
+                if (
+                    self._not_started
+                    and self._failure is None
+                    and time.monotonic() > end
+                ):
                     missing_ranks = ", ".join(map(str, sorted(self._not_started)))
                     raise JobFailedError(
                         f"rank {missing_ranks} has not started within {self.timeout:g} s: start"
@@ -154,7 +168,8 @@ class Processes:
                     )
             if self._failure is not None:
                 raise self._failure.error from self._failure.cause
-        except BaseException:  # also if the caller leaves, since ranks still run the call
+        except BaseException:
+            # Also if the caller leaves, since ranks still run the call.
             self.kill()
             raise
 
@@ -166,7 +181,8 @@ class Processes:
         """Return whether all ranks wait for a call. If only some do, end them."""
         if self._pending:  # by a call that nobody waited for
             self.kill()
-        with contextlib.suppress(JobFailedError):  # the process that starts ranks has died, too
+        # The process that starts ranks has died, too.
+        with contextlib.suppress(JobFailedError):
             self._take_all_messages(0.0)
         # The others would wait for a rank that has ended.
         if 0 < len(self.alive) < self.n_ranks:
@@ -236,7 +252,10 @@ class Processes:
             variables["LOCAL_WORLD_SIZE"] = str(len(machine.ranks))
             environments = {}
             for local_rank, rank in enumerate(machine.ranks):
-                environments[rank] = variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                environments[rank] = variables | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
+                }
             self._send(machine, "start", environments)
         self.n_starts += 1
 
@@ -270,7 +289,9 @@ class Processes:
             yield
         except (EOFError, OSError) as error:
             self._end_machines()
-            raise JobFailedError("the process that starts ranks has died: start again") from error
+            raise JobFailedError(
+                "the process that starts ranks has died: start again"
+            ) from error
         self._message_cut_short = False
 
     def _take_all_messages(self, seconds: float) -> None:
@@ -280,16 +301,22 @@ class Processes:
 
     def _take_messages(self, seconds: float) -> Iterator[tuple[int, Any]]:
         """Act on what ranks say; yield reports. Wait at most ``seconds`` for the first message."""
-        while ready := wait([machine.connection for machine in self._machines], seconds):
+        while ready := wait(
+            [machine.connection for machine in self._machines], seconds
+        ):
             seconds = 0.0
-            for machine in [machine for machine in self._machines if machine.connection in ready]:
+            for machine in [
+                machine for machine in self._machines if machine.connection in ready
+            ]:
                 kind, rank, status, message = self._receive(machine)
                 if kind == "ended":
                     self._note_end(rank, status)
                 elif kind == "said":
                     yield from self._take_message(rank, *pickle.loads(message))
 
-    def _take_message(self, rank: int, kind: str, value: Any) -> Iterator[tuple[int, Any]]:
+    def _take_message(
+        self, rank: int, kind: str, value: Any
+    ) -> Iterator[tuple[int, Any]]:
         """Act on what a rank says; see :mod:`toolkit.runtime.process_group.rank_process`."""
         match kind:
             case "came":
@@ -315,7 +342,11 @@ class Processes:
             self._note_failure(rank, DIED, JobFailedError(f"rank {rank} {ending}"))
 
     def _note_failure(
-        self, rank: int | None, reason: int, error: Exception, cause: Exception | None = None
+        self,
+        rank: int | None,
+        reason: int,
+        error: Exception,
+        cause: Exception | None = None,
     ) -> None:
         """Note a reason why the call fails; ``rank`` has no result then.
 

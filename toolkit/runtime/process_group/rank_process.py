@@ -60,7 +60,9 @@ def main(connection: Connection) -> None:
     _parent = connection
     os.register_at_fork(after_in_child=_forget_parent)
     # A thread of its own takes messages: it ends this process with the parent, even within a call.
-    threading.Thread(target=_listen, args=(connection,), name="parent", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(connection,), name="parent", daemon=True
+    ).start()
     watch.announce = lambda message: _send("announced", message)
     _send("came", os.getpid())
     while True:
@@ -94,13 +96,16 @@ def _send(kind: str, value: Any) -> None:
 def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
     """Return the reason, what the parent raises for ``error``, and its cause."""
     rank = os.environ["RANK"]
-    kinds = (UserError, ValueError, JobFailedError)  # those that the parent raises as they are
+    # Those that the parent raises as they are.
+    kinds = (UserError, ValueError, JobFailedError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), None)
     message = str(error) if kind else f"{type(error).__name__}: {error}"
     full_traceback = error.__traceback__
     if full_traceback is not None and full_traceback.tb_next is not None:
         frames = full_traceback.tb_next  # without this module's own
-        message += "\n\n" + "".join(traceback.format_exception(type(error), error, frames))
+        message += "\n\n" + "".join(
+            traceback.format_exception(type(error), error, frames)
+        )
 
     world = join.current_world()
     place = ""

@@ -93,7 +93,9 @@ class Process:
     def _start(self) -> str:
         """Return when it started, by proc(5); empty if it has ended."""
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            )
             return "" if fields[0] in ("Z", "X") else fields[19]
         return ""
 
@@ -142,7 +144,9 @@ class SharedStatus:
             start = 1 + self._memory[0] * _SLOT
             # A running rank may write to this slot meanwhile: then the text is no record.
             with contextlib.suppress(ValueError, TypeError):
-                return Record.decode(self._memory[start : self._memory.find(b"\0", start)])
+                return Record.decode(
+                    self._memory[start : self._memory.find(b"\0", start)]
+                )
 
     def lock(self) -> bool:
         """Return whether no other process has locked the memory; its lock ends with it."""
@@ -162,7 +166,12 @@ class Peers:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, own_status: SharedStatus, timeout: float
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        own_status: SharedStatus,
+        timeout: float,
     ) -> None:
         # A connection of its own: a wait in another thread would block its calls.
         self.store = dist.PrefixStore("watch", store.clone())
@@ -187,7 +196,9 @@ class Peers:
                 else:
                     self.local[peer] = process, shared
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._exchange, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=self._exchange, name="heartbeat", daemon=True
+        )
         if self.remote:
             self._thread.start()
 
@@ -214,14 +225,19 @@ class Peers:
         self.store.set(f"beat/{self._rank}", record.encode())
 
     def _exchange(self) -> None:
-        with contextlib.suppress(RuntimeError):  # without a store, other machines fall silent
+        # Without a store, other machines fall silent.
+        with contextlib.suppress(RuntimeError):
             is_last = False
             while not is_last:
                 is_last = self._stopping.is_set()
                 self._publish()
                 if self.listening:
-                    beats = self.store.multi_get([f"beat/{rank}" for rank in self.remote])
-                    self.remote = dict(zip(self.remote, map(Record.decode, beats), strict=True))
+                    beats = self.store.multi_get(
+                        [f"beat/{rank}" for rank in self.remote]
+                    )
+                    self.remote = dict(
+                        zip(self.remote, map(Record.decode, beats), strict=True)
+                    )
                 self._stopping.wait(BEAT)
 
 

@@ -48,7 +48,8 @@ SCRIPT_END = "the end of its script"
 
 _HURRY = 0.05  # seconds between looks once something is wrong
 _GRACE = 0.3  # seconds in which a failure is looked for that explains a signal
-_PATIENCE = 5.0  # most seconds in which a failure is looked for that explains a lost connection
+# Most seconds in which a failure is looked for that explains a lost connection.
+_PATIENCE = 5.0
 _LINGER = 2.0  # most seconds that a rank waits for another one at the end
 
 _BACKEND_WORDS = re.compile("gloo|nccl|connection|socket", re.IGNORECASE)
@@ -76,7 +77,9 @@ def is_backend_error(error: BaseException) -> bool:
 
     torch raises most such errors as plain RuntimeErrors, like a user's mistake or a full memory.
     """
-    if isinstance(error, RuntimeError) and not isinstance(error, dist.DistError | JobFailedError):
+    if isinstance(error, RuntimeError) and not isinstance(
+        error, dist.DistError | JobFailedError
+    ):
         return _BACKEND_WORDS.search(str(error)) is not None
     return isinstance(error, ConnectionError | dist.DistError)
 
@@ -114,12 +117,15 @@ class Watch:
         self._signal = 0
         self._signal_at = 0.0
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
-        self._last_change: dict[int, tuple[float, float]] = {}  # a rank's clock, and when seen
+        # A rank's clock, and when seen.
+        self._last_change: dict[int, tuple[float, float]] = {}
         self._running = False
 
     # The main thread.
 
-    def at(self, activity: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
+    def at(
+        self, activity: object, step: int | None = None, peers: Iterable[int] = ()
+    ) -> None:
         """Note what the main thread does.
 
         Args:
@@ -136,7 +142,9 @@ class Watch:
     def begin_training(self) -> None:
         """Forget the training before, in whose last step a rank lost now would be reported."""
         since = self._clock + self._beat
-        self._write(activity="the start of a training", step=None, peers=(), since=since)
+        self._write(
+            activity="the start of a training", step=None, peers=(), since=since
+        )
 
     def _write(self, **changes: Any) -> None:
         with self._write_lock:
@@ -169,7 +177,11 @@ class Watch:
         Raises:
             JobFailedError: the watch is not running.
         """
-        message = cause if isinstance(cause, str) else _GLOO_CLUTTER.sub("", first_line(cause))
+        message = (
+            cause
+            if isinstance(cause, str)
+            else _GLOO_CLUTTER.sub("", first_line(cause))
+        )
         if not self._running:
             raise JobFailedError(f"rank {self.rank}, {self.record.position}: {message}")
         if isinstance(cause, str):
@@ -186,7 +198,9 @@ class Watch:
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
-        self._peers = Peers(self.store, self.rank, self.size, self._shared, self.timeout)
+        self._peers = Peers(
+            self.store, self.rank, self.size, self._shared, self.timeout
+        )
         self._running = True
         if threading.current_thread() is threading.main_thread():
             # While the main thread is blocked in C++, no Python handler runs, but a signal's number
@@ -242,8 +256,14 @@ class Watch:
         self._write()
         # A killed torchrun takes the store with it, for which another rank would be blamed.
         if self._launcher and os.getppid() != self._launcher:
-            reason = f"torchrun (process {self._launcher}), which started the ranks, is gone"
-            self._end(Diagnosis(None, f"{reason}: start it again; resume= continues a saved run"))
+            reason = (
+                f"torchrun (process {self._launcher}), which started the ranks, is gone"
+            )
+            self._end(
+                Diagnosis(
+                    None, f"{reason}: start it again; resume= continues a saved run"
+                )
+            )
         if self._reason:
             self._end(Diagnosis(None, self._reason))
 
@@ -290,7 +310,9 @@ class Watch:
             if record.status == RankStatus.RUNNING and silent_seconds >= silence:
                 ranks[rank] = record._replace(status=RankStatus.SILENT)
         ranks[self.rank] = self.record._replace(status=RankStatus.RUNNING)
-        patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
+        patience = max(
+            0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at)
+        )
         diagnosis = diagnose(ranks, self.rank, self.timeout, patience, self.width)
         if diagnosis is not None:
             self._end(diagnosis)
@@ -309,9 +331,12 @@ class Watch:
         local = self._peers.local
         is_first = local[min(local)][1].lock()
         if is_first and self._peers.remote:
-            n_announcers = _within(_LINGER, lambda: self._peers.store.add("announcers", 1))
+            n_announcers = _within(
+                _LINGER, lambda: self._peers.store.add("announcers", 1)
+            )
             is_first = n_announcers in (1, None)  # None: the store does not answer
-        self._see()  # a rank that has left has announced, and its lock ends with its process
+        # A rank that has left has announced, and its lock ends with its process.
+        self._see()
         end = time.monotonic() + _LINGER
         while not is_first and time.monotonic() < end:
             time.sleep(_HURRY)
@@ -321,7 +346,8 @@ class Watch:
                 announce(diagnosis.message)
             if diagnosis.blamed in local:
                 process, shared = local[diagnosis.blamed]
-                if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
+                # It cannot leave on its own.
+                if shared.read().status == RankStatus.RUNNING:
                     process.kill()
         self._leave_failed(diagnosis.message)
 
@@ -331,7 +357,8 @@ class Watch:
         _within(_GRACE, lambda: self.on_failure(message))
         self._write(status=RankStatus.FAILED, error=message)
         if self._peers.remote:
-            time.sleep(3 * self._beat)  # this process may hold the store that they still read
+            # This process may hold the store that they still read.
+            time.sleep(3 * self._beat)
         _leave(EXIT_FAILED)
 
 
@@ -362,7 +389,8 @@ def _give_signals_back() -> None:
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _signalled._running = False  # also in a forked process, whose signals are not the rank's
+        # Also in a forked process, whose signals are not the rank's.
+        _signalled._running = False
         _signalled = None
 
 

@@ -17,7 +17,8 @@ from toolkit.runtime.process_group.shared_status import machine
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import finish_stream
 
-_BACKEND_GRACE = 30.0  # seconds by which the watch speaks before the backend's own time-out
+# Seconds by which the watch speaks before the backend's own time-out.
+_BACKEND_GRACE = 30.0
 _RELAY_CHUNK = 2**18  # bytes
 
 RankGroup = tuple[str, tuple[int, ...]]
@@ -54,8 +55,12 @@ class World:
     _is_part: bool = False  # of a job
     columns: dict[int, "World"] = field(default_factory=dict, init=False)
     _n_names: int = field(default=0, init=False)
-    _groups: dict[RankGroup, dist.ProcessGroup] = field(default_factory=dict, init=False)
-    _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _groups: dict[RankGroup, dist.ProcessGroup] = field(
+        default_factory=dict, init=False
+    )
+    _channels: dict[tuple[int, int], dist.ProcessGroup] = field(
+        default_factory=dict, init=False
+    )
     _user: Any = field(default=None, init=False)  # whose messages may be under way
     _end_use: Callable[[], None] | None = field(default=None, init=False)
 
@@ -66,7 +71,9 @@ class World:
         """Whether each rank is several processes, which exchange within ops and updates."""
         return False
 
-    def within_op(self, activity: object, step: int | None) -> AbstractContextManager[None]:
+    def within_op(
+        self, activity: object, step: int | None
+    ) -> AbstractContextManager[None]:
         """Return the context of an op or update; an error of the row within ends the job."""
         return nullcontext()
 
@@ -83,7 +90,9 @@ class World:
             return self.device
         return torch.device("cpu")
 
-    def make_groups(self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]) -> None:
+    def make_groups(
+        self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]
+    ) -> None:
         """Make the process groups of a program's messages. Every rank calls it with the same ones.
 
         Collectives have groups of their own, since another thread starts them. With NCCL so has
@@ -99,7 +108,9 @@ class World:
         new_groups = []
         for group in groups:
             # The group of a part is that of its collectives over all ranks.
-            exists = group in self._groups or (self._is_part and len(group[1]) == self.size)
+            exists = group in self._groups or (
+                self._is_part and len(group[1]) == self.size
+            )
             if not exists:
                 self._groups[group] = self._new_group(group[1])
                 new_groups.append(group)
@@ -112,7 +123,9 @@ class World:
                     new_pairs.append(pair)
             self.connect(new_groups, new_pairs)
 
-    def connect(self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]) -> None:
+    def connect(
+        self, groups: Sequence[RankGroup], pairs: Sequence[tuple[int, int]]
+    ) -> None:
         """Send a first number within ``groups`` and between ``pairs``, one after another.
 
         NCCL connects ranks at their first message, and blocks the caller until the peer connects
@@ -162,7 +175,12 @@ class World:
             return None
         # No gloo group of objects: in torch 2.11 ranks outside it split NCCL's group, and hang.
         return replace(
-            self, size=n_ranks, group=group, object_group=group, _name=name, _is_part=True
+            self,
+            size=n_ranks,
+            group=group,
+            object_group=group,
+            _name=name,
+            _is_part=True,
         )
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -172,7 +190,9 @@ class World:
                 f" own: start {self.size} processes"
             )
         with self.watch.waiting("new process group", range(self.size)):
-            group = dist.new_group(list(ranks), timeout=backend_timeout(self.watch.timeout))
+            group = dist.new_group(
+                list(ranks), timeout=backend_timeout(self.watch.timeout)
+            )
         return cast(dist.ProcessGroup, group)  # or a mark, on ranks that are not in it
 
     # Who sends, and when.
@@ -306,7 +326,9 @@ class World:
 
         def hand_on(chunk: Tensor) -> None:
             if not is_first:
-                dist.recv(chunk, self.process(ranks[index - 1]), group=self.object_group)
+                dist.recv(
+                    chunk, self.process(ranks[index - 1]), group=self.object_group
+                )
             if not is_last:
                 receiver = self.process(ranks[index + 1])
                 send = dist.isend(chunk, receiver, group=self.object_group)

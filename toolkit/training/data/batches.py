@@ -110,14 +110,20 @@ class SampleSet:
     """
 
     def __init__(
-        self, train: Source, test: Source, form: InputSpec, damaged: Collection[str] = ()
+        self,
+        train: Source,
+        test: Source,
+        form: InputSpec,
+        damaged: Collection[str] = (),
     ) -> None:
         self._train = train
         self._test = test
         self.form = form
         self.damaged = damaged
 
-    def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
+    def train(
+        self, batch_size: int, seed: int, epoch: int, device: torch.device
+    ) -> Batches:
         """Return the full batches of one epoch, shuffled and augmented by (seed, epoch).
 
         Args:
@@ -140,7 +146,10 @@ class SampleSet:
         generator = torch.Generator().manual_seed(seed)
         # The rest of the samples, less than a batch, is left out; the next epoch's order has
         # others.
-        order, span = torch.randperm(n_samples, generator=generator), range(n_samples // batch_size)
+        order, span = (
+            torch.randperm(n_samples, generator=generator),
+            range(n_samples // batch_size),
+        )
         source = self._train.begin(generator)
         return Batches(source, order, batch_size, span, device, generator, seed)
 
@@ -189,12 +198,16 @@ class Datasets(SampleSet):
                     f"{name}: its length cannot be read: {first_line(error)}"
                 ) from error
             if not length:
-                dataset_text = type(dataset).__name__ + ("" if length is None else " of length 0")
+                dataset_text = type(dataset).__name__ + (
+                    "" if length is None else " of length 0"
+                )
                 raise UserError(
                     f"{name}: got a {dataset_text}; expected a Dataset with a length above 0"
                 )
         form = form or _form_like(_sample(train, "train", 0, seed=0), n_classes)
-        super().__init__(_Samples(train, "train", form), _Samples(test, "test", form), form)
+        super().__init__(
+            _Samples(train, "train", form), _Samples(test, "test", form), form
+        )
 
 
 def _sample(dataset: Any, name: str, index: int, seed: int) -> Any:
@@ -211,8 +224,15 @@ def _sample(dataset: Any, name: str, index: int, seed: int) -> Any:
 def _form_like(sample: Any, n_classes: int) -> InputSpec:
     """Return the form of ``sample``; raise UserError if it is not an image or a vector."""
     items = sample if isinstance(sample, tuple | list) else (sample,)
-    if len(items) != 2 or not isinstance(items[0], Tensor) or items[0].dim() not in (1, 3):
-        item_texts = [f"{type(item).__name__} {list(getattr(item, 'shape', ''))}" for item in items]
+    if (
+        len(items) != 2
+        or not isinstance(items[0], Tensor)
+        or items[0].dim() not in (1, 3)
+    ):
+        item_texts = [
+            f"{type(item).__name__} {list(getattr(item, 'shape', ''))}"
+            for item in items
+        ]
         raise UserError(
             f"the first sample is ({', '.join(item_texts)}); expected a pair of a tensor,"
             " [channels, height, width] or [features], and the number of a class; give form= if"
@@ -242,7 +262,10 @@ class _Samples(Source):
 
     def _pair(self, k: int, seed: int, expected: Tensor) -> Batch:
         """Return sample ``k`` and its classes; raise UserError if they are not as ``expected``."""
-        sample, n_classes = _sample(self.dataset, self.name, k, seed), self.form.n_classes
+        sample, n_classes = (
+            _sample(self.dataset, self.name, k, seed),
+            self.form.n_classes,
+        )
         with suppress(Exception):  # it may be of any type
             input, target = sample[0], torch.as_tensor(sample[1])
             matches_form = (input.shape, input.dtype, len(sample)) == (
@@ -251,7 +274,8 @@ class _Samples(Source):
                 2,
             )
             has_whole_classes = (
-                not target.is_floating_point() and target.shape == self.form.output(1)[1:-1]
+                not target.is_floating_point()
+                and target.shape == self.form.output(1)[1:-1]
             )
             if (
                 matches_form
@@ -269,7 +293,9 @@ class _Samples(Source):
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         expected = self.form.example(1, "meta")[0]
         for sample_numbers, _ in batches:
-            pairs = (self._pair(index, seed, expected) for index in sample_numbers.tolist())
+            pairs = (
+                self._pair(index, seed, expected) for index in sample_numbers.tolist()
+            )
             inputs, targets = map(torch.stack, zip(*pairs, strict=True))
             yield send(inputs, device), send(targets, device)
 
@@ -305,7 +331,9 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
-def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalise(
+    pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
     """Return bytes ``[n, channels, height, width]`` as normalised floats, on their device."""
     shift, scale = (_constants(values, pixels.device) for values in (mean, std))
     return pixels.float().div_(255).sub_(shift).div_(scale)

@@ -23,7 +23,14 @@ from tqdm import tqdm
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, seeded
+from toolkit.training.data.batches import (
+    Batch,
+    Chosen,
+    SampleSet,
+    Source,
+    normalise,
+    seeded,
+)
 from toolkit.training.data.copy_ahead import copied_ahead
 
 # torchvision, which is slow to load, is imported where it is used.
@@ -87,7 +94,9 @@ def training_transform(size: int) -> Transform:
     """Return a random crop, resized to ``size`` pixels, and mirrored at random."""
     from torchvision.transforms import v2
 
-    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    return v2.Compose(
+        [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    )
 
 
 def evaluation_transform(size: int) -> Transform:
@@ -99,7 +108,9 @@ def evaluation_transform(size: int) -> Transform:
 
 def check_root(name: str, root: str | None, expected: str) -> Path:
     """Return the folder ``data.root``; raise UserError if it is missing."""
-    expected = f"a folder that holds {expected} with one folder of images for each class"
+    expected = (
+        f"a folder that holds {expected} with one folder of images for each class"
+    )
     if root is None:
         raise UserError(f"data={name} reads a folder: set data.root to {expected}")
     folder = Path(root).expanduser()
@@ -115,7 +126,9 @@ def open_split(train: Path, test: Path) -> list[Any]:
     splits = []
     for folder in (train, test):
         if not folder.is_dir():
-            names = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())
+            names = sorted(
+                path.name for path in folder.parent.iterdir() if path.is_dir()
+            )
             present = ", ".join(f"{name}/" for name in names[:10]) or "no folder"
             raise UserError(
                 f"{folder} is missing: expected {train.name}/ for training and {test.name}/ for the"
@@ -135,13 +148,16 @@ def open_split(train: Path, test: Path) -> list[Any]:
     return splits
 
 
-def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, list[str]]:
+def read_image(
+    images: Any, index: int, skip: bool = False
+) -> tuple[Any, int, list[str]]:
     """Return a PIL image, its number, and the damaged images that it replaces.
 
     If the image of ``index`` is damaged, and ``skip``, the next readable one of its class is read.
     """
     label = images.targets[index]
-    class_start = bisect_left(images.targets, label)  # an ImageFolder's images are in class order
+    # An ImageFolder's images are in class order.
+    class_start = bisect_left(images.targets, label)
     class_end = bisect_right(images.targets, label)
     damaged: list[str] = []
     for number in (*range(index, class_end), *range(class_start, index)):
@@ -166,7 +182,9 @@ def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, l
 def n_workers(requested: int | None) -> int:
     """Return the number requested, at most one a core; None: this rank's share of the cores."""
     # macOS lacks sched_getaffinity.
-    affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
+    affinity = getattr(
+        os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1)
+    )
     cores = len(affinity(0))
     share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if requested is None:
@@ -182,7 +200,9 @@ class _Images(Dataset[Any]):
     transform: Transform
     skip: bool
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int, list[str]] | UserError:
+    def __getitem__(
+        self, key: tuple[int, int]
+    ) -> tuple[Tensor, int, list[str]] | UserError:
         seed, index = key
         try:
             image, number, damaged = read_image(self.images, index, self.skip)
@@ -204,13 +224,20 @@ class _Loaded(Source):
     """The training or the test images, and the DataLoader that reads them."""
 
     def __init__(
-        self, dataset: Any, damaged: list[str], num_workers: int | None, prefetch_factor: int
+        self,
+        dataset: Any,
+        damaged: list[str],
+        num_workers: int | None,
+        prefetch_factor: int,
     ) -> None:
         self.dataset = dataset
         self.damaged = damaged
         self._options: dict[str, Any] = {"num_workers": n_workers(num_workers)}
         if self._options["num_workers"]:
-            self._options |= {"persistent_workers": True, "prefetch_factor": prefetch_factor}
+            self._options |= {
+                "persistent_workers": True,
+                "prefetch_factor": prefetch_factor,
+            }
         self._idle: dict[bool, DataLoader[Any]] = {}
 
     def __len__(self) -> int:
@@ -243,7 +270,8 @@ class _Loaded(Source):
                 # The error's traceback would keep the workers alive, and what they have open.
                 del loaded_batches, loader
                 raise batch
-            if n_read == len(keys):  # callers that count batches never come back for more
+            # Callers that count batches never come back for more.
+            if n_read == len(keys):
                 self._idle[pinned] = loader
             pixels, labels, damaged = batch
             for path in dict.fromkeys(damaged):
@@ -258,7 +286,10 @@ class _Loaded(Source):
 
     def _loader(self, pinned: bool) -> "DataLoader[Any]":
         # joblib's processes have a start method of their own, which DataLoader cannot use.
-        uses_loky = multiprocessing.get_start_method() == "loky" and self._options["num_workers"]
+        uses_loky = (
+            multiprocessing.get_start_method() == "loky"
+            and self._options["num_workers"]
+        )
         Finalize(None, _kill_workers, exitpriority=1)
         return DataLoader(
             self.dataset,

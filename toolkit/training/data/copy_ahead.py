@@ -40,7 +40,8 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         stream = torch.cuda.current_stream(device)
         stream.wait_event(end)  # the stream waits for the copy; this thread does not
         for copy in copies:
-            copy.record_stream(stream)  # or its memory could be reused while it is read here
+            # Or its memory could be reused while it is read here.
+            copy.record_stream(stream)
         inputs, targets = copies
         yield inputs, targets
 
@@ -55,7 +56,9 @@ def one_ahead(values: Iterable[T], begin: Callable[[T], U]) -> Iterator[U]:
     yield from begun_values
 
 
-def _begin_copy(batch: Batch, device: torch.device) -> tuple[list[Tensor], "torch.cuda.Event"]:
+def _begin_copy(
+    batch: Batch, device: torch.device
+) -> tuple[list[Tensor], "torch.cuda.Event"]:
     """Return the copies of a batch, and the event after which they are complete."""
     with own_stream(device):
         copies = [tensor.to(device, non_blocking=True) for tensor in batch]

@@ -16,7 +16,14 @@ from tqdm import tqdm
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, send
+from toolkit.training.data.batches import (
+    Batch,
+    Chosen,
+    SampleSet,
+    Source,
+    normalise,
+    send,
+)
 from toolkit.training.data.class_folders import check_root, open_split, read_image
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -64,7 +71,9 @@ class InMemory(SampleSet):
         flip: bool = False,
     ) -> None:
         if crop_padding < 0:
-            raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
+            raise UserError(
+                f"data.crop_padding is 0 or more pixels: got {crop_padding}"
+            )
         for name, labelled in (("train", train), ("test", test)):
             is_wrong = (labelled.labels < 0) | (labelled.labels >= n_classes)
             if is_wrong.any():
@@ -111,20 +120,31 @@ class _Images(Source):
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         if device not in self.copies:
-            self.copies[device] = self.labelled.images.to(device), self.labelled.labels.to(device)
+            self.copies[device] = (
+                self.labelled.images.to(device),
+                self.labelled.labels.to(device),
+            )
         images, labels = self.copies[device]
         for sample_numbers, random_numbers in batches:
             # One transfer for the numbers and the augmentation of a whole batch.
-            numbers, *augmentation = send(torch.cat([sample_numbers[None], random_numbers]), device)
+            numbers, *augmentation = send(
+                torch.cat([sample_numbers[None], random_numbers]), device
+            )
             inputs = normalise(images[numbers], self.mean, self.std)
             if self.crop_padding or self.flip:
                 inputs = self._augmented(inputs, *augmentation)
             yield inputs, labels[numbers]
 
-    def _augmented(self, x: Tensor, row: Tensor, column: Tensor, mirrored: Tensor) -> Tensor:
+    def _augmented(
+        self, x: Tensor, row: Tensor, column: Tensor, mirrored: Tensor
+    ) -> Tensor:
         """Return crops of padded images ``x`` from ``row`` and ``column`` on, some mirrored."""
-        row_offsets, column_offsets = (torch.arange(size, device=x.device) for size in x.shape[2:])
-        column_offsets = torch.where(mirrored[:, None] > 0, column_offsets.flip(0), column_offsets)
+        row_offsets, column_offsets = (
+            torch.arange(size, device=x.device) for size in x.shape[2:]
+        )
+        column_offsets = torch.where(
+            mirrored[:, None] > 0, column_offsets.flip(0), column_offsets
+        )
         # Of each image's pixels: rows [n, height] and columns [n, width] in its padded copy.
         rows = row_offsets + row[:, None]
         columns = column_offsets + column[:, None]
@@ -141,13 +161,18 @@ def digits() -> InMemory:
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
-    split = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
+    split = train_test_split(
+        images, labels, test_size=360, stratify=labels, random_state=0
+    )
     train_x, test_x, train_y, test_y = (torch.as_tensor(array) for array in split)
     grey_images = [
         (images_of_split.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8)
         for images_of_split in (train_x, test_x)
     ]
-    train, test = Labelled(grey_images[0], train_y.long()), Labelled(grey_images[1], test_y.long())
+    train, test = (
+        Labelled(grey_images[0], train_y.long()),
+        Labelled(grey_images[1], test_y.long()),
+    )
     return InMemory(train, test, 10, (0.3,), (0.38,))
 
 
@@ -266,7 +291,10 @@ def fashion_mnist(
     """
     folder = Path(root).expanduser()
     labelled_splits = []
-    for split, name, n_samples in (("train", "n_train", n_train), ("t10k", "n_test", n_test)):
+    for split, name, n_samples in (
+        ("train", "n_train", n_train),
+        ("t10k", "n_test", n_test),
+    ):
         images = _read_idx(folder / f"{split}-images-idx3-ubyte.gz")
         labels = _read_idx(folder / f"{split}-labels-idx1-ubyte.gz").long()
         if images.shape != (len(labels), 28, 28) or labels.max() > 9:
@@ -275,7 +303,9 @@ def fashion_mnist(
                 f" {[*labels.shape]} up to {labels.max()}; expected [n, 28, 28] and [n] up to 9"
             )
         sample_numbers = balanced_subset(n_samples, labels, name)
-        labelled_splits.append(Labelled(images[sample_numbers, None], labels[sample_numbers]))
+        labelled_splits.append(
+            Labelled(images[sample_numbers, None], labels[sample_numbers])
+        )
     train, test = labelled_splits
     return InMemory(train, test, 10, (0.2860,), (0.3530,), crop_padding, flip)
 

@@ -41,7 +41,10 @@ class Tokens(SampleSet):
             if value < 1:
                 raise UserError(f"data.{name} is 1 or more: got {value}")
         # The last token is no input; and a training epoch begins up to one sequence later.
-        for name, tokens, n_needed in (("training", train, 2 * length), ("test", test, length + 1)):
+        for name, tokens, n_needed in (
+            ("training", train, 2 * length),
+            ("test", test, length + 1),
+        ):
             if len(tokens) < n_needed:
                 raise UserError(
                     f"{len(tokens)} tokens of {name} text are too few for data.length={length},"
@@ -69,13 +72,17 @@ class _Text(Source):
 
     def begin(self, generator: torch.Generator) -> "_Text":
         """Return the text of an epoch, from an offset within the first sequence."""
-        return replace(self, offset=int(torch.randint(self.form.length, (), generator=generator)))
+        return replace(
+            self, offset=int(torch.randint(self.form.length, (), generator=generator))
+        )
 
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         length = self.form.length
         for sequence_numbers, _ in batches:
             token_positions = (
-                self.offset + length * sequence_numbers.numpy()[:, None] + np.arange(length + 1)
+                self.offset
+                + length * sequence_numbers.numpy()[:, None]
+                + np.arange(length + 1)
             )
             host_tokens = self.tokens[token_positions].astype(np.int64)
             self.check(host_tokens)
@@ -114,7 +121,11 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
     else:
         path = Path(root).expanduser()
         files = (
-            sorted(path_of_text for path_of_text in path.rglob("*.txt") if path_of_text.is_file())
+            sorted(
+                path_of_text
+                for path_of_text in path.rglob("*.txt")
+                if path_of_text.is_file()
+            )
             if path.is_dir()
             else [path]
         )
@@ -150,15 +161,20 @@ def token_files(
         UserError: a file is missing or cannot be read, or an option is out of its range.
     """
     if root is None:
-        raise UserError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
+        raise UserError(
+            "data=tokens reads a folder: set data.root to one with train.bin, val.bin"
+        )
     try:
         is_whole = np.dtype(dtype).kind in "iu"
     except TypeError:
         is_whole = False
     if not is_whole:
-        raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
+        raise UserError(
+            f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}"
+        )
     train, test = (
-        _mapped(Path(root).expanduser() / f"{split}.bin", dtype) for split in ("train", "val")
+        _mapped(Path(root).expanduser() / f"{split}.bin", dtype)
+        for split in ("train", "val")
     )
     return Tokens(train, test, length, vocabulary)
 
