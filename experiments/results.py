@@ -17,6 +17,7 @@ from toolkit.cost.pipeline_table import pipeline_cells
 from toolkit.cost.situations import model_cells, situation_cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.plan.plan_table import plan_cells
+from toolkit.results.best_rules import best_rules
 from toolkit.results.provenance import strip_folders
 from toolkit.results.record import read_result
 from toolkit.results.tuning import edges
@@ -26,10 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", *sorted(RESULTS.glob("*.md")))
 _SHORT = "_short"  # ends the name of a table with some of a result's rows
-_BEST_RULES = (
-    # Names the table of several comparisons, each rule at its own rate.
-    f"best_rules{_SHORT}"
-)
+# Names the table of several comparisons, each rule at its own rate.
+_BEST_RULES = f"best_rules{_SHORT}"
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = dict[str, Any]
@@ -50,7 +49,7 @@ def rendered(page: str) -> str:
 def table(name: str) -> str:
     """Return the table of a kept result, and its origin."""
     if name == _BEST_RULES:
-        return f"{cells.table(_best_rules(), 'github')}\n"
+        return f"{cells.table(best_rules(RESULTS), 'github')}\n"
     result = read_result(RESULTS / name.removesuffix(_SHORT))
     _label(result["metrics"])
     make_rows = next(make for prefix, make in _ROWS if name.startswith(prefix))
@@ -111,32 +110,6 @@ def _each(*make_cells: Callable[[Row], Row]) -> Callable[[Result], Rows]:
 def _compared(row: Row, measure: Metric = ACCURACY) -> Row:
     rule = {"rule": row["schedule"]} | (cells.rate_cells(row) if "lr" in row else {})
     return rule | cells.metric_cells(row, measure, "DP") | cells.staleness_cells(row)
-
-
-def _best_rules() -> Rows:
-    """A row a data set: DP's accuracy, and the best form of each rule with late weights."""
-    rows = []
-    for data, name in (
-        ("digits", "corrections"),
-        ("Fashion-MNIST", "fashion_mnist"),
-        ("CIFAR-10", "cifar10_corrections"),
-        ("Imagenette", "imagenette_corrections_8"),
-    ):
-        metrics = read_result(RESULTS / name)["metrics"]
-        row: Row = {"data": data, "DP (%)": f"{metrics[0]['accuracy']:.2f}"}
-        for rule in ("CDP-v1", "CDP-v2"):
-            forms = [form for form in metrics if form["schedule"].startswith(rule)]
-            best = max(forms, key=lambda form: form["accuracy"])
-            words = "Nesterov, predicted" if "predicted" in best["rule"] else "plain"
-            if best["rule"].endswith("nesterov"):
-                words = "Nesterov"
-            row[f"best {rule}"] = words
-            row[f"{rule} - DP"] = (
-                f"{best['difference']:+.2f} ± {best['difference_95']:.2f}"
-            )
-            row[f"{rule} at the margin"] = best["verdict"]
-        rows.append(row)
-    return rows
 
 
 def _tuned_rates(result: Result) -> Rows:
