@@ -4,7 +4,8 @@
 
 In the first table stages are equal, and a backward takes twice its forward. The second has models
 on machines, as experiments/simulate.py has them; +model@models.mine=MODEL and batches.mine=[32]
-add one.
+add one. With compressions=[none,int8,int4] a third table compares compressed messages, with and
+without late weights, with PowerSGD and local SGD.
 """
 
 import time
@@ -31,6 +32,10 @@ M/C: time in which all parameters cross a link once, by a step's computing time
 DDP: buckets of 25 MB
 CDP-v1, CDP-v2: step time by DDP's, in the fastest chains and cut
 """
+SLOW_LINK_LEGEND = """\
+Step times by that of DDP with whole messages; CDP in the fastest chains and cut.
+Errors of rounding are fed back. Accuracies may differ from row to row.
+"""
 
 
 @entry_point("situations")
@@ -42,13 +47,18 @@ def main(config: DictConfig) -> None:
         situation_cells,
         situations,
     )
+    from toolkit.cost.slow_links import slow_link_cells
     from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()
     workers = counts(config, "workers")
     # Refuses wrong numbers before the models, which take minutes.
     table_situations = situations(workers, [*config.ratios])
-    model_rows = [*assess_models(config, max(workers))]
+    model_rows = []
+    compressed_rows = []
+    for row, compressed in assess_models(config, max(workers)):
+        model_rows.append(row)
+        compressed_rows += compressed
     rows = []
     bar = tqdm(table_situations)
     for situation in bar:
@@ -56,24 +66,33 @@ def main(config: DictConfig) -> None:
         rows.append(assess_situation(situation))
     folder = output_folder()
     seconds = time.perf_counter() - start
-    more = {"models": model_rows}
+    more = {"models": model_rows, "compressed": compressed_rows}
     write_result(folder, "situations", rows, config, describe_cpu(), seconds, **more)
     show(f"\n{table([situation_cells(row) for row in rows])}\n\n{LEGEND}")
     if model_rows:
         show(f"{table([model_cells(row) for row in model_rows])}\n\n{MODEL_LEGEND}")
+    if compressed_rows:
+        cells = [slow_link_cells(row) for row in compressed_rows]
+        show(f"{table(cells)}\n\n{SLOW_LINK_LEGEND}")
     show(f"written to {folder}")
 
 
-def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model, micro-batch and machine."""
+def assess_models(
+    config: DictConfig, n_workers: int
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Yield for each model, micro-batch and machine a row, and rows of compressed messages."""
     import torch
 
     from toolkit.cli import analysed_form, build_model
     from toolkit.cost import Hardware
+    from toolkit.cost.compression import COMPRESSIONS
     from toolkit.cost.situations import assess_model
+    from toolkit.cost.slow_links import assess_slow_links
     from toolkit.cost.worker_forms import ModelCosts
     from toolkit.errors import check_choice
 
+    for compression in config.compressions:
+        check_choice("compressions", compression, COMPRESSIONS)
     all_hardware = [Hardware.preset(name) for name in config.machines]
     for name in config.batches:
         check_choice("batches", name, [*config.models])
@@ -95,8 +114,16 @@ def assess_models(config: DictConfig, n_workers: int) -> Iterator[dict[str, Any]
             model = build_model(config.models[name], form)
         costs_of = ModelCosts(model, form.example(batch, "meta"))
         for hardware in all_hardware:
-            row = {"model": name, "batch": batch, "samples": form.samples}
-            yield row | assess_model(costs_of, hardware, n_workers)
+            labels = {"model": name, "batch": batch, "samples": form.samples}
+            row = labels | assess_model(costs_of, hardware, n_workers)
+            compressed_rows = []
+            if config.compressions:
+                for compressed_row in assess_slow_links(
+                    costs_of, hardware, n_workers, config.compressions
+                ):
+                    baseline = {"whole_ddp": row["ddp"]}
+                    compressed_rows.append(labels | baseline | compressed_row)
+            yield row, compressed_rows
 
 
 if __name__ == "__main__":
