@@ -1,0 +1,82 @@
+"""Who is fastest on slow links: the rows are those of the single simulations."""
+
+import pytest
+
+from toolkit.cost import Hardware, StageCost
+from toolkit.cost.situations import assess_model
+from toolkit.cost.slow_link_rivals import ddp_rival, local_sgd_rival
+from toolkit.cost.slow_links import assess_slow_links, slow_link_cells
+from toolkit.cost.worker_forms import DataParallelJob
+from toolkit.errors import UserError
+
+WORKERS = 4
+# All parameters, 8 x 4,000 bytes, cross a link in 2 2/3 steps.
+LINKS = Hardware("links", flops=1.0, memory_bandwidth=1e12, link_bandwidth=5e2)
+
+
+def costs_of(n_stages, cut):
+    stage = StageCost(
+        0.0,
+        0.0,
+        parameter_bytes=32_000 / n_stages,
+        forward_seconds=8 / n_stages,
+        backward_seconds=16 / n_stages,
+        matrices=((1000, 8),),
+    )
+    return (stage,) * n_stages
+
+
+def test_whole_messages_take_what_the_situation_says():
+    (whole, *rivals) = assess_slow_links(costs_of, LINKS, WORKERS, ["none"])
+    situation = assess_model(costs_of, LINKS, WORKERS)
+    assert whole["ratio"] == situation["ratio"] == pytest.approx(8 / 3)
+    assert whole["ddp"] == situation["ddp"]
+    for rule in ("cdp_v1", "cdp_v2"):
+        assert whole[rule] / whole["ddp"] == situation[f"{rule}_time"]
+    assert [rival["cdp_v1"] for rival in rivals] == [None, None]
+
+
+def test_smaller_messages_take_less_time_under_every_rule():
+    rows = list(assess_slow_links(costs_of, LINKS, WORKERS, ["none", "int8", "int4"]))
+    for rule in ("ddp", "cdp_v1", "cdp_v2"):
+        seconds = [row[rule] for row in rows[:3]]
+        assert seconds == sorted(seconds, reverse=True)
+        assert seconds[0] > seconds[2]
+    job = DataParallelJob(costs_of, LINKS, WORKERS)
+    assert rows[1]["ddp"] == ddp_rival(job, "int8").seconds
+    assert rows[3]["ddp"] == ddp_rival(job, "powersgd", 4).seconds
+    assert rows[4]["ddp"] == local_sgd_rival(job).seconds
+    messages = [row["messages"] for row in rows]
+    assert messages[0] == "whole"
+    assert "8 bits" in messages[1]
+    assert "rank 4" in messages[3]
+    assert messages[4] == "local steps"
+
+
+def test_times_are_divided_by_those_of_whole_messages():
+    row = {
+        "model": "net",
+        "batch": 4,
+        "samples": "images",
+        "machine": "links",
+        "ratio": 2.0,
+        "messages": "whole",
+        "whole_ddp": 2.0,
+        "ddp": 1.0,
+        "cdp_v1": 0.5,
+        "cdp_v2": None,
+    }
+    assert slow_link_cells(row) == {
+        "model": "net, 4 images",
+        "machine": "links",
+        "M/C": "2",
+        "messages": "whole",
+        "DDP": "0.50",
+        "CDP-v1": "0.25",
+        "CDP-v2": "",
+    }
+
+
+def test_an_unknown_compression_is_refused():
+    with pytest.raises(UserError, match="int2"):
+        list(assess_slow_links(costs_of, LINKS, WORKERS, ["int2"]))
