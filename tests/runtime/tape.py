@@ -62,7 +62,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """Records tapes; see :class:`toolkit.runtime.capture.Recorder`."""
+    """Records tapes; see :class:`toolkit.runtime.cuda_graphs.Recorder`."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []

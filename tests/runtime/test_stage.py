@@ -13,7 +13,7 @@ from toolkit.model import partition
 from toolkit.model.random_draws import drawing, seed_layer
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions
 from toolkit.runtime.baselines.ddp import WholeModel
-from toolkit.runtime.grouped import _regroup
+from toolkit.runtime.grouped_pass import _regroup
 from toolkit.runtime.meters.operations import count_operations
 from toolkit.runtime.stage import StageRunner, leaves
 from toolkit.schedule import catalog

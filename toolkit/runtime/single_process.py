@@ -11,8 +11,10 @@ from torch import nn
 from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Steps
-from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle, recorder_for
-from toolkit.runtime.grouped import Grouped, GroupedPass
+from toolkit.runtime.capture import CAPTURES, StepCapture, obstacle
+from toolkit.runtime.cuda_graphs import recorder_for
+from toolkit.runtime.grouped import Grouped
+from toolkit.runtime.grouped_pass import GroupedPass
 from toolkit.runtime.local_runtime import LocalRuntime
 from toolkit.runtime.microbatch_losses import MicrobatchLosses
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
