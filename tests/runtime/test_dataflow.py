@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from tests.schedule.meetings import COLLECTIVES
 from tests.schedule.strategies import programs, quick
-from toolkit.runtime.dataflow import Dataflow, in_background, waiter_of
+from toolkit.runtime.dataflow import (
+    Dataflow,
+    in_background,
+    last_op_positions,
+    waiter_of,
+)
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 FREE = Instruction(0, Action.FREE, 0, None, None, 0, Buffer.WEIGHTS)
@@ -240,3 +245,17 @@ def test_sums_open_with_what_others_still_need():
     assert begun(flow) == []
     flow.open_sums(1)
     assert begun(flow) == [1, 2]
+
+
+def test_the_last_op_of_each_step_by_hand():
+    """Whatever of the step follows it: messages, and ops of the next step before it."""
+    backward = op(Action.BACKWARD)
+    instructions = [
+        op(),
+        op()._replace(step=1),
+        backward,
+        summed(Action.SEND, 1),
+        backward._replace(step=1),
+        FREE,
+    ]
+    assert last_op_positions(instructions) == {2, 4}

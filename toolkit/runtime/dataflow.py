@@ -79,6 +79,15 @@ def next_op(instructions: Sequence[Instruction], position: int) -> Instruction:
     return instructions[-1]
 
 
+def last_op_positions(instructions: Sequence[Instruction]) -> frozenset[int]:
+    """Return the position of the last op of each training step."""
+    last_positions: dict[int | None, int] = {}
+    for position, i in enumerate(instructions):
+        if i.action.computes:
+            last_positions[i.step] = position
+    return frozenset(last_positions.values())
+
+
 class Dataflow:
     """The instructions of a rank, by their positions in its program.
 

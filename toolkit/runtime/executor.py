@@ -29,6 +29,7 @@ import torch
 from toolkit.runtime.dataflow import (
     Dataflow,
     in_background,
+    last_op_positions,
     last_step,
     next_op,
     waiter_of,
@@ -38,6 +39,7 @@ from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
+from toolkit.runtime.received_sums import ReceivedSums
 from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import after_marks, current_stream, mark, own_stream
 from toolkit.runtime.waiters import PendingMessage, PendingQueue, Waiters
@@ -78,12 +80,7 @@ class Executor:
         self._instructions = program.ranks[self._world.rank]
         self._tags = tags(self._instructions)
         self._lookahead = program.schedule.lookahead
-        last_ops = {
-            i.step: position
-            for position, i in enumerate(self._instructions)
-            if i.action.computes
-        }
-        self.ends = frozenset(last_ops.values())
+        self.ends = last_op_positions(self._instructions)
         messages.begin_program(self._instructions, program.n_steps)
         self._dataflow = Dataflow(
             self._instructions,
@@ -97,9 +94,9 @@ class Executor:
             ordered_updates=self._world.shares_ranks,
             chained=rank.compressor.chained if rank.compressor is not None else (),
         )
-        # All threads share _dataflow, _unsent, _turns, _received, _failure and _closed:
-        # they change them with this condition held, and notify the others. Without it they use
-        # _op_ends[p], written before p ends and read by what needs p, and _failure, once it is set.
+        # All threads share _dataflow, _unsent, _turns, _failure and _closed: they change them with
+        # this condition held, and notify the others. Without it they use _op_ends[p], written
+        # before p ends and read by what needs p, and _failure, once it is set.
         self._changed = threading.Condition()
         # Positions of sends that have begun and not ended.
         self._unsent: set[int] = set()
@@ -107,11 +104,9 @@ class Executor:
         self._turns: defaultdict[int, Turns] = defaultdict(messages.turns)
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
-        self._ending = False
-        # Received parts of a gradient sum, by stage and step, with their positions.
-        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(
-            list
-        )
+        # Positions to carry out; None: all, since the program ends as it was lowered.
+        self._remaining: Collection[int] | None = None
+        self._received_sums = ReceivedSums(rank)
         self._device = self._world.device
         self._waiters = Waiters()
         self._op_ends: dict[int, torch.cuda.Event] = {}  # on the device, by position
@@ -139,7 +134,7 @@ class Executor:
         for position, i in enumerate(self._instructions):
             if i.action == Action.UPDATE and i.step == step:
                 self._await_inputs(position)
-                self._add_received(i)
+                self._received_sums.add_to_sum(i)
 
     def await_updates(self, step: int) -> None:
         """Wait until this rank has made its updates of all training steps up to ``step``."""
@@ -149,7 +144,8 @@ class Executor:
 
     def end_here(self) -> None:
         """Let :meth:`run`, when it continues, end with the training steps that have begun."""
-        self._ending = True
+        with self._changed:
+            self._remaining = self._dataflow.cut()
 
     def run(self, pauses: Collection[int]) -> Iterator[Instruction]:
         """Carry out the program; yield the op at each of the ``pauses`` when it has ended."""
@@ -157,15 +153,10 @@ class Executor:
             target=self._begin_all, name="messages", daemon=True
         )
         second_thread.start()
-        remaining: Collection[int] | None = None  # positions, if the program is cut
         try:
             for position, i in enumerate(self._instructions):
-                if self._ending:
-                    if remaining is None:
-                        with self._changed:
-                            remaining = self._dataflow.cut()
-                    if position not in remaining:
-                        continue
+                if self._remaining is not None and position not in self._remaining:
+                    continue
                 if not (self._overlap and in_background(i)):
                     self._perform(position, i)
                 if position in self.ends:
@@ -255,9 +246,8 @@ class Executor:
             return
         position, error = self._failure
         i = self._instructions[position]
-        if (i.action.communicates or self._world.shares_ranks) and is_backend_error(
-            error
-        ):
+        may_be_a_peer = i.action.communicates or self._world.shares_ranks
+        if may_be_a_peer and is_backend_error(error):
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error
@@ -316,13 +306,11 @@ class Executor:
 
     def _begin(self, position: int) -> None:
         i = self._instructions[position]
-        key = (i.stage, i.step)
         # Keep inputs alive until the device is done with them, when after_marks() ends.
-        with self._changed:
-            kept_alive: list[object] = [
-                self._rank.sums.get(key),
-                self._received.get(key),
-            ]
+        kept_alive: list[object] = [
+            self._rank.sums.get((i.stage, i.step)),
+            self._received_sums.parts_for(i),
+        ]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
         with after_marks(
             self._device, [self._op_ends.get(p) for p in self._dataflow.needs[position]]
@@ -331,7 +319,7 @@ class Executor:
                 self._put(position, self._messages.receive(i, self._tags[position]))
                 return  # its waiter ends it
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
-                self._add_received(i)
+                self._received_sums.add_to_sum(i)
             if i.action == Action.SEND:
                 payload = self._rank.give(i)
                 kept_alive.append(payload)
@@ -343,14 +331,6 @@ class Executor:
             else:
                 self._measured(i, self._execute)
         self._end(position)  # of a send: it is packed
-
-    def _add_received(self, i: Instruction) -> None:
-        """Add the parts that have come to the sum that ``i`` uses."""
-        with self._changed:
-            received_sums = self._received.pop((i.stage, i.step), [])
-        # In the order of the program: messages arrive in any, and floating-point sums depend on it.
-        for position, gradient_sum in sorted(received_sums):
-            self._rank.take(self._instructions[position], gradient_sum)
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._instructions[position]
@@ -408,8 +388,7 @@ class Executor:
         """Take over what has been received; part of a sum waits until the sum is used."""
         i = self._instructions[position]
         if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
-            with self._changed:
-                self._received[i.stage, i.step].append((position, payload))
+            self._received_sums.store(position, i, payload)
             return
         if isinstance(payload, tuple) and self._op_stream is not None:
             # The ops' stream reads memory that this stream allocated. The allocator must know, or

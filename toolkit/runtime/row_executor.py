@@ -44,7 +44,7 @@ class RowExecutor(Executor):
         if i.action != Action.UPDATE:
             super()._begin(position)
             return
-        self._add_received(i)
+        self._received_sums.add_to_sum(i)
         self._put(position, RowUpdate(lambda: self._measured(i, self._execute)))
 
     def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
