@@ -15,7 +15,7 @@ from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.errors import UserError
 from toolkit.model import partition
-from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
+from toolkit.runtime import Distributed, SingleProcess, StepOptions, join, rank_layouts
 from toolkit.runtime.message_transfer import Messages
 from toolkit.schedule import (
     Correction,
@@ -306,7 +306,7 @@ def _warmed_up(world) -> tuple[list[str], dict]:
     with (
         mock.patch.object(world, "backend", "nccl"),
         mock.patch.object(
-            distributed, "warm_up", noted("warm_up", distributed.warm_up)
+            rank_layouts, "warm_up", noted("warm_up", rank_layouts.warm_up)
         ),
         mock.patch.object(Messages, "receive", noted("receive", Messages.receive)),
         mock.patch.object(Messages, "send", noted("send", Messages.send)),

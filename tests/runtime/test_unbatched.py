@@ -10,7 +10,7 @@ from tests.runtime.models import assert_same, name_of, stage_of
 from tests.runtime.reference import sgd, trajectory
 from toolkit.model.traced_stage import one_by_one
 from toolkit.runtime import ORDERS, SingleProcess, StepOptions, launch
-from toolkit.runtime.message_layout import find_layouts
+from toolkit.runtime.stage_layouts import find_layouts
 from toolkit.schedule import catalog
 
 

@@ -5,8 +5,8 @@ import torch
 
 from tests.runtime import conform, models
 from toolkit.model.node_costs import meta_copy
-from toolkit.runtime.message_layout import find_layouts
 from toolkit.runtime.stage import StageRunner
+from toolkit.runtime.stage_layouts import find_layouts
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.warmup import warm_up
 from toolkit.schedule import catalog

@@ -1,4 +1,4 @@
-"""The interface of all runtimes, and the checks of their arguments."""
+"""The interface of all runtimes."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from toolkit.cost import Costs, Hardware
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
-from toolkit.model.partition import check_stages
 from toolkit.runtime.losses import checked_loss
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import BatchReader, GlobalBatch, StepResult
 from toolkit.runtime.process_group.world import World
+from toolkit.runtime.runtime_arguments import check_arguments
 from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Schedule, switched
@@ -81,7 +81,7 @@ class Runtime(ABC):
     _whole_step = False
 
     def __post_init__(self) -> None:
-        _check_arguments(
+        check_arguments(
             self.stages, self.schedule, self.optimizer, self.loss, self.options
         )
         self.steps_done = 0
@@ -388,38 +388,4 @@ class Runtime(ABC):
         """
         raise UserError(
             f"{type(self).__name__} does not know its costs: use Distributed"
-        )
-
-
-def _check_arguments(
-    stages: Stages,
-    schedule: Schedule,
-    optimizer: MakeOptimizer,
-    loss: Loss,
-    options: StepOptions,
-) -> None:
-    check_stages(stages)
-    for name, value, is_valid, example in (
-        ("schedule", schedule, isinstance(schedule, Schedule), "catalog.cyclic(4)"),
-        ("options", options, isinstance(options, StepOptions), "StepOptions(clip=1.0)"),
-        (
-            "optimizer",
-            optimizer,
-            callable(optimizer),
-            "lambda p: torch.optim.SGD(p, lr=0.1)",
-        ),
-        ("loss", loss, callable(loss), "torch.nn.functional.cross_entropy"),
-    ):
-        if not is_valid:
-            kind = value if isinstance(value, str | None) else type(value)
-            raise UserError(f"{name}: got {kind!r}; try {example}")
-    if len(stages) != schedule.n_stages:
-        raise UserError(
-            f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
-            f" partition it into {schedule.n_stages}"
-        )
-    if not any(parameter.requires_grad for parameter in stages.model.parameters()):
-        name = type(stages.model).__name__
-        raise UserError(
-            f"{name} has no parameter to train: set requires_grad before partition()"
         )

@@ -1,24 +1,20 @@
 """One rank of a schedule's program, on torch.distributed; each rank is a process."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from toolkit.cost import Costs, Hardware
 from toolkit.cost.compression import GRADIENT_BITS
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.model.generators import kept_generators
-from toolkit.model.node_costs import meta_copy
 from toolkit.runtime.base import Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.local_runtime import OnRanks
-from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
+from toolkit.runtime.message_layout import COMPRESSIONS, Layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
@@ -32,16 +28,16 @@ from toolkit.runtime.microbatches import (
 from toolkit.runtime.process_group import columns
 from toolkit.runtime.rank import MicrobatchSource, Rank
 from toolkit.runtime.rank_compression import load_ranks_state, ranks_state
+from toolkit.runtime.rank_layouts import LossTrial, RankLayouts
 from toolkit.runtime.row_executor import RowExecutor
+from toolkit.runtime.runtime_arguments import check_width
 from toolkit.runtime.state import local_state_of
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import Weights
-from toolkit.runtime.warmup import warm_up, zeros
 from toolkit.runtime.weight_store import WeightStore
 from toolkit.schedule import Program, Schedule
 
 if TYPE_CHECKING:
-    from toolkit.model.sharded_module import Sharding
     from toolkit.runtime.device_rows import DeviceRow
     from toolkit.runtime.sharded_stage import ShardedStage
 
@@ -111,18 +107,24 @@ class Distributed(OnRanks):
                 f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4"
             )
         self._row: DeviceRow | None = None
-        self._check_width()
+        check_width(
+            self._devices_per_rank(),
+            self.compression,
+            self.options,
+            is_parallelized=self.parallelize is not None,
+        )
         super().__post_init__()
         if self._devices_per_rank() > 1:
             self._join_row()
         self._updaters = self._runners = self._make_runners()
-        if self._row is None:
-            self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
-        else:
-            self._skeletons = [stage.skeleton.module for stage in self._row.stages]
-        self._layouts: dict[Shape, Layouts] = {}
-        # If ranks have devices.
-        self._shardings: dict[Shape, list[Sequence[Sharding | None]]] = {}
+        # Before the weight store, which empties weights: shapes are those of the model.
+        self._layouts = RankLayouts(
+            self.world,
+            self._runners,
+            COMPRESSIONS.get(self.compression),
+            self._compressors,
+            self._row,
+        )
         self._chunk_bytes = largest_chunk(
             self.chunk_mb, self.world.backend, paced=self.pacing
         )
@@ -145,24 +147,6 @@ class Distributed(OnRanks):
 
     def _devices_per_rank(self) -> int:
         return columns.width_of(self.width)
-
-    def _check_width(self) -> None:
-        n_devices = columns.width_of(self.width)
-        if n_devices == 1:
-            return
-        if self._gradient_bits is not None:
-            raise UserError(
-                f"width={n_devices} takes no compression={self.compression}: use bf16"
-            )
-        if self.parallelize is None:
-            raise UserError(
-                f"width={n_devices} needs to know how devices share a stage: give"
-                " parallelize=lambda stage, mesh: parallelize_module(stage, mesh, plan)"
-            )
-        if self.options.compile != "none":
-            raise UserError(
-                f"width={n_devices} takes no compile={self.options.compile}: leave it"
-            )
 
     def _join_row(self) -> None:
         """Take the place of this process in its column and row, and shard the stages."""
@@ -194,7 +178,9 @@ class Distributed(OnRanks):
         assert source.n_steps is not None  # known, since steps overlap
         # No message is under way once a run has ended.
         self.world.use(self, lambda: None)
-        layouts = self._find_layouts(source.shape, source)
+        n_read = len(self._reads(self.steps_done))
+        trial = LossTrial(self._loss, source, n_read)
+        layouts = self._find_layouts(source.shape, trial)
         microbatches = MicrobatchQueue(source, self.steps_done, self._reads)
         end = self.steps_done + source.n_steps
         with self._messages(layouts) as messages:
@@ -376,9 +362,7 @@ class Distributed(OnRanks):
             raise UserError("no op was timed: call time_costs(n_steps), then train")
         mean_stage_bytes = sum(self._stage_bytes) / len(self._stage_bytes)
         links = probe_links(self.world, mean_stage_bytes)
-        return running_costs(
-            op_seconds_of_ranks, next(reversed(self._layouts.values())), *links
-        )
+        return running_costs(op_seconds_of_ranks, self._layouts.last_found, *links)
 
     # Micro-batches.
 
@@ -386,73 +370,11 @@ class Distributed(OnRanks):
         return microbatches_read(self.schedule_plan, self.rank, step)
 
     def _find_layouts(
-        self, shape: Shape | None, source: BatchReader | None = None
+        self, shape: Shape | None, trial: LossTrial | None = None
     ) -> Layouts:
-        """Return the layouts for micro-batches of ``shape``, which not every rank has seen.
-
-        ``source`` has batches on which the loss can be tried.
-        """
-        # Ranks that read no micro-batch learn the shape from the others.
-        shapes = self.world.gather(shape, "shapes of inputs")
-        input_shape = next(shape for shape in shapes if shape is not None)
-        if input_shape in self._layouts:
-            if self._row is not None:
-                self._row.use_shardings(self._shardings[input_shape])
-            return self._layouts[input_shape]
-
-        inputs = tuple(
-            torch.empty(size, dtype=dtype, device="meta") for size, dtype in input_shape
-        )
-        device = self.world.device
-        with self.options.autocast(device):
-            layouts = find_layouts(
-                self._skeletons,
-                inputs,
-                COMPRESSIONS.get(self.compression),
-                device,
-                self._row.stages if self._row is not None else (),
-            )
-        for compressor in self._compressors.values():
-            layouts = layouts.with_compression(
-                compressor.sums.bits, compressor.weights.bits
-            )
-        if self.world.backend == "nccl":
-            self.world.watch.at("the first run of its stages")
-            computed_stages = [
-                stage
-                for stage in range(len(self.stages))
-                if self.rank in self.schedule.layout.ranks(stage)
-            ]
-            warm_up(
-                self._runners,
-                layouts,
-                inputs,
-                device,
-                computed_stages,
-                self.updated_stages,
-            )
-        if source is not None and self._is_counted(layouts, source):
-            layouts = layouts.with_counts()
-        self._layouts[input_shape] = layouts
-        if self._row is not None:
-            self._shardings[input_shape] = self._row.shardings()
-        return layouts
-
-    def _is_counted(self, layouts: Layouts, source: BatchReader) -> bool:
-        """Whether the loss returns a count, found by a call on outputs of zeros.
-
-        Receivers have to know it before the first message. A loss that fails on zeros counts as a
-        mean; if it is none, its first message is refused. Every rank calls it.
-        """
-        counted = False
-        share = source.look()
-        if share is not None:
-            inputs, targets = share
-            first_targets = targets.chunk(len(self._reads(self.steps_done)))[0]
-            outputs = zeros(layouts.activations[-1], self.world.device)
-            # An error is raised again where the loss belongs: at a forward of the last stage.
-            with torch.no_grad(), kept_generators(inputs), suppress(Exception):
-                counted = (
-                    self._loss(tuple(outputs.values()), first_targets).count is not None
-                )
-        return any(self.world.gather(counted, "kinds of loss"))
+        computed_stages = [
+            stage
+            for stage in range(len(self.stages))
+            if self.rank in self.schedule.layout.ranks(stage)
+        ]
+        return self._layouts.find(shape, computed_stages, self.updated_stages, trial)

@@ -7,16 +7,13 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.node_costs import differentiable
 from toolkit.runtime.compressed_form import (
     CODES,
     CompressedForm,
@@ -26,16 +23,9 @@ from toolkit.runtime.compressed_form import (
 from toolkit.runtime.compressed_sums import CompressedSum
 from toolkit.runtime.compressed_weights import CompressedWeights
 from toolkit.runtime.losses import COUNT
-from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
 from toolkit.runtime.rank import Payload
-from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
-
-if TYPE_CHECKING:
-    from toolkit.runtime.sharded_stage import ShardedStage
-
-_CPU = torch.device("cpu")
 
 COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The types in which gradients and weights can travel, by the name of the option."""
@@ -287,125 +277,3 @@ def _compressed(
     form = CompressedForm.of(compressed, bits)
     codes = torch.empty(form.n_bytes, dtype=torch.uint8, device="meta")
     return form, Layout(tuple(exact)).extended({CODES: codes})
-
-
-def find_layouts(
-    skeletons: Sequence[nn.Module],
-    inputs: Values,
-    wire: torch.dtype | None = None,
-    device: torch.device = _CPU,
-    sharded: Sequence["ShardedStage"] = (),
-) -> Layouts:
-    """Find the layouts of all messages, by a run of the stages without memory or values.
-
-    Args:
-        skeletons: the stages, on the meta device.
-        inputs: of a micro-batch, on the meta device.
-        wire: as in :meth:`Layout.of`.
-        device: where the stages compute; autocast chooses types by it.
-        sharded: the stages on a row of devices, if ranks have several. Each stage learns how its
-            inputs lie; ``skeletons`` are their skeletons' modules.
-    """
-    activations, activation_gradients = [], []
-    gradients, versions = [], []
-    local_tensors = _local_tensors(skeletons, bool(sharded))
-    with FakeTensorMode():
-        # 1. Forwards, one stage after another: a stage's outputs are the next one's inputs.
-        inputs = tuple(_fake(tensor, device) for tensor in inputs)
-        runs: list[tuple[dict[str, Tensor], Values, Values]] = []
-        for index, stage in enumerate(skeletons):
-            tensors = {
-                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
-                for name, tensor in local_tensors[index].items()
-            }
-            if sharded:
-                from toolkit.runtime.sharded_stage import pass_shardings_on
-
-                outputs: Values = sharded[index].skeleton(tensors, inputs)
-                pass_shardings_on(sharded, index)
-            else:
-                outputs = torch.func.functional_call(stage, tensors, inputs)
-            runs.append((tensors, inputs, outputs))
-            activations.append(Layout.of(dict(enumerate(outputs))))
-            inputs = tuple(
-                torch.empty_like(tensor).requires_grad_(differentiable(tensor))
-                for tensor in outputs
-            )
-
-        # 2. Backwards. They show which tensors have a gradient, and of which type.
-        output_gradients: Sequence[Tensor | None] = [
-            torch.empty_like(tensor) for tensor in inputs
-        ]
-        for stage, (tensors, received, outputs) in reversed(
-            [*zip(skeletons, runs, strict=True)]
-        ):
-            weights = {
-                name: tensor for name, tensor in tensors.items() if tensor.requires_grad
-            }
-            all_gradients = _gradients(
-                outputs, output_gradients, [*received, *weights.values()]
-            )
-            output_gradients = all_gradients[: len(received)]
-            weight_gradients = dict(
-                zip(weights, all_gradients[len(received) :], strict=True)
-            )
-            statistics = _statistics_of(stage)
-            activation_gradients.append(Layout.of(dict(enumerate(output_gradients))))
-            gradients.append(
-                Layout.of(weight_gradients | statistics, wire, exact=statistics)
-            )
-            versions.append(Layout.of(weights, wire))
-    return Layouts(
-        tuple(activations),
-        tuple(reversed(activation_gradients)),
-        tuple(len(received) for _, received, _ in runs),
-        tuple(reversed(gradients)),
-        tuple(reversed(versions)),
-    )
-
-
-def _local_tensors(
-    skeletons: Sequence[nn.Module], are_sharded: bool
-) -> list[dict[str, Tensor]]:
-    """Return the parameters and buffers of each stage, or this device's part of them."""
-    if are_sharded:
-        # Only here: to import torch's DTensors takes a second.
-        from toolkit.runtime.sharded_stage import local_tensors_of
-
-        return [local_tensors_of(stage) for stage in skeletons]
-    return [
-        dict(chain(stage.named_parameters(), stage.named_buffers()))
-        for stage in skeletons
-    ]
-
-
-def _statistics_of(stage: nn.Module) -> dict[str, Tensor]:
-    """Return what the norms of ``stage`` noted in its forward."""
-    norms = {}
-    for name, module in stage.named_modules():
-        if isinstance(module, MicrobatchNorm):
-            norms[name] = module
-    return take_statistics(norms)
-
-
-def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _gradients(
-    outputs: Values, output_gradients: Sequence[Tensor | None], leaves: list[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradient of each of ``leaves``; None where it has none."""
-    roots = []
-    root_gradients = []
-    for output, gradient in zip(outputs, output_gradients, strict=True):
-        if output.requires_grad and gradient is not None:
-            roots.append(output)
-            root_gradients.append(gradient)
-    sources = [leaf for leaf in leaves if leaf.requires_grad]
-    if not roots or not sources:
-        return [None] * len(leaves)
-    gradients = iter(
-        torch.autograd.grad(roots, sources, root_gradients, allow_unused=True)
-    )
-    return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
