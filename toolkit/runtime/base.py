@@ -180,6 +180,7 @@ class Runtime(ABC):
         Raises:
             UserError: the batch cannot be divided into micro-batches of equal size.
         """
+        # Unpacking exhausts the run: where steps overlap, the last updates follow the result.
         (result,) = self.run([(inputs, targets)])
         return result
 
@@ -221,6 +222,7 @@ class Runtime(ABC):
         if not self._overlaps:
             yield from self._train_on(source)
         elif n_steps:
+            # The first batch is checked before it is noted that updates will be missing.
             source.look()
             # Stays set if the caller leaves the run or a step raises: updates are missing then.
             steps = self._train_on(source)
@@ -316,6 +318,7 @@ class Runtime(ABC):
     def _gathered(self, weights: Weights) -> Weights:
         """Return the weights of all ranks, on this one's device. Every rank calls it."""
         if self.world:
+            # Ranks exchange pickles: a tensor of a GPU would come back on its sender's GPU.
             on_cpu = {name: tensor.cpu() for name, tensor in weights.items()}
             for rank_weights in self.world.gather(on_cpu, "weights"):
                 for name, tensor in rank_weights.items():

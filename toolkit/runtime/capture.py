@@ -44,6 +44,8 @@ CAPTURES = ("auto", "off")
 Compute = Callable[[StepReads, Values, Tensor], tuple[StepResult, list[GradientSum]]]
 """Computes the gradients of a step operation by operation."""
 
+# The first run loads kernels and allocates the memory of libraries, which no recording may do. And
+# a kind of step that never comes again is not worth a recording.
 _WARM_UP = 1  # times that a kind of step is computed before it is recorded
 # Recorded kinds of steps, each with the memory of its inputs and outputs.
 _MOST_KEPT = 16
@@ -132,6 +134,8 @@ class StepCapture:
             compute: computes a step that is no replay.
         """
         key = self._key(reads, inputs, targets)
+        # computed (_WARM_UP times) -> recorded, and run from the recording -> replayed
+        #                `-> refused, if an operation cannot be recorded: computed for ever
         captured = self._captured.get(key)
         if captured is not None:
             self._captured.move_to_end(key)
@@ -151,6 +155,7 @@ class StepCapture:
     @torch.no_grad()
     def in_place(self, prediction: Weights, place: Hashable) -> Weights:
         """Return ``prediction`` in memory that predictions for the same ``place`` share."""
+        # A prediction is new memory at each step, but recordings read fixed addresses.
         memory = self._predictions.setdefault(place, prediction)
         if memory is not prediction:
             torch._foreach_copy_(
@@ -165,6 +170,7 @@ class StepCapture:
             key_of_reads += [
                 _key_of_read(read, reads.step, newest) for read in stage_reads
             ]
+        # Strides, too: a batch in another memory format launches other kernels.
         shapes = [
             (tensor.shape, tensor.dtype, tensor.stride())
             for tensor in (*inputs, targets)
@@ -218,6 +224,7 @@ class StepCapture:
                 runner.take_statistics()
             self._warn(error)
             return None
+        # Not before it is recorded: a step that is refused takes no place.
         if len(self._captured) >= _MOST_KEPT:
             self._captured.popitem(last=False)
         self._captured[key] = captured
@@ -276,6 +283,8 @@ class StepCapture:
         self, forward: Forward, reads: StepReads, gradients: LossGradients
     ) -> list[list[str]]:
         """Run the backward, and leave its sums in the memory that all kinds of steps share."""
+        # One memory of sums for all recordings: else each would hold as much as the model has
+        # weights.
         totals = self.grouped_pass.backward(forward, reads, gradients)
         for stage, total in enumerate(totals):
             sums = []
@@ -355,4 +364,6 @@ def _key_of_read(read: VersionRead, step: int, newest: Weights) -> Hashable:
     newest_addresses: tuple[int, ...] = ()
     if read.compensated:
         newest_addresses = tuple(tensor.data_ptr() for tensor in newest.values())
+    # The delay and not the version's number, which never comes again. Micro-batches that read the
+    # versions differently are cut and joined by other operations.
     return read.microbatches, step - read.version, addresses, newest_addresses

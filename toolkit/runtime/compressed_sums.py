@@ -70,6 +70,8 @@ class SumCompressor:
         error = None
         if self.error_feedback:
             error = errors_of_stage.get(receiver)
+        # The error has a place for each number: a weight that gets its first gradient later moves
+        # them.
         if error is not None and error.shape != numbers.shape:
             raise UserError(
                 f"compression: stage {i.stage} has {len(numbers)} gradients, and {len(error)}"

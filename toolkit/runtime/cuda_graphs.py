@@ -39,6 +39,8 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], _Result]) -> tuple[_Result, Replay]:
         """See :meth:`Recorder.record`."""
+        # What a recording returns stays allocated; only memory that it has freed again may serve
+        # the next recording, too. So recorded steps may follow each other in any order.
         graph = torch.cuda.CUDAGraph()
         # Other threads may copy to the device meanwhile, such as those of a data loader.
         recording = torch.cuda.graph(

@@ -33,6 +33,12 @@ def queue_of(
         ordered_updates: so do the exchanges within updates.
         chained: kinds of which a stage's message depends on the one before.
     """
+    #                 ordered (NCCL)     by tags (gloo)
+    #   send          one a receiver     none; of chained gradients, one a receiver and stage
+    #   receive       one a sender       one a sender, buffer and stage
+    #   collective    one for all        one for all
+    #   update        one for all with ordered_updates, else none
+    #   free          none
     if ordered_updates and i.action == Action.UPDATE:
         return waiter_of(i)
     if i.action == Action.SEND and ordered:
@@ -201,6 +207,8 @@ class Dataflow:
         remaining: set[int] = set()
         for position, i in enumerate(self.instructions):
             carries_weights = i.action.communicates and i.buffer == Buffer.WEIGHTS
+            # An instruction ends only if all that it needs does. Needs come earlier in the program,
+            # so one pass over it finds all that remains.
             if self._step(position) <= self._limit and (
                 carries_weights or remaining.issuperset(self.needs[position])
             ):
@@ -277,6 +285,7 @@ class Dataflow:
         if not releases:
             return None
         position = min(releases)
+        # Few are ready at a time, so a search through the heap costs nothing.
         self._ready.remove(position)
         heapify(self._ready)
         return position
@@ -303,6 +312,7 @@ class Dataflow:
 
     def held_up_by(self, position: int) -> int:
         """Return the first instruction of the chain that ``position`` waits for; else itself."""
+        # Needs come earlier in the program, so the chain has an end.
         while True:
             unfinished = [need for need in self.needs[position] if not self.ended[need]]
             if not unfinished:

@@ -31,11 +31,13 @@ def compare_gradients(
     """
     delayed_gradient = _flat_gradient(runner, delayed)
     fresh_gradient = _flat_gradient(runner, fresh)
+    # Each float() waits for the device; only steps that measure do.
     delayed_norm = float(delayed_gradient.norm())
     fresh_norm = float(fresh_gradient.norm())
     cosine = nan
     if delayed_norm and fresh_norm:
         cosine = float(delayed_gradient @ fresh_gradient) / (delayed_norm * fresh_norm)
+    # |theta_t| and |theta_t - theta_{t-1}|: how far one update moves the weights.
     newest = _flat(versions[step], runner.masters)
     moved = nan
     if step - 1 in versions:
@@ -54,6 +56,7 @@ def compare_gradients(
 
 
 def _flat_gradient(runner: StageRunner, total: GradientSum) -> Tensor:
+    # Both factors on the loss are constants of the backward and no part of the gradient.
     total.divide_by_count(runner.masters)
     return _flat(total.tensors, runner.masters) / runner.options.scale
 

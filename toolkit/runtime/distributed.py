@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from toolkit.runtime.device_rows import DeviceRow
     from toolkit.runtime.sharded_stage import ShardedStage
 
+# At the end of a program the pipeline drains, so programs are long. All ranks' instructions are in
+# memory, and are lowered and verified before the first op, so there is a limit.
 WINDOW = 50_000  # ops of the training steps that are lowered at once
 
 
@@ -233,8 +235,10 @@ class Distributed(OnRanks):
         loss: Loss | None,
     ) -> Rank:
         """Return this rank's buffers at the start of ``program``. Every rank calls it."""
+        # Every rank makes all groups, also those of others, in one order: torch requires it.
         groups, pairs = groups_and_pairs(program, self.per_machine)
         self.world.make_groups(groups, pairs)
+        # In full: a message in few bits may be the difference to a version that a rank lacks here.
         first_weights = self._weight_store.share(
             messages.of_exact_weights(), program.first_step
         )
@@ -253,6 +257,7 @@ class Distributed(OnRanks):
             super()._go_over(schedule)
             return
         local_state = self._local_state_of(self.updated_stages)
+        # Before the schedule changes: the owners of now hand over to those of then.
         state = self._weight_store.handed_over(self.schedule_plan, local_state)
         self._adopt(schedule)
         self._load(state)

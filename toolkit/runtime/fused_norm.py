@@ -53,6 +53,7 @@ def forward_formula(
         ``[2, channels]``; mean and reciprocal deviation, ``[n, 1, channels, 1...]``.
     """
     microbatches = _in_full_precision(x, n_microbatches)
+    # [n, b, channels, ...]: all but micro-batch and channel are averaged over.
     dims = _reduced(microbatches)
     n_values = microbatches.numel() // (microbatches.shape[0] * microbatches.shape[2])
     variance, mean = torch.var_mean(microbatches, dims, correction=0, keepdim=True)
@@ -62,6 +63,8 @@ def forward_formula(
         y = y * _by_channel(weight, y)
     if bias is not None:
         y = y + _by_channel(bias, y)
+    # As torch's batch norm: normalised by the biased variance, while running statistics follow the
+    # unbiased one.
     unbiased = variance * (n_values / (n_values - 1))
     statistics = torch.stack([mean.sum(0).flatten(), unbiased.sum(0).flatten()])
     return y.to(x.dtype).flatten(0, 1), statistics, mean, reciprocal
@@ -89,6 +92,8 @@ def backward_formula(
     dims = _reduced(microbatches)
     n_values = microbatches.numel() // (microbatches.shape[0] * microbatches.shape[2])
     normalised = (microbatches - mean) * reciprocal
+    # The two sums of dx, per micro-batch; over all micro-batches they are the gradients of bias and
+    # weight, so they are computed once.
     gradient_sum = gradients.sum(dims, keepdim=True)
     product_sum = (gradients * normalised).sum(dims, keepdim=True)
     factor = reciprocal
@@ -174,6 +179,7 @@ def _(
     n_microbatches: int,
     eps: float,
 ) -> Outputs:
+    # Shapes and types alone, for runs without memory, such as torch.compile's.
     wide = torch.promote_types(x.dtype, torch.float32)
     statistics = x.new_empty(2, x.shape[1], dtype=wide)
     shape = n_microbatches, 1, x.shape[1], *[1] * (x.dim() - 2)
@@ -201,6 +207,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         None if parameter is None else parameter.dtype for parameter in (weight, bias)
     ]
     ctx.mark_non_differentiable(statistics, mean, reciprocal)
+    # An output that is not used has no gradient then, in place of a tensor of zeros.
     ctx.set_materialize_grads(False)
 
 

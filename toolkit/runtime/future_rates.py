@@ -54,6 +54,8 @@ class FutureRates:
         vars(optimizer)["_opt_called"] = True
         while True:
             groups = optimizer.param_groups
+            # Before the scheduler's step: the rate of update t is the one after t steps of the
+            # scheduler. As floats, since a group's rate may be a tensor that is changed in place.
             yield [
                 (float(group["lr"]), _decoupled_decay(optimizer, group))
                 for group in groups

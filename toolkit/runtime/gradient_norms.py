@@ -40,10 +40,12 @@ def gradient_norms(
             else:
                 norms_of_weights = torch._foreach_norm([*gradients.values()])
                 squared = torch.stack(norms_of_weights).square().sum()
+            # Gradients have the factor on the loss, so that their squares have it twice.
             squares[stage] = squared / options.scale**2
     norms: list[GradientNorm | None] = [None] * len(updaters)
     if not squares:
         return norms
+    # Squares add up over stages, norms do not; so all stages get the same norm, and are cut alike.
     if options.clip is not None and options.clip_by == "model":
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
     are_finite = [True] * len(squares)

@@ -146,6 +146,7 @@ class Grouped:
         stages = []
         for runner, stage_versions in zip(self.runners, versions, strict=True):
             groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+            # Ascending, so that the samples of a group keep their order.
             for microbatch in self.microbatches:
                 version = version_of(runner.index, microbatch, step)
                 group: tuple[int, ...] = (version,)

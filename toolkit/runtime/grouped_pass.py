@@ -144,6 +144,7 @@ class GroupedPass:
             targets: ``[n_microbatches * b, ...]``.
         """
         n_microbatches = len(self.microbatches)
+        # The loss has a graph apart from that of the stages, so each can be recorded by itself.
         roots = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
         losses: LossValue = self.losses(roots, targets, n_microbatches)
         # The gradient of the sum of all roots, without the operations that compute the sum.
@@ -169,6 +170,7 @@ class GroupedPass:
             if output_gradient is not None:
                 outputs.append(output)
                 output_gradients.append(output_gradient)
+        # One backward through all stages: groups are joined and cut again by autograd on the way.
         torch.autograd.backward(outputs, output_gradients)
         totals = [GradientSum() for _ in self.runners]
         terms = []
@@ -186,6 +188,8 @@ class GroupedPass:
                     )
                 gradients_of_reads.append(stage_gradients)
             statistics = runner.statistics_of_forwards()
+            # A stage that runs its micro-batches one by one has statistics of each, so more than
+            # reads.
             while len(gradients_of_reads) < len(statistics):
                 gradients_of_reads.append({})
             for index, of_forward in enumerate(statistics):
@@ -223,6 +227,7 @@ def _regroup(
     order = [*chain.from_iterable(groups)]
     next_order = [*chain.from_iterable(next_groups)]
     regrouped: list[list[Tensor]] = []
+    # batches   [0 1] [2 3]     joined   [0 1 2 3]     cut   [0] [1 2 3]
     for tensors in zip(*batches, strict=True):
         batch = tensors[0]
         if len(tensors) > 1:
@@ -236,4 +241,5 @@ def _regroup(
             size = batch.shape[0] // len(order)
             pieces = [*batch.split([size * len(group) for group in next_groups])]
         regrouped.append(pieces)
+    # From [tensor][group] to [group][tensor].
     return [*zip(*regrouped, strict=True)]

@@ -78,6 +78,8 @@ class LocalRuntime(Runtime):
             compressor = RankCompressor.of(self.schedule, rank, self._gradient_bits)
             compressor.weights.encode_all(versions)
             self._compressors[rank] = compressor
+        # The owner, too, computes with the rounded weights, so that no placement changes the
+        # trajectory.
         for stage in travelling_stages(self.schedule):
             self._updaters[stage].is_rounded = True
 

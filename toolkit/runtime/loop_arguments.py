@@ -21,6 +21,7 @@ from toolkit.model.structure import filled, tensors_of
 from toolkit.runtime.make_optimizer import MakeOptimizer, takes_names
 from toolkit.schedule import Kind, Op, Schedule, ScheduleSpec, catalog
 
+# Rules are methods whose size is a number of workers; a pipeline's is a number of stages.
 _RULES = [
     name
     for name, m in catalog.METHODS.items()
@@ -126,8 +127,10 @@ def choose_rule(
         )
     if isinstance(hardware, str):
         hardware = Hardware.preset(hardware)
+    # There is nothing to send, so no form is faster; the model is not traced.
     if n_ranks == 1:
         return catalog.data_parallel(1, accumulate=accumulate), MEASURES[0]
+    # On the meta device: costs follow from shapes, without memory or values.
     tensors = [
         torch.empty_like(tensor, device="meta") for tensor in tensors_of(example)
     ]
@@ -138,6 +141,7 @@ def choose_rule(
 
 def warn_of_slow_links(schedule: Schedule) -> None:
     """Warn where ranks are on several machines that a form was chosen without their links."""
+    # Launchers such as torchrun set it to the number of processes on this machine.
     n_here = int(os.environ.get("LOCAL_WORLD_SIZE", schedule.n_ranks))
     if schedule.max_staleness and n_here < schedule.n_ranks:
         warnings.warn(

@@ -74,6 +74,8 @@ class LoopRuntime(Distributed):
         layouts = self._find_layouts(shape)
         if counted:
             layouts = layouts.with_counts()
+        # A short program at first, since the caller waits for it; then longer ones, since the
+        # pipeline drains at the end of each.
         window = FIRST_WINDOW
         ends = False
         while not ends:
@@ -111,6 +113,8 @@ class LoopRuntime(Distributed):
             self._rank = rank
             self._executor = executor
             for op in executor.run(_ends_of_passes(program.ranks[self.rank])):
+                # The end of each step may be the end of the program, and the next one reads its
+                # versions.
                 if op.action != Action.FORWARD:
                     rank.next_step = cast(int, op.step) + 1
                 ends = bool((yield Pause(rank, op)))
@@ -163,6 +167,7 @@ class LoopRuntime(Distributed):
                 if name in runner.masters
             }
             gradients.append((runner.masters, of_masters))
+        # So that an update, on another thread's stream, may read them.
         self.world.finish_computing()
         return gradients
 
@@ -265,5 +270,7 @@ def _ends_of_passes(order: Sequence[Instruction]) -> set[int]:
     last_positions: dict[tuple, int] = {}
     for position, i in enumerate(order):
         if i.action.computes:
+            # A pass runs through all stages of a micro-batch; the last op of each direction
+            # replaces those before.
             last_positions[i.action == Action.FORWARD, i.step, i.microbatch] = position
     return {*last_positions.values()}

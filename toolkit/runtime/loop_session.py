@@ -154,6 +154,7 @@ class LoopSession:
             for stage, owner in enumerate(self.runtime.schedule.owners):
                 if stage not in self.runtime.updated_stages:
                     stages_of.setdefault(owner, []).append(stage)
+            # One question for each owner: it answers for all of its stages at once.
             for owner, stages in stages_of.items():
                 question = " ".join([subject, *map(str, stages)])
                 newest = self._requests.ask(owner, question, steps_done)

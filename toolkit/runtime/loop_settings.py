@@ -86,11 +86,14 @@ class LoopSettings:
         for group, name in self._followed:
             if name in self._base[group]:
                 options[group][name] = self._base[group][name]
+        # An update that follows its sum at once may come before this step's call of
+        # clip_grad_norm_.
         clip = None
         if clips_as_before:
             clip = self._clip
         self.of_steps[step] = Settings(options, clip)
         self._clip = None
+        # A list: the dictionary loses entries on the way.
         for noted_step in [*self.of_steps]:
             if noted_step < oldest:
                 del self.of_steps[noted_step]

@@ -64,6 +64,8 @@ class LossValue:
 
     def root_factor(self, n_microbatches: int, scale: float) -> float:
         """Return :meth:`root` divided by ``value``."""
+        # Gradients of all micro-batches only add up. Means have their 1/M here; sums are divided by
+        # the total count at the update, when all counts have come.
         if self.count is None:
             return scale / n_microbatches
         return SUM_SCALE * scale
@@ -139,6 +141,7 @@ class MeansOverSome(TorchFunctionMode):
                 and on_cpu
                 and not targets.is_floating_point()
             ):
+                # In NumPy: a recording of operations, or a count of them, does not see the look.
                 with torch._C.DisableTorchFunction():
                     classes = targets.detach().numpy()
                 self.seen = self.seen or bool(
@@ -187,6 +190,7 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
                 f'loss: got {shape}; expected a scalar. Use reduction="mean", or return a sum and'
                 " its count"
             )
+        # Messages have a place for the count or not, from the first one on.
         if counted_before not in (None, counted):
             raise UserError(
                 "loss: got a mean from one micro-batch and a sum with its count from another;"

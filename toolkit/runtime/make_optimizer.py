@@ -37,6 +37,7 @@ def by_name(make: Maker) -> Maker:
 
 def takes_names(make: Callable[..., Optimizer]) -> bool:
     """Whether ``make``, or the function it is a partial of, is marked :func:`by_name`."""
+    # The mark is an attribute, and a partial does not pass those of its function on.
     while isinstance(make, partial):
         make = make.func
     return getattr(make, "takes_names", False)

@@ -76,6 +76,7 @@ class Layout:
                 continue
             dtype = sent_as = tensor.dtype
             is_exact = place in exact or not tensor.is_floating_point()
+            # Only where it saves bytes: tensors of 16 bits travel in their own type.
             if wire is not None and not is_exact and wire.itemsize < dtype.itemsize:
                 sent_as = wire
             message_tensors.append(
@@ -122,12 +123,18 @@ class Layout:
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors:
             sizes[tensor.sent_as] += tensor.n_bytes
+        # Tensors of a type lie together; the counter has the types in the order of the message.
         pieces = flat.split([*sizes.values()])
         return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
 
 
 def _by_size(tensors: Sequence[MessageTensor]) -> tuple[MessageTensor, ...]:
     # By name, too, so that tensors of one type lie together: Layout.by_dtype cuts between types.
+    #
+    #     | count, float64 | weights, float32 | biases, float32 | codes, uint8 |
+    #     0                8                                             n_bytes
+    #
+    # All before a tensor has larger elements, in whole multiples: it is aligned without padding.
     return tuple(sorted(tensors, key=lambda x: (-x.sent_as.itemsize, str(x.sent_as))))
 
 
@@ -164,6 +171,8 @@ class Layouts:
         forms = []
         weight_forms = []
         for layout, weights in zip(self.gradients, self.weights, strict=True):
+            # Statistics of norms and counts share the message of the gradients, but no weight's
+            # name.
             names = {tensor.place for tensor in weights.tensors}
             form, sent_layout = _compressed(layout, names, bits)
             layouts.append(sent_layout)
@@ -194,6 +203,10 @@ class Layouts:
 
     def with_counts(self) -> "Layouts":
         """Return the layouts for a loss with a count, which travels with the gradients."""
+        # The last stage knows the count, and every stage's update divides by the sum of counts:
+        #
+        #     stage 0   <-gradients, count-   stage 1   <-gradients, count-   stage 2, loss
+        #        |  sum of gradients and of counts, to the rank that updates the stage
         count = torch.empty((), dtype=torch.float64, device="meta")
         activation_gradients = []
         for layout, n_inputs in zip(

@@ -165,6 +165,7 @@ class Messages:
         group = self.world.channel(self.world.rank, peer)
         process = self.world.process(peer)
         chunks = self._chunks(flat)
+        # Begun by transfer.begin(), when it is this message's turn.
         starts = [
             partial(dist.isend, chunk, process, group=group, tag=tag)
             for chunk in chunks
@@ -188,6 +189,7 @@ class Messages:
         peer = i.peers[0]
         group = self.world.channel(peer, self.world.rank)
         process = self.world.process(peer)
+        # Now, and not in begin(): a message that comes early finds its memory ready.
         works = [
             dist.irecv(chunk, process, group=group, tag=tag)
             for chunk in self._chunks(flat)
@@ -259,6 +261,7 @@ def _each(
     group: dist.ProcessGroup | None,
 ) -> Works:
     """Begin a collective of each piece."""
+    # An all-reduce has no root.
     arguments = () if collective is dist.all_reduce else (root,)
     return [
         collective(piece, *arguments, group=group, async_op=True) for piece in pieces
@@ -289,6 +292,7 @@ def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[RankGroup]
     machines = [tuple(members) for _, members in by_machine]
     if len(machines) == 1:
         return [(ALL, machines[0])]
+    # A machine with one rank has nothing to gather or spread.
     shared_machines = [machine for machine in machines if len(machine) > 1]
     return [
         *((GATHER, machine) for machine in shared_machines),

@@ -44,6 +44,7 @@ class Baseline(OnRanks):
                 f"runtime={self.runtime} takes models that return one tensor: got"
                 f" {len(self.stages.outputs)}. Use runtime=distributed"
             )
+        # What collectives wait for, as the failure watch names it.
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
             for tensor in chain(
@@ -109,9 +110,13 @@ class Baseline(OnRanks):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._settle()
+        # The model's weights first, then the optimizers', then what only this rank had: a rank's
+        # own weights between two meetings replace the common ones.
         load_model(state, self.stages, self._updaters, self.updated_stages)
         for updater, stage_state in zip(self._updaters, state["stages"], strict=True):
             updater.load(stage_state)
+        # The state of another runtime has other keys, types or shapes, and torch refuses them in
+        # many ways.
         try:
             self._load_rank_state(state.get("ranks", {}).get(self.rank))
         except (
@@ -165,6 +170,7 @@ class ReleasedParameters:
     def release(self) -> None:
         """Free their memory."""
         for parameter in self._shapes:
+            # Not the parameter itself, which optimizers and stages refer to.
             parameter.data = parameter.data.new_empty(0)
 
     def restore(self) -> None:
@@ -178,6 +184,7 @@ def check_data_parallel(
     schedule: Schedule, runtime: str, name: str, staleness: int, states: Sequence[str]
 ) -> None:
     """Raise UserError unless rank m runs micro-batch m, and all weights are ``staleness`` late."""
+    # Micro-batch m on rank m, at every stage and in every step.
     one_rank_each = tuple(range(schedule.n_microbatches))
     delays = {*chain.from_iterable(schedule.staleness)}
     is_possible = (

@@ -140,6 +140,7 @@ class Synchronous(Baseline):
         return nullcontext()
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        # Rank m is micro-batch m: its number seeds the draws, as in every other runtime.
         self._chain.at = step, self.rank
         if self.options.channels_last:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
@@ -147,6 +148,7 @@ class Synchronous(Baseline):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         root = self._backward_root(loss)
+        # The wrapper sums each bucket of gradients while the backward computes the next.
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
             self._backward(root)
         self._update()
@@ -156,6 +158,7 @@ class Synchronous(Baseline):
         """Return where the backward begins: what is minimised is its mean over the ranks."""
         if loss.count is None:
             return loss.value
+        # The wrapper averages: 1/N sum_m grad(N sum_m / total) = grad(sum over ranks) / total.
         total_count = nonzero(self.total(loss.count))
         return loss.value * (self.n_ranks / total_count).to(loss.value.dtype)
 
@@ -171,6 +174,8 @@ class Synchronous(Baseline):
     @torch.no_grad()
     def _settle(self) -> None:
         """Average the ranks' running statistics."""
+        # r <- (1 - a) r + a x is linear, so the mean of the ranks' statistics now is what averages
+        # of x in each step would have given.
         statistics = self._chain.statistics()
         if statistics:
             means = self.total(torch.cat(statistics)) / self.n_ranks
@@ -220,6 +225,7 @@ class DDP(Synchronous):
             raise UserError(
                 f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25"
             )
+        # torch's hook views each gradient as a matrix, which strides of channels_last do not allow.
         if self.compression == "powersgd" and self.options.channels_last:
             raise UserError(
                 "compression=powersgd takes no channels_last=True: leave it out, or use int8"

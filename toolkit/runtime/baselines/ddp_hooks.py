@@ -93,6 +93,8 @@ class Compressor:
             hook_state = self._memory
         if hook is None:
             return
+        # Hooks without a memory are one collective a bucket, which begins in the order of the
+        # calls.
         if self._memory is not None and dist.get_backend(self._group) == "gloo":
             hook = _in_turn(hook)
         wrapped.register_comm_hook(hook_state, hook)
@@ -154,6 +156,7 @@ class Compressor:
             parameters = dict(self._wrapped.named_parameters())
             in_order = [parameters[name] for bucket in buckets for name in bucket]
             model = self._wrapped.module
+            # DDP's hooks are on the parameters, so any module that uses them starts the averaging.
             self._wrapped.module = _Touch(in_order)
             try:
                 self._wrapped().backward()
@@ -226,6 +229,8 @@ class _LowRankMemory:
         return self.torch_state.iter
 
     def state(self) -> dict[str, Any]:
+        # NumPy's Mersenne twister: its name, 624 numbers of type uint32, and plain values. As
+        # int64, since torch does little with uint32.
         generator: Any = self.torch_state.rng.get_state()
         _, keys, *position = generator
         return {
@@ -300,16 +305,20 @@ def _quantized_hook(
     world = memory.group.size()
     bits = memory.bits
     is_exact = memory.n_steps < memory.start
+    # Once a step, however many buckets there are.
     if bucket.is_last():
         memory.n_steps += 1
     if is_exact:
         return default_hooks.allreduce_hook(memory.group, bucket)
     # Equal shares of whole blocks: each rank averages one of them.
+    # Rounded up to whole blocks: -(-a // b) is a / b, rounded up.
     n_share = -(-len(gradient) // (world * BLOCK)) * BLOCK
     n_bytes = quantized_bytes(n_share, bits)
     padded = torch.nn.functional.pad(gradient, (0, world * n_share - len(gradient)))
 
     # 1. Every rank sends each share to the rank that averages it.
+    #    content     scales of share 0 | of share 1 | .. | codes of share 0 | of share 1 | ..
+    #    sent[m]     scales of share m | codes of share m        to rank m
     content = memory.quantized(memory.errors, bucket.index(), padded)
     n_scale_bytes = world * n_share // BLOCK * SCALE_BYTES
     scales = content[:n_scale_bytes].view(world, -1)

@@ -109,6 +109,7 @@ class DeepSpeed(Synchronous):
         return updaters
 
     def _wrap(self, model: WholeModel) -> nn.Module:
+        # The engine takes one optimizer: its groups are those of all stages, one after another.
         joint_optimizer = _join_optimizers(self._optimizers, self._twins)
         self._group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(joint_optimizer.param_groups):
@@ -143,6 +144,7 @@ class DeepSpeed(Synchronous):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._released.release()
+        # The engine has the state while it trains; a second copy would undo what sharding saves.
         for optimizer in self._optimizers:
             optimizer.state.clear()
         return super()._train(step, inputs, targets)
@@ -157,6 +159,7 @@ class DeepSpeed(Synchronous):
         groups = chain.from_iterable(
             optimizer.param_groups for optimizer in self._optimizers
         )
+        # The stages' schedulers set the rates of their own groups; the engine's follow them.
         engine_groups = self._wrapped.optimizer.optimizer.param_groups
         for engine_group, group in zip(engine_groups, groups, strict=True):
             engine_group |= {
@@ -237,6 +240,12 @@ class DeepSpeed(Synchronous):
 
     def _piece(self, twin: nn.Parameter) -> "_Piece":
         zero: Any = self._wrapped.optimizer
+        # ZeRO-3 cuts each parameter into equal pieces, the last one padded; ZeRO-1 and 2 cut the
+        # whole group once, so that a rank may have all of a parameter, some of it or nothing:
+        #
+        #                share of rank 0          share of rank 1
+        #     ZeRO-3     a[:2]  b[:3]             a[2:]  b[3:]
+        #     ZeRO-1, 2  a[:4]  b[:1]             b[1:]
         if self.zero == 3:
             index, position, length = zero.grad_position[zero.get_param_id(twin)]
             share = zero.fp32_partitioned_groups_flat[index]

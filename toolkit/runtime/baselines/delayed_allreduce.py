@@ -72,6 +72,7 @@ class DelayedAllReduce(Baseline):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
+        # theta_{-1} is theta_0.
         oldest = max(0, state["steps_done"] - 1)
         self._weights_read = [
             loaded(state, stage, runner)[oldest]
@@ -84,11 +85,15 @@ class DelayedAllReduce(Baseline):
         self._settle()
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        #     compute    gradients of t on theta_{t-1}  |  gradients of t+1 on theta_t  |
+        #     messages   sums of t-1 ------------------>|  sums of t ------------------>|
+        #     update                                    theta_t                         theta_{t+1}
         values = inputs
         stage_leaves = [leaves(weights) for weights in self._weights_read]
         for runner, weights in zip(self._runners, stage_leaves, strict=True):
             values = runner.forward(weights, values, (self.rank,), step)
         loss = self._loss(values[0], targets)
+        # A rank is a micro-batch: the root has 1/M, so that sums over ranks are means.
         loss.root(self.n_ranks, self.options.scale).backward()
         counts = {} if loss.count is None else {COUNT: loss.count}
         messages = []

@@ -72,6 +72,8 @@ class FSDP(Synchronous):
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type)
         policy = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        # Inner modules first, as torch asks: the outer one takes the parameters that no inner one
+        # has, here none, and begins and ends the passes.
         for module in (*model.stages, model):
             reshard = self.reshard and module is not model
             fully_shard(
@@ -92,6 +94,7 @@ class FSDP(Synchronous):
             assert isinstance(stage, FSDPModule)
             with self.world.watch.waiting("the shares of all ranks", self._everyone):
                 stage.unshard()
+            # A stage at a time, so that only one is whole twice.
             for name, parameter in stage.named_parameters():
                 parameters[name].copy_(parameter)
             stage.reshard()
@@ -139,6 +142,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
     """Return ``tensor`` spread over the ranks like ``parameter``."""
     sharded = cast(DTensor, parameter.data)
+    # Every rank has the whole tensor, so each cuts out its share, and none has to send.
     return distribute_tensor(
         tensor, sharded.device_mesh, sharded.placements, src_data_rank=None
     )
@@ -158,6 +162,7 @@ def _optimizer_share(
         parameter = parameters[index]
         shares[index] = dict(values)
         for key, value in values.items():
+            # Step counts are scalars or of another shape, and whole on every rank.
             if (
                 isinstance(value, Tensor)
                 and value.dim()

@@ -70,6 +70,8 @@ class Horovod(Synchronous):
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
+        # What its own step() would begin with: wait for the sums that the backward's hooks have
+        # begun.
         self._averaging.synchronize()
 
     def _connect(self) -> None:

@@ -69,6 +69,11 @@ class LocalSteps(Synchronous):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._restore()
+        # period = 3, start = 2, M ranks:
+        #
+        #     step          0     1     2     3     4     5     6     7
+        #     gradients     mean  mean  own   own   own   own   own   own
+        #     weights       equal ..... own   own   meet  own   own   meet
         context: Any = nullcontext()
         if step >= self.start:
             context = cast(DistributedDataParallel, self._wrapped).no_sync()
@@ -84,6 +89,7 @@ class LocalSteps(Synchronous):
     def _backward_root(self, loss: LossValue) -> Tensor:
         if self.steps_done < self.start:
             return super()._backward_root(loss)
+        # A local step: the mean over this rank's micro-batch alone.
         if loss.count is None:
             return loss.value
         return loss.value / nonzero(loss.count).to(loss.value.dtype)
@@ -97,6 +103,7 @@ class LocalSteps(Synchronous):
         """Return the mean of the ranks' weights."""
         if not self._parameters:
             return []
+        # One message, and not one for each weight.
         flat = torch.cat([parameter.flatten() for parameter in self._parameters])
         mean = self.total(flat) / self.n_ranks
         pieces = mean.split([parameter.numel() for parameter in self._parameters])
@@ -115,6 +122,8 @@ class LocalSteps(Synchronous):
     @torch.no_grad()
     def _settle(self) -> None:
         super()._settle()
+        # The model shows the mean now. Each rank's own weights wait until the next step restores
+        # them.
         if self._differ and self._rank_weights is None:
             mean = self._mean_weights()
             self._rank_weights = [
@@ -238,6 +247,7 @@ class DiLoCo(LocalSteps):
         if self._outer_optimizer is None:
             return
         for outer, mean in zip(self._outer_weights, self._mean_weights(), strict=True):
+            # The ranks' mean change, with the sign of a gradient: descent moves towards their mean.
             outer.grad = outer.detach() - mean
         self._outer_optimizer.step()
         self._outer_optimizer.zero_grad(set_to_none=True)

@@ -168,6 +168,7 @@ class TorchPipelining(Baseline):
                 step, microbatches, means, outputs.detach(), counts=all_counts
             )
         output = self.stages.output
+        # The other ranks have computed no loss.
         no_samples = torch.empty(
             0, *output.shape[1:], dtype=output.dtype, device=self.world.device
         )
@@ -183,6 +184,8 @@ class TorchPipelining(Baseline):
 
     def _total_count(self, counts: Sequence[Tensor]) -> Tensor | None:
         """Return the sum of the last stage's counts, on every rank; None if there are none."""
+        # Only the rank of the last stage knows whether the loss has counts, so a flag comes with
+        # the sum.
         sum_and_flag = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         if counts:
             sum_and_flag = torch.stack(
@@ -197,6 +200,7 @@ class TorchPipelining(Baseline):
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
         if size == self._size:
             return
+        # torch's stages receive messages of one shape only.
         self._size = size
         boundaries = [*self.stages.boundaries, (self.stages.output,)]
         stages: Any = [
@@ -306,6 +310,7 @@ def _meta_tensors(
     """Return what crosses a boundary with micro-batches of ``size`` samples, without memory."""
     tensors = []
     for crossing in boundary:
+        # What has no batch, such as a tied weight, crosses as one row.
         shape = (size if crossing.batched else 1, *crossing.shape[1:])
         tensor = torch.empty(shape, dtype=crossing.dtype, device="meta")
         tensors.append(
