@@ -72,7 +72,8 @@ class Runtime(ABC):
     seed: int = 0
     options: StepOptions = PLAIN
 
-    distributed = knows_costs = False
+    distributed = False
+    knows_costs = False
     # Whether the last updates are complete only when a run is exhausted.
     _overlaps = False
     _way_out = "load a state"

@@ -97,7 +97,9 @@ class Distributed(OnRanks):
     parallelize: columns.Parallelize | None = None
 
     knows_costs = True
-    _overlaps = _same_sized = _follows_schedule = True
+    _overlaps = True
+    _same_sized = True
+    _follows_schedule = True
     _way_out = "start the ranks again"  # since messages are still under way
 
     def __post_init__(self) -> None:
@@ -130,9 +132,11 @@ class Distributed(OnRanks):
         self._chunk_bytes = largest_chunk(
             self.chunk_mb, self.world.backend, paced=self.pacing
         )
-        self._stage_bytes = [
-            sum(w.nbytes for w in r.masters.values()) for r in self._runners
-        ]
+        # Now, too, before weights are empty.
+        self._stage_bytes = []
+        for runner in self._runners:
+            weight_bytes = [weight.nbytes for weight in runner.masters.values()]
+            self._stage_bytes.append(sum(weight_bytes))
         self._weight_store = WeightStore(
             self.world, self.stages, self.schedule, self._runners
         )

@@ -61,12 +61,15 @@ class Grouped:
         """
         for current_step, share in enumerate(source, start=step):
             assert share is not None  # a single process reads every micro-batch
+            inputs, targets = share
             self.options.begin_step()
             delays: tuple[StageDelay, ...] = ()
             if self.diagnostics and current_step % self.diagnostics == 0:
-                delays = self._measure_delays(current_step, versions, *share)
+                delays = self._measure_delays(current_step, versions, inputs, targets)
             # Not kept in a variable: its outputs would live through the next step.
-            yield replace(self._step(current_step, versions, *share), delays=delays)
+            yield replace(
+                self._step(current_step, versions, inputs, targets), delays=delays
+            )
 
     def _step(
         self, step: int, versions: Versions, inputs: Values, targets: Tensor

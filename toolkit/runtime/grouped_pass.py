@@ -172,33 +172,42 @@ class GroupedPass:
                 output_gradients.append(output_gradient)
         # One backward through all stages: groups are joined and cut again by autograd on the way.
         torch.autograd.backward(outputs, output_gradients)
-        totals = [GradientSum() for _ in self.runners]
+        no_tensors: Weights = {}
         terms = []
-        stages = zip(
-            self.runners, reads.stages, forward.leaves, reads.newest, strict=True
-        )
-        for runner, stage_reads, stage_leaves, newest in stages:
-            gradients_of_reads = []
-            for read, weights in zip(stage_reads, stage_leaves, strict=True):
-                stage_gradients = take_gradients(weights)
-                if read.compensated:
-                    strength = self._compensation(read, gradients.counts)
-                    stage_gradients = compensated(
-                        stage_gradients, weights, newest, strength
-                    )
-                gradients_of_reads.append(stage_gradients)
-            statistics = runner.statistics_of_forwards()
+        for stage, runner in enumerate(self.runners):
+            gradients_of_reads = self._take_gradients(
+                reads.stages[stage],
+                forward.leaves[stage],
+                reads.newest[stage],
+                gradients.counts,
+            )
             # A stage that runs its micro-batches one by one has statistics of each, so more than
             # reads.
-            while len(gradients_of_reads) < len(statistics):
-                gradients_of_reads.append({})
-            for index, of_forward in enumerate(statistics):
-                gradients_of_reads[index] |= of_forward
-            terms.append(gradients_of_reads)
+            statistics = runner.statistics_of_forwards()
+            pairs = zip_longest(gradients_of_reads, statistics, fillvalue=no_tensors)
+            terms.append([weights | norms for weights, norms in pairs])
         # The sum over all stages takes one operation for each further version.
-        for terms_of_stages in zip_longest(*terms, fillvalue={}):
+        totals = [GradientSum() for _ in self.runners]
+        for terms_of_stages in zip_longest(*terms, fillvalue=no_tensors):
             add_to_sums(totals, terms_of_stages)
         return totals
+
+    def _take_gradients(
+        self,
+        stage_reads: Sequence[VersionRead],
+        stage_leaves: Sequence[Weights],
+        newest: Weights,
+        counts: Tensor | None,
+    ) -> list[Weights]:
+        """Take a stage's gradients of each version that was read, compensated if it is to be."""
+        gradients_of_reads = []
+        for read, weights in zip(stage_reads, stage_leaves, strict=True):
+            gradients = take_gradients(weights)
+            if read.compensated:
+                strength = self._compensation(read, counts)
+                gradients = compensated(gradients, weights, newest, strength)
+            gradients_of_reads.append(gradients)
+        return gradients_of_reads
 
     def _compensation(self, read: VersionRead, counts: Tensor | None) -> Tensor | float:
         """Return the factor of the correction; see :func:`toolkit.runtime.stage.compensated`."""

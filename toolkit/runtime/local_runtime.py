@@ -253,9 +253,8 @@ class OnRanks(LocalRuntime):
                 f"the schedule has {n_ranks} ranks{of_devices} and the world {self.world.size}:"
                 f" give world.part({n_processes}), or a schedule for {self.world.size}"
             )
-        if other_devices := sorted(
-            str(device) for device in devices - {self.world.device}
-        ):
+        other_devices = sorted(map(str, devices - {self.world.device}))
+        if other_devices:
             raise UserError(
                 f"rank {self.rank} computes on {self.world.device} and the model is on"
                 f" {', '.join(other_devices)}: move it with model.to(world.device) before"

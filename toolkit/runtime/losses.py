@@ -129,25 +129,24 @@ class MeansOverSome(TorchFunctionMode):
     ) -> Any:
         """Look at a call of a function of torch, and make it."""
         kwargs = kwargs or {}
-        if (
-            func in (F.cross_entropy, F.nll_loss)
-            and kwargs.get("reduction", "mean") == "mean"
-        ):
+        is_mean = kwargs.get("reduction", "mean") == "mean"
+        if is_mean and func in (F.cross_entropy, F.nll_loss) and not self.seen:
             targets = args[1] if len(args) > 1 else kwargs.get("target")
-            # Only on the CPU: on a GPU the look would wait for the device.
-            on_cpu = isinstance(targets, Tensor) and targets.device.type == "cpu"
-            if (
-                isinstance(targets, Tensor)
-                and on_cpu
-                and not targets.is_floating_point()
-            ):
-                # In NumPy: a recording of operations, or a count of them, does not see the look.
-                with torch._C.DisableTorchFunction():
-                    classes = targets.detach().numpy()
-                self.seen = self.seen or bool(
-                    (classes == kwargs.get("ignore_index", -100)).any()
-                )
+            self.seen = _contains(targets, kwargs.get("ignore_index", -100))
         return func(*args, **kwargs)
+
+
+def _contains(targets: Any, ignored_class: int) -> bool:
+    """Whether targets on the CPU contain a class; False if they are not classes."""
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return False
+    # On a GPU the look would wait for the device.
+    if targets.device.type != "cpu":
+        return False
+    # In NumPy: a recording of operations, or a count of them, does not see the look.
+    with torch._C.DisableTorchFunction():
+        classes = targets.detach().numpy()
+    return bool((classes == ignored_class).any())
 
 
 def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedLoss:
@@ -177,19 +176,8 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
                 ' (cross_entropy(..., reduction="sum"), (targets != -100).sum())',
                 stacklevel=2,
             )
-        counted = isinstance(result, tuple | list) and len(result) == 2
-        value = result
-        count = None
-        if counted:
-            value, count = result
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = (
-                list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            )
-            raise UserError(
-                f'loss: got {shape}; expected a scalar. Use reduction="mean", or return a sum and'
-                " its count"
-            )
+        value, count = _value_and_count(result)
+        counted = count is not None
         # Messages have a place for the count or not, from the first one on.
         if counted_before not in (None, counted):
             raise UserError(
@@ -197,8 +185,6 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
                 " expected the same from all"
             )
         counted_before = counted
-        if counted:
-            count = as_count(count, value.device)
         if len(outputs) > 1:
             # Add a sum of no elements, 0, so that each tensor is used.
             for output in outputs:
@@ -207,3 +193,18 @@ def checked_loss(loss: Loss, options: StepOptions, results: Results) -> CheckedL
         return LossValue(value, count)
 
     return checked
+
+
+def _value_and_count(result: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the value of a loss, and its count or None; UserError if it is of another form."""
+    has_count = isinstance(result, tuple | list) and len(result) == 2
+    value, count = result if has_count else (result, None)
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(
+            f'loss: got {shape}; expected a scalar. Use reduction="mean", or return a sum and'
+            " its count"
+        )
+    if not has_count:
+        return value, None
+    return value, as_count(count, value.device)

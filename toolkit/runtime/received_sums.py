@@ -2,9 +2,18 @@
 
 import threading
 from collections import defaultdict
+from typing import NamedTuple
 
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.schedule import Instruction
+
+
+class Arrival(NamedTuple):
+    """A part of a sum, with the position of its receive in the program, and the receive."""
+
+    position: int
+    receive: Instruction
+    payload: Payload
 
 
 class ReceivedSums:
@@ -20,24 +29,22 @@ class ReceivedSums:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._lock = threading.Lock()  # of the dictionary
-        # By stage and step: (position of the receive, the receive, what it brought).
-        self._parts: defaultdict[tuple, list[tuple[int, Instruction, Payload]]] = (
-            defaultdict(list)
-        )
+        # By stage and step.
+        self._arrivals: defaultdict[tuple, list[Arrival]] = defaultdict(list)
 
-    def store(self, position: int, i: Instruction, part: Payload) -> None:
+    def store(self, position: int, i: Instruction, payload: Payload) -> None:
         """Keep what the receive ``i``, at ``position`` of the program, has brought."""
         with self._lock:
-            self._parts[i.stage, i.step].append((position, i, part))
+            self._arrivals[i.stage, i.step].append(Arrival(position, i, payload))
 
     def parts_for(self, i: Instruction) -> object:
         """Return the parts of the sum that ``i`` uses, to keep their memory alive."""
         with self._lock:
-            return self._parts.get((i.stage, i.step))
+            return self._arrivals.get((i.stage, i.step))
 
     def add_to_sum(self, i: Instruction) -> None:
         """Add the parts that have come to the sum that ``i`` uses."""
         with self._lock:
-            parts = self._parts.pop((i.stage, i.step), [])
-        for _, receive, part in sorted(parts, key=lambda entry: entry[0]):
-            self._rank.take(receive, part)
+            arrivals = self._arrivals.pop((i.stage, i.step), [])
+        for arrival in sorted(arrivals, key=lambda arrival: arrival.position):
+            self._rank.take(arrival.receive, arrival.payload)

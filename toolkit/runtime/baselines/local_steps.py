@@ -46,11 +46,9 @@ class LocalSteps(Synchronous):
         whole(self.period, "period", 1)
         whole(self.start, "start", 0)
         super().__post_init__()
-        self._parameters = [
-            parameter
-            for updater in self._updaters
-            for parameter in updater.masters.values()
-        ]
+        self._parameters: list[nn.Parameter] = []
+        for updater in self._updaters:
+            self._parameters += updater.masters.values()
         self._differ = False  # whether ranks have different weights
         self._rank_weights: list[Tensor] | None = None  # while the model has the mean
         self._begin()
