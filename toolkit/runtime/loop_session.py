@@ -237,7 +237,14 @@ class LoopSession:
 
 
 class _Seam(torch.autograd.Function):
-    """The outputs of the stages, whose backward is that of the stages."""
+    """The outputs of the stages, whose backward is that of the stages.
+
+    ::
+
+        the stages' graphs, by the executor     seam     the script's graph
+        x -> forwards -> outputs, detached  ----------->  outputs -> loss
+             backwards <- run_backward()    <-----------  gradients <- loss.backward()
+    """
 
     @staticmethod
     def forward(ctx: Any, session: LoopSession, pause: Pause, *tensors: Tensor) -> Any:

@@ -75,7 +75,12 @@ class Turns:
     """Messages to one rank, sent one at a time, those needed first before the others.
 
     A message that is needed before all that are under way begins at once, since the receiver may
-    need it before it expects them. ``together``: every message begins at once.
+    need it before it expects them. ``together``: every message begins at once. By positions::
+
+        add 5, 9, 7    5 begins; 9 and 7 wait
+        add 3          3 begins, too: the receiver may need it before 5
+        end 5          nothing begins, since 3 is under way
+        end 3          7 begins, which is needed before 9
     """
 
     def __init__(self, *, together: bool = False) -> None:

@@ -216,6 +216,7 @@ class TorchPipelining(Baseline):
             for stage, module in self._modules.items()
         ]
         make = _torch_schedule(self.schedule)
+        # Schedules with one stage a rank take the stage, others a list.
         if issubclass(make, PipelineScheduleSingle):
             (stages,) = stages
         self._runner = make(stages, self.schedule.n_microbatches, self._microbatch_loss)
