@@ -26,7 +26,8 @@ from toolkit.model.independence import check_partition
 from toolkit.model.node_costs import NodeCost, node_costs
 from toolkit.model.structure import Inputs, Results, tensors_of
 from toolkit.model.tied_weights import share_tied_weights
-from toolkit.model.trace import changing, check_traceable, refused, shapes_of, trace
+from toolkit.model.trace import changing, refused, shapes_of, trace
+from toolkit.model.traceable import check_traceable
 
 MEASURES = ("flops", "parameters", "activations")
 _BUCKET_BYTES = 25 * 2**20

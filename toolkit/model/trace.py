@@ -14,8 +14,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
 from toolkit.model.attribute_writes import Attributes, depends_on_inputs, equal
@@ -29,14 +27,11 @@ from toolkit.model.structure import (
     input_names,
     named_tensors,
 )
-from toolkit.model.traced_stage import evaluated
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 _TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
@@ -210,58 +205,6 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
             f"{type(model).__name__} cannot train on an example of shape {shapes_of(inputs)}:"
             f" {first_line(error)}{_line_of(error)}"
         ) from error
-
-
-def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
-    """Reject hooks that would not run, and batch norms that would compute something else.
-
-    Raises:
-        UserError: names the first difference between ``model`` and its graph ``traced``.
-    """
-    model_name = type(model).__name__
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(
-            parameter, "_post_accumulate_grad_hooks", None
-        ):
-            raise UserError(
-                f"{model_name} has a hook on the gradient of {name}, which would not run on copies"
-                " of the weights: remove it, and change gradients in the optimizer's step"
-            )
-    called_modules = [
-        str(node.target) for node in traced.graph.nodes if node.op == "call_module"
-    ]
-    for name, module in model.named_modules():
-        is_in_called_module = any(
-            f"{name}.".startswith(f"{leaf}.") for leaf in called_modules
-        )
-        # A graph calls leaves as they are, with all hooks. It traces through other modules, forward
-        # hooks included, but not through the call of the model itself.
-        lost_hooks: tuple[str, ...] = _BACKWARD_HOOKS
-        if module is model:
-            lost_hooks = _HOOKS
-        elif is_in_called_module:
-            lost_hooks = ()
-        if any(getattr(module, hooks) for hooks in lost_hooks):
-            raise UserError(
-                f"{model_name} has a hook on {name or 'itself'}, which would not run since torch.fx"
-                " traces through it: remove it, or put it on a layer of torch.nn"
-            )
-    name_of_norm: dict[nn.Module, str] = {}
-    for name in called_modules:
-        module = traced.get_submodule(name)
-        if not isinstance(module, _BatchNorm) or name in evaluated(traced):
-            continue
-        if is_parametrized(module) or any(getattr(module, hooks) for hooks in _HOOKS):
-            raise UserError(
-                f"{model_name} has a hook or a parametrization on the batch norm {name}, which"
-                " would not run on each micro-batch: remove it"
-            )
-        if module in name_of_norm and module.track_running_stats:
-            raise UserError(
-                f"{model_name} calls the batch norm {name_of_norm[module]} more than once in a"
-                " forward: use one batch norm per call"
-            )
-        name_of_norm[module] = name
 
 
 @contextmanager
