@@ -71,19 +71,12 @@ def sizes(
             counts[node_name] = value // n_samples
     for node in result_nodes(traced):
         value = costs[node.name].output
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dim() == 0
-            and node.name in unbatched
-        ):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.dim() == 0 and node.name in unbatched:
             continue
-        n_rows, n_rows_of_longer = rows.get(node.name, (0, 0))
-        if not n_rows or not _grows(n_rows, n_rows_of_longer, n_samples):
-            shape = (
-                shapes_of((value,))
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
+        n_rows, n_longer_rows = rows.get(node.name, (0, 0))
+        if not n_rows or not _grows(n_rows, n_longer_rows, n_samples):
+            shape = shapes_of((value,)) if is_tensor else type(value).__name__
             raise UserError(
                 f"{name} must return tensors with the batch first, or a floating-point scalar such"
                 f" as a loss: got shape {shape} ({node}) for {n_samples} samples. Leave it out,"

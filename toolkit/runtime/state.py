@@ -221,20 +221,10 @@ def check_state(
         raise UserError("this is not the state of a runtime: it is malformed")
 
     # 2. It is of this model, cut into the same stages.
-    steps_done = state["steps_done"]
-    names = [set(updater.masters) for updater in updaters]
-    state_names = [set(next(iter(versions.values()))) for versions in state["versions"]]
-    if set().union(*names) != set().union(*state_names):
-        raise UserError(
-            "the state is of another model: give the one with which it was taken"
-        )
-    if names != state_names:
-        raise UserError(
-            f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
-            " partition the model as it was when the state was taken"
-        )
+    _check_cut(state, updaters)
 
     # 3. It has the late weights that the schedule reads.
+    steps_done = state["steps_done"]
     for stage, versions in enumerate(state["versions"]):
         lacking = sorted({*schedule.versions(stage, steps_done)} - versions.keys())
         if lacking:
@@ -283,6 +273,22 @@ def _well_formed(
             if type(version) is not int or not isinstance(weights, dict):
                 return False
     return True
+
+
+def _check_cut(state: Mapping[str, Any], updaters: Sequence[Updater]) -> None:
+    """Raise UserError unless the state's stages have the same weights as ``updaters``."""
+    names = [set(updater.masters) for updater in updaters]
+    # All versions of a stage have the same weights, so one of them says their names.
+    state_names = [set(next(iter(versions.values()))) for versions in state["versions"]]
+    if set().union(*names) != set().union(*state_names):
+        raise UserError(
+            "the state is of another model: give the one with which it was taken"
+        )
+    if names != state_names:
+        raise UserError(
+            f"the state is of {len(state_names)} stages cut otherwise than these {len(names)}:"
+            " partition the model as it was when the state was taken"
+        )
 
 
 def _check_unused(unused: Any, stage: int, updater: Updater) -> None:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
+from toolkit.runtime.ema import WeightAverage
 from toolkit.runtime.future_rates import FutureRates
 from toolkit.runtime.gradient_norms import GradientNorm, gradient_norms
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
@@ -103,8 +102,9 @@ class Updater:
             for name, parameter in stage.named_parameters()
             if parameter.requires_grad
         }
-        self.averages: Weights = {}  # with options.ema; empty before the first update
-        self.n_averaged = 0
+        self._average: WeightAverage | None = None
+        if options.ema is not None:
+            self._average = WeightAverage(options.ema)
         self.n_skipped = 0  # updates whose gradient was not finite
         self.unused = [*self.masters]  # weights that had no gradient in any update
         self._future_rates: FutureRates | None = None
@@ -155,8 +155,8 @@ class Updater:
             state["optimizer"] = self.optimizer.state_dict()
         if self.scheduler is not None:
             state["lr_scheduler"] = self.scheduler.state_dict()
-        if self.options.ema is not None:
-            state["average"] = {"weights": self.averages, "n_updates": self.n_averaged}
+        if self._average is not None:
+            state["average"] = self._average.state()
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -168,12 +168,9 @@ class Updater:
             if component is not None and state[name] is not None:
                 # A copy: torch's optimizers may keep the tensors that they load.
                 component.load_state_dict(copy.deepcopy(state[name]))
-        average = state["average"]
-        if self.options.ema is not None and average is not None:
+        if self._average is not None and state["average"] is not None:
             device = next((master.device for master in self.masters.values()), None)
-            place = partial(torch.Tensor.to, device=device, copy=True)
-            self.averages = tree_map_only(Tensor, place, average["weights"])
-            self.n_averaged = average["n_updates"]
+            self._average.load(state["average"], device)
         self.n_skipped = state["n_skipped"]
         self.unused = [*state["unused"]]
 
@@ -248,7 +245,8 @@ class Updater:
                 self._scale_gradient(norm)
         self.apply()
         advance_statistics([self], [total], n_microbatches)
-        self._update_average()
+        if self._average is not None:
+            self._average.update(self.averaged())
 
     def release(self) -> None:
         """Free the weights' memory."""
@@ -256,6 +254,13 @@ class Updater:
             master.data = master.data.new_empty(0)
         if self.sharded is not None:
             self.sharded.give_to_optimizer(self.masters, self._optimized)
+
+    @property
+    def averages(self) -> Weights:
+        """The moving average, with ``options.ema``; empty without, and before the first update."""
+        if self._average is None:
+            return {}
+        return self._average.weights
 
     def whole_forms(self, weights: Weights) -> Weights:
         """Return tensors of the names, types and whole shapes of ``weights`` of this stage."""
@@ -287,24 +292,8 @@ class Updater:
 
     def begin_average(self) -> None:
         """Start the average, if any, with the weights before the first update."""
-        if self.options.ema is not None and not self.averages:
-            self.averages = {
-                name: x.detach().clone() for name, x in self.averaged().items()
-            }
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        if self.averages and self.options.ema is not None:
-            # A smaller decay at first, so that the first weights are soon forgotten.
-            decay = min(
-                self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged)
-            )
-            newest = self.averaged()
-            averages = [*self.averages.values()]
-            torch._foreach_lerp_(
-                averages, [newest[name] for name in self.averages], 1 - decay
-            )
-            self.n_averaged += 1
+        if self._average is not None:
+            self._average.begin(self.averaged())
 
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""

@@ -1,12 +1,39 @@
-"""Training runs whose ranks are several devices."""
+"""The devices of a training run: the one of a process, or several that share a rank."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.options import SaveOptions
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device to train on.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` is CUDA if available, otherwise the CPU.
+
+    Raises:
+        UserError: this machine lacks the device, or it cannot train.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (ImportError, RuntimeError, AssertionError) as error:
+        reason = first_line(error).partition(". ")[0]
+        if len(reason) > 60:  # torch's lists of backends
+            reason = "this build of torch has no such device"
+        raise UserError(
+            f"device={name} cannot be used: {reason}; try device=auto"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
+    return device
 
 
 def options_of_width(

@@ -90,9 +90,7 @@ def run_with_checkpoints(
         notes.append(text)
         listeners.on_note(text)
 
-    position = Position()
-    if _continues(run, checkpoints, resume):
-        run, position = _resumed(run, checkpoints, note)
+    run, position = _begin(run, checkpoints, resume, note)
     resumed_at = position.steps_done
     with (signals or Signals()).heard() as signals:
         callback = CheckpointCallback(run, checkpoints, signals, weights)
@@ -134,15 +132,22 @@ def _open_checkpoints(run: TrainingRun, folder: Path) -> Checkpoints:
     return Checkpoints(folder / "checkpoints", save.keep, sharded=save.sharded)
 
 
-def _continues(run: TrainingRun, checkpoints: Checkpoints, resume: bool | None) -> bool:
-    """Whether the run continues from a checkpoint; UserError if it would overwrite them."""
+def _begin(
+    run: TrainingRun,
+    checkpoints: Checkpoints,
+    resume: bool | None,
+    note: Callable[[str], None],
+) -> tuple[TrainingRun, Position]:
+    """Return the run and where it begins: at its first step, or at its latest checkpoint."""
     has_checkpoints = bool(from_rank_0(run.runtime, checkpoints.paths()))
     if resume is False and has_checkpoints:
         raise UserError(
             f"{checkpoints.folder.parent} has the checkpoints of a run: give another folder, or"
             " resume=True"
         )
-    return has_checkpoints if resume is None else resume
+    if resume or (resume is None and has_checkpoints):
+        return _resumed(run, checkpoints, note)
+    return run, Position()
 
 
 def _rollback_note(reason: str, position: Position, had_delay: bool) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.model import InputSpec, Stages, check_independent, partition
 from toolkit.options import StepSettings, TrainingOptions
 from toolkit.runtime import SingleProcess, Switching
@@ -27,7 +27,7 @@ from toolkit.schedule import Schedule
 from toolkit.schedule.spec import same_sized
 from toolkit.training import loop
 from toolkit.training.data import SampleSet
-from toolkit.training.devices import options_of_width
+from toolkit.training.devices import options_of_width, pick_device
 from toolkit.training.evaluation import cross_entropy
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
 from toolkit.training.lr import Constant, Rates
@@ -375,29 +375,3 @@ def join_ranks(
             " leave torchrun out, or choose runtime=distributed"
         )
     return None
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device to train on.
-
-    Args:
-        name: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` is CUDA if available, otherwise the CPU.
-
-    Raises:
-        UserError: this machine lacks the device, or it cannot train.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (ImportError, RuntimeError, AssertionError) as error:
-        reason = first_line(error).partition(". ")[0]
-        if len(reason) > 60:  # torch's lists of backends
-            reason = "this build of torch has no such device"
-        raise UserError(
-            f"device={name} cannot be used: {reason}; try device=auto"
-        ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
-    return device

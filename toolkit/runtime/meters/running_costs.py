@@ -85,53 +85,67 @@ def running_costs(
         for op, seconds in rank_seconds.items():
             seconds_of_ranks[op].append(seconds)
     median_seconds = {op: median(seconds) for op, seconds in seconds_of_ranks.items()}
+
     costs = []
-    for stage, weights in enumerate(layouts.weights):
-        inputs = layouts.activation_gradients[stage].n_bytes
-        backward_parts = [median_seconds.get((stage, letter), 0.0) for letter in "BIW"]
-        backward = sum(backward_parts)
-        splits_backward = (stage, "I") in median_seconds
-        compressed = None
-        compressed_weights = None
-        error = 0.0
-        statistics = layouts.gradients[stage].n_bytes - weights.n_bytes
-        if layouts.compressed:
-            compressed = float(layouts.gradients[stage].n_bytes)
-            error = float(weights.n_bytes)
-            compressed_weights = float(layouts.sent_weights[stage].n_bytes)
-            statistics = (
-                layouts.gradients[stage].n_bytes - layouts.compressed[stage].n_bytes
-            )
-        cost = StageCost(
-            0.0,
-            0.0,
-            input_bytes=inputs,
-            output_bytes=layouts.activations[stage].n_bytes,
-            parameter_bytes=weights.n_bytes,
-            statistics_bytes=max(0, statistics),
-            compressed_gradient_bytes=compressed,
-            compressed_weight_bytes=compressed_weights,
-            error_bytes=error,
-            exact_weight_bytes=error,
-            forward_seconds=median_seconds.get((stage, "F"), 0.0),
-            backward_seconds=backward,
-            weight_share=backward_parts[2] / backward
-            if splits_backward and backward
-            else None,
-        )
-        costs.append(cost)
-    rates = [
-        costs[stage].update_bytes() / seconds
-        for (stage, letter), seconds in median_seconds.items()
-        if letter == "U" and seconds > 0 and costs[stage].parameter_bytes
-    ]
+    for stage in range(len(layouts.weights)):
+        costs.append(_stage_cost(stage, median_seconds, layouts))
+
+    # Updates are limited by memory: their bytes by their seconds are its bandwidth.
+    rates = []
+    for (stage, letter), seconds in median_seconds.items():
+        if letter == "U" and seconds > 0 and costs[stage].parameter_bytes:
+            rates.append(costs[stage].update_bytes() / seconds)
+    memory_bandwidth = median(rates or [inf])
+
+    # A rank of speed 2 takes half the usual seconds for the same ops.
     speeds = []
     for rank_seconds in measured:
-        ratios = [median_seconds[op] / t for op, t in rank_seconds.items() if t > 0]
+        ratios = []
+        for op, seconds in rank_seconds.items():
+            if seconds > 0:
+                ratios.append(median_seconds[op] / seconds)
         speeds.append(median(ratios or [1.0]))
-    memory = median(rates or [inf])
-    return tuple(costs), Hardware(
-        "measured", inf, memory, bandwidth, latency, speeds=speeds
+    hardware = Hardware(
+        "measured", inf, memory_bandwidth, bandwidth, latency, speeds=speeds
+    )
+    return tuple(costs), hardware
+
+
+def _stage_cost(stage: int, seconds_of_op: Seconds, layouts: Layouts) -> StageCost:
+    """Return the cost of a stage, by measured seconds and the bytes of its messages."""
+    backward_parts = [seconds_of_op.get((stage, letter), 0.0) for letter in "BIW"]
+    backward_seconds = sum(backward_parts)
+    weight_share = None
+    if (stage, "I") in seconds_of_op and backward_seconds:
+        weight_share = backward_parts[2] / backward_seconds
+
+    # A message of gradients has the norms' statistics, too. If it is compressed, its sender keeps
+    # what rounding lost, and the owner its exact weights: each takes the bytes of the weights.
+    weight_bytes = layouts.weights[stage].n_bytes
+    gradient_bytes = layouts.gradients[stage].n_bytes
+    compressed_gradient_bytes = None
+    compressed_weight_bytes = None
+    exact_bytes = 0.0
+    statistics_bytes = gradient_bytes - weight_bytes
+    if layouts.compressed:
+        compressed_gradient_bytes = float(gradient_bytes)
+        compressed_weight_bytes = float(layouts.sent_weights[stage].n_bytes)
+        exact_bytes = float(weight_bytes)
+        statistics_bytes = gradient_bytes - layouts.compressed[stage].n_bytes
+    return StageCost(
+        0.0,
+        0.0,
+        input_bytes=layouts.activation_gradients[stage].n_bytes,
+        output_bytes=layouts.activations[stage].n_bytes,
+        parameter_bytes=weight_bytes,
+        statistics_bytes=max(0, statistics_bytes),
+        compressed_gradient_bytes=compressed_gradient_bytes,
+        compressed_weight_bytes=compressed_weight_bytes,
+        error_bytes=exact_bytes,
+        exact_weight_bytes=exact_bytes,
+        forward_seconds=seconds_of_op.get((stage, "F"), 0.0),
+        backward_seconds=backward_seconds,
+        weight_share=weight_share,
     )
 
 
