@@ -41,17 +41,19 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
             cost_of_end = longer_cost_of_end
         return cost_of_end[len(loads)]
 
-    smallest = -best(-load_before[-1], 0, lambda so_far, _, load: max(so_far, -load))
+    def minus_smallest_load(so_far: int, begin: int, load: int) -> int:
+        return max(so_far, -load)
+
+    def bytes_and_squares(so_far: Any, begin: int, load: int) -> Any:
+        n_bytes, squared_loads, begins = so_far
+        return n_bytes + sent[begin], squared_loads + load**2, (*begins, begin)
+
+    # 1. The load that the smallest stage can have at best, negated since `best` minimises.
+    smallest = -best(-load_before[-1], 0, minus_smallest_load)
+    # 2. The cuts, by tuples that compare bytes first, then unevenness. The half leaves room for
+    # cuts with fewer bytes.
     sent = [0, *across]
-    *_, begins = best(
-        (0, 0, ()),  # bytes across, squared loads, begins of the stages
-        (smallest + 1) // 2,
-        lambda so_far, begin, load: (
-            so_far[0] + sent[begin],
-            so_far[1] + load**2,
-            (*so_far[2], begin),
-        ),
-    )
+    *_, begins = best((0, 0, ()), (smallest + 1) // 2, bytes_and_squares)
     return list(begins[1:])
 
 

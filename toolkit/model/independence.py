@@ -372,6 +372,8 @@ def _place(node: fx.Node) -> str:
     """Describe where ``node`` comes from: the module, and the line of the user's code."""
     stack = [*node.meta.get("nn_module_stack", {}).values()]
     module_text = ""
-    if stack and (path := stack[-1][0]):
-        module_text = f" in {path} ({getattr(stack[-1][1], '__name__', stack[-1][1])})"
+    if stack:
+        path, kind = stack[-1]  # of the innermost module
+        if path:
+            module_text = f" in {path} ({getattr(kind, '__name__', kind)})"
     return module_text + user_line(node.stack_trace or "") or f" in {node}"

@@ -116,7 +116,8 @@ def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         if id(value) not in leaf_of_tensor:
-            leaves.append(leaf := value.detach().requires_grad_())
+            leaf = value.detach().requires_grad_()
+            leaves.append(leaf)
             leaf_of_tensor[id(value)] = leaf.clone() if changed else leaf
         return leaf_of_tensor[id(value)]
 

@@ -99,13 +99,9 @@ def _graph_module(
             op, target, args, kwargs, name_of_node
         )
     graph_module = fx.GraphModule(root, graph, name)
-    graph_module.__dict__.update(
-        {
-            attribute_name: attribute
-            for attribute_name, attribute in attributes.items()
-            if attribute_name in ("training", "meta")
-        }
-    )
+    for attribute_name in ("training", "meta"):
+        if attribute_name in attributes:
+            graph_module.__dict__[attribute_name] = attributes[attribute_name]
     return graph_module
 
 

@@ -25,39 +25,50 @@ PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
 HALVES = (torch.float16, torch.bfloat16)
 
 _PRODUCTS = {
-    *("conv1d", "conv2d", "conv3d"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *(
-        "addbmm",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "linalg_vecdot",
-        "linear",
-        "matmul",
-        "mm",
-        "prelu",
-    ),
-    *("conv_tbc", "scaled_dot_product_attention"),
+    "addbmm",
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "linalg_vecdot",
+    "linear",
+    "matmul",
+    "mm",
+    "prelu",
+    "scaled_dot_product_attention",
 }
 _PRODUCTS_ON_GPU = {
-    *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv"),
-    *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+    "addmv",
+    "addr",
+    "chain_matmul",
+    "einsum",
+    "gru_cell",
+    "linalg_multi_dot",
+    "lstm_cell",
+    "mv",
+    "rnn_relu_cell",
+    "rnn_tanh_cell",
 }
 # Torch decomposes them into _cudnn_rnn.
 _WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 _WIDEST_ON_GPU = {
-    *(
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "grid_sampler",
-        "index_put",
-    ),
-    *("scatter_add", "tensordot", "vdot"),
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
 }
 _WIDEST_ON_CPU = {"cat", "index_copy", "stack"}
 

@@ -196,10 +196,8 @@ def whitening(in_channels: int) -> torch.Tensor:
     The eigenvectors of a patch's covariance, scaled to unit variance, and their negatives. Instead
     of a data set's covariance: neighbours correlate by 0.94, channels by 0.93.
     """
-    neighbours, channels = (
-        torch.full((2, 2), 0.94),
-        torch.full((in_channels, in_channels), 0.93),
-    )
+    neighbours = torch.full((2, 2), 0.94)
+    channels = torch.full((in_channels, in_channels), 0.93)
     for correlation in (neighbours, channels):
         correlation.fill_diagonal_(1.0)
     variances, vectors = torch.linalg.eigh(

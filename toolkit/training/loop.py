@@ -120,10 +120,10 @@ class DivergedError(UserError, FloatingPointError):
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
-        return [
-            *self.epochs,
-            *(Epoch(epoch, *[nan] * 6) for epoch in range(len(self.epochs), n)),
-        ]
+        epochs = [*self.epochs]
+        for epoch in range(len(epochs), n):
+            epochs.append(Epoch(epoch, nan, nan, nan, nan, nan, nan))
+        return epochs
 
 
 class LoopCallback:

@@ -115,7 +115,8 @@ def _current_stream_only() -> Iterator[None]:
     def wait(device: Any = None) -> None:
         torch.cuda.current_stream(device).synchronize()
 
-    original, torch.cuda.synchronize = torch.cuda.synchronize, wait
+    original = torch.cuda.synchronize
+    torch.cuda.synchronize = wait
     try:
         yield
     finally:

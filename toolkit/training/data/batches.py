@@ -146,10 +146,8 @@ class SampleSet:
         generator = torch.Generator().manual_seed(seed)
         # The rest of the samples, less than a batch, is left out; the next epoch's order has
         # others.
-        order, span = (
-            torch.randperm(n_samples, generator=generator),
-            range(n_samples // batch_size),
-        )
+        order = torch.randperm(n_samples, generator=generator)
+        span = range(n_samples // batch_size)
         source = self._train.begin(generator)
         return Batches(source, order, batch_size, span, device, generator, seed)
 
@@ -262,28 +260,19 @@ class _Samples(Source):
 
     def _pair(self, k: int, seed: int, expected: Tensor) -> Batch:
         """Return sample ``k`` and its classes; raise UserError if they are not as ``expected``."""
-        sample, n_classes = (
-            _sample(self.dataset, self.name, k, seed),
-            self.form.n_classes,
-        )
+        sample = _sample(self.dataset, self.name, k, seed)
+        n_classes = self.form.n_classes
         with suppress(Exception):  # it may be of any type
-            input, target = sample[0], torch.as_tensor(sample[1])
-            matches_form = (input.shape, input.dtype, len(sample)) == (
-                expected.shape,
-                expected.dtype,
-                2,
-            )
-            has_whole_classes = (
-                not target.is_floating_point()
-                and target.shape == self.form.output(1)[1:-1]
-            )
-            if (
-                matches_form
-                and has_whole_classes
-                and target.min() >= 0
-                and target.max() < n_classes
-            ):
-                return input, target.long()
+            pixels = sample[0]
+            target = torch.as_tensor(sample[1])
+            is_pair = len(sample) == 2
+            fits = pixels.shape == expected.shape and pixels.dtype == expected.dtype
+            # One class for an image, one for each token of a sequence.
+            has_classes = target.shape == self.form.output(1)[1:-1]
+            is_whole = not target.is_floating_point()
+            in_range = target.min() >= 0 and target.max() < n_classes
+            if is_pair and fits and has_classes and is_whole and in_range:
+                return pixels, target.long()
         raise UserError(
             f"{self.name}: sample {k} is {_described(sample)}; expected a tensor"
             f" {_described(expected)}, as the first sample has, and a class from 0 to"
@@ -335,5 +324,6 @@ def normalise(
     pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """Return bytes ``[n, channels, height, width]`` as normalised floats, on their device."""
-    shift, scale = (_constants(values, pixels.device) for values in (mean, std))
+    shift = _constants(mean, pixels.device)
+    scale = _constants(std, pixels.device)
     return pixels.float().div_(255).sub_(shift).div_(scale)

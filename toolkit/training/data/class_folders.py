@@ -35,7 +35,8 @@ from toolkit.training.data.copy_ahead import copied_ahead
 
 # torchvision, which is slow to load, is imported where it is used.
 
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
 _MAX_WORKERS = 16
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -80,12 +81,12 @@ def image_folder(
     folder = check_root("image_folder", root, f"train/ and {validation}/")
     splits = open_split(folder / "train", folder / validation)
     replaced: list[str] = []
-    options = (replaced, num_workers, prefetch_factor)
-    transforms = training_transform(image_size), evaluation_transform(image_size)
-    train, test = (
-        _Loaded(_Images(images, transform, damaged == "skip"), *options)
-        for images, transform in zip(splits, transforms, strict=True)
-    )
+    transforms = (training_transform(image_size), evaluation_transform(image_size))
+    sources = []
+    for images, transform in zip(splits, transforms, strict=True):
+        dataset = _Images(images, transform, skip=damaged == "skip")
+        sources.append(_Loaded(dataset, replaced, num_workers, prefetch_factor))
+    train, test = sources
     form = Images(3, image_size, image_size, len(splits[0].classes))
     return SampleSet(train, test, form, replaced)
 

@@ -26,7 +26,8 @@ from toolkit.training.data.batches import (
 )
 from toolkit.training.data.class_folders import check_root, open_split, read_image
 
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
+_CIFAR_STD = (0.2470, 0.2435, 0.2616)
 _FASHION_ROOT = "/usr/share/datasets/fashion-mnist"  # of Debian's package
 
 
@@ -82,10 +83,19 @@ class InMemory(SampleSet):
                     f"{name}: sample {index} has class {labelled.labels[index]}; expected 0 to"
                     f" {n_classes - 1}"
                 )
-        options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)
-        super().__init__(_Images(train, *options), _Images(test, *options), form)
+        training, testing = (
+            _Images(
+                labelled,
+                mean=tuple(mean),
+                std=tuple(std),
+                crop_padding=crop_padding,
+                flip=flip,
+            )
+            for labelled in (train, test)
+        )
+        super().__init__(training, testing, form)
         self.device_bytes = sum(
             tensor.nbytes
             for labelled in (train, test)
@@ -164,15 +174,14 @@ def digits() -> InMemory:
     split = train_test_split(
         images, labels, test_size=360, stratify=labels, random_state=0
     )
-    train_x, test_x, train_y, test_y = (torch.as_tensor(array) for array in split)
-    grey_images = [
-        (images_of_split.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8)
-        for images_of_split in (train_x, test_x)
-    ]
-    train, test = (
-        Labelled(grey_images[0], train_y.long()),
-        Labelled(grey_images[1], test_y.long()),
-    )
+    train_images, test_images, train_labels, test_labels = split
+
+    def labelled(images_of_split: Any, labels_of_split: Any) -> Labelled:
+        grey = torch.as_tensor(images_of_split).reshape(-1, 1, 8, 8) / 16 * 255
+        return Labelled(grey.to(torch.uint8), torch.as_tensor(labels_of_split).long())
+
+    train = labelled(train_images, train_labels)
+    test = labelled(test_images, test_labels)
     return InMemory(train, test, 10, (0.3,), (0.38,))
 
 

@@ -120,15 +120,9 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
     else:
         path = Path(root).expanduser()
-        files = (
-            sorted(
-                path_of_text
-                for path_of_text in path.rglob("*.txt")
-                if path_of_text.is_file()
-            )
-            if path.is_dir()
-            else [path]
-        )
+        files = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         try:
             for file in files:
                 check_regular(file, max_bytes=None)
@@ -172,10 +166,9 @@ def token_files(
         raise UserError(
             f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}"
         )
-    train, test = (
-        _mapped(Path(root).expanduser() / f"{split}.bin", dtype)
-        for split in ("train", "val")
-    )
+    folder = Path(root).expanduser()
+    train = _mapped(folder / "train.bin", dtype)
+    test = _mapped(folder / "val.bin", dtype)
     return Tokens(train, test, length, vocabulary)
 
 
