@@ -1,7 +1,6 @@
 """The newest weights of a stage, and what updates them."""
 
 import copy
-import inspect
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -12,12 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from toolkit.errors import UserError
+from toolkit.runtime.checked_optimizer import make_checked
 from toolkit.runtime.ema import WeightAverage
 from toolkit.runtime.future_rates import FutureRates
 from toolkit.runtime.gradient_norms import GradientNorm, gradient_norms
 from toolkit.runtime.losses import COUNT, SUM_SCALE, nonzero
-from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler, takes_names
+from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
 from toolkit.runtime.microbatch_norm import advance_running_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 
@@ -48,6 +47,7 @@ class GradientSum:
         count = self.tensors.pop(COUNT, None)
         gradients = [self.tensors[name] for name in weights if name in self.tensors]
         if count is not None and gradients:
+            # The backward of a sum began at SUM_SCALE times it; see :meth:`LossValue.root_factor`.
             torch._foreach_div_(gradients, nonzero(count) * SUM_SCALE)
 
 
@@ -67,6 +67,8 @@ def add_to_sums(
         for name in term.keys() & total.tensors.keys():
             sums.append(total.tensors[name])
             addends.append(term[name])
+        # Of a name that both have, the tensor on the right stays: that of the sum, to which the
+        # addition below adds in place.
         total.tensors = term | total.tensors
     if sums:
         torch._foreach_add_(sums, addends)
@@ -111,7 +113,7 @@ class Updater:
         # Held while the optimizer exchanges weights in place: evaluations of several threads would
         # otherwise take the weights that another one has put there.
         self._exchanging_weights = threading.Lock()
-        # Memory of versions that nothing reads any more.
+        # Memory of versions that nothing reads any more, for later versions: a step allocates none.
         self._spare: list[Weights] = []
         # The optimizer has the masters, or DTensors whose local shards are the masters.
         self._optimized = self._optimized_of(self.masters)
@@ -129,18 +131,7 @@ class Updater:
     def _make(
         self, optimized: Mapping[str, nn.Parameter]
     ) -> tuple[Optimizer | None, LRScheduler | None]:
-        if not optimized:
-            return None, None
-        parameters: list[Any] = [*optimized.values()]
-        if takes_names(self.make_optimizer):
-            parameters = [*optimized.items()]
-        optimizer = self.make_optimizer(parameters)
-        _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
-        if self.make_scheduler is None:
-            return optimizer, None
-        scheduler = self.make_scheduler(optimizer)
-        _check_step(scheduler, "lr_scheduler", "that counts steps, such as LambdaLR")
-        return optimizer, scheduler
+        return make_checked(optimized, self.make_optimizer, self.make_scheduler)
 
     def state(self) -> dict[str, Any]:
         """Return what the next updates depend on, except weights and gradients."""
@@ -225,16 +216,19 @@ class Updater:
         n_microbatches), and norms' statistics; see :meth:`LossValue.root` for losses with a count.
         ``keep_old``: the version before is still read.
         """
+        # 1. Turn the sum into the gradient of the step's mean loss.
         total.divide_by_count(self.masters)
-        # Before the weights change: the average begins with those before the first update.
+        # 2. Before the weights change: the average begins with those before the first update.
         self.begin_average()
-        # The optimizer works in place. Micro-batches between forward and backward still use the old
-        # version, so it must keep its memory.
+        # 3. The optimizer works in place. Micro-batches between forward and backward still use the
+        # old version, so it must keep its memory.
         if keep_old:
             renew([self])
+        # 4. Update; an infinite gradient, as float16 may give, leaves the weights as they are.
         for name, master in self.masters.items():
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
+            # With the norm of the whole model, the caller has computed it for all stages together.
             norm = norm or gradient_norms([self], [total])[0]
             if norm is not None and not norm.is_finite:
                 # The learning-rate schedule still advances, since it counts training steps.
@@ -244,6 +238,7 @@ class Updater:
             elif norm is not None:
                 self._scale_gradient(norm)
         self.apply()
+        # 5. Norms' running statistics and the average follow.
         advance_statistics([self], [total], n_microbatches)
         if self._average is not None:
             self._average.update(self.averaged())
@@ -251,6 +246,7 @@ class Updater:
     def release(self) -> None:
         """Free the weights' memory."""
         for master in self.masters.values():
+            # The parameter itself stays: optimizer, model and names refer to it.
             master.data = master.data.new_empty(0)
         if self.sharded is not None:
             self.sharded.give_to_optimizer(self.masters, self._optimized)
@@ -278,6 +274,12 @@ class Updater:
         if optimizer is None or not callable(getattr(optimizer, "eval", None)):
             return {}
         with self._exchanging_weights:
+            # The optimizer's eval() and train() change in place whatever memory the masters have::
+            #
+            #     newest --copy--> masters --eval()--> averages
+            #     averages --copy--> masters --train()--> dropped
+            #
+            # The weights that are trained get back their own memory, untouched.
             trained = {name: master.data for name, master in self.masters.items()}
             for name, master in self.masters.items():
                 master.data = newest[name].clone()
@@ -323,6 +325,8 @@ class Updater:
 
         Versions then return to the same addresses, which a captured step reads.
         """
+        # The newest version has the memory of the masters. As a spare it would be overwritten by
+        # the next update, while ops still read it.
         in_use = {master.data_ptr() for master in self.masters.values()}
         if weights and not any(
             tensor.data_ptr() in in_use for tensor in weights.values()
@@ -331,6 +335,8 @@ class Updater:
 
     def apply(self) -> None:
         """Make one optimizer step with the gradients that the parameters have."""
+        # An optimizer makes the state of a weight in its first update with a gradient. A state that
+        # is loaded is checked against this; see :meth:`form`.
         self.unused = [name for name in self.unused if self.masters[name].grad is None]
         if self.optimizer is not None:
             if self.sharded is not None:
@@ -338,6 +344,7 @@ class Updater:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
+            # After the step, so the rate of step t applies to the update of step t.
             self.scheduler.step()
 
     @torch.no_grad()
@@ -346,6 +353,8 @@ class Updater:
         gradients = [
             master.grad for master in self.masters.values() if master.grad is not None
         ]
+        # The norm is that of the gradient without the scale, so the limit applies to it as it is.
+        # On a GPU nothing is read here: the factor stays on the device.
         factor = torch.full_like(norm.squared, 1 / self.options.scale)
         if self.options.clip is not None:
             # The small number as in torch.nn.utils.clip_grad_norm_: equal weights to the bit.
@@ -376,19 +385,9 @@ def advance_statistics(
     norms: list[_BatchNorm] = []
     summed: list[Tensor] = []
     for updater, total in zip(updaters, totals, strict=True):
+        # Gradients have the names of weights; all other names but the count's are those of norms.
         for name in total.tensors.keys() - updater.masters.keys() - {COUNT}:
             norms.append(cast(_BatchNorm, updater.stage.get_submodule(name)))
             summed.append(total.tensors.pop(name))
     if norms:
         advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
-
-
-def _check_step(stepper: Optimizer | LRScheduler, name: str, way_out: str) -> None:
-    """Raise UserError if ``step`` is missing or needs an argument, as LBFGS needs a closure."""
-    try:
-        inspect.signature(stepper.step).bind()
-    except (AttributeError, TypeError) as error:
-        kind = type(stepper).__name__
-        raise UserError(
-            f"{name}: got {kind}, whose step is {error}; return one {way_out}"
-        ) from error
