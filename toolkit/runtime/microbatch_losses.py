@@ -53,6 +53,7 @@ def separable(of_all_microbatches: AllLosses) -> Callable[[LossFunction], LossFu
     """
 
     def mark(loss: LossFunction) -> LossFunction:
+        # See :func:`all_losses`, which compares the two.
         # With the loss itself: functools.wraps copies the mark to functions that compute otherwise.
         vars(loss)[_ATTRIBUTE] = loss, of_all_microbatches
         return loss
@@ -87,6 +88,7 @@ def cross_entropies(
     by_microbatch = values.reshape(n_microbatches, -1)
     if targets.is_floating_point():
         return by_microbatch.mean(1)
+    # torch's "mean" divides by the targets that are not ignored; its "none" gives 0 for the others.
     n_valid = (targets != ignore_index).reshape(n_microbatches, -1).sum(1)
     return by_microbatch.sum(1) / n_valid
 
@@ -115,12 +117,14 @@ def all_losses(loss: Loss) -> tuple[AllLosses, tuple[Any, ...]] | None:
     With it come the values of the options that the form computes with now, to compare with later.
     """
     options: dict[str, Any] = {}
+    # A partial with positional arguments would take the places of outputs and targets.
     while isinstance(loss, partial) and not loss.args:
         options = loss.keywords | options  # those of the outer partial count
         loss = loss.func
     marked, of_all = getattr(loss, _ATTRIBUTE, (None, None))
     if marked is not loss:
         of_all = None
+    # By exact type: a subclass may compute something else. Class weights change the divisor.
     plain_mean = getattr(loss, "reduction", None) == "mean"
     if type(loss) is nn.CrossEntropyLoss and plain_mean and loss.weight is None:
         options = {name: getattr(loss, name) for name in _OPTIONS}
@@ -128,6 +132,7 @@ def all_losses(loss: Loss) -> tuple[AllLosses, tuple[Any, ...]] | None:
     elif type(loss) is nn.MSELoss and plain_mean:
         of_all = _squared_errors
     elif (
+        # A callable object need not be hashable; to look one up that is not would raise TypeError.
         isinstance(loss, Hashable) and loss in _OF_TORCH and options.keys() <= _OPTIONS
     ):
         of_all = _OF_TORCH[loss]

@@ -64,6 +64,7 @@ class MicrobatchNorm(nn.Module):
         # The norm itself, if its class has its own forward. In a tuple, or it would be a module of
         # the stage.
         self.original: tuple[_BatchNorm, ...] = ()
+        # Such as timm's, which normalise and then apply an activation.
         if computes_otherwise(norm):
             self.original = (copy.deepcopy(norm),)
             self.original[0].momentum = 1.0
@@ -135,6 +136,8 @@ class MicrobatchNorm(nn.Module):
             "bias": bias,
         }
         if self.dtype is not None:
+            # A norm of its own may count its batches: let it count on a copy. The true counter
+            # advances once a step, in :func:`advance_running_statistics`.
             tensors["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
         present_tensors = {
             name: tensor for name, tensor in tensors.items() if tensor is not None
@@ -150,6 +153,8 @@ class MicrobatchNorm(nn.Module):
         normalise = (
             forward_formula if torch.compiler.is_compiling() else microbatch_norm
         )
+        # The other two results, mean and reciprocal deviation, are for the backward of the
+        # operation.
         normalised, statistics, _, _ = normalise(
             x, self.weight, self.bias, n_microbatches, self.eps
         )
@@ -161,6 +166,7 @@ class MicrobatchNorm(nn.Module):
 def replace_norms(stage: nn.Module, group: NormGroup) -> dict[str, MicrobatchNorm]:
     """Replace each batch norm by a :class:`MicrobatchNorm`; return them by name."""
     replaced = {}
+    # A list, since the loop replaces modules of the stage.
     for name, module in list(stage.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
             raise UserError(f"{name}: got a SyncBatchNorm; expected a plain BatchNorm")
@@ -178,6 +184,7 @@ def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
     for name, norm in norms.items():
         if norm.statistics is not None:
             statistics[name] = norm.statistics
+            # Taken once: the next forward makes its own, and these may be added to in place.
             norm.statistics = None
     return statistics
 
@@ -197,6 +204,8 @@ def advance_running_statistics(
         counter = cast(Tensor, norm.num_batches_tracked)
         momentum = norm.momentum
         if momentum is None:
+            # torch's cumulative mean: update n moves by 1/n. To read the counter waits for the
+            # device, as torch's own norm does.
             momentum = 1 / float(counter)
         running = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
         pairs[momentum] += zip(running, norm_statistics, strict=True)

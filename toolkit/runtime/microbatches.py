@@ -91,6 +91,7 @@ class BatchReader(Iterator[Share]):
     def look(self) -> Share:
         """Read the first batch now, so that a wrong one is refused before any step begins."""
         first = next(self._shares)
+        # Put back, as if it had not been read.
         self._shares = chain([first], self._shares)
         return first
 
@@ -100,6 +101,7 @@ class BatchReader(Iterator[Share]):
     def _read(self, batches: Iterable[GlobalBatch], first_step: int) -> Iterator[Share]:
         divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
+            # So a process loads only the samples that it reads.
             batches = batches.parts(
                 self._n_microbatches,
                 lambda index: self._microbatches_of(first_step + index),
@@ -111,6 +113,8 @@ class BatchReader(Iterator[Share]):
             numbers = range(n_steps)
         for n_read in numbers:
             microbatches = self._microbatches_of(first_step + n_read)
+            # Of divisible batches it is left out, so there is nothing to take. The step counts all
+            # the same.
             if divided and not microbatches:
                 yield None
                 continue
@@ -133,6 +137,7 @@ class BatchReader(Iterator[Share]):
         self, batch: GlobalBatch, n_parts: int, microbatches: Sequence[int], step: int
     ) -> Share:
         """Return some micro-batches of a batch of ``n_parts``."""
+        # Checked also where nothing is read, so that all ranks refuse the same batch.
         inputs, targets = divisible(batch, n_parts)
         shape = tuple(
             ((len(tensor) // n_parts, *tensor.shape[1:]), tensor.dtype)
@@ -224,6 +229,7 @@ class MicrobatchQueue:
         self._microbatches_of = microbatches_of
         # Step -> micro-batch.
         self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}
+        # Likewise. Steps overlap, so several have results at a time.
         self._results: defaultdict[int, dict[int, tuple[LossValue, Tensor]]] = (
             defaultdict(dict)
         )
@@ -339,6 +345,7 @@ class StepResult:
         counts = self.counts
         if counts is None:
             counts = torch.ones_like(losses)
+        # float64, since sums over a long epoch would lose digits in 32 bits.
         return torch.stack([(losses * counts).sum(), counts.sum()])
 
 

@@ -28,12 +28,16 @@ def traits(model: nn.Module) -> dict[str, dict[str, Any]]:
         attributes = vars(module)
         of_module: dict[str, Any] = {}
         for name, value in attributes.items():
+            # By exact type. Other objects may change in place, or be slow to compare: their changes
+            # are not seen.
             if type(value) in _PLAIN or (type(value) is tuple and _is_plain(value)):
                 of_module[name] = value
         for hooks in _HOOKS:
+            # The graph has no hooks; a change in their number shows that one was added or removed.
             of_module[hooks] = len(attributes[hooks])
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                # By identity, since an update changes the values of the same tensor.
                 of_module[name] = id(parameter), parameter.requires_grad
         for register in (module._buffers, module._modules):
             for name, value in register.items():

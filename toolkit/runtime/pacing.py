@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from toolkit.runtime.streams import own_stream
 
+# Rate of sending over the mean rate of a training step.
 _HEADROOM = 1.25
 
 # Begins to send a chunk, which the device has made.
@@ -58,6 +59,8 @@ class Pacer:
         """Note that the rank has computed all of a training step."""
         now = time.perf_counter()
         if self._step_began is not None and self._step_bytes:
+            # The shortest, since this pacer may itself have held up a longer one: from such steps
+            # the rate would fall further and further.
             self._shortest = min(self._shortest, now - self._step_began)
             self.rate = _HEADROOM * self._step_bytes / self._shortest
         self._step_began = now
@@ -100,6 +103,7 @@ class Pacer:
                     continue
                 if message.chunks:
                     # A more urgent one may come before the next chunk.
+                    # It keeps its number, so of equally urgent messages the first goes on.
                     self._waiting.put(message)
                 else:
                     message.all_works.set_result(message.works)

@@ -4,6 +4,10 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 
+# A training step with accumulate=2, and `next_call` before each call:
+#
+#     model(x)   loss.backward()   model(x)   loss.backward()   optimizer.step()
+#     forward    backward          forward    backward          step
 _CALLS = {
     "forward": "model(x)",
     "backward": "loss.backward()",

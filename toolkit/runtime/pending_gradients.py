@@ -16,6 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from toolkit.errors import UserError
 from toolkit.runtime.step_optimizer import Clip
 
+# What clip_grad_norm_ calls, in short, with nan in place of each value:
+#
+#     norm = vector_norm(grads)          keeps norm_type
+#     factor = max_norm / (norm + 1e-6)  __rtruediv__: keeps max_norm
+#     factor.clamp(max=1.0)
+#     grads.mul_(factor)                 notes Clip(max_norm, norm_type); changes nothing
 _DIVIDED_INTO_A_NUMBER = ("__rtruediv__", "__rdiv__")
 _PRODUCTS = ("mul_", "_foreach_mul_")
 _CHECKS = ("isnan", "isinf", "isfinite", "logical_or", "logical_not")
@@ -89,6 +95,7 @@ class PendingGradient(Tensor):
             )
         if name == "__format__":
             return format(nan, args[1])
+        # Or the call would come back here.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
 

@@ -48,6 +48,7 @@ class RankPool:
         self.processes.close()
 
 
+# To start processes and to import torch in each takes seconds, so trainings share them.
 _shared: RankPool | None = None
 
 

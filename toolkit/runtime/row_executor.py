@@ -34,6 +34,8 @@ class RowExecutor(Executor):
     """Carries out the instructions of one device of a rank."""
 
     def _execute(self, i: Instruction) -> int:
+        # If one device fails within an op, the others of its row would wait in their next exchange
+        # for ever: so its error ends the job.
         if i.action.computes:
             with self._world.within_op(i, i.step):
                 return super()._execute(i)

@@ -67,6 +67,8 @@ class ShardedLoss:
     def __call__(self, outputs: Any, targets: Tensor) -> LossValue:
         """Return the loss of a micro-batch's local ``outputs``."""
         needs_gradient = torch.is_grad_enabled()
+        # Leaves of a graph of its own: that of the runtime must not run into it outside of
+        # loss_parallel.
         scores = tuple(
             output.detach().requires_grad_(needs_gradient and output.requires_grad)
             for output in outputs
@@ -95,6 +97,8 @@ def _by_classes(local: Tensor, sharding: Sharding, mesh: DeviceMesh) -> DTensor:
             f" {last_dimension}, sharded by classes. Use output_layouts=Shard(-1) and"
             " use_local_output=False, or leave out LossParallel"
         )
+    # The number of samples is that of this micro-batch, since the sharding was found on an example.
+    # The number of classes is that of all devices together.
     shape = torch.Size([*local.shape[:-1], sharding.shape[-1]])
     stride = torch.empty(shape, device="meta").stride()
     return Sharding(sharding.placements, shape, stride).wrap(local, mesh)

@@ -47,6 +47,7 @@ def first_half(
     """
     inputs_with_gradient = [tensor for tensor in inputs if tensor.requires_grad]
     if not inputs_with_gradient or not outputs:
+        # A first stage, whose inputs are data: the first half has nothing to do.
         return (None,) * len(inputs), [BackwardSegment(outputs, weights, gradients)]
     second_half = _find_segments(outputs, inputs_with_gradient, weights)
     # Weights that join at several places, or lie on an output off the path, get their gradients at
@@ -80,6 +81,7 @@ def first_half(
         gradient = next(computed)
         weight.grad = None
         if gradient is not None:
+            # A copy, since torch.autograd.grad may return one tensor for two weights.
             weight.grad = gradient.clone()
     for segment in second_half:
         segment.gradients = list(islice(computed, len(segment.edges)))
@@ -119,6 +121,7 @@ def _find_segments(
             joining[node] = weights_beyond
         else:
             beyond[node] = weights_beyond | (leaves.keys() & {node})
+    # A weight that the stage uses at two places has two joints.
     n_joints = Counter(chain(*joining.values()))
     off_path = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
     segments = []

@@ -34,6 +34,7 @@ class StartOffset:
                 self._waiting.append((tick, rank))
             if world.rank == rank:
                 self._waits_for_turn = True
+        # By tick, so that the leader looks at the first only.
         self._waiting.sort()
 
     def before(self, i: Instruction) -> None:
@@ -47,8 +48,11 @@ class StartOffset:
             self._waits_for_turn = False
             watch = self.world.watch
             with watch.waiting("its turn to start", [self._leader]):
+                # The watch reports a dead leader after `timeout`; the store only has to wait longer
+                # than that.
                 patience = timedelta(seconds=2 * watch.timeout)
                 self.world.store.wait([self._key(self.world.rank)], patience)
+            # Or each program of a long training would leave a key in the store.
             self.world.store.delete_key(self._key(self.world.rank))
 
     def finish(self) -> None:

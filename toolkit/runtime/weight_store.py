@@ -51,6 +51,8 @@ class WeightStore:
         self.runners = runners
         self._updaters = _updaters(schedule)
         all_stages = range(len(runners))
+        # Of every stage, since a rank also receives the weights of stages that it only computes
+        # with.
         self._layouts = [Layout.of(self._state(stage)) for stage in all_stages]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         # All ranks start with the weights of rank 0, unless a state is loaded next.
@@ -96,6 +98,11 @@ class WeightStore:
             chain = handed_on(
                 owner, {*self.schedule.first_holders(stage)} - self._updaters[stage]
             )
+            # With owner 1, and ranks 2 and 0 that lack the version::
+            #
+            #     rank 1 --send--> rank 2 --send--> rank 0
+            #
+            # Each rank sends it once, so no link carries more than one copy.
             if rank not in chain:
                 continue
             chain_index = chain.index(rank)
@@ -238,6 +245,7 @@ class WeightStore:
         """
         device = self.world.message_device
         if self.world.rank == root:
+            # All tensors in one message: each broadcast costs a round through the ranks.
             flat = layout.pack(tensors, device)
         else:
             flat = torch.empty(layout.n_bytes, dtype=torch.uint8, device=device)
@@ -249,6 +257,7 @@ class WeightStore:
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
     """Return the ranks that update each stage."""
+    # One step shows it: the ranks that update a stage are the same in all steps of a schedule.
     program = schedule.lower(1)
     updaters: list[set[int]] = [set() for _ in range(schedule.n_stages)]
     for rank in range(schedule.n_ranks):
@@ -259,6 +268,7 @@ def _updaters(schedule: Schedule) -> list[set[int]]:
 
 def handed_on(owner: int, lacking: Collection[int]) -> tuple[int, ...]:
     """Return the chain of ranks from the ``owner`` of weights through those ``lacking`` them."""
+    # Source and receivers of owner 2 among ranks 0 to 4, all lacking: 2 -> 3 -> 4 -> 0 -> 1.
     # Upwards from the owner, then round from rank 0.
     receivers = sorted(lacking, key=lambda rank: (rank < owner, rank))
     if not receivers:
