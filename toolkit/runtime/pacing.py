@@ -103,7 +103,7 @@ class Pacer:
                     continue
                 if message.chunks:
                     # A more urgent one may come before the next chunk.
-                    # It keeps its number, so of equally urgent messages the first goes on.
+                    # It keeps its number, so of equally urgent messages the first continues.
                     self._waiting.put(message)
                 else:
                     message.all_works.set_result(message.works)

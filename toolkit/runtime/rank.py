@@ -192,6 +192,7 @@ class Rank:
         elif isinstance(payload, CompressedWeights):
             assert self.compressor is not None
             version = _int(i.version)
+            # A message of weights may be a difference to the version before.
             base = self.weights.get((i.stage, version - 1))
             weights = self.compressor.weights.receive((i.stage, version), payload, base)
             self.weights[i.stage, version] = weights
@@ -201,6 +202,7 @@ class Rank:
             self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = payload
 
     def _forward(self, i: Instruction) -> None:
+        # 1. The inputs: data, or what the stage before has made.
         microbatch = _int(i.microbatch)
         step = _int(i.step)
         if i.stage == 0:
@@ -216,13 +218,14 @@ class Rank:
                 for tensor in activations
                 if tensor is not None
             )
-        # Leaves of its own for each micro-batch: its backward uses this version even after later
-        # updates, and its gradients do not meet those of others before the sum.
+        # 2. Run. Leaves of its own for each micro-batch: its backward uses this version even after
+        # later updates, and its gradients do not meet those of others before the sum.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, runner.buffers):
             outputs = runner.forward(weights, inputs, (microbatch,), step)
         statistics = runner.take_statistics()
+        # 3. What the backward begins with: the loss, or gradients that another op will bring.
         gradients: Gradients = ()
         count: Tensor | None = None
         if i.stage == self.last_stage and self.loss is not None:
@@ -240,6 +243,8 @@ class Rank:
             self.boundaries[Buffer.ACTIVATION, i.stage, microbatch, step] = (
                 detached_outputs
             )
+        # 4. Keep places in the graph instead of the outputs, whose memory is free once they are
+        # sent.
         edges = [
             get_gradient_edge(tensor) if tensor.requires_grad else None
             for tensor in outputs
@@ -332,6 +337,7 @@ class Rank:
             base = self.weights.get((i.stage, version - 1))
             newest = self.compressor.weights.encode((i.stage, version), newest, base)
         self.weights[i.weights] = newest
+        # Later programs read the versions of stages that this rank owns.
         if i.stage in self.versions:
             self.versions[i.stage][_int(i.version)] = newest
 

@@ -68,6 +68,7 @@ class ShardedStage:
 
     def _shard(self, stage: fx.GraphModule) -> None:
         names_of: dict[int, list[str]] = {}
+        # Two names of one weight would become two shards, which updates would then pull apart.
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
         for names in names_of.values():
@@ -88,6 +89,7 @@ class ShardedStage:
                 continue
             if sharding is None:
                 replicated = (Replicate(),)
+                # A weight that the plan leaves out is whole on every device.
                 sharding = Sharding(
                     replicated, parameter.shape, tuple(parameter.stride())
                 )
@@ -195,6 +197,7 @@ class ShardedStage:
         """Return local shards of whole ``weights``."""
         local = {}
         for name, tensor in weights.items():
+            # What has no sharding, such as a running statistic, is the same on all devices.
             local[name] = tensor
             if name in self.shardings:
                 on_device = tensor.to(self.row.compute.device_type)
@@ -232,6 +235,8 @@ class ShardedStage:
             entries = {}
             for index, values in optimizer["state"].items():
                 form_of_values = form["optimizer"]["state"][index]
+                # The form shows which of a parameter's values are DTensors: a step count is a plain
+                # number.
                 entries[index] = {
                     key: _like(value, form_of_values[key])
                     for key, value in values.items()

@@ -32,6 +32,7 @@ from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
 
 ORDERS = ("grouped", "scheduled")
+# A program of all steps of a long run would take memory and time before the first step.
 _WINDOW = 64  # training steps lowered at once
 
 
@@ -86,6 +87,8 @@ class SingleProcess(LocalRuntime):
                 f"compression={self.compression} needs order=scheduled: order={self.order} hands no"
                 " sums of gradients from rank to rank"
             )
+        # Order "grouped" has all gradients of a step before its first update; "scheduled" updates a
+        # stage as soon as its own gradients are there, while others still compute.
         self._whole_step = self.order == "grouped"
         self._overlaps = not self._whole_step
         if self.diagnostics < 0 or (self.diagnostics and self._overlaps):
@@ -230,6 +233,7 @@ class Scheduled:
                 rank_memory.take(i, message)
                 message = ()
             elif i.action in (Action.ALL_REDUCE, Action.REDUCE):
+                # Once for all ranks: the replay shows a collective as one instruction of each rank.
                 if is_root:
                     _reduce(ranks, i)
             elif i.action != Action.BROADCAST:

@@ -145,6 +145,7 @@ class StageRunner(Updater):
             if self.one_by_one:
                 return self._run_one_by_one(weights, inputs, microbatches, step)
             n_microbatches = len(microbatches)
+            # Norms read it, within the call.
             self.group.size = n_microbatches
             outputs = []
             results = self._call(weights, inputs)
@@ -212,6 +213,14 @@ class StageRunner(Updater):
                 for name, weight in stale.items()
             }
         predicted = {}
+        # Update t makes version t + 1. Between `previous` and `stale` lies update version - 1;
+        # still to come until `step` are the updates version to step - 1::
+        #
+        #     previous --last_rate--> stale --next_rates--> weights of `step`
+        #     version - 1             version               (predicted)
+        #
+        # Each is taken to go as far as the last one, in the same direction, in proportion to its
+        # rate.
         last_rates, *next_rates = [
             self.rates(update) for update in range(version - 1, step)
         ]

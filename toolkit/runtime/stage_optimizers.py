@@ -58,6 +58,7 @@ class StageOptimizers:
         self.optimizer = optimizer
         self._names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
+            # A tied weight has its first name here; its other names are aliases.
             self._names.setdefault(id(parameter), name)
         self._aliases = {
             name: self._names[id(parameter)]
@@ -105,6 +106,7 @@ class StageOptimizers:
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in parameters and parameter in original.state:
                     state[parameters[name]] = copy.deepcopy(original.state[parameter])
+        # Not made anew: its class may take arguments that no attribute shows.
         twin = copy.copy(original)
         _copy_attributes(original, twin)
         twin.param_groups = param_groups
@@ -173,6 +175,7 @@ class StageOptimizers:
             state: state_dict of the stage's optimizer, which numbers parameters.
         """
         order = self.order(names)
+        # torch numbers the parameters of an optimizer through its groups, in order.
         flat_names = [*chain.from_iterable(order)]
         parameter_states = {
             flat_names[index]: values for index, values in state["state"].items()
@@ -284,6 +287,8 @@ def _couples(stage_optimizers: StageOptimizers) -> bool:
     first, second = updated([0, 1])
     (first_alone,) = updated([0])
     (second_alone,) = updated([1])
+    # To the bit, in float64: an update that looks at one parameter alone makes no difference at
+    # all.
     return not (torch.equal(first, first_alone) and torch.equal(second, second_alone))
 
 

@@ -44,6 +44,7 @@ def local_state_of(
     stage_of_name: dict[str, int] = {}
     for index, stage in enumerate(stages):
         stage_of_name |= dict.fromkeys(stage.state_dict(), index)
+    # "Fixed" is what no optimizer updates: buffers and frozen weights.
     fixed = {}
     for name, tensor in stages.model.state_dict().items():
         if name in trained or name in other_names:
@@ -60,6 +61,7 @@ def local_state_of(
         if updaters[index].is_rounded:
             # The model has the updater's own weights, and not those that ranks compute with.
             newest = updaters[index].newest()
+            # In :func:`join_states` these win over the versions, which only fill gaps.
             fixed |= newest
         for other_name, name in other_names.items():
             if name in newest:
@@ -121,6 +123,7 @@ def join_states(local_states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         weights that are still read; ``stages``, the state of each one's updater; and ``ranks``,
         what single ranks have, by rank, where any does.
     """
+    # Ranks add disjoint parts; replicas of a stage add equal ones.
     state = reduce(merged, local_states)
     steps_done = state["steps_done"]
     versions = [state["versions"][stage] for stage in sorted(state["versions"])]
@@ -189,6 +192,7 @@ def load_model(
     skipped_names |= names_of_tied(stages, trained).keys()
     for name, tensor in stages.model.state_dict().items():
         if name not in skipped_names:
+            # In place: stages and optimizer share these very tensors.
             tensor.copy_(state["model"][name])
 
 

@@ -104,6 +104,7 @@ class StepOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, also while the model trains. Every rank calls it."""
         super().add_param_group(param_group)
+        # torch's constructor adds the groups of the finished optimizer in this way, too.
         if len(self.param_groups) > len(self._finished.param_groups):
             self._finished.param_groups.append(self.param_groups[-1])
             self._steps.parameter_groups_changed()
@@ -152,6 +153,8 @@ class FollowsSettings:
     ) -> None:
         self.optimizer = optimizer
         self.settings_of_steps = settings_of_steps
+        # Updates that are done, which is the number of the next training step. A rank may update a
+        # stage after its loop has begun later steps, so settings are kept by step.
         self.n = 0
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         self._set()
@@ -180,6 +183,7 @@ class FollowsSettings:
             parameters: list[torch.Tensor] = []
             for group in self.optimizer.param_groups:
                 parameters += group["params"]
+            # By the norm of this stage alone; see :mod:`toolkit.runtime.pending_gradients`.
             clip_grad_norm_(parameters, settings.clip.max_norm, settings.clip.norm_type)
 
     def state_dict(self) -> dict[str, Any]:

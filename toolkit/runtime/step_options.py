@@ -66,6 +66,7 @@ class StepOptions(StepSettings):
         check_checkpoint(self.checkpoint)
         for name, end in (("loss_scale", inf), ("clip", inf), ("ema", 1)):
             value = getattr(self, name)
+            # In Python True is a number, too.
             number = isinstance(value, Real) and not isinstance(value, bool)
             absent = value is None and name != "loss_scale"
             if not absent and not (number and 0 < float(value) < end):
@@ -157,6 +158,8 @@ def allows_whole_steps(schedule: Schedule) -> bool:
     """Whether no op reads an update of a step before the step's last gradient is there."""
     sizes = (schedule.n_stages, schedule.n_microbatches)
     needed_staleness = chain(*freshest(schedule.timing, *sizes, together=True))
+    # With `together`, an update counts as available only after the step's last gradient. A schedule
+    # that reads fresher weights than that anywhere cannot run in whole steps.
     return not any(map(lt, chain(*schedule.least_staleness), needed_staleness))
 
 
@@ -166,5 +169,6 @@ PLAIN = StepOptions()
 
 def allow_tf32(allowed: bool) -> None:
     """Set whether NVIDIA GPUs may round 32-bit factors to 10 bits, in the whole process."""
+    # Of 23 bits of a factor TF32 keeps 10. cuDNN's convolutions have a setting of their own.
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

@@ -81,6 +81,7 @@ def choose_schedule(
     prices = []
     for step_seconds, delay in zip(seconds, staleness, strict=True):
         prices.append(step_seconds * (1 + staleness_price * delay))
+    # Simulated times differ by less than their error, so within 1 % staleness decides.
     tied = [
         index for index, price in enumerate(prices) if price <= (1 + _TIE) * min(prices)
     ]
@@ -184,6 +185,11 @@ class Switching:
 
     def steps_to_decision(self) -> int:
         """Return the training steps until the next decision."""
+        # Decisions are at multiples of `every`. With every=100, on costs alone::
+        #
+        #     step       100    200    300    400    500      600
+        #     decision   same   -      -      -      change   next
+        #
         every = self.options.every
         by_costs_alone = self.runtime.knows_costs and self.options.loss_factor is None
         intervals = 1
@@ -285,6 +291,12 @@ class Switching:
         last_loss = self._last_loss
         self._last_loss = loss
         self._lowest_loss = min(self._lowest_loss, loss)
+        # The loss at each decision, with loss_factor=1.5::
+        #
+        #     2.0   1.0   1.6    1.3    1.0
+        #                 rose   .      calm     freshest schedule from "rose" to "calm"
+        #
+        # It is calm at 1.0, the loss of the decision before it rose.
         if self._calm_loss is None and loss > factor * self._lowest_loss:
             self._calm_loss = last_loss
             self._before_fall_back = self.current

@@ -79,6 +79,7 @@ class TrainingState:
                 averages = (averages or {}) | updater_state["average"]["weights"]
                 n_averaged = updater_state["average"]["n_updates"]
             for version, weights in stage_versions.items():
+                # Version `steps_done` is the newest, which the model itself has.
                 if version < steps_done:
                     versions.setdefault(version, {}).update(weights)
         n_skipped = max(updater_state["n_skipped"] for updater_state in state["stages"])

@@ -42,6 +42,8 @@ class UnevenInputs:
         other_ranks = [
             rank for rank in range(self._world.size) if rank != self._world.rank
         ]
+        # It asks again and again: a wait of the store would end after the store's timeout, and a
+        # loop may take longer between two steps, as for a test.
         with self._world.watch.waiting("the other ranks' inputs", other_ranks):
             while True:
                 # Ends first: a rank shows its last step before it shows its end.

@@ -68,5 +68,6 @@ class Waiters:
 
     def join(self) -> None:
         """Wait until the threads have ended. After a failure they may never."""
+        # Not under the lock, for which a thread may ask until it has ended.
         for _, thread in self._threads.values():
             thread.join()

@@ -35,6 +35,7 @@ def warm_up(
     """
     passed_on: Values | None = None
     for stage, runner in enumerate(runners):
+        # The next stage that runs here then begins with zeros.
         if stage not in computed:
             passed_on = None
             continue
@@ -55,11 +56,14 @@ def warm_up(
             if stage in updated
             else zeros(layouts.weights[stage], device)
         )
+        # Leaves, so that gradients come to rest there, and not on the model's parameters.
         passed_on = runner.forward(leaves(weights), stage_inputs, (0,), 0)
         roots = [tensor for tensor in passed_on if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(tensor) for tensor in roots])
+        # Statistics of zeros must not enter the first step's.
         runner.take_statistics()
         if stage in updated:
+            # It updates a copy by gradients of zeros, which loads the optimizer's kernels.
             runner.form(updated=True, unused=())
 
 
