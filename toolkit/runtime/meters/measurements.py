@@ -44,6 +44,7 @@ class Measurements:
         A message counts in the slot that begins when the program sends it; collectives count in
         their usual forms (see ``Program.traffic``).
         """
+        # One row more than slots: a message may begin at the end of the last one.
         sent = [[NOTHING] * len(self.records) for _ in range(self._n_slots + 1)]
         for record in self.records:
             rank = record.rank
@@ -97,6 +98,7 @@ class Measurements:
             return ()
         bounds_of_programs = []
         for steps in self.records[0].programs:
+            # Records name programs by their steps only, so that they are small to send to one rank.
             program = self.schedule.lower(*steps)
             bounds_of_programs.append(most_weights(program, self.stage_bytes))
         return tuple(map(max, zip(*bounds_of_programs, strict=True)))
@@ -252,6 +254,11 @@ def _message_times(
         channel = ("collective", *i.peers)
         if i.action in (Action.SEND, Action.RECV):
             channel = message[:2]
+        # A message of ranks 0 and 1, with each rank's own event, and when it counts as under way::
+        #
+        #     rank 0     ready |--send--|
+        #     rank 1          ready |------recv------|
+        #     message               |=================|   starts when the channel is free, too
         start = max(
             channel_free_at[channel], *(event.start for _, _, event in participants)
         )
@@ -271,6 +278,7 @@ def _memory_changes(record: RankRecord, origin: float) -> Iterator[Change]:
     live_bytes = {ACTIVATIONS: 0, WEIGHTS: record.first_weights, GRADIENTS: 0}
     if record.first_weights:
         yield Change(0.0, record.rank, WEIGHTS, record.first_weights)
+    # Each event has the bytes at its end, so changes are found between consecutive ends.
     for event in sorted(record.events, key=lambda event: event.end):
         new_bytes = (event.activations, event.weights, event.gradients)
         for kind, n_bytes in zip(live_bytes, new_bytes, strict=True):

@@ -82,6 +82,7 @@ class Meter:
         self._first_tick = 0  # of the program
         self._n_earlier_events = 0  # of the programs before
         if device.type == "cuda":
+            # CUDA's peak is that of the process; what ran before is not part of this record.
             torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, rank: Rank) -> None:
@@ -95,6 +96,7 @@ class Meter:
     ) -> None:
         """Execute an instruction by ``do``, which returns its bytes, and record it."""
         finish_stream(self._device)
+        # On a GPU instructions are only queued: without the waits these would be times of queueing.
         start = self.now()
         n_bytes = do(i)
         finish_stream(self._device)
@@ -113,6 +115,7 @@ class Meter:
             weights=_weight_bytes(rank.weights),
             gradients=_gradient_bytes(rank),
         )
+        # Without a lock: in Python, to append to a list is one step.
         self.record.events.append(event)
         if self.stopwatch is not None:
             self.stopwatch.add(i, end - start)
@@ -127,6 +130,7 @@ class Meter:
         # Several threads have recorded them, each as it ended.
         events.sort(key=lambda event: position_of[event.instruction])
         self.record.events[self._n_earlier_events :] = events
+        # Ticks of a program begin at 0; those of the record continue.
         self._first_tick += (
             program.n_slots + 1
         ) * program.schedule.timing.ticks_per_slot

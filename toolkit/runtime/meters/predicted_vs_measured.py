@@ -77,6 +77,8 @@ def measure(
             schedule = make(rule, n)
             part_world = world.part(schedule.n_ranks)
             if part_world is not None:
+                # The step in the middle is steady: steps before it fill the pipeline, those after
+                # drain it.
                 n_steps = 2 * settled_steps(schedule) + 1
                 runtime = Distributed(
                     equal_stages(n, width, batch),
@@ -111,6 +113,7 @@ def equal_stages(n: int, width: int, batch: int) -> Stages:
     layers: list[nn.Module] = []
     for _ in range(n):
         layers += [nn.Linear(width, width, bias=False), nn.Tanh()]
+    # Layers are numbered: the linear layer of stage j is number 2 * j.
     names = [str(2 * stage) for stage in range(1, n)]
     return partition(
         nn.Sequential(*layers), n, torch.empty(batch, width), names, check=False
@@ -124,6 +127,8 @@ def make_row(
     schedule = measurements.schedule
     item_bytes = torch.get_default_dtype().itemsize
     stage_bytes = item_bytes * width * width  # bytes of its parameters
+    # Of a stage autograd keeps the output of tanh. The input of the linear layer is that of the
+    # stage, which counts where it was made.
     measured = _footprint(measurements, stage_bytes, item_bytes * width * batch)
     counted = asdict(footprint(schedule))
     differences: dict[str, tuple[Any, Any]] = {}

@@ -18,6 +18,7 @@ from toolkit.schedule import Action, Instruction
 from toolkit.schedule.instruction import LETTERS
 
 _LETTERS = f"{LETTERS}U"  # of Action.FORWARD to UPDATE
+# A shorter message takes little more than the latency; a longer one takes long on slow links.
 _LEAST, _MOST = 2**16, 2**22  # bytes of a message that measures bandwidth
 
 Seconds = Mapping[tuple[int, str], float]
@@ -178,6 +179,8 @@ def probe_links(world: World, n_bytes: float) -> tuple[float, float]:
         durations = []
         for _ in range(1 + times):
             start = time.perf_counter()
+            # Both at once: if each rank sent first and received then, all would wait for their
+            # receivers.
             works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sent, ahead, group=world.group),
