@@ -43,9 +43,15 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
     head = (
         b"" if plain else _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
     )
+    # The file::
+    #
+    #     cdp-toolkit checkpoint 2     \n      the format
+    #     64 hexadecimal digits        \n      SHA-256 of what follows
+    #     torch.save's bytes
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.writelines([head, payload])
         file.flush()
+        # Before the rename: after a crash of the machine the new name must not have empty contents.
         os.fsync(file.fileno())
 
 
@@ -57,6 +63,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         # Before the rest of what may be a huge file is read.
         if not _MAGIC.startswith(head):
             raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
+        # 64 digits, and the end of the line.
         digest = file.read(65)
         start = file.tell()
         if digest != hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n":
@@ -88,6 +95,8 @@ def write_sharded(
     """
     rank = world.rank if world else 0
     size = world.size if world else 1
+    # Hidden, so that :meth:`Checkpoints.paths` does not find it, and in the same folder, so that
+    # its rename is one step.
     temporary = path.with_name(f".{path.name}.part")
     try:
         with _raise_on_every_rank(world):
@@ -122,6 +131,8 @@ def read_sharded(
     """
     with _raise_on_every_rank(world):
         try:
+            # Every rank reads all files: which of them has a stage depends on the ranks that wrote
+            # them. It keeps its own stages only, so memory stays that of a share.
             rank_states = []
             for rank_state in read_parts(path):
                 for stages in (
@@ -199,6 +210,7 @@ def _raise_on_every_rank(world: World | None) -> Iterator[None]:
         yield
     except (OSError, DamagedCheckpointError) as error:
         own_error = error
+    # All ranks wait here for each other, so the next part begins on all of them or on none.
     for rank_error in [own_error] if world is None else world.gather(own_error):
         if rank_error is not None:
             raise rank_error
@@ -238,6 +250,7 @@ class Checkpoints:
 
         If it cannot be written, rank 0 at least raises OSError, and the earlier ones stay.
         """
+        # With leading zeros, so that the order of the names is that of the steps.
         path = self.folder / f"step_{step:09d}.ckpt"
         is_rank_0 = runtime.writes
         if self.sharded:

@@ -39,6 +39,7 @@ class CheckpointCallback(LoopCallback):
         self.saves = run.options.guard == "rollback" or not run.options.save.never
         self.saved_options = options_to_save(run)
         self.unwritten: list[str] = []
+        # Steps to the next pause: doubled or halved at each, until they take about _PAUSE seconds.
         self.n_steps = max(_FIRST_STEPS, getattr(run.runtime, "record", 0))
         self._begun = time.monotonic()
         self._saved_at = self._begun
@@ -49,6 +50,7 @@ class CheckpointCallback(LoopCallback):
         save_steps = self.run.options.save.steps
         if not save_steps:
             return self.n_steps
+        # At most up to the next multiple of save.steps.
         return min(self.n_steps, save_steps - position.steps_done % save_steps)
 
     def end(self, position: Position) -> None:
@@ -62,6 +64,10 @@ class CheckpointCallback(LoopCallback):
         # All ranks must decide the same: only rank 0's clock counts, and a signal to any rank.
         if self.runtime.rank == 0:
             own_values = [now - self._saved_at, now - self._begun]
+        # What the ranks sum, and so what each entry of the total is::
+        #
+        #     [seconds since the last save, seconds since the last pause,   of rank 0
+        #      ranks with SIGINT, with SIGTERM, with SIGHUP]
         own_values += [float(self.signals.number == number) for number in SIGNALS]
         # One exchange for all values: each costs a round of messages.
         total = self.runtime.total(
@@ -79,6 +85,7 @@ class CheckpointCallback(LoopCallback):
             written = self.save(position)
         if heard_signals:
             self.signals.agreed = heard_signals[0]
+            # After the last epoch there is nothing left to stop.
             if position.epoch < self.run.options.epochs:
                 raise StoppedError(heard_signals[0], saved=written)
 

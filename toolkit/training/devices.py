@@ -23,6 +23,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        # torch.device("cuda:7") exists without such a GPU; memory on it does not.
         torch.empty(0, device=device)
     except (ImportError, RuntimeError, AssertionError) as error:
         reason = first_line(error).partition(". ")[0]

@@ -83,6 +83,7 @@ def evaluate_run(run: "TrainingRun") -> Evaluations:
     average = test_with(average_weights) if average_weights else None
     published = None
     if run.options.readout == "as_published":
+        # None without delay: late weights are then the newest.
         late_weights = runtime.late_weights()
         published = test_with(late_weights) if late_weights else test
     return Evaluations(test, average, published)
@@ -104,6 +105,7 @@ def _cross_entropies(
         scores, classes, ignore_index=IGNORED, reduction="none", **options
     )
     sums = values.view(n_microbatches, -1).sum(1)
+    # As many tokens in each micro-batch, so a row is one micro-batch.
     counts = (classes != IGNORED).view(n_microbatches, -1).sum(1)
     return sums, counts
 
@@ -153,6 +155,7 @@ def evaluate(
         weights: weights by name, in place of the model's own.
         options: options whose precision the model computes in.
     """
+    # By module, since a frozen batch norm is in evaluation mode while the others train.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     # By batch: loss, answers right first, and among the first five, and number of answers.
@@ -162,6 +165,8 @@ def evaluate(
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         # Scores of 16 bits are tested in 32; float64 stays.
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        # ``[..., 5]``: column k says whether the class with the k-th highest score is the right
+        # one. An ignored target, -100, is none of the classes and so never right.
         is_right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = F.cross_entropy(
             outputs.flatten(0, -2),

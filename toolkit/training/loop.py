@@ -147,6 +147,8 @@ def fit(
     """Train from ``position`` on; see :meth:`TrainingRun.run`."""
     for epoch in range(position.epoch, run.options.epochs):
         batches = run.samples.train(run.batch_size, run.options.seed, epoch, run.device)
+        # Samples and learning rates follow from epoch and step, so with another length of epochs
+        # the rest would not be the run that was saved.
         has_other_length = epoch * len(batches) + position.step != position.steps_done
         if has_other_length or position.step > len(batches):
             raise UserError(
@@ -163,7 +165,7 @@ def fit(
         _train_epoch(run, batches, position, callback, on_step)
         seconds = time.perf_counter() - start
 
-        # 2. Test the weights, and record the epoch.
+        # 2. Test the weights, and record the epoch. Samples per second leave out the test's time.
         evaluations = evaluate_run(run)
         _check(run, evaluations.test.loss, position, "test")
         metrics = Epoch(
@@ -194,10 +196,12 @@ def _train_epoch(
     on_step: Callable[[Step], None],
 ) -> None:
     """Train on the batches that the epoch has left, from one pause to the next."""
+    # After a rollback the run stays without delay.
     switching = None if position.rolled_back else run.switching
     while position.step < len(batches):
         n_left = len(batches) - position.step
         n_steps = min(n_left, callback.steps(position, n_left))
+        # A decision needs the pipeline drained, which it is at a pause only.
         if switching:
             n_steps = min(n_steps, switching.steps_to_decision())
         start = time.perf_counter()
@@ -216,6 +220,7 @@ def _train_epoch(
                 )
             )
             del result  # its memory is free before the next step
+        # The only wait of the loop for the device.
         loss = _add_losses(position, losses, run.runtime)
         _check(run, loss, position, "training")
         if switching:
@@ -248,6 +253,7 @@ def _check(run: "TrainingRun", loss: float, position: Position, loss_name: str) 
     limit = (
         options.guard_factor * position.first_loss if loss_name == "training" else inf
     )
+    # ``not >``, so that a limit of NaN, without a first loss, refuses nothing.
     if options.guard == "off" or (isfinite(loss) and not loss > limit):
         return
     first_loss_text = (

@@ -45,6 +45,7 @@ class Constant:
 
     def factor(self, step: int, steps_per_epoch: int, epochs: int, batch: int) -> float:
         """Return the factor on the optimizer's rate for the update of ``step``."""
+        # With 4 steps of warm-up, the updates 0, 1, 2, 3, 4 have the factors 1/4, 2/4, 3/4, 1, 1.
         warmup = self.warmup_epochs * steps_per_epoch
         warmup_factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
         batch_factor = batch / self.reference_batch if self.reference_batch else 1.0
@@ -83,6 +84,9 @@ class Cosine(Constant):
 
     def decay(self, epoch: float, epochs: int) -> float:
         """Return the factor of half a cosine from 1 to ``final``, after warm-up."""
+        # From 1, as warm-up ends, to `final` at the end of the run::
+        #
+        #     final + (1 - final) * (1 + cos(pi * progress)) / 2,   progress from 0 to 1
         decay_epochs = epochs - self.warmup_epochs
         progress = 0.0
         if decay_epochs > 0:

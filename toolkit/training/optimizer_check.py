@@ -49,6 +49,7 @@ def _option_in(reason: str, options: Mapping[str, Any]) -> str | None:
     for words, name in _WORDS_OF_TORCH.items():
         if words in reason and name in options:
             return name
+    # Longer names first, since one may begin with another:
     # momentum_decay before momentum.
     for name in sorted(options, key=len, reverse=True):
         if re.search(rf"\b{re.escape(name)}\b", reason):

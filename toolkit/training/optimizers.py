@@ -19,6 +19,8 @@ from toolkit.runtime import by_name
 OUTER = ("embed", "head", "fc", r"^conv1\.", r"^conv_proj\.")
 """Patterns of the names of the first and the last layers of the zoo's models."""
 
+# Of the quintic by Keller Jordan's Muon, whose slope at 0 is steep: small singular values grow
+# fast, and large ones end between 0.7 and 1.2 instead of at 1.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _AS_ADAMW = 0.2  # usual root mean square of AdamW's updates, given to those of matrices
 
@@ -41,6 +43,7 @@ def muon(
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
+        # Such as a bias, or a weight of shape [n, 1, 1].
         is_vector = sum(size > 1 for size in parameter.shape) < 2
         is_outer = is_vector or any(re.search(pattern, name) for pattern in adamw)
         groups[not is_outer].append(parameter)
@@ -130,11 +133,15 @@ class Muon(AdamW):
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
+        # m = momentum * m + (1 - momentum) * g; with Nesterov the direction is momentum * m + (1 -
+        # momentum) * g, of the new m.
         momentum_average = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
         direction = momentum_average
         if self.nesterov:
             direction = grad.lerp(momentum_average, self.momentum)
         update = orthogonalized(direction.flatten(1), self.ns_steps).view_as(p)
+        # An orthogonal [r, c] matrix, r < c, has r singular values of 1: a root mean square of
+        # sqrt(r / (r * c)) = 1 / sqrt(c). The factor sqrt(c) makes it 1.
         update_scale = _AS_ADAMW * sqrt(max(p.shape[0], prod(p.shape[1:])))
         p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * update_scale)
 
@@ -144,10 +151,14 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     a, b, c = _COEFFICIENTS
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     is_tall = x.shape[0] > x.shape[1]
+    # The product of the smaller side with itself is the cheaper one.
     if is_tall:
         x = x.mT
+    # By the Frobenius norm, which is at least the largest singular value: all are then in [0, 1],
+    # where the iteration converges.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
+        # Each singular value s becomes a s + b s^3 + c s^5.
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if is_tall else x).to(matrix.dtype)

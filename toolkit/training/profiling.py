@@ -97,6 +97,7 @@ class Profile:
             with _current_stream_only():
                 self._profiler.step()
         if self.written:
+            # Ended at once, so that the steps after it are as fast as before.
             self.__exit__()
 
     def _write(self, finished: profiler.profile) -> None:

@@ -52,6 +52,7 @@ def _peak_grouped(run: TrainingRun, costs: Costs) -> float:
     It keeps the activations of all micro-batches, and a gradient of each weight version.
     """
     n_microbatches = run.schedule.n_microbatches
+    # Late weights, and a sum of gradients for each version that micro-batches have read.
     n_versions = 1 + run.schedule.max_staleness
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     weight_bytes = n_versions * parameter_bytes

@@ -233,6 +233,7 @@ def _read(
         note(f"{text}; the one before it was used")
     with _refuse_misfits(checkpoints):
         state["run"] = json.loads(state["run"])
+    # More epochs may be asked for if that leaves the rates of the epochs before as they were.
     saved_options = state["run"]["options"]
     n_epochs = run.options.epochs
     n_saved_epochs = saved_options.get("epochs") or n_epochs
@@ -263,6 +264,7 @@ def _load(
                 )
             run.switching.resume(switching_state)
         run.runtime.load_state_dict(state["runtime"])
+    # JSON has made plain dictionaries of these.
     history = [Epoch(**epoch) for epoch in position["history"]]
     return Position(**position | {"history": history})
 

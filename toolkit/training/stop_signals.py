@@ -33,6 +33,7 @@ class Signals:
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
         """Handle the signals, except SIGHUP under nohup; without effect outside the main thread."""
+        # nohup ignores SIGHUP, so that a closed terminal does not end the run.
         ignored_signals = (
             {signal.SIGHUP}
             if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -58,4 +59,5 @@ class Signals:
             self.number = number
             self.at = now
         elif now - self.at >= ECHO:
+            # The second signal: the user does not want to wait for the pause.
             raise KeyboardInterrupt

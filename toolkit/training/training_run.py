@@ -108,6 +108,7 @@ class TrainingRun:
 
     def skipped_updates(self) -> list[str]:
         """Return sentences on skipped updates. Every rank calls it, after the last step."""
+        # Only float16 skips updates.
         if self.step_options.scale == 1:
             return []
         sentences = []
@@ -212,6 +213,7 @@ def _build(arguments: _RunArguments) -> TrainingRun:
         arguments.samples, batch_size, options.seed, device
     )
     schedule = arguments.schedule.in_steps(steps_per_epoch)
+    # The rate of every stage's optimizer, as :attr:`TrainingRun.rate` reports it.
     optimizer_of_one_number = check_optimizer(arguments.optimizer)
     optimizer_rate = optimizer_of_one_number.param_groups[0]["lr"]
 
@@ -325,6 +327,7 @@ def _cut(
             f" for {options.batch} {form.samples}: set its size, as by"
             f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
+    # Two micro-batches of two samples; see :mod:`toolkit.model.independence`.
     check_independent(stages, form.example(4))
     return stages
 

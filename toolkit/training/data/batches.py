@@ -84,6 +84,13 @@ class Batches:
     def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
         # A copy, so that each pass over the batches draws the same numbers.
         generator = self.generator.clone_state() if self.generator else None
+        # Numbered from -start, so the batches before the span have negative numbers::
+        #
+        #     order     | 0 1 2 | 3 4 5 | 6 7 8 | ...
+        #     number        -1      0       1
+        #     yielded             3   5   6   8
+        #
+        # with batch_size=3, span=range(1, 3), n_parts=3 and parts 0 and 2 wanted of each batch.
         batches = self.order.split(self.batch_size)[: self.span.stop]
         for batch_number, sample_numbers in enumerate(batches, start=-self.span.start):
             # Drawn for every whole batch from the first on: a part, or a range of batches, then
@@ -162,7 +169,9 @@ class SampleSet:
             rank: number of this rank, from 0.
             n_ranks: number of ranks.
         """
+        # Ranks differ by at most one sample, and none is tested twice.
         order = torch.arange(len(self._test))[rank::n_ranks]
+        # Rounded up: the last batch may have fewer.
         span = range(-(-len(order) // batch_size))
         return Batches(self._test, order, batch_size, span, device)
 
@@ -188,6 +197,7 @@ class Datasets(SampleSet):
     def __init__(
         self, train: Any, test: Any, n_classes: int, form: InputSpec | None = None
     ) -> None:
+        # len() runs the user's code.
         for name, dataset in (("train", train), ("test", test)):
             try:
                 length = len(dataset) if isinstance(dataset, Sized) else None
@@ -202,6 +212,7 @@ class Datasets(SampleSet):
                 raise UserError(
                     f"{name}: got a {dataset_text}; expected a Dataset with a length above 0"
                 )
+        # The seed does not matter, since all samples have one shape.
         form = form or _form_like(_sample(train, "train", 0, seed=0), n_classes)
         super().__init__(
             _Samples(train, "train", form), _Samples(test, "test", form), form
@@ -310,6 +321,8 @@ def seeded(seed: int, function: Callable[..., T], *arguments: Any) -> T:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on ``device``, without waiting for work queued there."""
     if device.type == "cuda":
+        # A copy from unpinned memory waits for the work that is queued before it. torch's pinned
+        # memory is used again only when the copy has ended.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

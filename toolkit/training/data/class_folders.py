@@ -187,6 +187,7 @@ def n_workers(requested: int | None) -> int:
         os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1)
     )
     cores = len(affinity(0))
+    # Set by torchrun: the ranks of this machine.
     share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if requested is None:
         return max(1, min(_MAX_WORKERS, share))
@@ -209,6 +210,8 @@ class _Images(Dataset[Any]):
             image, number, damaged = read_image(self.images, index, self.skip)
         except UserError as error:
             return error  # a DataLoader would put a worker's traceback into its message
+        # By the image's number, so it does not matter which worker reads it, or for which image it
+        # stands in.
         pixels = seeded(hash((seed, number)), self.transform, image)
         return pixels, self.images.targets[number], damaged
 
@@ -239,6 +242,8 @@ class _Loaded(Source):
                 "persistent_workers": True,
                 "prefetch_factor": prefetch_factor,
             }
+        # By whether batches are pinned. Workers stay alive between epochs, since to start them and
+        # to import torch in each takes seconds.
         self._idle: dict[bool, DataLoader[Any]] = {}
 
     def __len__(self) -> int:
@@ -259,6 +264,8 @@ class _Loaded(Source):
         """Yield the bytes and the classes of batches, on the CPU."""
         # A loader that another epoch still reads is not idle: its workers serve one iterator.
         loader = self._idle.pop(pinned, None) or self._loader(pinned)
+        # In place: a DataLoader takes no other batch_sampler once it is made, but reads this list
+        # anew.
         loader.batch_sampler[:] = keys  # type: ignore[index]
         # Workers inherit the blocked signals, before they run any code.
         earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -291,6 +298,7 @@ class _Loaded(Source):
             multiprocessing.get_start_method() == "loky"
             and self._options["num_workers"]
         )
+        # Before multiprocessing's own exit handlers, which wait for daemons; see the note below.
         Finalize(None, _kill_workers, exitpriority=1)
         return DataLoader(
             self.dataset,

@@ -26,6 +26,7 @@ from toolkit.training.data.batches import (
 )
 from toolkit.training.data.class_folders import check_root, open_split, read_image
 
+# Of the training images, by channel.
 _CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
 _CIFAR_STD = (0.2470, 0.2435, 0.2616)
 _FASHION_ROOT = "/usr/share/datasets/fashion-mnist"  # of Debian's package
@@ -76,6 +77,8 @@ class InMemory(SampleSet):
                 f"data.crop_padding is 0 or more pixels: got {crop_padding}"
             )
         for name, labelled in (("train", train), ("test", test)):
+            # Checked now: on a GPU such a class would end the process in the loss, and name no
+            # sample.
             is_wrong = (labelled.labels < 0) | (labelled.labels >= n_classes)
             if is_wrong.any():
                 index = int(is_wrong.nonzero()[0])
@@ -120,6 +123,7 @@ class _Images(Source):
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return ``[3, n]``: the crop's first row and column in the padded image, and the flip."""
         padding = self.crop_padding
+        # The crop of a test image, and of a training image without padding, is the image itself.
         corners = torch.full((2, n), padding)
         mirrored = torch.zeros(1, n, dtype=torch.long)
         if generator is not None and padding:
@@ -152,6 +156,7 @@ class _Images(Source):
         row_offsets, column_offsets = (
             torch.arange(size, device=x.device) for size in x.shape[2:]
         )
+        # A mirrored image reads its columns from right to left.
         column_offsets = torch.where(
             mirrored[:, None] > 0, column_offsets.flip(0), column_offsets
         )
@@ -371,5 +376,6 @@ def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
     for label in labels.unique():
         of_class = shuffled[labels[shuffled] == label]
         rank_in_class[of_class] = torch.arange(len(of_class))
-    # By rank: one image of each class, then a second one of each, and so on.
+    # By rank: one image of each class, then a second one of each, and so on. The sort is stable, so
+    # a larger n only adds images.
     return shuffled[rank_in_class[shuffled].argsort(stable=True)][:n].sort().values

@@ -51,6 +51,8 @@ class Tokens(SampleSet):
                     f" which takes {n_needed}: give more text, or make it shorter"
                 )
         form = Sequences(length, vocabulary)
+        # Enough from any offset: the largest, length - 1, leaves one token more than these
+        # sequences have, which is the last target.
         training = _Text("training", train, form, (len(train) - length) // length)
         testing = _Text("test", test, form, (len(test) - 1) // length)
         testing.check(test)  # the test is small, and read only after a whole epoch
@@ -79,11 +81,14 @@ class _Text(Source):
     def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         length = self.form.length
         for sequence_numbers, _ in batches:
+            # ``[n, length + 1]``: each sequence and the token after it, as inputs and targets one
+            # further.
             token_positions = (
                 self.offset
                 + length * sequence_numbers.numpy()[:, None]
                 + np.arange(length + 1)
             )
+            # Of a mapped file only these places are read.
             host_tokens = self.tokens[token_positions].astype(np.int64)
             self.check(host_tokens)
             device_tokens = send(torch.from_numpy(host_tokens), device)
