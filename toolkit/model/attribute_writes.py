@@ -30,6 +30,7 @@ class Attributes:
             self._modules, self._contents, strict=True
         ):
             current_contents = _contents_of(module)
+            # Of both times, since attributes may be new or gone.
             for name in earlier_contents | current_contents:
                 value = current_contents.get(name, _MISSING)
                 if not _same(earlier_contents.get(name, _MISSING), value, _identical):
@@ -55,6 +56,7 @@ class Attributes:
             module._buffers.update(self._buffers[index])
             for name, contents in self._contents[index].items():
                 value = vars(module)[name]
+                # A list of the model, which others may refer to, stays the same list.
                 if not _same(contents, _copied(value), _identical):
                     _refill(value, contents)
 
@@ -91,6 +93,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, set):
         return set(value)
+    # Not their subclasses: a named tuple is not made of one iterable.
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return value

@@ -25,10 +25,17 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
         ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
         """
         # By the end of the stages so far, their lowest cost.
+        # Segments 0 .. end-1 are cut into the stages so far; one stage more ends at each later
+        # `end`::
+        #
+        #     | stage | stage | stage from `begin` to `end` |
+        #     0               begin                         end
         cost_of_end = {0: first}
         for _ in range(n_stages):
             longer_cost_of_end = {}
             for end, total in enumerate(load_before):
+                # From the first begin on, the stage is at most `limit`; before `stop`, at least
+                # `min_load`.
                 first_begin = bisect_left(load_before, total - limit)
                 stop = min(end, bisect_right(load_before, total - min_load))
                 costs = []
@@ -62,6 +69,7 @@ def smallest_limit(load_before: list[int], n_stages: int) -> int:
     low, limit = 0, load_before[-1]
     while low < limit:
         middle = (low + limit) // 2
+        # Fill one stage after another up to `middle`: if all fits, the limit may be lower.
         end = 0
         for _ in range(n_stages):
             end = bisect_right(load_before, load_before[end] + middle) - 1

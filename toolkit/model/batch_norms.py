@@ -33,6 +33,7 @@ def _normalises(norm: _BatchNorm) -> bool:
     if not trailing_sizes or names - _NORM_TENSORS:
         return False
     norm_copy = copy.deepcopy(norm).to_empty(device="cpu").float().train()
+    # With momentum 1/2, running statistics become the mean of old and new ones.
     norm_copy.momentum = 0.5
     inputs = torch.randn(
         6,
@@ -45,6 +46,7 @@ def _normalises(norm: _BatchNorm) -> bool:
     with torch.random.fork_rng([]), torch.no_grad():
         for parameter in norm_copy.parameters():
             parameter.fill_(1.0)
+        # Two runs, whose outputs are the same unless they read running statistics.
         for initial_value in (0.0, 8.0):
             for buffer in norm_copy.buffers():
                 buffer.fill_(initial_value)

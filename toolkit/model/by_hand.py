@@ -59,6 +59,10 @@ def chain_modules(
         if not module.training:
             module.train()
     chain = ModuleChain(*modules)
+    # The value and the nodes of its tensors go from module to module::
+    #
+    #     example --module 0--> value on meta --module 1--> ...
+    #     placeholders --call--> getitem of each tensor --call--> ...
     graph = fx.Graph()
     value = example
     names = input_names(name for name, _ in named_tensors(example))
@@ -83,6 +87,7 @@ def chain_modules(
     results, result_tensors = Results.of(
         value, lambda leaf: isinstance(leaf, Tensor), "the last stage"
     )
+    # A tensor that is returned twice is one node.
     node_of_tensor = {
         id(tensor): node for tensor, node in zip(tensors_of(value), nodes, strict=True)
     }
@@ -115,6 +120,7 @@ def _tensors(graph: fx.Graph, node: fx.Node, value: Any) -> list[fx.Node]:
         return [node]
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
+        # Sorted, as in :func:`toolkit.model.structure.named_tensors`.
         items = [(key, value[key]) for key in sorted(value, key=str)]
     elif isinstance(value, tuple | list):
         items = enumerate(value)

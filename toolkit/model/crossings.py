@@ -52,6 +52,11 @@ class Crossings:
             for node in traced.graph.nodes
             if node.op not in ("placeholder", "output")
         ]
+        # Cut k is before node k; `at[k]` are the values that cross it, `obstacle[k]` forbids it::
+        #
+        #     x = a(input)     y = b(x)     z = c(x, y)
+        #     cut 0            1            2            3
+        #     at  [input]      [x]          [x, y]       [z]
         self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
         results = result_nodes(traced)
@@ -71,6 +76,7 @@ class Crossings:
         for node in self.traced.graph.nodes:
             if node.op == "output" or node in self.repeated:
                 continue
+            # The inputs are there before node 0; the result is used after the last one.
             produced_at = position.get(node, -1)
             uses = [position.get(user, len(self.nodes)) for user in node.users]
             crossed = range(produced_at + 1, max(uses, default=-1) + 1)
@@ -88,6 +94,7 @@ class Crossings:
                 self._forbid(
                     range(produced_at + 1, min(uses) + 1), f"{node} is used next"
                 )
+            # A message carries a copy: a change after the cut would not reach views from before it.
             for changed_name in self.costs[node.name].changes:
                 first_cut = position.get(by_name[changed_name], -1) + 1
                 self._forbid(
@@ -160,6 +167,8 @@ class Crossings:
             elif node.op.startswith("call"):
                 cost = self.costs[node.name]
                 sources = node.all_input_nodes
+                # What runs again in each stage must have no effect, give the same each time, and
+                # need no gradient: each stage would have a part of it only.
                 has_effects = cost.changes or cost.state or cost.draws
                 is_fixed = not (has_effects or node.name in changed_names)
                 is_fixed = is_fixed and trained_nodes.isdisjoint([node, *sources])
@@ -228,6 +237,7 @@ class Crossings:
 
     def stage(self, begin: int, end: int) -> fx.GraphModule:
         """Return the nodes from ``begin`` to before ``end`` as a module."""
+        # 1. Copy the nodes, with what arrives as inputs and what crosses the end as outputs.
         received = self.at[begin] if begin else self._inputs
         sent = self.at[end] if end < len(self.nodes) else result_nodes(self.traced)
         stage_nodes = self.nodes[begin:end]
@@ -239,7 +249,7 @@ class Crossings:
         # Shares parameters.
         stage = fx.GraphModule(self.traced, copies.graph, class_name="Stage")
 
-        # Such a stage runs micro-batches one by one: a scalar is one of a micro-batch, and rows of
+        # 2. Must it run micro-batches one by one? A scalar is one of a micro-batch, and rows of
         # different versions of a weight must not run as one batch.
         sent_unbatched = copies.made_unbatched(sent)
         uses_unbatched = any(
@@ -248,6 +258,8 @@ class Crossings:
         makes_scalar = any(node in self.of_batch for node in sent_unbatched)
         unbatched = uses_unbatched or makes_scalar
 
+        # 3. What is returned as it came, such as a residual: an index of an output by that of the
+        # input.
         passes_on = {}
         for index, node in enumerate(sent):
             if node in received:
@@ -277,6 +289,7 @@ class Crossings:
             return any(
                 source.name not in self.batched for source in node.all_input_nodes
             )
+        # Such an embedding divides a token's gradient by how often the token is in the batch.
         return bool(getattr(module, "scale_grad_by_freq", False))
 
 

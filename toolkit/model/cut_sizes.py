@@ -67,6 +67,7 @@ def sizes(
             is_scalar = value.dim() == 0 and value.is_floating_point()
             if value.shape == longer_value.shape and (value.requires_grad or is_scalar):
                 unbatched.add(node_name)
+        # Such as the first size of a reshape: x.shape[0] * 8 for 8 heads.
         elif type(value) is int and value and _grows(value, longer_value, n_samples):
             counts[node_name] = value // n_samples
     for node in result_nodes(traced):

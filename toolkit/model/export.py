@@ -170,6 +170,7 @@ class _Rewriter:
 
     def _norm(self, node: fx.Node) -> fx.Node | None:
         """Return a call of the layer in place of a batch norm by its batch; None for others."""
+        # Argument 5 is `training`.
         if node.target is not _aten.batch_norm.default or not node.args[5]:
             return None
         paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]

@@ -17,4 +17,5 @@ def generator_states() -> bytes:
     """Return the states of the generators that a forward may use."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     tensors = [state.numpy(force=True) for state in (torch.get_rng_state(), *devices)]
+    # As bytes: tuples that contain arrays cannot be compared by ==.
     return pickle.dumps([tensors, random.getstate(), np.random.get_state()])

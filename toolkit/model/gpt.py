@@ -53,6 +53,9 @@ def gpt(
     model.add_module("norm", nn.LayerNorm(width))
     model.add_module("head", nn.Linear(width, vocabulary, bias=False))
     model.apply(_initialise)
+    # Each block adds two terms to the residual stream, 2 * layers in all. With 1/sqrt(2 * layers)
+    # of the deviation in each, the variance of their sum does not grow with the depth (GPT-2,
+    # section 2.3).
     for name, weight in model.named_parameters():
         if name.endswith(_ONTO_THE_RESIDUAL):
             nn.init.normal_(weight, std=_SPREAD / sqrt(2 * layers))
@@ -95,6 +98,7 @@ class _Block(nn.Module):
         return x + self.drop(self.narrow(widened))
 
     def _attended(self, x: Tensor) -> Tensor:
+        # From [b, tokens, 3 * width] to [3, b, heads, tokens, width / heads].
         query_key_value = (
             self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
@@ -106,6 +110,7 @@ class _Block(nn.Module):
             dropout_p=dropout,
             is_causal=True,
         )
+        # From [b, heads, tokens, width / heads] back to [b, tokens, width].
         return attended.transpose(1, 2).flatten(2)
 
 

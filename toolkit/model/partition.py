@@ -30,6 +30,7 @@ from toolkit.model.trace import changing, refused, shapes_of, trace
 from toolkit.model.traceable import check_traceable
 
 MEASURES = ("flops", "parameters", "activations")
+# Defaults of torch's DistributedDataParallel: bucket_cap_mb, and its first bucket.
 _BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20  # a small one, so that its message can start early
 
@@ -230,6 +231,10 @@ def bucket_cuts(n_bytes: Sequence[float], may_cut: Sequence[bool] = ()) -> list[
         is_full = bucket_bytes >= limit
         # Without weights before this part, the bucket before it would be empty.
         has_weights_before = bytes_before > bucket_bytes
+        # From the back, with a first limit of 1 and then 25 MiB::
+        #
+        #     part    A    | B    C   | D    E
+        #     MiB     20   | 10   20  | 3    2       no cut is allowed before E
         if is_full and has_weights_before and (not may_cut or may_cut[index]):
             cuts.append(index)
             bytes_before -= bucket_bytes
@@ -294,6 +299,7 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
     computing = [
         cut for cut, node in enumerate(crossing.nodes) if crossing.computes(node)
     ]
+    # A cut is before its node, so work is on both sides.
     possible_cuts = [
         cut for cut in free_cuts if computing and computing[0] < cut <= computing[-1]
     ]
@@ -314,6 +320,7 @@ def _balance(loads: list[int], n_stages: int, crossing: Crossings) -> list[int]:
             f"this model can be cut into 1 to {len(allowed_cuts) + 1} stages: got {n_stages}"
             f"{reason}"
         )
+    # 3. Balance what lies between allowed cuts, which stays together.
     edges = [0, *allowed_cuts, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
     cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed_cuts], n_stages)

@@ -55,6 +55,7 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
     Raises:
         UserError: neither can trace it, or the graph would lose something.
     """
+    # Before anything runs the model: the call notes its attributes as they are.
     model_name, call = type(model).__name__, _Call(model, example)
     with _unchanged(model):
         if not model.training:
@@ -122,6 +123,12 @@ class _Call:
                 key: filled(value, remaining_tensors)
                 for key, value in self.kwargs.items()
             }
+            # The arguments of the example, with traced values in place of its tensors::
+            #
+            #     example     (x, {"mask": m, "scale": 2.0})
+            #     names       x, options_mask                  of forward(x, options)
+            #     tensors     x_proxy, mask_proxy
+            #     call        forward(x_proxy, {"mask": mask_proxy, "scale": 2.0})
             result = forward(*first, *args, **kwargs)
             self.writes = self.attributes.writes()
             self.results, result_tensors = Results.of(result, _is_value, self.who)
@@ -140,6 +147,7 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
     device = next(
         (tensor.device for tensor in model.parameters()), call.tensors[0].device
     )
+    # torch.export runs the model where its weights are.
     inputs = tuple(tensor.detach().to(device) for tensor in call.tensors)
     try:
         with _seeing_draws():
@@ -153,6 +161,8 @@ def _exported(model: nn.Module, call: _Call, reason: Exception) -> fx.GraphModul
     except (NormCallError, _UntraceableError) as error:
         raise UserError(f"{model_name} {error}") from error
     except Exception as error:  # torch.export runs the model's own code, too
+        # torch.fx could follow the model, and found what no graph of it may lose: that helps more
+        # than what torch.export says of the same lines.
         if isinstance(reason, _UntraceableError):
             raise UserError(f"{model_name} {reason}") from error
         raise UserError(
@@ -236,6 +246,8 @@ def _check_writes(call: "_Call", trace_again: Callable[[], object]) -> None:
         return
     names = [name for name, value in first_writes.items() if depends_on_inputs(value)]
     if not names:
+        # A cache that the first forward has filled is left as it is by the second; a counter is
+        # not.
         call.attributes.write(first_writes)  # torch.export has undone some
         trace_again()
         second_writes = call.writes
@@ -286,6 +298,7 @@ class _Tracer(fx.Tracer):
         return self._call.flat(root_fn, self.root), inputs
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        # A graph lists operations, and not the mode in which each ran.
         if torch.is_grad_enabled() != self._gradients:
             raise _UntraceableError(
                 "uses torch.no_grad or enable_grad in its forward, which its graph would lose: use"
@@ -306,9 +319,11 @@ class _Tracer(fx.Tracer):
 
 def _in_batches(norm: fx.Node) -> bool:
     """Return whether a call of batch_norm uses the statistics of its batch."""
+    # batch_norm(input, running_mean, running_var, weight, bias, training, ...)
     training = norm.kwargs.get(
         "training", norm.args[5] if len(norm.args) > 5 else False
     )
+    # Neither a traced value nor True: both may use the batch.
     return training is not False
 
 
