@@ -258,8 +258,7 @@ class Crossings:
         makes_scalar = any(node in self.of_batch for node in sent_unbatched)
         unbatched = uses_unbatched or makes_scalar
 
-        # 3. What is returned as it came, such as a residual: an index of an output by that of the
-        # input.
+        # 3. What is returned as it came, such as a residual: input index by output index.
         passes_on = {}
         for index, node in enumerate(sent):
             if node in received:

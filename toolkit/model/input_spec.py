@@ -123,6 +123,7 @@ def _numbers(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
     """Return numbers from 0 to 1 from a fixed seed; on meta they take no memory."""
     if torch.device(device).type == "meta":
         return torch.empty(shape, device=device)
+    # Drawn on the CPU, so that all devices have the same.
     return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
 
 

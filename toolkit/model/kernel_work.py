@@ -58,6 +58,7 @@ def _convolution_backward(*args: Any, **keywords: Any) -> int:
     ]
     positions = input_shape[2:] if transposed else gradient_shape[2:]
     forward_flops = 2 * input_shape[0] * prod(positions) * prod(weight_shape)
+    # The mask: whether gradients of input, weight and bias are computed. That of the bias is a sum.
     return forward_flops * sum(output_mask[:2])
 
 

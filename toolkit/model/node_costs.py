@@ -168,6 +168,7 @@ class _Recorder(fx.Interpreter):
                 self.state[name] = buffer
 
     def run_node(self, n: fx.Node) -> Any:
+        # 1. Cut the arguments off from the nodes before, so that the backward is that of this node.
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         earlier_versions = {
             name: tensor._version for name, tensor in self.state.items()
@@ -175,11 +176,13 @@ class _Recorder(fx.Interpreter):
         changes = self._changes(n, args, kwargs)
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         earlier_bytes = self.saved_bytes
+        # 2. The forward, with what autograd saves of it.
         hooks = torch.autograd.graph.saved_tensors_hooks(
             self._save, lambda tensor: tensor
         )
         with counting_work() as forward, hooks:
             output = self._run(n, args, kwargs)
+        # 3. The backward, to what the node reads: arguments, and parameters of its own module.
         parameters = parameters_of(self.module, n)
         # A traced weight comes as an input: its leaf shares the parameter's memory.
         weights = [leaf for leaf in leaves if _storage(leaf) in self.parameter_storages]
@@ -188,6 +191,7 @@ class _Recorder(fx.Interpreter):
             _backward(output, [*weights, *parameters], retain_graph=True)
         with counting_work() as backward:
             _backward(output, [*leaves, *parameters])
+        # 4. A parameter counts at its first node, and what has changed in place by its version.
         n_new_parameters = 0
         for parameter in parameters:
             if id(parameter) not in self.counted_parameters:
@@ -217,6 +221,8 @@ class _Recorder(fx.Interpreter):
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
         """Return the nodes whose results ``n`` overwrites, by running it once."""
+        # Of torch's own operations the schema says whether they write; of layers and functions
+        # nothing.
         schema = getattr(n.target, "_schema", None)
         if not n.op.startswith("call") or (schema and not schema.is_mutable):
             return ()

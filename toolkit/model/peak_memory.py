@@ -102,11 +102,19 @@ def peaks_beside_kept(
         memory: meter of the device.
         precision: context of the forward.
     """
+    # Bytes in use over time; the results are the heights of the two peaks above "kept"::
+    #
+    #               __
+    #        ______|  |                 ____
+    #     __|         |________________|    |__
+    #        forward     kept           backward
     memory.restart()
     with precision:
         outputs = forward()
     forward_peak = memory.most
     differentiable_outputs = [output for output in outputs if output.requires_grad]
+    # A backward that begins at places in the graph needs no outputs, so they can be freed: a stage
+    # sends them away, too.
     edges = [get_gradient_edge(output) for output in differentiable_outputs]
     specs = [
         (output.shape, output.dtype, output.device) for output in differentiable_outputs
@@ -114,6 +122,7 @@ def peaks_beside_kept(
     del outputs, differentiable_outputs  # each reference would keep the outputs alive
     kept_bytes = memory.bytes
     memory.restart()
+    # The next stage's gradients arrive before the backward begins.
     gradients = [
         torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs
     ]

@@ -32,6 +32,7 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
+        # Graphs with generated code of another kind, such as torch.export's, stay torch's matter.
         if (
             isinstance(value, fx.GraphModule)
             and type(value.graph._codegen) is fx.graph.CodeGen
@@ -46,6 +47,8 @@ class _Pickler(cloudpickle.Pickler):
                 )
                 for node in value.graph.nodes
             ]
+            # Of a module's own attributes only those that hold its contents. The rest, such as the
+            # generated forward, is made anew.
             kept_attributes = (
                 "_parameters",
                 "_buffers",

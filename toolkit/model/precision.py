@@ -127,7 +127,8 @@ class _OnDevice(TorchFunctionMode):
                 operations = registered("CUDA")
                 widest_operations = _WIDEST_ON_GPU
                 product_operations = _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
-            # The later of these counts, if an operation is in several.
+            # Autocast's policies: 32 bits, the widest type of the arguments, or 16 bits. The later
+            # of these counts, if an operation is in several.
             self.casts = dict.fromkeys(operations, partial(_to, torch.float32))
             self.casts |= dict.fromkeys(widest_operations, _widened)
             self.casts |= dict.fromkeys(product_operations, partial(_to, dtype))
@@ -212,6 +213,7 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
 ) -> Any:
     """Attend by the fused kernel that the training device would take, or as torch decomposes it."""
     tensors = (query, key, value)
+    # Where torch has no fused kernel for these arguments, attention is made of matrix products.
     takes_apart = query.dtype == torch.float64
     if on_cpu:
         takes_apart = dropout_p > 0 or (
@@ -228,6 +230,7 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
         )
     mask = attn_mask
     if mask is not None:
+        # Kernels take numbers that are added to the scores, of the full shape.
         if mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=query.dtype)
         mask = mask.expand(*query.shape[:3], key.shape[2])
@@ -235,4 +238,6 @@ def _attention(  # noqa: PLR0913 - the signature is torch's
         return _ON_CPU(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
     if mask is None and query.dtype in HALVES:
         return _FLASH(*tensors, dropout_p, is_causal, scale=scale)[0]
+    # Flash attention takes 16 bits and no mask; this one takes the rest. True: it keeps what its
+    # backward needs.
     return _EFFICIENT(*tensors, mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -57,6 +57,7 @@ def seed_layer(name: str) -> None:
         return
     # Not hash(name), which is another number in each process.
     layer = zlib.crc32(name.encode())
+    # Of integers, whose hash is the same in all processes.
     layer_seed = hash((draws.seed, draws.step, layer, draws.microbatch))
     for generator in draws.generators:
         generator.manual_seed(layer_seed)

@@ -42,6 +42,7 @@ class Sharding(NamedTuple):
         sharded = distribute_tensor(
             whole_tensor.detach(), mesh, self.placements, src_data_rank=None
         )
+        # A clone: the shard would otherwise be a view that keeps the whole tensor alive.
         return sharded.to_local().clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor, mesh: DeviceMesh) -> Tensor:

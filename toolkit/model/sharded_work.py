@@ -186,6 +186,8 @@ def _analyse(
     for name, parameter in stage.module.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         weights[name] = local.detach().requires_grad_(parameter.requires_grad)
+    # Two runs: this one keeps all that autograd saves, so the next one, which counts living memory,
+    # must be without it.
     saved = _SavedTensors([*weights.values(), *stage.module.buffers(), *inputs])
     with (
         as_trained(device, precision),
@@ -326,10 +328,14 @@ class _KernelLog(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if func.namespace == _COLLECTIVE:
             if name in _COLLECTIVES:
+                # The largest of shard and whole: the output of an all-gather, the input of a
+                # reduce-scatter.
                 whole_bytes = max(operand.nbytes for operand in operands)
                 self.exchanges.append(Exchange(_COLLECTIVES[name], float(whole_bytes)))
         elif reads_memory(func):
             flops = 0
+            # Of elementwise operations torch counts no operations; their bytes cost time all the
+            # same.
             if func._overloadpacket in flop_registry:
                 flops = flop_registry[func._overloadpacket](
                     *args, **kwargs, out_val=output

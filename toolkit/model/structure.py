@@ -27,6 +27,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
+        # Sorted, so that two dictionaries with the same keys in another order are the same inputs.
         for key in sorted(value, key=str):
             yield from named_tensors(value[key], f"{prefix}{key}")
     elif isinstance(value, tuple | list):
@@ -50,6 +51,7 @@ def input_names(names: Iterable[str]) -> list[str]:
     used_names = {"self"}
     for name in names:
         argument = re.sub(r"\W", "_", name) or "x"
+        # Such as "0", of a tuple, or "class".
         if not argument.isidentifier() or keyword.iskeyword(argument):
             argument = f"input_{argument}"
         unique_name = argument
@@ -75,6 +77,7 @@ def filled(value: Any, tensors: Iterator[Any]) -> Any:
         item_of_key = {
             key: filled(value[key], tensors) for key in sorted(value, key=str)
         }
+        # Back in the dictionary's own order, which the user's code may rely on.
         return {key: item_of_key[key] for key in value}
     if isinstance(value, tuple | list):
         items = [filled(item, tensors) for item in value]
@@ -151,6 +154,7 @@ class Results:
             if leaf is Tensor:
                 index, leaf = next(remaining_tensors)
                 if index in self.scalars:
+                    # A stage returns one row for the micro-batch; the model returns a number.
                     leaf = leaf.squeeze(0)
             leaves.append(leaf)
         return tree_unflatten(leaves, self.spec)

@@ -98,6 +98,7 @@ def _share_decoder(
     stage: nn.Module, mesh: DeviceMesh, scores: Placement = _WHOLE
 ) -> None:
     by_tokens = Shard(1)
+    # By name, which layers take what, and what they return, as in the picture above.
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=by_tokens, use_local_output=False
@@ -156,6 +157,8 @@ class _SharedHeads(ParallelStyle):
 
 
 def _project(module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    # All-gather the tokens. In the backward each device has the gradient by its own heads alone:
+    # `Partial` says that these are to be added.
     replicated = cast(DTensor, x).redistribute(mesh, [Replicate()])
     tokens = replicated.to_local(grad_placements=[Partial()])
     return _local_linear(tokens, module.weight, module.bias)
@@ -209,6 +212,7 @@ def _self_attention(
     replicated = DTensor.from_local(query, mesh, [Replicate()], run_check=False)
     x = replicated.to_local(grad_placements=[Partial()])
     projected = _local_linear(x, module.in_proj_weight, module.in_proj_bias)
+    # From here on as in torch's own attention, with this device's heads.
     n_heads = module.num_heads // mesh.size()
     of_heads = projected.unflatten(-1, (3, n_heads, -1)).permute(2, 0, 3, 1, 4)
     dropout = module.dropout if module.training else 0.0
@@ -236,6 +240,7 @@ def _shard_parameters(
 def _attend_to_own_heads(stage: fx.GraphModule, mesh: DeviceMesh) -> None:
     """Let each device compute attention of its own heads, with random draws of its own."""
     for node in stage.graph.nodes:
+        # The graph has the number of all heads as a constant.
         if node.op == "call_method" and node.target == "unflatten":
             tensor, dimension, (n_parts, n_heads, size) = node.args
             node.args = (tensor, dimension, (n_parts, n_heads // mesh.size(), size))
@@ -244,5 +249,6 @@ def _attend_to_own_heads(stage: fx.GraphModule, mesh: DeviceMesh) -> None:
             node.target is F.scaled_dot_product_attention
             and before.target is seed_layer
         ):
+            # Heads of different devices must not drop the same places.
             before.args = (f"{before.args[0]}/{mesh.get_local_rank()}",)
     stage.recompile()

@@ -90,6 +90,7 @@ def _call_function(traced: fx.GraphModule, node: fx.Node) -> None:
     path = str(node.target)
     module = traced.get_submodule(path)
     graph = traced.graph
+    # Linear and Embedding take one argument, by place or by name.
     (input_node,) = (*node.args, *node.kwargs.values())
     with graph.inserting_before(node):
         weight = graph.get_attr(f"{path}.weight")
@@ -131,6 +132,8 @@ def _read_once(model: nn.Module, traced: fx.GraphModule, name: str) -> None:
     weight_node.target = name
     for node in traced.graph.nodes:
         if node in weight_node.users:
+            # Right before its first use: between the two no cut is allowed, so the stage that owns
+            # the weight computes with it.
             node.prepend(weight_node)
             return
 

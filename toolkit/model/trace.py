@@ -323,7 +323,7 @@ def _in_batches(norm: fx.Node) -> bool:
     training = norm.kwargs.get(
         "training", norm.args[5] if len(norm.args) > 5 else False
     )
-    # Neither a traced value nor True: both may use the batch.
+    # A traced value counts as True, which it may be.
     return training is not False
 
 

@@ -177,6 +177,7 @@ def _convnet(
         "flatten": nn.Flatten(),
         "fc": nn.Linear(narrower, n_classes),
     }
+    # The factor on the scores of arXiv 2404.00498.
     layers["scale"] = _Scale(1 / 9)
     return nn.Sequential(layers)
 
@@ -200,9 +201,11 @@ def whitening(in_channels: int) -> torch.Tensor:
     channels = torch.full((in_channels, in_channels), 0.93)
     for correlation in (neighbours, channels):
         correlation.fill_diagonal_(1.0)
+    # The correlation of two values of a patch is the product of those by channel, row and column.
     variances, vectors = torch.linalg.eigh(
         torch.kron(channels, torch.kron(neighbours, neighbours))
     )
+    # Plus 0.01, or directions with hardly any variance would be blown up.
     filters = (vectors / torch.sqrt(variances + 0.01)).T.reshape(-1, in_channels, 2, 2)
     return torch.cat([filters, -filters])
 
