@@ -76,14 +76,8 @@ def chain_modules(
             key: filled(item, remaining_nodes) for key, item in kwargs.items()
         }
         call = graph.call_module(name, node_args, node_kwargs)
-        with refused(module, tensors_of(value)), torch.no_grad():
-            meta_args, meta_kwargs = tree_map_only(
-                Tensor,
-                lambda item: torch.empty_like(item, device="meta"),
-                (args, kwargs),
-            )
-            value = meta_copy(module)(*meta_args, **meta_kwargs)
-        nodes = [*_tensors(graph, call, value)]
+        value = _result_on_meta(module, value)
+        nodes = _tensors(graph, call, value)
     results, result_tensors = Results.of(
         value, lambda leaf: isinstance(leaf, Tensor), "the last stage"
     )
@@ -101,6 +95,17 @@ def chain_modules(
         "modules": [name for name, _ in chain.named_children()],
     }
     return chain, traced
+
+
+def _result_on_meta(module: nn.Module, value: Any) -> Any:
+    """Return what ``module`` returns for ``value``, on the meta device; or raise UserError."""
+    with refused(module, tensors_of(value)), torch.no_grad():
+        meta_args, meta_kwargs = tree_map_only(
+            Tensor,
+            lambda item: torch.empty_like(item, device="meta"),
+            arguments(value),
+        )
+        return meta_copy(module)(*meta_args, **meta_kwargs)
 
 
 def _check_keywords(name: str, module: nn.Module, keywords: Mapping[str, Any]) -> None:
