@@ -203,7 +203,8 @@ def _runs_agree(stages: "Stages", inputs: Inputs, places: list[str] | None) -> b
 
 def _run_one_by_one(stage: fx.GraphModule, values: Sequence[Inputs]) -> list[Inputs]:
     """Run on the inputs of each micro-batch; together, they have the outputs of both."""
-    first_outputs, second_outputs = stage(*values[0]), stage(*values[1])
+    first_outputs = stage(*values[0])
+    second_outputs = stage(*values[1])
     joint_outputs = tuple(
         map(torch.cat, zip(first_outputs, second_outputs, strict=True))
     )

@@ -35,6 +35,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies it while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
 @contextmanager
 def counting_work() -> Iterator["WorkCounter"]:
     """Count the work of the operations inside the context."""

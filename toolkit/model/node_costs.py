@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from toolkit.model.kernel_work import Work, counting_work, tensors_in
+from toolkit.model.kernel_work import Work, counting_work, storage_of, tensors_in
 from toolkit.model.precision import as_trained
 from toolkit.model.traced_stage import in_training
 
@@ -85,11 +85,11 @@ def node_costs(
     )
     recorder.run(*inputs)
     # Only now: a later node may save what an earlier one has computed.
-    saved_storages = {_storage(tensor) for tensor in recorder.saved_tensors}
+    saved_storages = {storage_of(tensor) for tensor in recorder.saved_tensors}
     costs = {}
     for name, cost in recorder.costs.items():
         is_saved = any(
-            _storage(tensor) in saved_storages for tensor in tensors_in(cost.output)
+            storage_of(tensor) in saved_storages for tensor in tensors_in(cost.output)
         )
         costs[name] = replace(cost, kept=is_saved)
     return costs
@@ -156,9 +156,9 @@ class _Recorder(fx.Interpreter):
             *module.buffers(),
             *inputs,
         ]
-        self.seen_storages = {_storage(tensor) for tensor in self.saved_tensors}
+        self.seen_storages = {storage_of(tensor) for tensor in self.saved_tensors}
         self.parameter_storages = {
-            _storage(parameter) for parameter in module.parameters()
+            storage_of(parameter) for parameter in module.parameters()
         }
         self.saved_bytes = 0
         self.state: dict[str, Tensor] = dict(module.named_parameters())
@@ -185,7 +185,9 @@ class _Recorder(fx.Interpreter):
         # 3. The backward, to what the node reads: arguments, and parameters of its own module.
         parameters = parameters_of(self.module, n)
         # A traced weight comes as an input: its leaf shares the parameter's memory.
-        weights = [leaf for leaf in leaves if _storage(leaf) in self.parameter_storages]
+        weights = [
+            leaf for leaf in leaves if storage_of(leaf) in self.parameter_storages
+        ]
         # The backward runs twice: for the weights alone, and for everything.
         with counting_work() as weight_backward:
             _backward(output, [*weights, *parameters], retain_graph=True)
@@ -241,10 +243,10 @@ class _Recorder(fx.Interpreter):
         )
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in self.seen_storages:
-            self.seen_storages.add(_storage(tensor))
+        if storage_of(tensor) not in self.seen_storages:
+            self.seen_storages.add(storage_of(tensor))
             self.saved_tensors.append(tensor)
-            self.saved_bytes += tensor.untyped_storage().nbytes()
+            self.saved_bytes += tensor.untypedstorage_of().nbytes()
         return tensor
 
 
@@ -271,11 +273,6 @@ def _to_meta(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter)
         else meta
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, which identifies it while it lives."""
-    return tensor.untyped_storage()._cdata
 
 
 def differentiable(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.model.kernel_work import tensors_in
+from toolkit.model.kernel_work import storage_of, tensors_in
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.precision import as_trained
 
@@ -48,17 +48,15 @@ class LiveMemory(TorchDispatchMode):
 
     def _count(self, output: Any, arguments: Sequence[Tensor]) -> None:
         """Count the memory of what an operation has made, unless it is that of an argument."""
-        argument_storages = [tensor.untyped_storage()._cdata for tensor in arguments]
+        argument_addresses = [storage_of(tensor) for tensor in arguments]
         for tensor in tensors_in(output):
-            storage = tensor.untyped_storage()
-            if (
-                storage._cdata not in self._sizes
-                and storage._cdata not in argument_storages
-            ):
-                self._sizes[storage._cdata] = storage.nbytes()
+            address = storage_of(tensor)
+            if address not in self._sizes and address not in argument_addresses:
+                storage = tensor.untyped_storage()
+                self._sizes[address] = storage.nbytes()
                 self.bytes += storage.nbytes()
                 # An address may be used again: forget it as soon as its storage is gone.
-                weakref.finalize(storage, self._forget, storage._cdata)
+                weakref.finalize(storage, self._forget, address)
         self.most = max(self.most, self.bytes)
 
     def restart(self) -> None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.errors import UserError
-from toolkit.model.kernel_work import Work, reads_memory, tensors_in
+from toolkit.model.kernel_work import Work, reads_memory, storage_of, tensors_in
 from toolkit.model.loss_parallel import REDUCTIONS, is_loss_parallel
 from toolkit.model.node_costs import meta_copy
 from toolkit.model.peak_memory import LiveMemory, peaks_beside_kept
@@ -216,7 +216,7 @@ def _analyse(
         output_bytes=sum(tensor.nbytes for tensor in outputs),
         unkept_bytes=sum(tensor.nbytes for tensor in outputs if not saved.has(tensor)),
         parameter_bytes=sum(
-            weight.untyped_storage().nbytes()
+            weight.untypedstorage_of().nbytes()
             for weight in weights.values()
             if weight.requires_grad
         ),
@@ -232,29 +232,25 @@ class _SavedTensors:
     def __init__(self, tensors_before: Sequence[Tensor]) -> None:
         # Storages are identified by address: keep them alive so that none is reused.
         self._alive = [*map(_local, tensors_before)]
-        self._storages = {_storage(tensor) for tensor in self._alive}
+        self._storages = {storage_of(tensor) for tensor in self._alive}
         self.bytes = 0
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd saves, and return it."""
         local = _local(tensor)
-        if _storage(local) not in self._storages:
-            self._storages.add(_storage(local))
+        if storage_of(local) not in self._storages:
+            self._storages.add(storage_of(local))
             self._alive.append(local)
-            self.bytes += local.untyped_storage().nbytes()
+            self.bytes += local.untypedstorage_of().nbytes()
         return tensor
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` is kept."""
-        return _storage(_local(tensor)) in self._storages
+        return storage_of(_local(tensor)) in self._storages
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _finds_shapes(tensors: Sequence[Tensor]) -> bool:
@@ -286,7 +282,7 @@ class _LocalMemory(LiveMemory):
             # The op that waits for a collective returns its result. On meta tensors it returns a
             # copy, which would count as a second tensor.
             for argument in arguments:
-                self._forget(_storage(argument))
+                self._forget(storage_of(argument))
         self._count(output, arguments)
         return output
 

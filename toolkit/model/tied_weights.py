@@ -12,13 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.model.node_costs import parameters_of
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+from toolkit.model.traceable import HOOKS
 
 
 def share_tied_weights(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -72,7 +66,7 @@ def _can_be_function(traced: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module":
         return True
     module = traced.get_submodule(str(node.target))
-    has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
+    has_hooks = any(getattr(module, hooks) for hooks in HOOKS)
     if has_hooks or is_parametrized(module) or "forward" in vars(module):
         return False
     if isinstance(module, nn.Linear):

@@ -34,7 +34,8 @@ _POSITIONAL = (
 )
 _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
-_TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(__file__)
 
 # Of torch 2.11, whenever a traced module is copied
 warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
@@ -56,7 +57,8 @@ def trace(model: nn.Module, example: Any) -> fx.GraphModule:
         UserError: neither can trace it, or the graph would lose something.
     """
     # Before anything runs the model: the call notes its attributes as they are.
-    model_name, call = type(model).__name__, _Call(model, example)
+    call = _Call(model, example)
+    model_name = type(model).__name__
     with _unchanged(model):
         if not model.training:
             model.train()

@@ -10,7 +10,8 @@ from toolkit.errors import UserError
 from toolkit.model.traced_stage import evaluated
 
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
+"""Where a module keeps its hooks."""
 
 
 def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -50,7 +51,7 @@ def _check_hooks_of_modules(model: nn.Module, called_modules: Sequence[str]) -> 
         # hooks included, but not through the call of the model itself.
         lost_hooks: tuple[str, ...] = _BACKWARD_HOOKS
         if module is model:
-            lost_hooks = _HOOKS
+            lost_hooks = HOOKS
         elif is_in_called_module:
             lost_hooks = ()
         if any(getattr(module, hooks) for hooks in lost_hooks):
@@ -72,7 +73,7 @@ def _check_norms(
             continue
         # Stages replace the norm by one that shares its tensors, and neither hooks nor
         # parametrizations.
-        if is_parametrized(module) or any(getattr(module, hooks) for hooks in _HOOKS):
+        if is_parametrized(module) or any(getattr(module, hooks) for hooks in HOOKS):
             raise UserError(
                 f"{type(model).__name__} has a hook or a parametrization on the batch norm {name},"
                 " which would not run on each micro-batch: remove it"

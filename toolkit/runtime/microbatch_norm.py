@@ -94,15 +94,19 @@ class MicrobatchNorm(nn.Module):
         statistics = None
         if self.dtype is not None:
             statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype)
-            means, variances = (rows.unbind() for rows in statistics.unbind())
+            means = statistics[0].unbind()
+            variances = statistics[1].unbind()
         weights = self._for_each(self.weight)
         biases = self._for_each(self.bias)
         # The gradient of a chunk is copied into that of the whole, so no chunk of one part.
         chunks: Sequence[Tensor] = [x]
         if n > 1:
             chunks = x.chunk(n)
-        columns = zip(chunks, means, variances, weights, biases, strict=True)
-        normalised = [self._normalised(*column) for column in columns]
+        normalised = []
+        for chunk, mean, variance, weight, bias in zip(
+            chunks, means, variances, weights, biases, strict=True
+        ):
+            normalised.append(self._normalised(chunk, mean, variance, weight, bias))
         y = normalised[0]
         if n > 1:
             y = torch.cat(normalised)

@@ -151,11 +151,10 @@ class BatchReader(Iterator[Share]):
             )
         if not microbatches:
             return None
-        *share_inputs, share_targets = (
-            _selected(tensor, n_parts, microbatches, self._device)
-            for tensor in (*inputs, targets)
+        share_inputs = tuple(
+            _selected(tensor, n_parts, microbatches, self._device) for tensor in inputs
         )
-        return tuple(share_inputs), share_targets
+        return share_inputs, _selected(targets, n_parts, microbatches, self._device)
 
 
 def _text(shape: Shape) -> str:

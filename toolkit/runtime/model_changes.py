@@ -4,12 +4,8 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+from toolkit.model.traceable import HOOKS
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -32,7 +28,7 @@ def traits(model: nn.Module) -> dict[str, dict[str, Any]]:
             # are not seen.
             if type(value) in _PLAIN or (type(value) is tuple and _is_plain(value)):
                 of_module[name] = value
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             # The graph has no hooks; a change in their number shows that one was added or removed.
             of_module[hooks] = len(attributes[hooks])
         for name, parameter in module._parameters.items():

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.errors import UserError
+from toolkit.model.kernel_work import storage_of
 from toolkit.model.random_draws import drawing
 from toolkit.model.traced_stage import in_training, one_by_one
 from toolkit.runtime.make_optimizer import MakeOptimizer, MakeScheduler
@@ -327,7 +328,7 @@ def take_gradients(weights: Weights) -> dict[str, Tensor]:
         gradients[name] = gradient
         if gradient.layout == torch.strided:
             # Where several weights are added up, autograd may leave views of one gradient.
-            storage = gradient.untyped_storage()._cdata
+            storage = storage_of(gradient)
             if storage in storages:
                 gradients[name] = gradient.clone()
             storages.add(storage)

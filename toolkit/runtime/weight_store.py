@@ -107,20 +107,17 @@ class WeightStore:
                 continue
             chain_index = chain.index(rank)
             for version in self.schedule.versions(stage, step):
-                message = (stage, None, None, version, Buffer.WEIGHTS)
                 # All ranks wait in the order of stages and versions: so none deadlocks.
                 if chain_index > 0:
-                    receive = Instruction(
-                        0, Action.RECV, *message, (chain[chain_index - 1],)
-                    )
+                    source = chain[chain_index - 1]
+                    receive = _weights_message(Action.RECV, stage, version, source)
                     incoming = messages.receive(receive)
                     self._await(receive, step, incoming)
                     received = messages.received(receive, incoming)
                     first_weights[stage, version] = cast(Weights, received)
                 if chain_index + 1 < len(chain):
-                    send = Instruction(
-                        0, Action.SEND, *message, (chain[chain_index + 1],)
-                    )
+                    target = chain[chain_index + 1]
+                    send = _weights_message(Action.SEND, stage, version, target)
                     outgoing = messages.send(send, first_weights[stage, version])
                     # Begin now and wait at the end: the next rank of the chain waits for it.
                     outgoing.begin()
@@ -253,6 +250,15 @@ class WeightStore:
             dist.broadcast(flat, self.world.process(root), group=self.world.group)
         received = layout.unpack(flat.to(self.world.device))
         return {name: tensor.clone() for name, tensor in received.items()}
+
+
+def _weights_message(
+    action: Action, stage: int, version: int, peer: int
+) -> Instruction:
+    """Return the instruction that sends weights to ``peer``, or receives them from it."""
+    return Instruction(
+        0, action, stage, version=version, buffer=Buffer.WEIGHTS, peers=(peer,)
+    )
 
 
 def _updaters(schedule: Schedule) -> list[set[int]]:

@@ -54,11 +54,12 @@ class Evaluations:
 
     def metrics(self) -> dict[str, Any]:
         """Return the fields of an :class:`Epoch`."""
-        test, average, published = self.test, self.average, self.published
+        average = self.average
+        published = self.published
         return {
-            "test_loss": test.loss,
-            "top1": test.top1,
-            "top5": test.top5,
+            "test_loss": self.test.loss,
+            "top1": self.test.top1,
+            "top5": self.test.top5,
             "ema_loss": average.loss if average else None,
             "ema_top1": average.top1 if average else None,
             "published_loss": published.loss if published else None,

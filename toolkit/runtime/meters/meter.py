@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.model.kernel_work import storage_of
 from toolkit.runtime.meters.running_costs import Stopwatch
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import Values
@@ -162,13 +163,13 @@ class SavedActivations:
     ) -> Iterator[None]:
         """Count what autograd saves within, except these tensors."""
         excluded_storages = {
-            _storage(tensor) for tensor in (*weights.values(), *inputs, *buffers)
+            storage_of(tensor) for tensor in (*weights.values(), *inputs, *buffers)
         }
 
         def keep(tensor: Tensor) -> "Tensor | _Holder":
             # Detached, or a result kept by its own node would hold on to itself.
             detached = tensor.detach()
-            if _storage(tensor) in excluded_storages:
+            if storage_of(tensor) in excluded_storages:
                 return detached
             return _Holder(detached, self)
 
@@ -182,13 +183,13 @@ class SavedActivations:
 
     def count(self, tensor: Tensor, change: int) -> None:
         """Add to, or take from, those that keep the storage of ``tensor``."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         n_before = self._n_holders[storage]
         n_after = n_before + change
         self._n_holders[storage] = n_after
         # Shared storage counts once: with its first holder it comes, with its last it goes.
         if n_before == 0 or n_after == 0:
-            self.live_bytes += change * tensor.untyped_storage().nbytes()
+            self.live_bytes += change * tensor.untypedstorage_of().nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if n_after == 0:
             del self._n_holders[storage]
@@ -204,10 +205,6 @@ class _Holder:
 
     def __del__(self) -> None:
         self.saved.count(self.tensor, -1)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # Lists below, since other threads put in and take out meanwhile.

@@ -153,9 +153,8 @@ class _Images(Source):
         self, x: Tensor, row: Tensor, column: Tensor, mirrored: Tensor
     ) -> Tensor:
         """Return crops of padded images ``x`` from ``row`` and ``column`` on, some mirrored."""
-        row_offsets, column_offsets = (
-            torch.arange(size, device=x.device) for size in x.shape[2:]
-        )
+        row_offsets = torch.arange(x.shape[2], device=x.device)
+        column_offsets = torch.arange(x.shape[3], device=x.device)
         # A mirrored image reads its columns from right to left.
         column_offsets = torch.where(
             mirrored[:, None] > 0, column_offsets.flip(0), column_offsets
