@@ -246,7 +246,7 @@ class _Recorder(fx.Interpreter):
         if storage_of(tensor) not in self.seen_storages:
             self.seen_storages.add(storage_of(tensor))
             self.saved_tensors.append(tensor)
-            self.saved_bytes += tensor.untypedstorage_of().nbytes()
+            self.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
 
 

@@ -216,7 +216,7 @@ def _analyse(
         output_bytes=sum(tensor.nbytes for tensor in outputs),
         unkept_bytes=sum(tensor.nbytes for tensor in outputs if not saved.has(tensor)),
         parameter_bytes=sum(
-            weight.untypedstorage_of().nbytes()
+            weight.untyped_storage().nbytes()
             for weight in weights.values()
             if weight.requires_grad
         ),
@@ -241,7 +241,7 @@ class _SavedTensors:
         if storage_of(local) not in self._storages:
             self._storages.add(storage_of(local))
             self._alive.append(local)
-            self.bytes += local.untypedstorage_of().nbytes()
+            self.bytes += local.untyped_storage().nbytes()
         return tensor
 
     def has(self, tensor: Tensor) -> bool:

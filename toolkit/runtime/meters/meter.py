@@ -189,7 +189,7 @@ class SavedActivations:
         self._n_holders[storage] = n_after
         # Shared storage counts once: with its first holder it comes, with its last it goes.
         if n_before == 0 or n_after == 0:
-            self.live_bytes += change * tensor.untypedstorage_of().nbytes()
+            self.live_bytes += change * tensor.untyped_storage().nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if n_after == 0:
             del self._n_holders[storage]
