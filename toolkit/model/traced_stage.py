@@ -21,6 +21,7 @@ def one_by_one(stage: nn.Module) -> bool:
 
 def in_training(module: _Module) -> _Module:
     """Set ``module`` to the mode in which it was traced, and return it."""
+    # train() would also switch the frozen norms, so these are switched back.
     module.train()
     evaluated_names = evaluated(module)
     for name, inner in module.named_modules():

@@ -72,6 +72,8 @@ def _resnet(
         model.bn1 = nn.BatchNorm2d(width)
         model.inplanes = width
         for group in range(4):
+            # The same kind and number of blocks, by torchvision's own function, which reads
+            # `inplanes`.
             old_layer = getattr(model, f"layer{group + 1}")
             layer = model._make_layer(
                 type(old_layer[0]),
@@ -137,6 +139,7 @@ def _block(narrower: int, wider: int, stride: int) -> nn.Module:
 
     if stride == 1 and narrower == wider:
         return BasicBlock(narrower, wider)
+    # Option B of the paper, a projection; its CIFAR nets pad with zeros instead (option A).
     shortcut = nn.Conv2d(narrower, wider, 1, stride, bias=False)
     return BasicBlock(
         narrower, wider, stride, nn.Sequential(shortcut, nn.BatchNorm2d(wider))
@@ -160,6 +163,7 @@ def _convnet(
     for group, wider in enumerate(
         (base_width, 4 * base_width, 4 * base_width), start=1
     ):
+        # Each group: convolution, pooling, norm, GELU; then convolution, norm, GELU.
         for position, channels in enumerate((narrower, wider), start=1):
             layers[f"conv{group}_{position}"] = conv = nn.Conv2d(
                 channels, wider, 3, 1, 1, bias=False

@@ -22,6 +22,12 @@ class StartOffset:
         self.world = world
         self._name = world.next_name()
         first_ticks = program.first_forwards()
+        # First forwards of three ranks, by tick; the leader, rank 0, gives the turns::
+        #
+        #     tick      0  1  2  3  4
+        #     rank 0    F     !     !       "!": it reaches the tick of another rank's start
+        #     rank 1          F
+        #     rank 2                F
         self._leader = min(
             first_ticks, key=lambda rank: (first_ticks[rank], rank), default=world.rank
         )

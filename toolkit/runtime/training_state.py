@@ -141,9 +141,11 @@ class TrainingState:
         state = optimizers.state_of_stage(names, self.optimizer, self.options)
         return {
             "optimizer": state if names else None,
+            # As of :class:`toolkit.runtime.step_optimizer.FollowsSettings`.
             "lr_scheduler": {"n": self.steps_done} if names else None,
             "average": average,
             "n_skipped": self.n_skipped,
+            # An optimizer has a state of each weight that has had a gradient.
             "unused": [name for name in names if name not in self.optimizer],
         }
 

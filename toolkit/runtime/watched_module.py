@@ -60,6 +60,7 @@ class Owner(Protocol):
 
 # Not an attribute of the model: its state, copies and pickles stay those of the model's own class.
 _owners: WeakKeyDictionary[nn.Module, Owner] = WeakKeyDictionary()
+# One subclass for each class, so that two models of one class still have the same class.
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -70,6 +71,7 @@ def watch(model: nn.Module, owner: Owner) -> None:
     if kind not in _classes.values():
         if kind not in _classes:
             _classes[kind] = _watched(kind)
+        # The object stays the one that the script and its optimizer refer to.
         model.__class__ = _classes[kind]
 
 
@@ -93,6 +95,8 @@ def _watched(kind: type[nn.Module]) -> type[nn.Module]:
             self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
             def load() -> Any:
+                # ``kind`` in place of super(), which a nested function cannot call without
+                # arguments.
                 return kind.load_state_dict(self, state_dict, *args, **kwargs)
 
             owner = _owners.get(self)

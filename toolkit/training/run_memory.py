@@ -60,6 +60,7 @@ def _peak_grouped(run: TrainingRun, costs: Costs) -> float:
     activation_bytes = n_microbatches * sum(
         cost.kept_bytes + cost.extra_input_bytes for cost in costs
     )
+    # As if all micro-batches ran as one batch, which those that read one version do.
     workspace_bytes = n_microbatches * max(max(cost.working_bytes) for cost in costs)
     return (
         weight_bytes

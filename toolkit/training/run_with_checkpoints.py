@@ -92,6 +92,7 @@ def run_with_checkpoints(
 
     run, position = _begin(run, checkpoints, resume, note)
     resumed_at = position.steps_done
+    # From here on a signal ends the run at a pause, also while its last files are written.
     with (signals or Signals()).heard() as signals:
         callback = CheckpointCallback(run, checkpoints, signals, weights)
         if safe_schedule is not None and position.steps_done == 0:
@@ -174,6 +175,8 @@ def without_delay(schedule: Schedule) -> Schedule:
     schedule = schedule.final
     if schedule.max_staleness == 0:
         return schedule
+    # The same ops on the same ranks, all workers at the same time: an update of a step is then
+    # before the next step's first forward, so nothing is late.
     simultaneous = timing.simultaneous(
         schedule.n_stages, schedule.n_workers, schedule.accumulate
     )
