@@ -8,7 +8,7 @@ from hypothesis import given
 from tests.schedule.strategies import quick, schedules, split
 from toolkit.errors import UserError
 from toolkit.schedule import PLACEMENTS, Assigned, Schedule, catalog, timing
-from toolkit.schedule.placement import share_ends
+from toolkit.schedule.reduction_order import share_ends
 
 TIMINGS = {
     "simultaneous": timing.simultaneous,

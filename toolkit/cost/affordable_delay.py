@@ -19,7 +19,7 @@ from toolkit.cost.steady_steps import simulate_steady_steps
 from toolkit.errors import UserError
 from toolkit.schedule import FRESHEST, Schedule
 from toolkit.schedule.instruction import Kind, Op
-from toolkit.schedule.placement import IN_ORDER, ROTATED
+from toolkit.schedule.reduction_order import IN_ORDER, ROTATED
 from toolkit.schedule.staleness import Delay, Staleness, freshest
 
 Make = Callable[..., Schedule]

@@ -19,7 +19,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.make_optimizer import MakeOptimizer
 from toolkit.runtime.step_options import Loss
 from toolkit.schedule import Schedule
-from toolkit.schedule.placement import IN_ORDER
+from toolkit.schedule.reduction_order import IN_ORDER
 from toolkit.training.data import Batch
 
 _ROUNDS = 7

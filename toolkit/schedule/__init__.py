@@ -5,8 +5,9 @@ from toolkit.schedule.correction import CORRECTIONS, Correction
 from toolkit.schedule.grid import labels
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
 from toolkit.schedule.phases import Phase, PhasedSchedule, after, switched
-from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
+from toolkit.schedule.placement import PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
+from toolkit.schedule.reduction_order import CHAINS
 from toolkit.schedule.schedule import STATES, Schedule
 from toolkit.schedule.spec import ScheduleSpec
 from toolkit.schedule.staleness import FRESHEST, RandomDelay

@@ -14,36 +14,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import gcd
-from typing import TypeVar
 
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
-_T = TypeVar("_T")
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
-IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
-"""The order in which ranks add to the sum of a stage's gradient; the last one updates.
-
-``in_order``
-    as they finish. In cyclic timing the last rank makes every update.
-``rotated``
-    as they finish, but beginning with the j-th rank for stage j. New weights travel round the same
-    ring, so that each rank sends to one neighbour only. If the stages are a multiple of the N
-    ranks, every rank sends 2(N-1)/N models a step and makes the same number of updates. In return
-    ranks hold gradients longer, and up to N-1 messages of a stage follow its last backward; where
-    links are slow, stages should therefore have equal parameters. Of g groups that finish together
-    the j-th begins, and each sends 2(g-1)/g models to the next one. It needs replicated state, a
-    rank for each micro-batch, and a delay that leaves weights time.
-
-    Not the default, though it saves most where links bind, since alone it can cost time: CDP-v1 of
-    ResNet-50 in 8 stages on ``ethernet_10`` takes 0.89 of the time in order on 4 ranks but 1.25 on
-    8; with ``partition=parameters`` it takes 0.74 and 0.80. ``experiments/simulate.py`` prints it.
-"""
-
-
 MOST_RANKS = 2**17
 """Most ranks of a placement."""
 
@@ -138,7 +115,22 @@ class Assigned(Placement):
             )
 
 
-def place(
+def layout_of(
+    placement: str | Placement,
+    timing: Timing,
+    n_stages: int,
+    n_microbatches: int,
+    n_workers: int,
+) -> Placement:
+    """Return ``placement``, or the one that it names; UserError if it does not fit the sizes."""
+    if not isinstance(placement, Placement):
+        return _place(placement, timing, n_stages, n_microbatches, n_workers)
+    if isinstance(placement, Assigned):
+        placement.check_sizes(n_stages, n_microbatches)
+    return placement
+
+
+def _place(
     name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int
 ) -> Placement:
     """Return the placement called ``name`` for ops timed by ``timing``."""
@@ -156,41 +148,6 @@ def place(
             n_replicas = _most_in_flight(timing, stage, n_microbatches)
             cycles.append(range(first_rank, first_rank + n_replicas))
     return Placement(name, n_microbatches, tuple(cycles))
-
-
-def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
-    """Return the tick at which each rank's share of a stage's gradient is complete."""
-    ends: dict[int, int] = {}
-    for microbatch in range(layout.n_microbatches):
-        rank = layout.rank(stage, microbatch)
-        ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, microbatch))
-    return ends
-
-
-def ring_of(
-    timing: Timing, layout: Placement, stage: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of a rotated chain, from the first that gives to the one that updates.
-
-    Those that finish together are a group: the chain passes through one after another. Rings of
-    four ranks that finish in two groups, (0 1) and (2 3)::
-
-        stage 0   (0 1) (2 3)
-        stage 1   (2 3) (0 1)        begins with the next group
-        stage 2   (1 0) (3 2)        after a lap, with the next rank of each group
-        stage 3   (3 2) (1 0)
-    """
-    ends = share_ends(timing, layout, stage)
-    order = sorted(ends, key=lambda rank: (ends[rank], rank))
-    groups = [tuple(ranks) for _, ranks in groupby(order, key=ends.__getitem__)]
-    laps, first_group = divmod(stage, len(groups))
-    return tuple(_rotated(group, laps) for group in _rotated(groups, first_group))
-
-
-def _rotated(items: Sequence[_T], by: int) -> tuple[_T, ...]:
-    """Return ``items`` rotated: they begin with the item at ``by``."""
-    by %= len(items)
-    return (*items[by:], *items[:by])
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:

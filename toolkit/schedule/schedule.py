@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +14,16 @@ from toolkit.schedule.correction import Correction, correction_of
 from toolkit.schedule.instruction import Buffer, Kind, Op
 from toolkit.schedule.lower import lower
 from toolkit.schedule.pipeline_orders import Item, as_early_as_possible
-from toolkit.schedule.placement import (
-    CHAINS,
-    IN_ORDER,
-    Assigned,
-    Placement,
-    place,
-    ring_of,
-)
+from toolkit.schedule.placement import Assigned, Placement, layout_of
 from toolkit.schedule.rank_orders import parse_orders
+from toolkit.schedule.reduction_order import CHAINS, IN_ORDER, Ring, owners_of, ring_of
 from toolkit.schedule.staleness import (
-    FRESHEST,
     Delay,
     RandomDelay,
     Staleness,
     draws,
-    freshest,
-    in_steps,
     plain,
+    staleness_bounds,
 )
 from toolkit.schedule.timing import Timing
 
@@ -60,7 +52,7 @@ class Schedule:
             have one owner); or ``circulating``, as sharded, but a stage's weights go from forward
             to forward and from backward to backward, and its sum is handed on after each one.
         chains: ``in_order``, or ``rotated``, which balances bytes and updates over the ranks; see
-            :data:`toolkit.schedule.placement.CHAINS`.
+            :data:`toolkit.schedule.reduction_order.CHAINS`.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
             w, w + M/k, w + 2M/k, ...
@@ -122,33 +114,22 @@ class Schedule:
         if self.corrected == Correction(self.corrected.kind):
             self._set(correction=self.corrected.kind)
         validate.check_complete(self.timing.starts, n_stages, n_microbatches)
-        layout = self.placement
-        if not isinstance(layout, Placement):
-            layout = place(
-                layout, self.timing, n_stages, n_microbatches, self.n_workers
-            )
-        elif isinstance(layout, Assigned):
-            layout.check_sizes(n_stages, n_microbatches)
+        layout = layout_of(
+            self.placement, self.timing, n_stages, n_microbatches, self.n_workers
+        )
         validate.check_dependencies(self.timing, layout, n_stages)
         validate.check_ranks(self.timing, layout, n_stages)
-        if isinstance(self.delay, str) and self.delay == FRESHEST:
-            least_staleness = most_staleness = freshest(
-                self.timing, n_stages, n_microbatches
-            )
-        else:
-            least_staleness, most_staleness = in_steps(
-                self.delay, n_stages, n_microbatches
-            )
-        self._set(
-            layout=layout, least_staleness=least_staleness, staleness=most_staleness
+        least_staleness, staleness = staleness_bounds(
+            self.delay, self.timing, n_stages, n_microbatches
         )
+        self._set(layout=layout, least_staleness=least_staleness, staleness=staleness)
         validate.check_staleness(self.timing, layout, least_staleness, self.delay)
         if self.chains != IN_ORDER:
             validate.check_rotated(
                 self.timing, layout, least_staleness, self.state, self.n_workers
             )
         validate.check_correction(
-            self.corrected, self.timing, layout, most_staleness, self.state
+            self.corrected, self.timing, layout, staleness, self.state
         )
 
     def _set(self, **fields: Any) -> None:
@@ -221,28 +202,11 @@ class Schedule:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The rank that updates each stage and keeps its optimizer state.
-
-        Replicated: the last rank of the stage's chain of gradients. Otherwise, in data parallelism,
-        stages are dealt out evenly, the last to the first rank, which cyclic timing updates first.
-        """
-        if self.state != "replicated" and self.layout.has_whole_models:
-            last_rank = self.n_ranks - 1
-            return tuple(
-                last_rank - stage * self.n_ranks // self.n_stages
-                for stage in range(self.n_stages)
-            )
-        if self.rings:
-            return tuple(ring[-1][-1] for ring in self.rings)
-        owners = []
-        for stage in range(self.n_stages):
-            gradient_end = partial(self.timing.gradient_end, stage)
-            last_microbatch = max(range(self.n_microbatches), key=gradient_end)
-            owners.append(self.rank(stage, last_microbatch))
-        return tuple(owners)
+        """The rank that updates each stage and keeps its optimizer state."""
+        return owners_of(self.timing, self.layout, self.state, self.rings)
 
     @cached_property
-    def rings(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def rings(self) -> tuple[Ring, ...]:
         """``[stage][group]``, ranks of its rotated chain, the owner last; empty if in order."""
         if self.chains == IN_ORDER:
             return ()

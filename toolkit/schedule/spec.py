@@ -5,13 +5,12 @@ schedule that the catalogue builds carries its own, as ``schedule.spec``.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
 from shlex import quote
-from typing import Any, ParamSpec
+from typing import Any
 
 from toolkit.errors import UserError, suggest
 from toolkit.schedule.correction import Correction
@@ -33,8 +32,6 @@ from toolkit.schedule.plain_options import (
 from toolkit.schedule.registry import FACTORIES, METHODS
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import Delay, RandomDelay, plain
-
-_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -390,19 +387,3 @@ def same_sized(
     takes = inspect.signature(method.factory).parameters.keys() - method.options
     own_sizes = {size: value for size, value in sizes.items() if size in takes}
     return ScheduleSpec.from_call(name, own_sizes | options)
-
-
-def carries_spec(factory: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
-    """Let the schedules that a function builds carry the plain values of its call."""
-    parameters = inspect.signature(factory)
-
-    @wraps(factory)
-    def build(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
-        schedule = factory(*args, **kwargs)
-        arguments = parameters.bind(*args, **kwargs).arguments
-        spec = ScheduleSpec.from_call(factory.__name__, arguments)
-        # The schedule has its sizes as Python's own numbers.
-        spec = replace(spec, stages=schedule.n_stages, microbatches=schedule.n_workers)
-        return schedule.with_spec(spec)
-
-    return build

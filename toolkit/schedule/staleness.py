@@ -200,6 +200,16 @@ def freshest(
     return tuple(rows)
 
 
+def staleness_bounds(
+    delay: Delay, timing: Timing, n_stages: int, n_microbatches: int
+) -> tuple[Staleness, Staleness]:
+    """Return the least and the largest staleness of any delay; equal unless it is random."""
+    if isinstance(delay, str) and delay == FRESHEST:
+        staleness = freshest(timing, n_stages, n_microbatches)
+        return staleness, staleness
+    return in_steps(delay, n_stages, n_microbatches)
+
+
 def in_steps(
     delay: Delay, n_stages: int, n_microbatches: int
 ) -> tuple[Staleness, Staleness]:

@@ -7,7 +7,8 @@ from toolkit.schedule import grid
 from toolkit.schedule.correction import Correction
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
-from toolkit.schedule.placement import IN_ORDER, ROTATED, Placement, share_ends
+from toolkit.schedule.placement import Placement
+from toolkit.schedule.reduction_order import IN_ORDER, ROTATED, share_ends
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, Staleness, freshest
 from toolkit.schedule.timing import Timing
 
