@@ -47,6 +47,7 @@ from toolkit.schedule.instruction import (
     REDUCE,
     UPDATE,
     Action,
+    Buffer,
     Instruction,
     Kind,
     Op,
@@ -151,36 +152,22 @@ class _Lowering:
                 end = start + self.slot
                 rank = rank_of[stage][microbatch]
 
-                # The weights that the op reads.
+                # The weights that the op reads, and how they are corrected, if they are.
                 version = max(first_version[stage], step - delays[stage][microbatch])
                 read = _make_read((start, end, rank, kind != Kind.FORWARD))
-                # A correction of the version that the op computes with, or None.
                 buffer = None
                 if is_corrected:
                     buffer = schedule.read_by(
                         Op(kind, stage, microbatch), version, step
                     )
-                if buffer == PREDICTION:
-                    self._extend_prediction((stage, version, step), read)
+                    self._add_read(read, stage, version, step, buffer)
                 else:
                     reads[stage, version].append(read)
-                if buffer == COMPENSATED:
-                    # A second read: of the newest weights.
-                    reads[stage, step].append(read)
 
                 # The op.
                 action = action_of_kind[kind]
-                op_fields = (
-                    start,
-                    action,
-                    stage,
-                    microbatch,
-                    step,
-                    version,
-                    buffer,
-                    (),
-                )
-                by_turn[rank][OPS].append(make_instruction(op_fields))
+                op = (start, action, stage, microbatch, step, version, buffer, ())
+                by_turn[rank][OPS].append(make_instruction(op))
 
                 # Rule 1: its output goes to the next stage, a gradient to the one before.
                 if kind == Kind.FORWARD:
@@ -197,24 +184,24 @@ class _Lowering:
 
                 # Rule 6: its activations end.
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    free_fields = (
-                        end,
-                        FREE,
-                        stage,
-                        microbatch,
-                        step,
-                        None,
-                        ACTIVATION,
-                        (),
-                    )
-                    by_turn[rank][FREES].append(make_instruction(free_fields))
+                    free = (end, FREE, stage, microbatch, step, None, ACTIVATION, ())
+                    by_turn[rank][FREES].append(make_instruction(free))
                     self.shares[stage, step].append((rank, end))  # ends ascend
 
-    def _extend_prediction(self, key: tuple[int, int, int], read: Read) -> None:
-        """Let a prediction last from its first read on a rank to ``read``, the latest so far."""
-        reads_of_ranks = self.predicted[key]
-        first_read = reads_of_ranks.get(read.rank, read)
-        reads_of_ranks[read.rank] = read._replace(start=first_read.start)
+    def _add_read(
+        self, read: Read, stage: int, version: int, step: int, buffer: Buffer | None
+    ) -> None:
+        """Add what an op at ``step`` reads of ``version``, or in place of it, or besides it."""
+        if buffer == PREDICTION:
+            # The prediction lasts from its first read on a rank to this one, the latest so far.
+            reads_of_ranks = self.predicted[stage, version, step]
+            first_read = reads_of_ranks.get(read.rank, read)
+            reads_of_ranks[read.rank] = read._replace(start=first_read.start)
+            return
+        self.handover.reads[stage, version].append(read)
+        if buffer == COMPENSATED:
+            # A second read: of the newest weights.
+            self.handover.reads[stage, step].append(read)
 
     def _predict(self) -> None:
         """Add predictions, each from just before its first use to its last."""

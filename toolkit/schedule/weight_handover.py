@@ -201,18 +201,8 @@ class WeightHandover:
 
             # 2. The others get it: several at once by a broadcast, a single one from the holder.
             if len(lacking_ranks) > 1:
-                members = (owner, *lacking_ranks)
-                broadcast = Instruction(
-                    start,
-                    BROADCAST,
-                    stage,
-                    version=version,
-                    buffer=WEIGHTS,
-                    peers=members,
-                )
-                for rank in members:
-                    self.lists.by_turn[rank][WEIGHT_MESSAGES].append(broadcast)
                 tick = start
+                self._broadcast((owner, *lacking_ranks), tick, stage, version)
             elif lacking_ranks:
                 tick = min(start, max(holder.since, last_used, start - self.slot))
                 self._send(holder.rank, lacking_ranks[0], tick, stage, version)
@@ -252,6 +242,15 @@ class WeightHandover:
     ) -> None:
         content = (stage, None, None, version, WEIGHTS)
         self.lists.add_message(WEIGHT_MESSAGES, source, target, tick, content)
+
+    def _broadcast(
+        self, members: tuple[int, ...], tick: int, stage: int, version: int
+    ) -> None:
+        """Send a version from the first of ``members`` to all others."""
+        content = (stage, None, None, version, WEIGHTS)
+        broadcast = Instruction(tick, BROADCAST, *content, members)
+        for rank in members:
+            self.lists.by_turn[rank][WEIGHT_MESSAGES].append(broadcast)
 
     def _free(self, tick: int, rank: int, stage: int, version: int) -> None:
         free = Instruction(tick, FREE, stage, version=version, buffer=WEIGHTS)
